@@ -1,0 +1,41 @@
+# Two commands matter: `make demo` and `make test`. Each makes .venv first when it is not there.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: venv demo test test-slow lint format bench clean
+
+venv: $(INSTALLED)
+
+# torch comes first and by its exact version: pip then takes the CPU build where one is at hand, not gigabytes of CUDA.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,hf]'
+	touch $@
+
+demo: venv
+	$(BIN)/elixir-compile demo
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+test-slow: venv
+	$(BIN)/python -m pytest -q -m slow
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,51 @@
+"""Train models that do not fit: `torch.compile(model, backend="elixir", options={"device_memory": "20GiB"})`."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elixir_compile.api.prepare import prepare as prepare
+    from elixir_compile.api.records import compilations as compilations
+    from elixir_compile.api.saved import load_plan as load_plan
+    from elixir_compile.api.saved import save_plan as save_plan
+    from elixir_compile.measure import measure_step as measure_step
+    from elixir_compile.optim.hybrid import HybridAdamW as HybridAdamW
+
+_HOME = {
+    "HybridAdamW": "optim.hybrid",
+    "compilations": "api.records",
+    "load_plan": "api.saved",
+    "measure_step": "measure",
+    "prepare": "api.prepare",
+    "save_plan": "api.saved",
+}
+_ERRORS = (
+    "ElixirError",
+    "ElixirWarning",
+    "IllegalSchedule",
+    "InvalidOption",
+    "InvalidPlan",
+    "NoFeasiblePlan",
+    "NoGraphCaptured",
+    "NotPrepared",
+    "PlanFileError",
+    "PlanMismatch",
+    "StaleParameters",
+    "UnknownOption",
+    "UnsupportedModel",
+)
+_HOME.update(dict.fromkeys(_ERRORS, "errors"))
+
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Import public names on first use, so that a planning submodule never loads torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,65 @@
+"""When each storage of a graph is live, as op indices, before anything is decided about it.
+
+```text
+  op        0    1    2    3    4    5 (update)
+  param     ------------------------------      the whole step; input, buffer and optimizer state too
+  saved          ----------------               first write to last use
+  temp           -----                          an output of the forward: at least to the forward's last op
+  grad                     ---------------      first write to the end of the step
+```
+
+An allocation is counted at every op from the first to the last that needs it, both included. Where a plan moves
+parameters or gradients to the host, `plan_timeline` shortens these lives.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elixir_compile.ir import Kind, OpId, Phase, StepGraph, StorageId
+
+_WHILE_NEEDED = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """Op indices between which a storage is live, both included."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """The life of every storage that is live at some op."""
+
+    ops: tuple[OpId, ...]
+    lives: Mapping[StorageId, Life]
+    """A temp, saved or gradient storage that no op touches is never allocated, and not listed."""
+
+
+def liveness(graph: StepGraph) -> Liveness:
+    """Return the life of every storage of `graph`."""
+    firsts, lasts = _touches(graph)
+    end = len(graph.ops) - 1
+    forward_end = max((index for index, op in enumerate(graph.ops) if op.phase is Phase.FORWARD), default=-1)
+    outputs = frozenset(graph.outputs)
+    lives: dict[StorageId, Life] = {}
+    for storage in graph.storages:
+        name = storage.id
+        if storage.kind not in _WHILE_NEEDED:
+            lives[name] = Life(first=0, last=end)
+        elif name in firsts:
+            last = end if storage.kind is Kind.GRAD else lasts[name]
+            lives[name] = Life(first=firsts[name], last=max(last, forward_end) if name in outputs else last)
+    return Liveness(ops=tuple(op.id for op in graph.ops), lives=lives)
+
+
+def _touches(graph: StepGraph) -> tuple[dict[StorageId, int], dict[StorageId, int]]:
+    """The first and the last op that touches each storage; the first is the one that allocates it."""
+    firsts: dict[StorageId, int] = {}
+    lasts: dict[StorageId, int] = {}
+    for index, op in enumerate(graph.ops):
+        for name in (*op.reads, *op.writes):
+            firsts.setdefault(name, index)
+            lasts[name] = index
+    return firsts, lasts

@@ -1,0 +1,197 @@
+"""The legal lives of a bucket's parameters and of its gradient, as tables, with a sentence for every way to break them.
+
+```text
+  parameters  SHARDED --gather--> GATHERING --wait--> GATHERED --release--> RELEASED --gather--> GATHERING ...
+  gradient    EMPTY --run--> FILLING --run--> FULL --reduce--> REDUCED --update--> UPDATED     parameters on the device
+              ... REDUCED --offload--> LEAVING --wait--> ON_HOST --update--> UPDATED           parameters on the host
+```
+
+A pair of state and event that is in no table is a fault. Sentences name the bucket as `{bucket}` and the running region
+as `{region}`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """Where a bucket's parameters or its gradient are in their life."""
+
+    ON_DEVICE = "on device"
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+    RELEASED = "released"
+    ABSENT = "absent"
+    """A gradient that no op of the graph writes."""
+    FROZEN = "frozen"
+    EMPTY = "empty"
+    FILLING = "filling"
+    FULL = "full"
+    REDUCED = "reduced"
+    LEAVING = "leaving"
+    ON_HOST = "on host"
+    UPDATED = "updated"
+
+
+class Event(StrEnum):
+    """What an action does to a bucket's parameters or to its gradient."""
+
+    RUN = "run"
+    """A region reads the parameters, or touches the gradient and does not complete it."""
+    COMPLETE = "complete"
+    """A region writes the gradient for the last time."""
+    GATHER = "gather"
+    WAIT = "wait"
+    RELEASE = "release"
+    REDUCE = "reduce"
+    OFFLOAD = "offload"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifecycle:
+    """One table: where a life starts, how it moves, and what is wrong with each other event or end."""
+
+    start: State
+    moves: Mapping[tuple[State, Event], State]
+    faults: Mapping[tuple[State, Event], str]
+    """Sentences for events in one state; those for any state are in `always`."""
+    always: Mapping[Event, str]
+    unfinished: Mapping[State, str]
+    """Sentences for states in which a life may not end."""
+
+    def fault(self, state: State, event: Event) -> str:
+        """Return the sentence for an event that has no move."""
+        return self.faults.get((state, event)) or self.always[event]
+
+
+S, E = State, Event
+
+_PARAM_MOVES = {
+    (S.SHARDED, E.GATHER): S.GATHERING,
+    (S.GATHERING, E.WAIT): S.GATHERED,
+    (S.GATHERED, E.RUN): S.GATHERED,
+    (S.GATHERED, E.RELEASE): S.RELEASED,
+}
+_PARAM_FAULTS = {
+    (S.SHARDED, E.RUN): "{region} reads {bucket}, which was not gathered.",
+    (S.SHARDED, E.WAIT): "{bucket} is waited for, but no gather of it is under way.",
+    (S.SHARDED, E.RELEASE): "{bucket} is released, but was not gathered.",
+    (S.GATHERING, E.RUN): "{region} reads {bucket} before its gather was waited for.",
+    (S.GATHERING, E.GATHER): "{bucket} is gathered twice without a release in between.",
+    (S.GATHERING, E.RELEASE): "{bucket} is released before its gather was waited for.",
+    (S.GATHERED, E.GATHER): "{bucket} is gathered twice without a release in between.",
+    (S.GATHERED, E.WAIT): "{bucket} is waited for twice.",
+    (S.RELEASED, E.RUN): "{region} reads {bucket}, which was released before.",
+    (S.RELEASED, E.WAIT): "{bucket} is waited for, but no gather of it is under way.",
+    (S.RELEASED, E.RELEASE): "{bucket} is released twice.",
+    (S.RELEASED, E.GATHER): "{bucket} is resident, but gathered a second time.",
+}
+_PARAM_UNFINISHED = {
+    S.GATHERING: "The gather of {bucket} is never waited for.",
+    S.GATHERED: "{bucket} is gathered and never released.",
+}
+
+HOST_PARAMS = Lifecycle(
+    start=S.SHARDED,
+    moves=_PARAM_MOVES | {(S.RELEASED, E.GATHER): S.GATHERING},
+    faults=_PARAM_FAULTS,
+    always={},
+    unfinished=_PARAM_UNFINISHED,
+)
+RESIDENT_HOST_PARAMS = Lifecycle(
+    start=S.SHARDED, moves=_PARAM_MOVES, faults=_PARAM_FAULTS, always={}, unfinished=_PARAM_UNFINISHED
+)
+DEVICE_PARAMS = Lifecycle(
+    start=S.ON_DEVICE,
+    moves={(S.ON_DEVICE, E.RUN): S.ON_DEVICE},
+    faults={},
+    always={
+        E.GATHER: "{bucket} is gathered, but its parameters live on the device.",
+        E.WAIT: "{bucket} is waited for, but its parameters live on the device.",
+        E.RELEASE: "{bucket} is released, but its parameters live on the device.",
+    },
+    unfinished={},
+)
+
+_FILL = {
+    (S.EMPTY, E.RUN): S.FILLING,
+    (S.EMPTY, E.COMPLETE): S.FULL,
+    (S.FILLING, E.RUN): S.FILLING,
+    (S.FILLING, E.COMPLETE): S.FULL,
+    (S.FULL, E.RUN): S.FULL,
+    (S.FULL, E.REDUCE): S.REDUCED,
+}
+_EARLY = (S.EMPTY, S.FILLING, S.FULL)
+_GRAD_FAULTS = {
+    (S.EMPTY, E.REDUCE): "The gradient of {bucket} is reduced before it is complete.",
+    (S.FILLING, E.REDUCE): "The gradient of {bucket} is reduced before it is complete.",
+    (S.LEAVING, E.OFFLOAD): "The gradient of {bucket} is offloaded twice.",
+    (S.ON_HOST, E.OFFLOAD): "The gradient of {bucket} is offloaded twice.",
+    (S.UPDATED, E.OFFLOAD): "The gradient of {bucket} is offloaded twice.",
+    (S.ON_HOST, E.WAIT): "The gradient of {bucket} is waited for twice.",
+    (S.UPDATED, E.WAIT): "The gradient of {bucket} is waited for twice.",
+    (S.REDUCED, E.UPDATE): "{bucket} is updated before its gradient was offloaded.",
+    (S.LEAVING, E.UPDATE): "{bucket} is updated before the offload of its gradient was waited for.",
+    (S.UPDATED, E.UPDATE): "{bucket} is updated twice.",
+    **{(state, E.OFFLOAD): "The gradient of {bucket} is offloaded before it is reduced." for state in _EARLY},
+    **{(state, E.UPDATE): "{bucket} is updated before its gradient is reduced." for state in _EARLY},
+}
+_GRAD_ALWAYS = {
+    E.RUN: "{region} touches the gradient of {bucket} after it was reduced.",
+    E.COMPLETE: "{region} touches the gradient of {bucket} after it was reduced.",
+    E.REDUCE: "The gradient of {bucket} is reduced twice.",
+    E.WAIT: "The gradient of {bucket} is waited for, but no offload of it is under way.",
+}
+_NEVER_REDUCED = dict.fromkeys(_EARLY, "The gradient of {bucket} is never reduced.")
+_NEVER_UPDATED = "{bucket} is never updated."
+
+HOST_GRAD = Lifecycle(
+    start=S.EMPTY,
+    moves=_FILL
+    | {
+        (S.REDUCED, E.OFFLOAD): S.LEAVING,
+        (S.LEAVING, E.WAIT): S.ON_HOST,
+        (S.ON_HOST, E.UPDATE): S.UPDATED,
+    },
+    faults=_GRAD_FAULTS,
+    always=_GRAD_ALWAYS,
+    unfinished=_NEVER_REDUCED
+    | {
+        S.REDUCED: "The gradient of {bucket} is never offloaded.",
+        S.LEAVING: "The offload of the gradient of {bucket} is never waited for.",
+        S.ON_HOST: _NEVER_UPDATED,
+    },
+)
+DEVICE_GRAD = Lifecycle(
+    start=S.EMPTY,
+    moves=_FILL | {(S.REDUCED, E.UPDATE): S.UPDATED},
+    faults={key: sentence for key, sentence in _GRAD_FAULTS.items() if key[1] is not E.OFFLOAD},
+    always=_GRAD_ALWAYS
+    | {E.OFFLOAD: "The gradient of {bucket} is offloaded, but it stays on the device, where its parameters live."},
+    unfinished=_NEVER_REDUCED | {S.REDUCED: _NEVER_UPDATED},
+)
+ABSENT_GRAD = Lifecycle(
+    start=S.ABSENT,
+    moves={(S.ABSENT, E.RUN): S.ABSENT, (S.ABSENT, E.UPDATE): S.UPDATED},
+    faults={},
+    always={
+        E.REDUCE: "The gradient of {bucket} is reduced, but no op writes it.",
+        E.OFFLOAD: "The gradient of {bucket} is offloaded, but no op writes it.",
+        E.WAIT: "The gradient of {bucket} is waited for, but no op writes it.",
+        E.UPDATE: "{bucket} is updated twice.",
+    },
+    unfinished={S.ABSENT: _NEVER_UPDATED},
+)
+FROZEN_GRAD = Lifecycle(
+    start=S.FROZEN,
+    moves={(S.FROZEN, E.RUN): S.FROZEN, (S.FROZEN, E.COMPLETE): S.FROZEN},
+    faults={},
+    always=dict.fromkeys(
+        (E.REDUCE, E.OFFLOAD, E.WAIT, E.UPDATE),
+        "{bucket} has no gradient to act on: it is frozen, or the graph has no update.",
+    ),
+    unfinished={},
+)

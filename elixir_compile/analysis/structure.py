@@ -1,0 +1,145 @@
+"""What of a plan can be wrong apart from its actions: buckets, placements, regions, ranks, and its claims of memory."""
+
+from collections.abc import Mapping, Sequence
+
+from elixir_compile.analysis.excerpt import illegal_bucket, illegal_claim, illegal_region
+from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.errors import IllegalSchedule
+from elixir_compile.ir import (
+    Bucket,
+    BucketId,
+    Kind,
+    Op,
+    OpId,
+    Phase,
+    Placement,
+    Plan,
+    Region,
+    StepGraph,
+    Storage,
+    StorageId,
+    Tier,
+)
+from elixir_compile.units import format_bytes
+
+LEGAL_HOMES = frozenset({(Tier.DEVICE, Tier.DEVICE), (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.HOST)})
+"""Homes of (parameters, optimizer state) that a program can be made for."""
+
+
+def check_buckets(graph: StepGraph, plan: Plan) -> None:
+    """Raise IllegalSchedule unless every bucket holds parameters of the graph and may live where it is placed."""
+    params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
+    owners: dict[StorageId, BucketId] = {}
+    seen: set[BucketId] = set()
+    gradients = {storage.of for storage in graph.storages if storage.of is not None}
+    for at, (bucket, placement) in enumerate(zip(plan.buckets, plan.placements, strict=True)):
+        sentence = _bucket_fault(params, bucket, owners, len(plan.schedules)) or _home_fault(bucket, placement)
+        if bucket.id in seen:
+            sentence = f"{bucket.id} is listed twice."
+        elif sentence is None and not bucket.trainable and gradients.intersection(bucket.params):
+            sentence = f"{bucket.id} is frozen, but the graph writes a gradient of it."
+        if sentence is not None:
+            raise illegal_bucket(sentence, plan, at)
+        seen.add(bucket.id)
+        owners |= dict.fromkeys(bucket.params, bucket.id)
+
+
+def _bucket_fault(
+    storages: Mapping[StorageId, Storage], bucket: Bucket, owners: Mapping[StorageId, BucketId], num_ranks: int
+) -> str | None:
+    for param in bucket.params:
+        if param not in storages:
+            return f"{bucket.id} holds {param}, which is no parameter of the graph."
+        if param in owners:
+            return f"{param} is in two buckets, {owners[param]} and {bucket.id}."
+        if storages[param].dtype != bucket.dtype:
+            return f"{bucket.id} mixes dtypes: {param} is {storages[param].dtype}, the bucket {bucket.dtype}."
+    nbytes = sum(storages[param].nbytes for param in bucket.params)
+    if nbytes != bucket.nbytes:
+        return f"{bucket.id} claims {bucket.nbytes} bytes, but its parameters have {nbytes}."
+    if len(bucket.shard_numels) != num_ranks or sum(bucket.shard_numels) < bucket.numel:
+        return f"{bucket.id} has {bucket.numel} elements in shards of {bucket.shard_numels} for {num_ranks} ranks."
+    return None
+
+
+def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
+    homes = f"parameters on the {placement.param} and optimizer state on the {placement.optim}"
+    if (placement.param, placement.optim) not in LEGAL_HOMES:
+        return f"{bucket.id} has its {homes}, which no program can do."
+    if not bucket.trainable and placement.param is not placement.optim:
+        return f"{bucket.id} is frozen, but has its {homes}: expected one home."
+    if placement.param is Tier.DEVICE and not placement.resident:
+        return f"{bucket.id} lives on the device, but is not resident."
+    return None
+
+
+def check_regions(graph: StepGraph, plan: Plan) -> None:
+    """Raise IllegalSchedule unless the regions cover the forward and backward ops, in order, each once."""
+    todo = [op for op in graph.ops if op.phase is not Phase.UPDATE]
+    index = {op.id: number for number, op in enumerate(todo)}
+    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+    seen: set[str] = set()
+    done = 0
+    for at, region in enumerate(plan.regions):
+        sentence = f"{region.id} is listed twice." if region.id in seen else _span_fault(region, todo, index, done)
+        if sentence is None:
+            ops = todo[done : index[region.last] + 1]
+            sentence = _reads_fault(region, {owners[name] for op in ops for name in op.reads if name in owners})
+        if sentence is not None:
+            raise illegal_region(sentence, plan, at)
+        seen.add(region.id)
+        done = index[region.last] + 1
+    if done < len(todo):
+        sentence = f"No region runs {todo[done].id} and what follows: the regions cover {done} of {len(todo)} ops."
+        raise illegal_region(sentence, plan, max(0, len(plan.regions) - 1))
+
+
+def _span_fault(region: Region, todo: Sequence[Op], index: Mapping[OpId, int], done: int) -> str | None:
+    for name in (region.first, region.last):
+        if name not in index:
+            return f"{region.id} names the op {name}, which no region of this graph can run."
+    first, last = index[region.first], index[region.last]
+    if first != done:
+        expected = todo[done].id if done < len(todo) else "no op, for all are covered"
+        return f"{region.id} begins with {region.first}; expected {expected}."
+    if last < first:
+        return f"{region.id} ends with {region.last}, before it begins."
+    phases = {op.phase for op in todo[first : last + 1]}
+    if phases != {region.phase}:
+        return f"{region.id} is of the {region.phase}, but holds ops of the {' and the '.join(sorted(phases))}."
+    return None
+
+
+def _reads_fault(region: Region, reads: set[BucketId]) -> str | None:
+    if len(set(region.buckets)) == len(region.buckets) and set(region.buckets) == reads:
+        return None
+    claimed, found = ", ".join(region.buckets) or "nothing", ", ".join(sorted(reads)) or "nothing"
+    return f"{region.id} claims to read {claimed}; its ops read {found}."
+
+
+def check_ranks(plan: Plan) -> None:
+    """Raise IllegalSchedule unless there is one schedule for each rank from 0 on."""
+    ranks = [schedule.rank for schedule in plan.schedules]
+    if not ranks or ranks != list(range(len(ranks))):
+        raise IllegalSchedule(f"The plan has schedules for the ranks {ranks}; expected 0, 1, ... and at least one.")
+
+
+def check_peak(graph: StepGraph, plan: Plan) -> None:
+    """Raise IllegalSchedule unless the peak is within the budget and is the one that the plan claims."""
+    timelines = [plan_timeline(graph, plan, schedule.rank) for schedule in plan.schedules]
+    worst = max(timelines, key=lambda timeline: timeline.peak.nbytes)
+    peak, claim = worst.peak, plan.prediction
+    live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in peak.by_kind.items())
+    if peak.nbytes > plan.budget_bytes:
+        sentence = (
+            f"The peak at {peak.op} is {peak.nbytes} bytes, {format_bytes(peak.nbytes - plan.budget_bytes)} above "
+            f"the budget of {plan.budget_bytes}; live: {live}."
+        )
+        raise illegal_claim(sentence, plan, 0)
+    claimed = dict(zip(worst.ops, worst.live_bytes, strict=True)).get(claim.device_peak_at)
+    if claim.device_peak_bytes != peak.nbytes or claimed != peak.nbytes:
+        sentence = (
+            f"The plan claims a peak of {claim.device_peak_bytes} bytes at {claim.device_peak_at}; "
+            f"it is {peak.nbytes} at {peak.op}; live: {live}."
+        )
+        raise illegal_claim(sentence, plan, 2)

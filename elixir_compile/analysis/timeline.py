@@ -1,0 +1,154 @@
+"""Bytes on the device at each op of a step, by kind, with everything kept there or as a plan says.
+
+```text
+  live_bytes[kind][op] = sum of nbytes over the storages of that kind that are live at op
+```
+
+Each storage adds its bytes at its first op and takes them away after its last, so one running sum per kind counts the
+step: O(ops + storages + actions). Not modelled: what a kernel allocates for itself, the allocator's rounding, and the
+moment between two ops in which a gather that comes before a release in the schedule holds both.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.analysis.liveness import liveness
+from elixir_compile.ir import BucketId, Kind, OpId, Plan, RegionId, StepGraph, StorageId, Tier, Verb, grad_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The op at which the most bytes are live, the first of several."""
+
+    op: OpId
+    nbytes: int
+    by_kind: Mapping[Kind, int]
+    """Kinds with any bytes there, in the order of `Kind`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimeline:
+    """Live bytes on the device at each op, and the bytes that the host holds during the whole step."""
+
+    ops: tuple[OpId, ...]
+    live_bytes_by_kind: Mapping[Kind, tuple[int, ...]]
+    """Kinds that ever have any bytes, in the order of `Kind`; one entry per op."""
+    live_bytes: tuple[int, ...]
+    """The sum over kinds."""
+    host_bytes: int
+
+    @property
+    def peak(self) -> Peak:
+        """The first op with the most live bytes."""
+        at = self.live_bytes.index(max(self.live_bytes))
+        by_kind = {kind: live[at] for kind, live in self.live_bytes_by_kind.items() if live[at]}
+        return Peak(op=self.ops[at], nbytes=self.live_bytes[at], by_kind=by_kind)
+
+
+def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, int]) -> MemoryTimeline:
+    """Return the timeline with all parameters, gradients and optimizer state on the device.
+
+    `state_nbytes` holds the bytes of optimizer state of each trainable parameter.
+    """
+    tally = _Tally(len(graph.ops))
+    storages = {storage.id: storage for storage in graph.storages}
+    for name, life in liveness(graph).lives.items():
+        tally.add(storages[name].kind, storages[name].nbytes, life.first, life.last)
+    tally.add(Kind.MOMENT, sum(state_nbytes.values()), 0, len(graph.ops) - 1)
+    return tally.timeline(graph, host_bytes=0)
+
+
+def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline:
+    """Return the timeline of one rank under `plan`, whose names must be those of `graph`."""
+    placements = {placement.bucket: placement for placement in plan.placements}
+    on_host = {param: b.id for b in plan.buckets if placements[b.id].param is not Tier.DEVICE for param in b.params}
+    gathered, grad_ends = _moves(graph, plan, rank)
+    end = len(graph.ops) - 1
+    tally = _Tally(len(graph.ops))
+    storages = {storage.id: storage for storage in graph.storages}
+    for name, life in liveness(graph).lives.items():
+        storage, last = storages[name], life.last
+        if storage.kind is Kind.PARAM and name in on_host:
+            continue
+        if storage.of is not None and storage.of in on_host:
+            last = grad_ends.get(on_host[storage.of], end)
+        tally.add(storage.kind, storage.nbytes, life.first, last)
+    nbytes = {bucket.id: bucket.nbytes for bucket in plan.buckets}
+    for bucket, first, last in gathered:
+        tally.add(Kind.GATHERED, nbytes[bucket], first, last)
+    for bucket in plan.buckets:
+        if placements[bucket.id].optim is Tier.DEVICE:
+            tally.add(Kind.MOMENT, bucket.state_nbytes, 0, end)
+    # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
+    tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
+    return tally.timeline(graph, host_bytes(plan))
+
+
+def host_bytes(plan: Plan) -> int:
+    """Return the bytes that the host holds under `plan`: parameters, gradients, optimizer state and staging."""
+    total = 0
+    for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
+        if placement.param is Tier.HOST:
+            total += bucket.nbytes * (2 if bucket.trainable else 1)
+        if placement.optim is Tier.HOST:
+            total += bucket.state_nbytes
+            # Staging for a gradient on its way in and an updated parameter on its way out.
+            total += 2 * bucket.nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
+    return total
+
+
+def _moves(graph: StepGraph, plan: Plan, rank: int) -> tuple[list[tuple[BucketId, int, int]], dict[BucketId, int]]:
+    """What the schedule moves: (bucket, first op, last op) of each gathered copy, the last op of each host gradient.
+
+    A gather counts from the first op of the next `run`, a release or a wait to the last op of the `run` before it.
+    """
+    index = {op.id: number for number, op in enumerate(graph.ops)}
+    spans = {region.id: (index[region.first], index[region.last]) for region in plan.regions}
+    grads = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
+    gathered: list[tuple[BucketId, int, int]] = []
+    grad_ends: dict[BucketId, int] = {}
+    starts: dict[str, int] = {}
+    done = -1
+    schedule = next(schedule for schedule in plan.schedules if schedule.rank == rank)
+    for action in schedule.actions:
+        if action.verb is Verb.RUN:
+            done = spans[RegionId(action.what)][1]
+        elif action.verb is Verb.GATHER:
+            starts[action.what] = done + 1
+        elif action.verb is Verb.RELEASE:
+            gathered.append((BucketId(action.what), starts.pop(action.what), done))
+        elif action.verb is Verb.WAIT and action.what in grads:
+            grad_ends[grads[action.what]] = done
+    gathered += [(BucketId(bucket), first, len(graph.ops) - 1) for bucket, first in starts.items()]
+    return gathered, grad_ends
+
+
+class _Tally:
+    """Bytes that come and go, one row of differences per kind."""
+
+    def __init__(self, num_ops: int) -> None:
+        self._changes: dict[Kind, NDArray[np.int64]] = {}
+        self._num_ops = num_ops
+
+    def add(self, kind: Kind, nbytes: int, first: int, last: int) -> None:
+        """Count `nbytes` from op `first` to op `last`, both included; nothing when `last` is before `first`."""
+        if nbytes and first <= last:
+            changes = self._changes.get(kind)
+            if changes is None:
+                changes = self._changes[kind] = np.zeros(self._num_ops + 1, dtype=np.int64)
+            changes[first] += nbytes
+            changes[last + 1] -= nbytes
+
+    def timeline(self, graph: StepGraph, host_bytes: int) -> MemoryTimeline:
+        live = {kind: np.cumsum(self._changes[kind][:-1]) for kind in Kind if kind in self._changes}
+        total = functools.reduce(np.add, live.values(), np.zeros(self._num_ops, dtype=np.int64))
+        return MemoryTimeline(
+            ops=tuple(op.id for op in graph.ops),
+            live_bytes_by_kind={kind: tuple(row.tolist()) for kind, row in live.items()},
+            live_bytes=tuple(total.tolist()),
+            host_bytes=host_bytes,
+        )

@@ -1,0 +1,150 @@
+"""`torch.compile(model, backend="elixir")`: the entry point that Dynamo calls once per captured graph.
+
+prepared model   the graph gathers its parameters: compile it
+plain model      the graph's inputs are the parameters: find the models that own them, rewire the graph to gathers, compile it; when it
+                 first runs, prepare those models, and Dynamo captures gathers by itself from the second call on
+another model    Dynamo finds the graph of an equal model that is still plain: prepare it too, and run this once op by op
+no parameters    compile it as torch would, with a warning
+"""
+
+import copy
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx, nn
+
+from elixir_compile import compat
+from elixir_compile.api.compilation import Compilation
+from elixir_compile.api.prepare import new_executor, swap_modules
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.owners import find_roots
+from elixir_compile.capture.rewire import rewire, split_gathers
+from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption
+from elixir_compile.ops.registry import slot_by_key
+from elixir_compile.options import Options, parse_options
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.ledger import all_ledgers
+
+log = logging.getLogger("elixir_compile")
+
+
+def elixir(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one captured graph for the memory budget in `options` (see `elixir_compile.options.Options`).
+
+    An error of the plan or of the options is raised when the compiled function is called, as itself, not wrapped by Dynamo.
+    """
+    try:
+        if mode is not None:
+            raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
+        return _compile(gm, example_inputs, _with_compiler(parse_options(options)))
+    except ElixirError as error:
+        return _raiser(error)
+
+
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    _log_graph_break(gm)
+    keys = split_gathers(gm)
+    if keys:
+        return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
+    params = [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
+    roots = find_roots(params)
+    if any(executor_of(root) is not None for root in roots):
+        # Parameters that a prepared model keeps whole.
+        return compat.compile_plainly(gm, inputs, options.inner)
+    executor = new_executor(roots, params[0].device) if roots else None
+    if executor is None or not any(executor.slot_for(param) for param in params):
+        _say_nothing_to_place(options)
+        return compat.compile_plainly(gm, inputs, options.inner)
+    return _compile_first(gm, inputs, options, roots, executor)
+
+
+def _compile_gathers(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor
+) -> Callable[..., Any]:
+    name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
+    compilation = Compilation(executor, executor.regions_for(options.inner), options, name)
+    front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
+    compiled = front_end(gm, inputs, compilation.partition, compilation.lower)
+    executor.compilations.append(compilation)
+    return compiled
+
+
+def _compile_first(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, roots: Sequence[nn.Module], executor: Executor
+) -> Callable[..., Any]:
+    """Compile the graph of a plain model as if it were prepared; its first run prepares it."""
+    # Before `rewire` edits `gm`; both graphs read the same constants.
+    plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    rewired = rewire(gm, inputs)
+    own = {index: inputs[index] for index in rewired.handles}
+    compiled = _compile_gathers(gm, rewired.example_inputs, options, executor)
+    lock = threading.Lock()
+    is_prepared = False
+
+    def run(*args: Any) -> Any:
+        nonlocal is_prepared
+        if any(args[index] is not param for index, param in own.items()):
+            # No guard of Dynamo's tells two models of one class and equal shapes apart.
+            _prepare_owners([args[index] for index in own])
+            return plain(*args)
+        with lock:
+            if not is_prepared:
+                swap_modules(roots, executor)
+                is_prepared = True
+        values = list(args)
+        for index, handle in rewired.handles.items():
+            values[index] = handle
+        return compiled(*values)
+
+    return run
+
+
+def _prepare_owners(params: Sequence[nn.Parameter]) -> None:
+    roots = [root for root in find_roots(params) if executor_of(root) is None]
+    if roots:
+        swap_modules(roots, new_executor(roots, params[0].device))
+
+
+def _log_graph_break(gm: fx.GraphModule) -> None:
+    found = compat.graph_break_of(gm)
+    if found is not None:
+        log.info("graph break at %s:%d: what follows is planned as a graph of its own. %s", *found)
+
+
+def _say_nothing_to_place(options: Options) -> None:
+    message = (
+        "the captured graph reads no floating-point parameter of a module, so there is nothing to place: it runs as with "
+        f"backend={options.inner!r}, without a memory budget."
+    )
+    if all_ledgers():  # beside a managed model: a piece of it behind a graph break, as a loss is
+        log.debug("%s", message)
+    else:
+        warnings.warn(message, ElixirWarning, stacklevel=4)
+
+
+def _raiser(error: ElixirError) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        raise copy.copy(error)
+
+    return run
+
+
+def _with_compiler(options: Options) -> Options:
+    if options.inner == "inductor" and not compat.has_cpp_compiler():
+        warnings.warn(
+            "no C++ compiler was found, so regions run op by op (inner='aot_eager'). Install g++ or clang++ for compiled regions.",
+            ElixirWarning,
+            stacklevel=2,
+        )
+        return replace(options, inner="aot_eager")
+    return options

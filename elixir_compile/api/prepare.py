@@ -1,0 +1,109 @@
+"""Give a model to Elixir: its parameters become gathers, and may live where the plan wants them."""
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.api.meta import materialize
+from elixir_compile.capture.modules import executor_of, is_swapped, swap, whole_reason
+from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.runtime.executor import Executor
+
+_lock = threading.RLock()
+
+
+def prepare(model: nn.Module, device: "torch.device | str | None" = None) -> nn.Module:
+    """Make every parameter of `model` readable on `device` from wherever it lives, and return `model`.
+
+    The parameters stay what and where they are (one on `meta` is created on the host), so a model larger than the device never is whole on
+    it; buffers move to `device`, by default the device of the first parameter that has one. `state_dict()` keys do not change. Preparing twice
+    changes nothing. Raises UnsupportedModel for a model without parameters and for one that was prepared for another device.
+    """
+    model = compat.undo_compile(model)
+    with _lock:
+        target = _target_device(model, device)
+        prepared = executor_of(model)
+        if prepared is not None:
+            if prepared.device != target and device is not None:
+                raise UnsupportedModel(
+                    type(model).__name__, f"it was prepared for {prepared.device} and cannot move to {target}"
+                )
+            return model
+        materialize(model)
+        attach([model], target)
+    return model
+
+
+def attach(roots: Sequence[nn.Module], device: torch.device) -> Executor:
+    """Swap every module of `roots` that owns parameters, under one new executor."""
+    executor = new_executor(roots, device)
+    swap_modules(roots, executor)
+    return executor
+
+
+def new_executor(roots: Sequence[nn.Module], device: torch.device) -> Executor:
+    """Return an executor with a slot for every parameter of `roots` that can become a gather; the modules are not touched yet."""
+    executor = Executor(device, type(roots[0]).__name__)
+    for name, param, module, local in _named_parameters(roots):
+        reason = whole_reason(module, local)
+        if reason is None:
+            executor.add_slot(name, param)
+        else:
+            executor.keep_whole(name, param, reason)
+    return executor
+
+
+def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
+    """Make the parameters of `roots` that `executor` has slots for read as gathers, and bring the rest to its device."""
+    with torch.no_grad():
+        for root in roots:
+            for module in root.modules():
+                _swap_module(module, executor)
+            for buffer in root.buffers():
+                buffer.data = buffer.data.to(executor.device)
+
+
+def _swap_module(module: nn.Module, executor: Executor) -> None:
+    slots = {}
+    for local, param in module._parameters.items():
+        if param is None:
+            continue
+        slot = executor.slot_for(param)
+        if slot is not None and whole_reason(module, local) is None:
+            slots[local] = slot
+        elif param.device != executor.device:
+            param.data = param.data.to(executor.device)
+    if slots and not is_swapped(module):
+        swap(module, slots, executor)
+
+
+def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:
+    seen: set[int] = set()
+    for index, root in enumerate(roots):
+        prefix = "" if index == 0 else f"{type(root).__name__}{index}."
+        for path, module in root.named_modules():
+            for local, param in module._parameters.items():
+                if param is not None and id(param) not in seen:
+                    seen.add(id(param))
+                    yield f"{prefix}{path}.{local}" if path else f"{prefix}{local}", param, module, local
+
+
+def _target_device(model: nn.Module, device: "torch.device | str | None") -> torch.device:
+    if device is not None:
+        target = torch.device(device)
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if target.type == "cuda" and target.index is None
+            else target
+        )
+    for param in model.parameters():
+        if param.device.type != "meta":
+            return param.device
+    if next(iter(model.parameters()), None) is None:
+        raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
+    raise NotPrepared(
+        "every parameter is on `meta`, so the device must be named: `elixir_compile.prepare(model, device=...)`."
+    )

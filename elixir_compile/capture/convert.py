@@ -1,0 +1,259 @@
+"""From the forward and backward FX graphs of one capture to a torch-free `StepGraph`.
+
+Every call that is no marker becomes an `Op`, in node order. Storages are found through the fake tensors that tracing left in
+`node.meta["val"]`: two values with one storage are views of each other. The backward starts its own numbering of fake storages, because a
+recomputed node carries the fake tensor of the node it repeats; only its placeholders are joined with what the forward saved.
+What is not modelled: workspaces inside kernels.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.capture.fusion import absorbed_nodes, overwritten_input
+from elixir_compile.capture.joint import gradient, parameter, ticket
+from elixir_compile.capture.source import module_path, source_line
+from elixir_compile.ops.registry import Slot
+from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
+from elixir_compile.ir.graph import UPDATE_OP
+
+_PREFIX = {Phase.FORWARD: "fwd.", Phase.BACKWARD: "bwd."}
+MARKERS = (gradient, parameter, ticket)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The FX graphs of one capture, after partitioning, and the names of the parameters they read."""
+
+    name: str
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    num_outputs: int
+    """Leading outputs of the forward that go to the caller; the rest is saved for the backward."""
+    param_names: Mapping[int, str]
+    fused: bool
+    """Whether regions run through Inductor, which never materialises most pointwise results."""
+
+
+def ops_of(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of `graph` that are ops of the `StepGraph`, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
+
+
+def op_id(phase: Phase, node: fx.Node) -> OpId:
+    """Return the id of `node` in the `StepGraph`."""
+    return OpId(_PREFIX[phase] + node.name)
+
+
+def step_graph(captured: Captured, sizes: Mapping[str, int], siblings: Sequence[Slot]) -> StepGraph:
+    """Return the `StepGraph` of `captured`; `sizes` gives the symbols of dynamic shapes their values.
+
+    Symbols that `sizes` does not name take the values of the capture. `siblings` are parameters that no op reads but that share a
+    bucket with some that are read.
+    """
+    builder = _Builder(captured, sizes)
+    for slot in siblings:
+        storage = StorageId(slot.name)
+        builder.drafts[storage] = _Draft(storage, slot.nbytes, Kind.PARAM, _dtype(slot.param))
+    return builder.build()
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A storage while its uses are still being found."""
+
+    id: StorageId
+    nbytes: int
+    kind: Kind
+    dtype: str
+    of: StorageId | None = None
+
+    def freeze(self) -> Storage:
+        return Storage(id=self.id, nbytes=self.nbytes, kind=self.kind, dtype=self.dtype, of=self.of)
+
+
+@dataclass(slots=True)
+class _Builder:
+    captured: Captured
+    sizes: Mapping[str, int]
+    drafts: dict[StorageId, _Draft] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    aliases: list[tuple[str, StorageId]] = field(default_factory=list)
+
+    def build(self) -> StepGraph:
+        forward = self._walk(self.captured.forward.graph, Phase.FORWARD, {})
+        output = self.captured.forward.graph.output_node().args[0]
+        outputs = [forward[n] for n in output[: self.captured.num_outputs] if isinstance(n, fx.Node) and n in forward]
+        if self.captured.backward is not None:
+            self._join_backward(output, forward)
+        flat = dict.fromkeys(s for storages in outputs for s in storages)
+        return StepGraph(
+            name=self.captured.name,
+            ops=tuple(self.ops),
+            storages=tuple(draft.freeze() for draft in self.drafts.values()),
+            outputs=tuple(s for s in flat if self.drafts[s].kind not in (Kind.PARAM, Kind.INPUT, Kind.BUFFER)),
+            aliases=tuple(self.aliases),
+        )
+
+    def _join_backward(self, output: tuple, forward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
+        saved = {node.name: node for node in output[self.captured.num_outputs :] if isinstance(node, fx.Node)}
+        known: dict[fx.Node, tuple[StorageId, ...]] = {}
+        for node in self.captured.backward.graph.find_nodes(op="placeholder"):
+            source = saved.get(node.name)
+            if source is not None and source in forward:
+                known[node] = forward[source]
+                for storage in forward[source]:
+                    if self.drafts[storage].kind is Kind.TEMP:
+                        self.drafts[storage].kind = Kind.SAVED
+        first = len(self.ops)
+        backward = self._walk(self.captured.backward.graph, Phase.BACKWARD, known)
+        self._arrive(first)
+        self._mark_gradients(backward)
+        trained = [draft.of for draft in self.drafts.values() if draft.kind is Kind.GRAD]
+        gradients = [draft.id for draft in self.drafts.values() if draft.kind is Kind.GRAD]
+        reads = tuple(dict.fromkeys([*trained, *gradients]))
+        if reads:
+            self.ops.append(Op(id=UPDATE_OP, target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))
+
+    def _arrive(self, first: int) -> None:
+        """Let the backward's own inputs, the tangents, begin with its first op: autograd makes them then and lets go after their last use."""
+        tangents = [
+            d for d in self.drafts.values() if d.kind is Kind.INPUT and d.id.startswith(_PREFIX[Phase.BACKWARD])
+        ]
+        if first < len(self.ops):
+            op = self.ops[first]
+            self.ops[first] = replace(op, writes=(*(d.id for d in tangents), *op.writes))
+            for draft in tangents:
+                draft.kind = Kind.TEMP
+
+    def _mark_gradients(self, backward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
+        """A storage that only carries gradient becomes GRAD; several contributions to one parameter stay several storages."""
+        for node in self.captured.backward.graph.find_nodes(op="call_function", target=gradient):
+            value, key = node.args
+            for storage in backward.get(value, ()):
+                draft = self.drafts[storage]
+                if draft.kind is Kind.TEMP:
+                    draft.kind, draft.of = Kind.GRAD, StorageId(self.captured.param_names[key])
+
+    def _walk(
+        self, graph: fx.Graph, phase: Phase, known: dict[fx.Node, tuple[StorageId, ...]]
+    ) -> dict[fx.Node, tuple[StorageId, ...]]:
+        """Enter the ops of `graph`; return the storages behind each node."""
+        storages = dict(known)
+        by_key: dict[int, StorageId] = {}
+        for node, ids in known.items():
+            by_key.update(zip(_keys(node), ids, strict=False))
+        absorbed = absorbed_nodes(graph) if self.captured.fused else {}
+        for node in graph.nodes:
+            if node.op == "placeholder" and node not in known and node.users:
+                storages[node] = self._enter(node, Kind.INPUT, by_key, phase)
+            elif node.op == "get_attr":
+                storages[node] = self._enter(node, Kind.BUFFER, by_key, phase)
+            elif node.op == "call_function" and node.target is parameter:
+                storages[node] = self._enter_parameter(node, by_key)
+            elif node.op == "call_function" and node.target not in MARKERS:
+                self._enter_op(node, phase, storages, by_key, absorbed)
+        return storages
+
+    def _enter_parameter(self, node: fx.Node, by_key: dict[int, StorageId]) -> tuple[StorageId, ...]:
+        value = node.meta["val"]
+        storage = StorageId(self.captured.param_names[node.args[0]])
+        if storage not in self.drafts:
+            nbytes = value.numel() * value.element_size()
+            self.drafts[storage] = _Draft(storage, nbytes, Kind.PARAM, _dtype(value))
+        by_key[compat.storage_key(value)] = storage
+        return (storage,)
+
+    def _enter(self, node: fx.Node, kind: Kind, by_key: dict[int, StorageId], phase: Phase) -> tuple[StorageId, ...]:
+        """Return the storages of the tensors of `node`, making those that are new."""
+        found: list[StorageId] = []
+        for index, value in enumerate(_tensors(node)):
+            key = compat.storage_key(value)
+            if key not in by_key:
+                suffix = "" if index == 0 else f".{index}"
+                storage = StorageId(f"{op_id(phase, node)}{suffix}")
+                nbytes = compat.evaluate_size(value.untyped_storage().nbytes(), self.sizes)
+                self.drafts[storage] = _Draft(storage, nbytes, kind, _dtype(value))
+                by_key[key] = storage
+            else:
+                self.aliases.append((op_id(phase, node), by_key[key]))
+            found.append(by_key[key])
+        return tuple(found)
+
+    def _enter_op(
+        self,
+        node: fx.Node,
+        phase: Phase,
+        storages: dict[fx.Node, tuple[StorageId, ...]],
+        by_key: dict[int, StorageId],
+        absorbed: Mapping[fx.Node, None],
+    ) -> None:
+        inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
+        base = overwritten_input(node) if self.captured.fused else None
+        base = base or _viewed(node)
+        if base is not None and base in storages and len(storages[base]) == 1:
+            # By structure, not by fake storage: each gather of one parameter left a fake storage of its own.
+            by_key.update((key, storages[base][0]) for key in _keys(node))
+        if node in absorbed:
+            # Never materialised: whoever reads it reads its inputs.
+            storages[node] = tuple(inputs)
+            reads: tuple[StorageId, ...] = ()
+            writes: tuple[StorageId, ...] = ()
+        else:
+            before = set(self.drafts)
+            storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
+            made = [s for s in dict.fromkeys(storages[node]) if s not in before]
+            mutated = _mutated(node, storages)
+            if base is not None and _viewed(node) is None:
+                mutated.extend(storages[base])
+            is_view = not made and not mutated
+            reads = () if is_view else tuple(inputs)
+            writes = tuple(dict.fromkeys([*made, *mutated]))
+        moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
+        self.ops.append(
+            Op(
+                id=op_id(phase, node),
+                target=str(node.target),
+                phase=phase,
+                reads=reads,
+                writes=writes,
+                flops=compat.flops_of(node),
+                moved_bytes=moved,
+                module=module_path(node),
+                source=source_line(node),
+            )
+        )
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """Return what `node` is a view of, or None when it is no view of one tensor."""
+    is_view = getattr(node.target, "is_view", False) and len(node.all_input_nodes) == 1
+    return node.all_input_nodes[0] if is_view else None
+
+
+def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    found: list[StorageId] = []
+    for argument, value in zip(schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+            found.extend(storages.get(value, ()))
+    return found
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _keys(node: fx.Node) -> list[int]:
+    return [compat.storage_key(value) for value in _tensors(node)]
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

@@ -1,0 +1,286 @@
+"""Take the gathers out of a joint graph before it is partitioned, and put the parameters back after.
+
+The partitioner should see what `torch.compile` shows it: parameters that are inputs, free to save, and gradients that are outputs. So
+
+    before   gather(handle, ..., key) -> w;  ...;  reduce(g, key) -> output of the handle
+    during   placeholder w;                  ...;  g an extra output
+    after    parameter(key) -> w;            ...;  gradient(g, key), at the place where g is made
+
+and the forward and backward that come back are node for node those of the same model without Elixir. `parameter` and `gradient` are
+markers: the rewriter replaces them by the actions of the schedule.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.ops.schema import GATHER, REDUCE
+
+
+def parameter(key: int) -> torch.Tensor:
+    """Marker: the whole parameter `key`."""
+    raise AssertionError("a marker is replaced before a graph runs")
+
+
+def gradient(grad: torch.Tensor, key: int) -> None:
+    """Marker: a contribution to the gradient of parameter `key`."""
+    raise AssertionError("a marker is replaced before a graph runs")
+
+
+def ticket(keys: tuple[int, ...]) -> torch.Tensor:
+    """Marker: the versions of parameters `keys`, by which the backward knows that none of those it reads has changed."""
+    raise AssertionError("a marker is replaced before a graph runs")
+
+
+TICKET = "elixir_ticket"
+"""The backward's input that carries the forward's ticket."""
+
+for _marker in (gradient, ticket):
+    fx.node.has_side_effect(_marker)
+
+
+@dataclass(slots=True)
+class _Hidden:
+    """What was taken out of a joint graph: inputs by key, the key of each extra gradient output, saved views of parameters."""
+
+    inputs: dict[int, str] = field(default_factory=dict)
+    gradient_keys: list[int] = field(default_factory=list)
+    saved_views: dict[str, list[fx.Node]] = field(default_factory=dict)
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def gather_keys(graph: fx.Graph) -> list[int]:
+    """Return the keys of the parameters that `graph` gathers, in order of first use."""
+    return list(dict.fromkeys(node.args[3] for node in graph.find_nodes(op="call_function", target=GATHER)))
+
+
+def partition_hidden(
+    joint: fx.GraphModule, joint_inputs: Sequence[object], partition: Callable, **options
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition `joint` as if its parameters were inputs; the results read them through markers.
+
+    `options` are the partitioner's own: `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
+    """
+    hidden = _hide(joint, options["num_fwd_outputs"])
+    num_primals = sum("tangents" not in str(node.target) for node in joint.graph.find_nodes(op="placeholder"))
+    known = options.pop("static_lifetime_input_indices", None) or []
+    static = [*known, *range(num_primals - len(hidden.inputs), num_primals)]
+    forward, backward = partition(joint, joint_inputs, static_lifetime_input_indices=static, **options)
+    num_saved_from = options["num_fwd_outputs"]
+    _show_in_forward(forward, hidden, num_saved_from)
+    _show_in_backward(backward, hidden)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+    return forward, backward
+
+
+def show_in_inference(module: fx.GraphModule) -> None:
+    """Replace every gather of an inference graph by its marker, one per parameter."""
+    for node in module.graph.find_nodes(op="call_function", target=GATHER):
+        with module.graph.inserting_before(node):
+            node.replace_all_uses_with(_marker_node(module.graph, parameter, (node.args[3],), node.meta))
+        module.graph.erase_node(node)
+    _merge_markers(module.graph)
+    module.recompile()
+
+
+def _hide(joint: fx.GraphModule, num_fwd_outputs: int) -> _Hidden:
+    graph, hidden = joint.graph, _Hidden()
+    placeholders = graph.find_nodes(op="placeholder")
+    primals = [node for node in placeholders if "tangents" not in str(node.target)]
+    gathers = graph.find_nodes(op="call_function", target=GATHER)
+    inputs: dict[int, fx.Node] = {}
+    last = primals[-1]
+    # In the order of the keys, so that the step does not depend on where the gathers stood.
+    for gather in sorted({node.args[3]: node for node in gathers}.values(), key=lambda node: node.args[3]):
+        key = gather.args[3]
+        with graph.inserting_after(last):
+            last = inputs[key] = graph.placeholder(f"elixir_parameter_{key}")
+        last.meta = {name: gather.meta[name] for name in ("val", "tensor_meta") if name in gather.meta}
+        hidden.strides[key] = tuple(gather.args[2])
+    for node in gathers:
+        node.replace_all_uses_with(inputs[node.args[3]])
+        graph.erase_node(node)
+    hidden.inputs = {key: node.name for key, node in inputs.items()}
+    _turn_reduces_into_outputs(graph, hidden, num_fwd_outputs)
+    joint.recompile()
+    return hidden
+
+
+def _turn_reduces_into_outputs(graph: fx.Graph, hidden: _Hidden, num_fwd_outputs: int) -> None:
+    output = graph.output_node()
+    outputs = list(output.args[0])
+    descriptions = list(output.meta.get("desc", [None] * len(outputs)))
+    reduces = graph.find_nodes(op="call_function", target=REDUCE)
+    reached = _downstream(reduces)
+    for index in range(num_fwd_outputs, len(outputs)):
+        if outputs[index] in reached:
+            outputs[index] = None
+    for node in reduces:
+        outputs.append(node.args[0])
+        descriptions.append(None)
+        hidden.gradient_keys.append(node.args[1])
+    output.args = (tuple(outputs),)
+    if "desc" in output.meta:
+        output.meta["desc"] = descriptions
+    for node in reversed([node for node in graph.nodes if node in reached]):
+        graph.erase_node(node)
+
+
+def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Return `roots` and all that is made of them, short of the output: the sums of a handle's one-element gradients."""
+    reached = dict.fromkeys(roots)
+    pending = list(roots)
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in reached:
+                reached[user] = None
+                pending.append(user)
+    return reached
+
+
+def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: int) -> None:
+    """Drop saved parameters and views of them from the outputs, add the ticket, and read parameters through markers."""
+    graph = forward.graph
+    names = set(hidden.inputs.values())
+    output = graph.output_node()
+    outputs, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
+    for node in saved:
+        chain = _view_chain(node, names)
+        if chain is not None:
+            hidden.saved_views[node.name] = chain
+    kept = [node for node in saved if getattr(node, "name", None) not in hidden.saved_views]
+    keys = tuple(dict.fromkeys(_key_of(chain[0], hidden) for chain in hidden.saved_views.values()))
+    with graph.inserting_before(output):
+        stamp = _marker_node(graph, ticket, (keys,), {"val": _ticket_example(graph, len(keys))})
+    output.args = ((*outputs, stamp, *kept),)
+    _replace_inputs(graph, hidden)
+
+
+def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
+    """Mirror of `_show_in_forward`; the extra gradient outputs become `gradient` markers where they are made."""
+    graph = backward.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    for node in placeholders:
+        if node.name in hidden.saved_views:
+            _rebuild_view(graph, node, hidden)
+    first_tensor = next(node for node in placeholders if not isinstance(node.meta.get("val"), torch.SymInt))
+    keys = {_key_of(chain[0], hidden) for chain in hidden.saved_views.values()}
+    example = _ticket_example(graph, len(keys))
+    with graph.inserting_before(first_tensor):
+        graph.placeholder(TICKET).meta = {"val": example}
+    for node in placeholders:
+        if node.name in hidden.saved_views:
+            graph.erase_node(node)
+    _replace_inputs(graph, hidden)
+    output = graph.output_node()
+    outputs, num_gradients = list(output.args[0]), len(hidden.gradient_keys)
+    kept, gradients = outputs[: len(outputs) - num_gradients], outputs[len(outputs) - num_gradients :]
+    output.args = (tuple(kept),)
+    if "desc" in output.meta:
+        output.meta["desc"] = list(output.meta["desc"])[: len(kept)]
+    _insert_gradients(graph, gradients, hidden)
+
+
+def _view_chain(node: object, names: set[str]) -> list[fx.Node] | None:
+    """Return the views that make saved `node` of a hidden parameter, base first, or None when it is something else."""
+    chain: list[fx.Node] = []
+    while isinstance(node, fx.Node):
+        if node.op == "placeholder":
+            return [node, *reversed(chain)] if node.name in names else None
+        if not getattr(node.target, "is_view", False) or len(node.all_input_nodes) != 1:
+            return None
+        chain.append(node)
+        node = node.args[0]
+    return None
+
+
+def _rebuild_view(graph: fx.Graph, saved: fx.Node, hidden: _Hidden) -> None:
+    """Make the saved view anew in the backward: saving it would keep the whole gathered bucket alive."""
+    base, *views = hidden.saved_views[saved.name]
+    with graph.inserting_before(_first_op(graph)):
+        made = _marker_node(graph, parameter, (_key_of(base, hidden),), base.meta)
+        for view in views:
+            source = made
+            made = graph.node_copy(view, lambda _, source=source: source)
+    saved.replace_all_uses_with(made)
+
+
+def _key_of(placeholder: fx.Node, hidden: _Hidden) -> int:
+    return next(key for key, name in hidden.inputs.items() if name == placeholder.name)
+
+
+def _first_op(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidden: _Hidden) -> None:
+    """Put a marker behind each gradient, and a copy before it where the gradient is no allocation of its own."""
+    claimed: set[int] = {compat.storage_key(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if _is_tensor(n)}
+    for grad, key in zip(gradients, hidden.gradient_keys, strict=True):
+        if grad is None:
+            continue
+        value = grad.meta["val"]
+        storage = compat.storage_key(value)
+        owns = compat.evaluate_size(value.untyped_storage().nbytes(), {}) == value.numel() * value.element_size()
+        before = _first_op(graph) if grad.op == "placeholder" else grad.next
+        with graph.inserting_before(before):
+            if storage in claimed or not owns or value.stride() != hidden.strides[key]:
+                grad = _own_copy(graph, grad)
+            _marker_node(graph, gradient, (grad, key), {"val": None})
+        claimed.add(storage)
+
+
+def _own_copy(graph: fx.Graph, grad: fx.Node) -> fx.Node:
+    value = grad.meta["val"]
+    with value.fake_mode:
+        example = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    copy = graph.call_function(torch.ops.aten.clone.default, (grad,), {"memory_format": torch.contiguous_format})
+    copy.meta = {**grad.meta, "val": example}
+    return copy
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
+    """Turn the placeholders of hidden parameters into markers."""
+    keys = {name: key for key, name in hidden.inputs.items()}
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in keys:
+            continue
+        if node.users:
+            with graph.inserting_before(_first_op(graph)):
+                node.replace_all_uses_with(_marker_node(graph, parameter, (keys[node.name],), node.meta))
+        graph.erase_node(node)
+    _merge_markers(graph)
+
+
+def _merge_markers(graph: fx.Graph) -> None:
+    """Leave one `parameter` marker per key, before every op."""
+    first: dict[int, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=parameter):
+        kept = first.setdefault(node.args[0], node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+    op = next((node for node in graph.nodes if node.op != "placeholder" and node.target is not parameter), None)
+    for key in sorted(first):
+        op.prepend(first[key])
+
+
+def _marker_node(graph: fx.Graph, marker: Callable, args: tuple, meta: dict) -> fx.Node:
+    node = graph.call_function(marker, args)
+    node.meta = dict(meta)
+    return node
+
+
+def _ticket_example(graph: fx.Graph, numel: int) -> torch.Tensor:
+    example = next(node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+    with example.fake_mode:
+        return torch.empty(numel, dtype=torch.int64, device="cpu")

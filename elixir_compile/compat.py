@@ -1,0 +1,316 @@
+"""Every access to a private or version-dependent torch name, with the versions it was checked on and what happens without it.
+
+Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import OptimizedModule
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` is the wrapper that `torch.compile` returned.
+
+    `torch._dynamo.OptimizedModule`, torch 2.11 to 2.13. Gone: ImportError at import.
+    """
+    return isinstance(module, OptimizedModule)
+
+
+def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that `torch.compile` wrapped, or `model` itself.
+
+    `OptimizedModule._orig_mod`, torch 2.11 to 2.13. Gone: AttributeError for a compiled module.
+    """
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what identifies the storage of `tensor`, fake ones too: views share it.
+
+    `UntypedStorage._cdata`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
+    """Return `size` with its symbols replaced by `values`, or by the hints of the capture, without adding a guard.
+
+    `SymNode.expr` and `SymNode.hint`, torch 2.11 to 2.13. Gone: AttributeError at the first capture with dynamic shapes.
+    """
+    if isinstance(size, int):
+        return size
+    node = size.node
+    expression = node.expr.subs(
+        {symbol: values[symbol.name] for symbol in node.expr.free_symbols if symbol.name in values}
+    )
+    return int(expression) if expression.is_number else int(node.hint)
+
+
+def symbol_name(size: "int | torch.SymInt") -> str | None:
+    """Return the name of the symbol that `size` is, or None when it is a number or a compound expression."""
+    if isinstance(size, int) or not size.node.expr.is_symbol:
+        return None
+    return size.node.expr.name
+
+
+def flops_of(node: fx.Node) -> int:
+    """Return the floating-point operations of one ATen call, 0 where torch has no formula.
+
+    `torch.utils.flop_counter.flop_registry`, torch 2.11 to 2.13. Gone: ImportError at import.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    value = lambda argument: argument.meta.get("val") if isinstance(argument, fx.Node) else argument  # noqa: E731
+    args = fx.node.map_aggregate(node.args, value)
+    kwargs = fx.node.map_aggregate(node.kwargs, value)
+    return evaluate_size(formula(*args, **kwargs, out_val=node.meta.get("val")), {})
+
+
+def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
+    """Return torch's own forward and backward for `joint`.
+
+    `torch._functorch.partitioners.min_cut_rematerialization_partition`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, joint_inputs, **options)
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
+    """Compile `gm` with Inductor's front passes; `partition` splits the joint graph, `lower` lowers each half.
+
+    `compile_fx(inner_compile=..., config_patches={"custom_partitioner_fn": ...})`, torch 2.11 to 2.13; `donated_buffer` is off so that
+    `retain_graph=True` works, the AOTAutograd cache is off because a hit would skip both callbacks. Gone: ImportError or TypeError.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
+            return partition(joint, joint_inputs, **options)
+
+        def uuid(self) -> None:
+            return None
+
+    def lower_without_partitioner(graph: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable:
+        # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache nothing.
+        with inductor_config.patch(custom_partitioner_fn=None):
+            return lower(graph, examples, **options)
+
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+        return compile_fx(
+            gm,
+            list(inputs),
+            inner_compile=lower_without_partitioner,
+            config_patches={"custom_partitioner_fn": Partitioner()},
+        )
+
+
+def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
+    """Compile `gm` without decompositions or kernels of our own, as torch's `aot_eager` does.
+
+    `torch._dynamo.backends.common.aot_autograd`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.backends.common import aot_autograd
+
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+        return aot_autograd(
+            fw_compiler=lambda graph, examples: lower(graph, examples),
+            bw_compiler=lambda graph, examples: lower(graph, examples, is_backward=True),
+            inference_compiler=lambda graph, examples: lower(graph, examples, is_inference=True),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, list(inputs))
+
+
+def compile_plainly(gm: fx.GraphModule, inputs: Sequence[Any], inner: str) -> Callable:
+    """Compile `gm` with torch's own backend `inner`, `inductor` or `aot_eager`.
+
+    `torch._dynamo.lookup_backend`, torch 2.11 to 2.13. Gone: AttributeError at a graph without parameters.
+    """
+    return torch._dynamo.lookup_backend(inner)(gm, list(inputs))
+
+
+def inductor_random_ops() -> frozenset[Any]:
+    """Return the ops by which Inductor draws random numbers inside the kernels that use them.
+
+    `torch._inductor.inductor_prims`, which registers them when imported, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    """
+    from torch._inductor import inductor_prims  # noqa: F401
+
+    return frozenset((torch.ops.prims.inductor_lookup_seed.default, torch.ops.prims.inductor_random.default))
+
+
+Strides = tuple[int, ...] | None
+
+
+def lower_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], visible: Sequence[int], **options: Any
+) -> tuple[Callable, list[Strides]]:
+    """Return the compiled form of `gm`, which takes one list of inputs and empties it, and the strides of its outputs.
+
+    Outputs at the positions `visible` keep the strides of the graph; Inductor chooses those of the others.
+    `compile_fx_inner`, `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError at the first region.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    gm.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
+    context = TracingContext(fake_mode_of(inputs))
+    context.output_strides = []
+    with tracing(context):
+        compiled = compile_fx_inner(gm, list(inputs), **options)
+    return compiled, context.output_strides
+
+
+def lower_plainly_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
+    """Return `gm` compiled in the contexts that the front end has set, as `torch.compile` does.
+
+    `compile_fx_inner`, torch 2.11 to 2.13. Gone: ImportError at the first graph without parameters.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, list(inputs), **options)
+
+
+def graph_break_of(gm: fx.GraphModule) -> tuple[str, int, str] | None:
+    """Return file, line and reason of the graph break that ended `gm`, a graph of Dynamo; None when none did.
+
+    `gm.compile_subgraph_reason`, torch 2.11 to 2.13. Gone: graph breaks are not logged.
+    """
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    return frame.filename, frame.lineno or 0, reason.reason.strip().partition("\n")[0]
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark `run` as taking one list of inputs that it empties, AOTAutograd's boxed convention.
+
+    The attribute `_boxed_call`, torch 2.11 to 2.13. Gone: inputs live until the call returns.
+    """
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True
+    return call
+
+
+def report_output_strides(strides: Sequence[Strides]) -> None:
+    """Tell AOTAutograd the strides of the forward's outputs, by which it compiles the backward.
+
+    `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: the backward asserts on strides that Inductor changed.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        context.output_strides.extend(strides)
+
+
+def fake_mode_of(values: Iterable[object]) -> Any:
+    """Return the fake tensor mode of the first fake tensor among `values`.
+
+    `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    """
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(list(values))
+
+
+def backward_pass_id() -> int:
+    """Return the number of the backward pass that runs on this thread, -1 outside of one.
+
+    `torch._C._current_graph_task_id`, torch 2.11 to 2.13. Gone: AttributeError at the first backward.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the current backward pass ends without an exception.
+
+    `Variable._execution_engine.queue_callback`, as FSDP2 uses it, torch 2.11 to 2.13. Gone: AttributeError at the first backward.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Whether the user hooked the gradient of leaf `param`.
+
+    `Tensor._backward_hooks` and `Tensor._post_accumulate_grad_hooks`, torch 2.11 to 2.13. Gone: AttributeError at the first backward.
+    """
+    return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+def placeholder_source(node: fx.Node) -> str:
+    """Return where Dynamo found a graph input: `L['self']._modules['a']._parameters['weight']`.
+
+    `node._dynamo_source.name`, a property in torch 2.13 and a method before. Gone: the node's own name.
+    """
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return node.name
+    return source.name() if callable(source.name) else source.name
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor would find a C++ compiler.
+
+    `torch._inductor.cpp_builder.get_cpp_compiler`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, int]]:
+    """Return (time, address, bytes) for all that the CPU allocator did under `profiler`, in order.
+
+    Times are ns on the clock of `time.time_ns`; bytes are below 0 where a block was freed. Only threads that inherited the
+    profiler are seen: the caller's and autograd's. `profiler.kineto_results` and `_EventType`, torch 2.13. Gone: AttributeError or ImportError in `measure_step` on a CPU.
+    """
+    from torch._C._profiler import _EventType
+
+    found: list[tuple[int, int, int]] = []
+    pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return sorted(found, key=lambda allocation: allocation[0])
+
+
+def fused_adamw_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    max_exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    **hyperparameters: Any,
+) -> None:
+    """Update `params` and the statistics in place by torch's fused AdamW kernel.
+
+    `torch._fused_adamw_`, which `torch.optim.AdamW(fused=True)` calls, torch 2.11 to 2.13. Gone: AttributeError at the first step.
+    """
+    torch._fused_adamw_(
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, grad_scale=None, found_inf=None, **hyperparameters
+    )

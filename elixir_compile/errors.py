@@ -1,0 +1,208 @@
+"""Every error and warning of the package.
+
+```text
+Exception
+└── ElixirError
+    ├── UnknownOption      (ValueError)     an option nobody knows
+    ├── InvalidOption      (ValueError)     a known option with a value that makes no sense
+    ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
+    │   └── IllegalSchedule                 actions in an order that would compute the wrong thing
+    ├── PlanFileError      (ValueError)     text that is not a plan
+    ├── PlanMismatch       (ValueError)     a plan for another graph, machine or world size
+    ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
+    ├── NotPrepared        (RuntimeError)   the model was not prepared and cannot be here
+    ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
+    ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
+    └── NestedMeasurement  (RuntimeError)   a step measured inside a step that is being measured
+
+UserWarning
+└── ElixirWarning
+    └── NoGraphCaptured                     the model runs, but not compiled
+```
+
+Each error keeps its facts as fields and as `args`, so it survives pickling between processes; its text is made of them.
+"""
+
+# ruff: noqa: N818 - a class is named for what happened; that it is an error, its place in the tree says
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from elixir_compile.units import format_bytes
+
+
+class ElixirError(Exception):
+    """The root of every error raised by the package."""
+
+
+class UnknownOption(ElixirError, ValueError):
+    """An option that does not exist."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__(name, tuple(known))
+        self.name = name
+        self.known = tuple(known)
+        near = difflib.get_close_matches(str(name), self.known, n=1)
+        self.nearest: str | None = near[0] if near else None
+
+    def __str__(self) -> str:
+        hint = f"Did you mean {self.nearest!r}? " if self.nearest else ""
+        return f"unknown option {self.name!r}. {hint}The options are: {', '.join(self.known)}."
+
+
+class InvalidOption(ElixirError, ValueError):
+    """An option whose value cannot be used."""
+
+    def __init__(self, name: str, got: object, expected: str) -> None:
+        super().__init__(name, got, expected)
+        self.name = name
+        self.got = got
+        self.expected = expected
+
+    def __str__(self) -> str:
+        return f"option {self.name}: got {self.got!r}, expected {self.expected}."
+
+
+class InvalidPlan(ElixirError, ValueError):
+    """A plan, graph, bucket or hardware profile that contradicts itself; `sentence` says how."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+class IllegalSchedule(InvalidPlan):
+    """Actions in an order that would compute the wrong thing; `excerpt` shows them with `<-- here`."""
+
+    def __init__(self, sentence: str, excerpt: str = "") -> None:
+        super().__init__(sentence)
+        self.args = (sentence, excerpt)
+        self.excerpt = excerpt
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n{self.excerpt}" if self.excerpt else self.sentence
+
+
+class PlanFileError(ElixirError, ValueError):
+    """Text that is not a plan: `field` is the path or line at fault."""
+
+    def __init__(self, field: str, expected: str, got: object) -> None:
+        super().__init__(field, expected, got)
+        self.field = field
+        self.expected = expected
+        self.got = got
+
+    def __str__(self) -> str:
+        return f"plan file, {self.field}: expected {self.expected}, got {self.got!r}."
+
+
+class PlanMismatch(ElixirError, ValueError):
+    """A plan made for something else; `what` is `graph`, `cluster` or `world size`."""
+
+    def __init__(self, what: str, expected: str, got: str) -> None:
+        super().__init__(what, expected, got)
+        self.what = what
+        self.expected = expected
+        self.got = got
+
+    def __str__(self) -> str:
+        return (
+            f"this plan is for another {self.what}: it was made for {self.expected}, here is {self.got}. "
+            f"Plan again by leaving out the option `plan`."
+        )
+
+
+class NoFeasiblePlan(ElixirError, MemoryError):
+    """No schedule fits the budget; `needed_bytes` is the smallest budget that would do.
+
+    `memory` is `device` or `host`; `op` is where the peak is, `source` the user's line or module, `by_kind` what is
+    live there.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        source: str,
+        budget_bytes: int,
+        needed_bytes: int,
+        by_kind: Mapping[str, int],
+        memory: str = "device",
+    ) -> None:
+        live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
+        super().__init__(op, source, budget_bytes, needed_bytes, live, memory)
+        self.op = op
+        self.source = source
+        self.budget_bytes = budget_bytes
+        self.needed_bytes = needed_bytes
+        self.by_kind = live
+        self.memory = memory
+
+    def __str__(self) -> str:
+        where = f" at {self.op}" + (f" ({self.source})" if self.source else "") if self.op else ""
+        largest = sorted(self.by_kind.items(), key=lambda item: (-item[1], item[0]))
+        live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in largest if nbytes)
+        other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
+        return (
+            f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}, "
+            f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
+            + (f"; live: {live}" if live else "")
+            + f". Try {self.memory}_memory={self.needed_bytes}, the smallest that would do, or {other}."
+        )
+
+
+class NotPrepared(ElixirError, RuntimeError):
+    """Something needs `elixir_compile.prepare(model)` first; `because` says what and why."""
+
+    def __init__(self, because: str) -> None:
+        super().__init__(because)
+        self.because = because
+
+    def __str__(self) -> str:
+        return f"{self.because} Call `model = elixir_compile.prepare(model)` before compiling it."
+
+
+class StaleParameters(ElixirError, RuntimeError):
+    """A parameter changed between the forward and the backward that needs it."""
+
+    def __init__(self, parameter: str) -> None:
+        super().__init__(parameter)
+        self.parameter = parameter
+
+    def __str__(self) -> str:
+        return (
+            f"parameter {self.parameter} changed after the forward that saved it, so its backward would be wrong. "
+            f"Call `loss.backward()` before `optimizer.step()`, or run the forward again."
+        )
+
+
+class UnsupportedModel(ElixirError, ValueError):
+    """A model that cannot be managed; `what` names the module or parameter, `because` says why."""
+
+    def __init__(self, what: str, because: str) -> None:
+        super().__init__(what, because)
+        self.what = what
+        self.because = because
+
+    def __str__(self) -> str:
+        return f"{self.what} is not supported: {self.because}"
+
+
+class NestedMeasurement(ElixirError, RuntimeError):
+    """A measurement began while another was running."""
+
+    def __str__(self) -> str:
+        return (
+            "measure_step is already measuring a step. Measure one step at a time: the allocator's figures belong to "
+            "one of them only."
+        )
+
+
+class ElixirWarning(UserWarning):
+    """The root of every warning given by the package."""
+
+
+class NoGraphCaptured(ElixirWarning):
+    """The model ran, but no graph of it was captured, so nothing is compiled or planned."""

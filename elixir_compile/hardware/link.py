@@ -1,0 +1,22 @@
+"""What carries bytes between two memories, in one direction."""
+
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.hardware.device import require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction of a connection: seconds = latency_s + bytes / bytes_per_s."""
+
+    bytes_per_s: float
+    latency_s: float
+    overlaps_compute: bool
+    """Whether the device computes while the link copies; False where both are work for the same cores."""
+    source: str
+
+    def __post_init__(self) -> None:
+        require_positive("link", bytes_per_s=self.bytes_per_s)
+        if self.latency_s < 0:
+            raise InvalidPlan(f"link: latency_s must not be negative, got {self.latency_s!r}.")

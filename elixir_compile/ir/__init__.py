@@ -1,0 +1,55 @@
+"""What a training step is: its graph, its buckets, its schedule, its plan and its record, as plain values."""
+
+from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.codec import (
+    graph_from_json,
+    graph_to_json,
+    plan_from_json,
+    plan_to_json,
+    record_from_json,
+    record_to_json,
+)
+from elixir_compile.ir.fingerprint import fingerprint
+from elixir_compile.ir.graph import Op, StepGraph, Storage
+from elixir_compile.ir.kinds import BucketId, Kind, Lane, OpId, Phase, RegionId, StorageId, Tier, Verb
+from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
+from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.ir.schedule import Action, Region, Schedule, grad_of
+from elixir_compile.ir.text import parse_graph, parse_plan
+
+__all__ = [
+    "PLAN_FORMAT",
+    "Action",
+    "Bucket",
+    "BucketId",
+    "Decision",
+    "Kind",
+    "Lane",
+    "Op",
+    "OpId",
+    "Origin",
+    "Phase",
+    "Placement",
+    "Plan",
+    "Prediction",
+    "Record",
+    "Region",
+    "RegionId",
+    "Schedule",
+    "Span",
+    "StepGraph",
+    "Storage",
+    "StorageId",
+    "Tier",
+    "Verb",
+    "fingerprint",
+    "grad_of",
+    "graph_from_json",
+    "graph_to_json",
+    "parse_graph",
+    "parse_plan",
+    "plan_from_json",
+    "plan_to_json",
+    "record_from_json",
+    "record_to_json",
+]

@@ -1,0 +1,46 @@
+"""Parameters that travel together, and where their training state lives."""
+
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.kinds import BucketId, StorageId, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that are gathered, released, reduced and updated as one."""
+
+    id: BucketId
+    params: tuple[StorageId, ...]
+    """PARAM storages in first-use order."""
+    numel: int
+    nbytes: int
+    """Bytes of the parameters, whole."""
+    state_nbytes: int
+    """Bytes of optimizer state that the parameters need: 0 when frozen, twice `nbytes` for Adam."""
+    dtype: str
+    trainable: bool
+    shard_numels: tuple[int, ...]
+    """Elements each rank owns; one entry per rank."""
+
+    def __post_init__(self) -> None:
+        if min(self.numel, self.nbytes, self.state_nbytes, *self.shard_numels, 0) < 0:
+            raise InvalidPlan(f"bucket {self.id} has a negative size.")
+        if len(set(self.params)) != len(self.params):
+            raise InvalidPlan(f"bucket {self.id} lists a parameter twice.")
+        if self.state_nbytes and not self.trainable:
+            raise InvalidPlan(f"bucket {self.id} is frozen, yet has {self.state_nbytes} bytes of optimizer state.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the training state of one bucket lives, and whether its gathered copy survives the forward.
+
+    `resident` says that the gathered copy stays on the device from its first use in the forward to its last use in the
+    backward. A bucket whose parameters live on the device is always resident.
+    """
+
+    bucket: BucketId
+    param: Tier
+    optim: Tier
+    resident: bool

@@ -1,0 +1,139 @@
+"""One captured training step: its ops in execution order and the storages they touch.
+
+A `StepGraph` joins the forward and the backward of one captured graph, followed by one `update` op per step
+that reads every gradient. Memory is counted by storage, never by tensor: views share the storage of their base.
+The order of `ops` is the order of execution.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.kinds import Kind, OpId, Phase, StorageId
+from elixir_compile.ir.words import commented, word, words
+from elixir_compile.units import format_bytes
+
+UPDATE_OP = OpId("update")
+"""The one op of `Phase.UPDATE` of a training graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One allocation of `nbytes` bytes."""
+
+    id: StorageId
+    nbytes: int
+    kind: Kind
+    dtype: str
+    """As torch prints it, without the prefix: `float32`."""
+    of: StorageId | None = None
+    """For a GRAD storage: the PARAM storage it is the gradient of."""
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise InvalidPlan(f"storage {self.id} has {self.nbytes} bytes; expected 0 or more.")
+        if self.of is not None and self.kind is not Kind.GRAD:
+            raise InvalidPlan(f"storage {self.id} is of kind {self.kind}; only a gradient is `of` a parameter.")
+
+    def __str__(self) -> str:
+        of = "" if self.of is None else f"  of {word(self.of)}"
+        line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{of}"
+        return commented(line, format_bytes(self.nbytes), column=44)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One node of the captured graph."""
+
+    id: OpId
+    """Unique in the graph: `fwd.addmm_3`."""
+    target: str
+    """`aten.addmm.default`."""
+    phase: Phase
+    reads: tuple[StorageId, ...]
+    writes: tuple[StorageId, ...]
+    """Storages this op allocates or changes; a storage is allocated by the first op that writes it."""
+    flops: int = 0
+    moved_bytes: int = 0
+    """Bytes read plus bytes written."""
+    module: str = ""
+    """Path of the module the op came from: `transformer.h.0.attn`."""
+    source: str = ""
+    """`file.py:line` of the user's code, where known."""
+
+    def __post_init__(self) -> None:
+        if self.flops < 0 or self.moved_bytes < 0:
+            raise InvalidPlan(
+                f"op {self.id} has {self.flops} flops and {self.moved_bytes} moved bytes; expected 0 or more."
+            )
+
+    def __str__(self) -> str:
+        parts = [f"{words(self.id, self.target)} {self.phase}"]
+        parts += [f"reads {words(*self.reads)}"] if self.reads else []
+        parts += [f"writes {words(*self.writes)}"] if self.writes else []
+        parts += [f"flops {self.flops}"] if self.flops else []
+        parts += [f"moved {self.moved_bytes}"] if self.moved_bytes else []
+        parts += [f"module {word(self.module)}"] if self.module else []
+        parts += [f"source {word(self.source)}"] if self.source else []
+        return "  ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """Forward and backward of one captured graph, joined, in execution order."""
+
+    name: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[StorageId, ...] = ()
+    """Storages handed to the caller by the forward; they live at least until the forward ends."""
+    aliases: tuple[tuple[str, StorageId], ...] = ()
+    """(value name, storage) for every captured value that is not the first name of its storage: views, in-place
+    results, outputs that alias inputs."""
+
+    def __post_init__(self) -> None:
+        ids = {storage.id for storage in self.storages}
+        if len(ids) != len(self.storages):
+            raise InvalidPlan(
+                f"graph {self.name} has two storages of one name: {_repeated([s.id for s in self.storages])}."
+            )
+        if len({op.id for op in self.ops}) != len(self.ops):
+            raise InvalidPlan(f"graph {self.name} has two ops of one name: {_repeated([op.id for op in self.ops])}.")
+        for op in self.ops:
+            if not ids.issuperset(op.reads) or not ids.issuperset(op.writes):
+                unknown = next(name for name in (*op.reads, *op.writes) if name not in ids)
+                raise InvalidPlan(f"op {op.id} names the storage {unknown}, which graph {self.name} does not have.")
+        _check_phases(self)
+        named = [*self.outputs, *(name for _, name in self.aliases), *(s.of for s in self.storages if s.of is not None)]
+        for name in named:
+            if name not in ids:
+                raise InvalidPlan(
+                    f"an output, alias or gradient names the storage {name}, which graph {self.name} does not have."
+                )
+
+    def __str__(self) -> str:
+        lines = [commented(f"graph {word(self.name)}", f"{len(self.ops)} ops, {len(self.storages)} storages")]
+        lines += ["storages", *(f"  {storage}" for storage in self.storages)]
+        lines += ["outputs", *(f"  {word(name)}" for name in self.outputs)]
+        lines += ["aliases", *(f"  {words(value, name)}" for value, name in self.aliases)]
+        lines += ["ops", *(f"  {op}" for op in self.ops)]
+        return "\n".join(lines)
+
+
+def _repeated(names: Sequence[str]) -> str:
+    return next(name for number, name in enumerate(names) if name in names[:number])
+
+
+def _check_phases(graph: StepGraph) -> None:
+    order = [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
+    previous = 0
+    for op in graph.ops:
+        current = order.index(op.phase)
+        if current < previous:
+            raise InvalidPlan(f"op {op.id} of the {op.phase} comes after the {order[previous]} began.")
+        previous = current
+    updates = [op.id for op in graph.ops if op.phase is Phase.UPDATE]
+    if updates not in ([], [UPDATE_OP]):
+        raise InvalidPlan(
+            f"graph {graph.name} has the update ops {updates}; expected at most one, named `{UPDATE_OP}`."
+        )

@@ -1,0 +1,75 @@
+"""The closed vocabularies of a plan: what bytes are for, where they live, what a program may do, and on what."""
+
+from enum import StrEnum
+from typing import NewType
+
+StorageId = NewType("StorageId", str)
+OpId = NewType("OpId", str)
+RegionId = NewType("RegionId", str)
+BucketId = NewType("BucketId", str)
+
+
+class Kind(StrEnum):
+    """What an allocation is for."""
+
+    PARAM = "param"
+    """A parameter in its home."""
+    GRAD = "grad"
+    """The gradient of a parameter."""
+    MASTER = "master"
+    """A wide copy of a parameter that the optimizer updates."""
+    MOMENT = "moment"
+    """Optimizer statistics."""
+    SAVED = "saved"
+    """Written by the forward, read by the backward."""
+    TEMP = "temp"
+    """Written and read within one phase."""
+    INPUT = "input"
+    """Handed in by the caller: a batch, a tangent."""
+    BUFFER = "buffer"
+    """A buffer of an `nn.Module`."""
+    GATHERED = "gathered"
+    """The whole parameter on the device, copied there from its home."""
+
+
+class Phase(StrEnum):
+    """Which part of a training step an op belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Tier(StrEnum):
+    """Where training state lives."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Verb(StrEnum):
+    """What one action of a schedule does."""
+
+    RUN = "run"
+    GATHER = "gather"
+    WAIT = "wait"
+    RELEASE = "release"
+    REDUCE = "reduce"
+    OFFLOAD = "offload"
+    PREFETCH = "prefetch"
+    UPDATE = "update"
+    SEND = "send"
+    RECV = "recv"
+
+
+class Lane(StrEnum):
+    """A resource that runs one thing at a time."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
+    P2P = "p2p"

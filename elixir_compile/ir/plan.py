@@ -1,0 +1,145 @@
+"""The waist of the compiler: everything that was decided about one step, as a value."""
+
+import math
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.kinds import BucketId, OpId
+from elixir_compile.ir.schedule import Region, Schedule
+from elixir_compile.ir.words import commented, real, word, words
+from elixir_compile.units import format_bytes, format_s
+
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Why one subject got its choice, and what was rejected."""
+
+    subject: str
+    choice: str
+    because: str
+    cost_s: float = 0.0
+    saves_bytes: int = 0
+    rejected: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.cost_s):
+            raise InvalidPlan(f"the decision on {self.subject} costs {self.cost_s} s; expected a finite number.")
+
+    def __str__(self) -> str:
+        lines = [f"{words(self.subject, self.choice)}  cost {real(self.cost_s)}  saves {self.saves_bytes}"]
+        lines += [f"  because  {word(self.because)}", *(f"  rejected {word(other)}" for other in self.rejected)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the plan expects of one step in steady state."""
+
+    step_s: float
+    exposed_s: float
+    """Transfer time not covered by compute."""
+    hidden_share: float
+    """Share of the transfer time that compute covers, 0 to 1; 1 when nothing is transferred."""
+    device_peak_bytes: int
+    device_peak_at: OpId
+    host_peak_bytes: int
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("step_s", self.step_s),
+            ("exposed_s", self.exposed_s),
+            ("hidden_share", self.hidden_share),
+        ):
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidPlan(f"the prediction says {name} = {value}; expected a finite number of 0 or more.")
+        if min(self.device_peak_bytes, self.host_peak_bytes) < 0:
+            raise InvalidPlan("the prediction holds a negative peak.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every bucket lives and what every rank does, for one graph and one budget."""
+
+    name: str
+    graph: str
+    """Fingerprint of the `StepGraph`."""
+    cluster: str
+    """The machine the plan is for: `1 x cpu`."""
+    budget_bytes: int
+    base_bytes: int = 0
+    """Device bytes that training holds outside this graph at every op; counted into the peak, never moved."""
+    buckets: tuple[Bucket, ...]
+    placements: tuple[Placement, ...]
+    """One per bucket, in the order of `buckets`."""
+    regions: tuple[Region, ...]
+    schedules: tuple[Schedule, ...]
+    decisions: tuple[Decision, ...]
+    prediction: Prediction
+    bound_s: float | None = None
+    """Lower bound on the step time, where the planner proves one."""
+    format: int = PLAN_FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != PLAN_FORMAT:
+            raise InvalidPlan(f"plan {self.name} has format {self.format}; this version makes format {PLAN_FORMAT}.")
+        if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
+            raise InvalidPlan(f"plan {self.name} needs one placement per bucket, in the order of its buckets.")
+        if min(self.budget_bytes, self.base_bytes) < 0:
+            raise InvalidPlan(
+                f"plan {self.name} has a budget of {self.budget_bytes} and a base of {self.base_bytes} bytes."
+            )
+        if self.bound_s is not None and not math.isfinite(self.bound_s):
+            raise InvalidPlan(f"plan {self.name} has a bound of {self.bound_s} s; expected a finite number.")
+
+    def __str__(self) -> str:
+        lines = self._head()
+        placed = zip(self.buckets, self.placements, strict=True)
+        lines += ["buckets", *(f"  {bucket_text(bucket, placement)}" for bucket, placement in placed)]
+        lines += ["regions", *(f"  {region}" for region in self.regions)]
+        lines += map(str, self.schedules)
+        lines += ["decisions", *(f"  {decision}".replace("\n", "\n  ") for decision in self.decisions)]
+        return "\n".join(lines)
+
+    def _head(self) -> list[str]:
+        """The plan's name and what it predicts: exact numbers, with figures for people as comment."""
+        made, budget = self.prediction, format_bytes(self.budget_bytes)
+        bound = "" if self.bound_s is None else f"  bound {real(self.bound_s)}"
+        seconds = (
+            f"{format_s(made.step_s)}, {format_s(made.exposed_s)} exposed, {made.hidden_share:.1%} of transfers hidden"
+        )
+        base = f"  base {self.base_bytes}" if self.base_bytes else ""
+        peak = f"{format_bytes(made.device_peak_bytes)} of {budget}, host {format_bytes(made.host_peak_bytes)}"
+        return [
+            f"plan {word(self.name)} on {word(self.cluster)}",
+            commented(f"  format {self.format}  graph {word(self.graph)}  budget {self.budget_bytes}{base}", budget),
+            commented(
+                f"  step {real(made.step_s)}  exposed {real(made.exposed_s)}  hidden {real(made.hidden_share)}{bound}",
+                seconds,
+            ),
+            commented(
+                f"  peak {made.device_peak_bytes} at {word(made.device_peak_at)}  host {made.host_peak_bytes}", peak
+            ),
+        ]
+
+    def placement(self, bucket: BucketId) -> Placement:
+        """Return the placement of `bucket`; KeyError when the plan has no such bucket."""
+        for placement in self.placements:
+            if placement.bucket == bucket:
+                return placement
+        raise KeyError(bucket)
+
+
+def bucket_text(bucket: Bucket, placement: Placement) -> str:
+    """Return the line of one bucket and its placement."""
+    parts = [
+        f"{word(bucket.id):<6}  {word(bucket.dtype)}",
+        f"numel {bucket.numel}  bytes {bucket.nbytes}  state {bucket.state_nbytes}",
+        "trainable" if bucket.trainable else "frozen",
+        f"param {placement.param}  optim {placement.optim}",
+    ]
+    parts += ["resident"] if placement.resident else []
+    parts += [f"shards {' '.join(map(str, bucket.shard_numels))}", f"params {words(*bucket.params)}"]
+    return commented("  ".join(parts).rstrip(), format_bytes(bucket.nbytes))

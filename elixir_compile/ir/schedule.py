@@ -1,0 +1,68 @@
+"""What one rank does in one step, in order."""
+
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.kinds import BucketId, OpId, Phase, RegionId, Verb
+from elixir_compile.ir.words import word, words
+
+
+def grad_of(bucket: BucketId) -> str:
+    """Return the name by which a schedule calls the gradient of `bucket`."""
+    return f"{bucket}.grad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Consecutive ops of one phase that run as one unit; `first` and `last` are included."""
+
+    id: RegionId
+    """`fwd.0`, `bwd.3`."""
+    phase: Phase
+    first: OpId
+    last: OpId
+    buckets: tuple[BucketId, ...]
+    """Buckets whose parameters the region reads."""
+
+    def __str__(self) -> str:
+        line = f"{word(self.id):<10}  {self.phase:<8}  {word(self.first)} {word(self.last)}"
+        return f"{line}  buckets {words(*self.buckets)}" if self.buckets else line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One line of a schedule.
+
+    `what` is a region for `run`, a bucket for `gather`, `wait`, `release`, `reduce` and `update`, and for `offload`,
+    `prefetch` and their `wait` a storage; the gradient of bucket `b1` is the storage `b1.grad`.
+    """
+
+    verb: Verb
+    what: str
+    micro_batch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 0:
+            raise InvalidPlan(f"`{self.verb} {self.what}` has micro-batch {self.micro_batch}; expected 0 or more.")
+
+    def __str__(self) -> str:
+        line = f"{self.verb:<8}  {word(self.what)}"
+        return f"{line:<28}  @{self.micro_batch}" if self.verb is Verb.RUN or self.micro_batch else line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The actions of one rank, in program order.
+
+    Transfers start no earlier than their place and end at their `wait`.
+    """
+
+    rank: int
+    actions: tuple[Action, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise InvalidPlan(f"a schedule is for rank {self.rank}; expected 0 or more.")
+
+    def __str__(self) -> str:
+        return "\n".join([f"schedule rank {self.rank}", *(f"  {action}" for action in self.actions)])

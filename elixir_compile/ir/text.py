@@ -1,0 +1,247 @@
+"""Text back into graphs and plans: `parse_plan(str(plan)) == plan`, exactly.
+
+The values print themselves (`str`); what they print is read here, row by row, and comments are skipped. Every error is
+a PlanFileError that names the line and what was expected there.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from elixir_compile.errors import InvalidPlan, PlanFileError
+from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.graph import Op, StepGraph, Storage
+from elixir_compile.ir.kinds import BucketId, Kind, OpId, Phase, RegionId, StorageId, Tier, Verb
+from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
+from elixir_compile.ir.schedule import Action, Region, Schedule
+from elixir_compile.ir.words import Page, Row
+
+_Read = TypeVar("_Read")
+
+
+def parse_graph(text: str) -> StepGraph:
+    """Return the graph that `text` prints; PlanFileError names the line that is not right."""
+    page = Page(text)
+    name = page.title("graph").name("the graph's name")
+    page.advance()
+    storages = _section(page, "storages", _storage)
+    outputs = _section(page, "outputs", lambda row: StorageId(row.name("a storage")))
+    aliases = _section(page, "aliases", lambda row: (row.name("a value"), StorageId(row.name("a storage"))))
+    ops = _section(page, "ops", _op)
+    page.end()
+    return _valid(
+        lambda: StepGraph(name=name, ops=ops, storages=storages, outputs=outputs, aliases=aliases), "the whole text"
+    )
+
+
+def parse_plan(text: str) -> Plan:
+    """Return the plan that `text` prints; PlanFileError names the line that is not right."""
+    page = Page(text)
+    row = page.title("plan")
+    name = row.name("the plan's name")
+    row.keyword("on")
+    cluster = row.name("the machine")
+    graph, budget_bytes, base_bytes = _versions(page.advance())
+    prediction, bound_s = _prediction(page)
+    placed = _section(page, "buckets", _bucket)
+    regions = _section(page, "regions", _region)
+    schedules: list[Schedule] = []
+    while page.row.at("schedule"):
+        schedules.append(_schedule(page))
+    decisions = _decisions(page)
+    page.end()
+    return _valid(
+        lambda: Plan(
+            name=name,
+            graph=graph,
+            cluster=cluster,
+            budget_bytes=budget_bytes,
+            base_bytes=base_bytes,
+            buckets=tuple(bucket for bucket, _ in placed),
+            placements=tuple(placement for _, placement in placed),
+            regions=regions,
+            schedules=tuple(schedules),
+            decisions=decisions,
+            prediction=prediction,
+            bound_s=bound_s,
+        ),
+        "the whole text",
+    )
+
+
+def _section(page: Page, title: str, read: Callable[[Row], _Read]) -> tuple[_Read, ...]:
+    """Read the rows below `title`, each with `read`."""
+    page.title(title)
+    found: list[_Read] = []
+    for row in page.rows():
+        found.append(_valid(lambda row=row: read(row), f"line {row.number}"))
+        row.end()
+    return tuple(found)
+
+
+def _valid(make: Callable[[], _Read], where: str) -> _Read:
+    """Return what `make` returns; a value that contradicts itself is an error of the text."""
+    try:
+        return make()
+    except InvalidPlan as error:
+        raise PlanFileError(where, "values that agree", str(error)) from error
+
+
+def _storage(row: Row) -> Storage:
+    return Storage(
+        id=StorageId(row.name("a storage")),
+        kind=row.choice(Kind),
+        dtype=row.name("a dtype"),
+        nbytes=row.integer(),
+        of=StorageId(row.name("a parameter")) if row.skip("of") else None,
+    )
+
+
+def _op(row: Row) -> Op:
+    return Op(
+        id=OpId(row.name("an op")),
+        target=row.name("the op's target"),
+        phase=row.choice(Phase),
+        reads=tuple(map(StorageId, row.names())) if row.skip("reads") else (),
+        writes=tuple(map(StorageId, row.names())) if row.skip("writes") else (),
+        flops=row.integer() if row.skip("flops") else 0,
+        moved_bytes=row.integer() if row.skip("moved") else 0,
+        module=row.name("a module") if row.skip("module") else "",
+        source=row.name("a file and line") if row.skip("source") else "",
+    )
+
+
+def _versions(row: Row) -> tuple[str, int, int]:
+    row.keyword("format")
+    row.constant(PLAN_FORMAT)
+    row.keyword("graph")
+    graph = row.name("the graph's fingerprint")
+    row.keyword("budget")
+    budget_bytes = row.integer()
+    return graph, budget_bytes, row.integer() if row.skip("base") else 0
+
+
+def _prediction(page: Page) -> tuple[Prediction, float | None]:
+    """Read the rows of seconds and of peaks; the bound, which is the plan's own, stands with the seconds."""
+    step_s, exposed_s, hidden_share, bound_s = _seconds(page.advance())
+    peak_bytes, peak_at, host_bytes = _peaks(page.advance())
+    page.advance()
+    prediction = _valid(
+        lambda: Prediction(
+            step_s=step_s,
+            exposed_s=exposed_s,
+            hidden_share=hidden_share,
+            device_peak_bytes=peak_bytes,
+            device_peak_at=peak_at,
+            host_peak_bytes=host_bytes,
+        ),
+        "the prediction",
+    )
+    return prediction, bound_s
+
+
+def _seconds(row: Row) -> tuple[float, float, float, float | None]:
+    row.keyword("step")
+    step_s = row.real()
+    row.keyword("exposed")
+    exposed_s = row.real()
+    row.keyword("hidden")
+    hidden_share = row.real()
+    return step_s, exposed_s, hidden_share, row.real() if row.skip("bound") else None
+
+
+def _peaks(row: Row) -> tuple[int, OpId, int]:
+    row.keyword("peak")
+    peak_bytes = row.integer()
+    row.keyword("at")
+    peak_at = OpId(row.name("an op"))
+    row.keyword("host")
+    return peak_bytes, peak_at, row.integer()
+
+
+def _bucket(row: Row) -> tuple[Bucket, Placement]:
+    name = BucketId(row.name("a bucket"))
+    dtype = row.name("a dtype")
+    row.keyword("numel")
+    numel = row.integer()
+    row.keyword("bytes")
+    nbytes = row.integer()
+    row.keyword("state")
+    state_nbytes = row.integer()
+    trainable = row.either("trainable", "frozen")
+    row.keyword("param")
+    param = row.choice(Tier)
+    row.keyword("optim")
+    placement = Placement(bucket=name, param=param, optim=row.choice(Tier), resident=row.skip("resident"))
+    row.keyword("shards")
+    shard_numels: list[int] = []
+    while not row.at("params"):
+        shard_numels.append(row.integer())
+    row.keyword("params")
+    bucket = Bucket(
+        id=name,
+        params=tuple(map(StorageId, row.names())),
+        numel=numel,
+        nbytes=nbytes,
+        state_nbytes=state_nbytes,
+        dtype=dtype,
+        trainable=trainable,
+        shard_numels=tuple(shard_numels),
+    )
+    return bucket, placement
+
+
+def _region(row: Row) -> Region:
+    return Region(
+        id=RegionId(row.name("a region")),
+        phase=row.choice(Phase),
+        first=OpId(row.name("the region's first op")),
+        last=OpId(row.name("the region's last op")),
+        buckets=tuple(map(BucketId, row.names())) if row.skip("buckets") else (),
+    )
+
+
+def _schedule(page: Page) -> Schedule:
+    row = page.title("schedule")
+    row.keyword("rank")
+    rank = row.integer()
+    actions: list[Action] = []
+    for row in page.rows():
+        verb, what = row.choice(Verb), row.name("what to act on")
+        actions.append(Action(verb=verb, what=what, micro_batch=0 if row.is_done() else row.integer("@")))
+        row.end()
+    return Schedule(rank=rank, actions=tuple(actions))
+
+
+def _decisions(page: Page) -> tuple[Decision, ...]:
+    """Read decisions: a row that names subject and choice, then `because`, then any number of `rejected`."""
+    page.title("decisions")
+    rows = page.rows()
+    found: list[Decision] = []
+    while rows:
+        row, because = rows.pop(0), rows.pop(0) if rows else page.row
+        subject, choice = row.name("a subject"), row.name("a choice")
+        row.keyword("cost")
+        cost_s = row.real()
+        row.keyword("saves")
+        saves_bytes = row.integer(is_signed=True)
+        row.end()
+        because.keyword("because")
+        reason = because.name("the reason")
+        because.end()
+        rejected: list[str] = []
+        while rows and rows[0].at("rejected"):
+            other = rows.pop(0)
+            other.keyword("rejected")
+            rejected.append(other.name("what was rejected"))
+            other.end()
+        found.append(
+            Decision(
+                subject=subject,
+                choice=choice,
+                because=reason,
+                cost_s=cost_s,
+                saves_bytes=saves_bytes,
+                rejected=tuple(rejected),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,5 @@
+"""What really happened: bytes from the allocators, times and counts from the executors."""
+
+from elixir_compile.measure.step import measure_step
+
+__all__ = ["measure_step"]

@@ -1,0 +1,35 @@
+"""Host memory of the optimizer: one slab per bucket and kind of state."""
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from elixir_compile.runtime.bucket import RunningBucket
+
+
+class StateRooms:
+    """The slabs of one optimizer, made when first asked for and kept as long as the bucket."""
+
+    def __init__(self) -> None:
+        self._rooms: weakref.WeakKeyDictionary[RunningBucket, dict[str, dict[int, torch.Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def room(self, bucket: RunningBucket, kind: str, param: nn.Parameter) -> torch.Tensor:
+        """Return the host tensor of `kind` for `param`, zero when it was never written."""
+        kinds = self._rooms.setdefault(bucket, {})
+        if kind not in kinds:
+            tensors = bucket.state_room()
+            kinds[kind] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
+        return kinds[kind][id(param)]
+
+    def copies(
+        self, bucket: RunningBucket, kind: str, values: Mapping[nn.Parameter, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Start copying `values`, by parameter, to the host, and return where they land."""
+        landing = []
+        for param, value in values.items():
+            landing.append(self.room(bucket, kind, param).copy_(value, non_blocking=True))
+        return landing

@@ -1,0 +1,87 @@
+"""Read a program back and compare it with the plan: what the rewriter wrote is what was decided."""
+
+from collections import Counter
+
+import torch
+from torch import fx
+
+from elixir_compile.errors import IllegalSchedule
+from elixir_compile.ir import Phase, Plan, Verb
+from elixir_compile.rewrite.program import actions_of
+
+_VERBS = {verb.value: verb for verb in (Verb.GATHER, Verb.WAIT, Verb.RELEASE, Verb.REDUCE, Verb.OFFLOAD)}
+
+
+def check(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
+    """Raise IllegalSchedule unless `program` does the actions of `phase` in order, waits once per handle and reads nothing after its release."""
+    _check_order(program, plan, phase)
+    _check_waits(program)
+    _check_releases(program)
+
+
+def _check_order(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
+    planned = [f"{action.verb} {action.what}" for action in actions_of(plan, phase)]
+    written = [text for node in program.graph.nodes if (text := _action_text(node)) is not None]
+    for position, (wanted, found) in enumerate(zip(planned, written, strict=False)):
+        if wanted != found:
+            raise _fault(planned, position, f"the {phase} program does `{found}` where the schedule has `{wanted}`")
+    if len(planned) != len(written):
+        position = min(len(planned), len(written))
+        raise _fault(
+            planned, position, f"the {phase} program does {len(written)} actions, the schedule has {len(planned)}"
+        )
+
+
+def _action_text(node: fx.Node) -> str | None:
+    if node.op == "call_module":
+        return f"{Verb.RUN} {str(node.target).replace('_', '.', 1)}"
+    if node.op != "call_method" or node.target not in _VERBS:
+        return None
+    if node.target == Verb.OFFLOAD:
+        return f"{Verb.OFFLOAD} {node.args[1]}.grad"
+    if node.target == Verb.WAIT:
+        transfer = node.args[1]
+        return f"{Verb.WAIT} {transfer.args[1]}{'.grad' if transfer.target == Verb.OFFLOAD else ''}"
+    return f"{node.target} {node.args[1]}"
+
+
+def _check_waits(program: fx.GraphModule) -> None:
+    for node in program.graph.nodes:
+        if node.op == "call_method" and node.target in (Verb.GATHER, Verb.OFFLOAD):
+            num_waits = sum(user.target == Verb.WAIT for user in node.users)
+            if num_waits != 1 or len(node.users) != 1:
+                raise IllegalSchedule(
+                    f"the handle of `{node.target} {node.args[1]}` is waited for {num_waits} times, needs exactly once"
+                )
+
+
+def _check_releases(program: fx.GraphModule) -> None:
+    position = {node: index for index, node in enumerate(program.graph.nodes)}
+    held: dict[str, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_method":
+            continue
+        if node.target == Verb.WAIT and node.args[1].target == Verb.GATHER:
+            held[node.args[1].args[1]] = node
+        elif node.target == "whole":
+            held[node.args[1]] = node
+        elif node.target == Verb.RELEASE and node.args[1] in held:
+            reader = _last_reader(held.pop(node.args[1]), position)
+            if position[reader] > position[node]:
+                raise IllegalSchedule(f"`{reader.name}` reads bucket {node.args[1]} after `release {node.args[1]}`")
+
+
+def _last_reader(bucket: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
+    """Return the last node that reads the bucket's tensors: the box of a region."""
+    readers = [user for view in bucket.users for user in view.users]
+    return max((bucket, *readers), key=position.__getitem__)
+
+
+def _fault(planned: list[str], position: int, sentence: str) -> IllegalSchedule:
+    lines = [f"  {line}{'    <-- here' if index == position else ''}" for index, line in enumerate(planned)]
+    return IllegalSchedule(sentence, "\n".join(lines[max(position - 3, 0) : position + 4]))
+
+
+def executed_counts(plan: Plan) -> Counter[str]:
+    """Return how often one step of `plan` does each verb."""
+    return Counter(action.verb.value for action in plan.schedules[0].actions)

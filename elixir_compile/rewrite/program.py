@@ -1,0 +1,180 @@
+"""From one half of a capture and a plan to the program that runs it: an FX graph that calls regions and the executor's verbs.
+
+    def forward(self, args):                      # a list, emptied at once: the program holds the only references
+        primals_1 = args[0]; ...; args.clear()
+        executor = self.executor
+        b1_gather = executor.gather('b1')
+        b1 = executor.wait(b1_gather)
+        fwd_0 = self.fwd_0(boxed(primals_1, b1[0]))
+        executor.release('b1')
+        ...
+
+Node order is schedule order, and FX drops every value after its last use, so order and memory are what the plan says. The functions here decide
+nothing: every action comes from the plan's schedule.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
+from elixir_compile.ir import Action, BucketId, Phase, Plan, Verb
+from elixir_compile.rewrite.regions import RegionGraph, split_regions
+
+
+def boxed(*values: object) -> list[object]:
+    """Return `values` as the list that a region empties, so that the region holds the only references."""
+    return list(values)
+
+
+Lower = Callable[[RegionGraph], torch.nn.Module]
+
+
+@dataclass(slots=True)
+class _Writer:
+    """What is known while a program is written."""
+
+    captured: Captured
+    plan: Plan
+    phase: Phase
+    keys: Mapping[str, int]
+    """Parameter name to key."""
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[str, fx.Node] = field(default_factory=dict)
+    """Value of the captured graph, by name, to the node of the program that holds it."""
+    bucket_values: dict[str, fx.Node] = field(default_factory=dict)
+    transfers: dict[str, fx.Node] = field(default_factory=dict)
+    executor: fx.Node | None = None
+
+
+def write_program(
+    captured: Captured, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
+) -> fx.GraphModule:
+    """Return the program of `phase`; its `forward` takes one list of inputs and returns a list.
+
+    `keys` maps parameter names to registry keys, `lower` compiles one region, `executor` is what the program calls.
+    """
+    source = captured.forward if phase is Phase.FORWARD else captured.backward
+    regions = split_regions(source, plan, phase)
+    writer = _Writer(captured, plan, phase, keys)
+    root = torch.nn.Module()
+    root.executor = executor
+    _write_inputs(writer, source.graph)
+    for action in actions_of(plan, phase):
+        _write_action(writer, action, regions)
+    _write_output(writer, source.graph)
+    for region in regions.values():
+        setattr(root, region.name, lower(region))
+    module = fx.GraphModule(root, writer.graph, class_name=f"{phase.value.capitalize()}Program")
+    module.graph.lint()
+    return module
+
+
+def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
+    """Return the actions of `phase` in the schedule of this rank; `update` belongs to the optimizer."""
+    actions = plan.schedules[0].actions
+    forward = {region.id for region in plan.regions if region.phase is Phase.FORWARD}
+    runs = [index for index, action in enumerate(actions) if action.verb is Verb.RUN and action.what in forward]
+    backward_from = _end_of_forward(actions, runs[-1]) if runs else 0
+    part = actions[:backward_from] if phase is Phase.FORWARD else actions[backward_from:]
+    return [action for action in part if action.verb is not Verb.UPDATE]
+
+
+def _end_of_forward(actions: Sequence[Action], last_run: int) -> int:
+    end = last_run + 1
+    while end < len(actions) and actions[end].verb is Verb.RELEASE:
+        end += 1
+    return end
+
+
+def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
+    graph = writer.graph
+    args = graph.placeholder("args")
+    for index, node in enumerate(source.find_nodes(op="placeholder")):
+        if node.users or node.target == TICKET:
+            value = graph.create_node("call_function", operator.getitem, (args, index), name=node.name)
+            value.meta = dict(node.meta)
+            writer.values[node.name] = value
+    graph.call_method("clear", (args,))
+    writer.executor = graph.get_attr("executor")
+    if writer.phase is Phase.BACKWARD:
+        stamp = writer.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
+        graph.call_method("check", (writer.executor, writer.values[TICKET], stamp.args[0]))
+
+
+def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionGraph]) -> None:
+    what = action.what
+    match action.verb:
+        case Verb.RUN:
+            _write_run(writer, regions[what])
+        case Verb.GATHER:
+            writer.transfers[what] = _call(writer, "gather", what, f"{what}_gather")
+        case Verb.OFFLOAD:
+            bucket = what.removesuffix(".grad")
+            writer.transfers[what] = _call(writer, "offload", bucket, f"{bucket}_offload")
+        case Verb.WAIT:
+            name = None if what.endswith(".grad") else what
+            waited = _call(writer, "wait", writer.transfers.pop(what), name)
+            if name is not None:
+                writer.bucket_values[what] = waited
+        case Verb.RELEASE:
+            writer.bucket_values.pop(what, None)
+            _call(writer, "release", what)
+        case Verb.REDUCE:
+            _write_reduce(writer, what)
+        case _:
+            raise AssertionError(f"a verified schedule has no {action.verb} in a {writer.phase} program")
+
+
+def _call(writer: _Writer, verb: str, what: "str | fx.Node", name: str | None = None) -> fx.Node:
+    return writer.graph.create_node("call_method", verb, (writer.executor, what), name=name)
+
+
+def _write_run(writer: _Writer, region: RegionGraph) -> None:
+    graph = writer.graph
+    arguments = [
+        _param_value(writer, source.args[0]) if source.target is parameter else writer.values[source.name]
+        for source in region.inputs
+    ]
+    box = graph.call_function(boxed, tuple(arguments))
+    results = graph.call_module(region.name, (box,))
+    for index, node in enumerate(region.outputs):
+        value = graph.create_node("call_function", operator.getitem, (results, index), name=node.name)
+        value.meta = dict(node.meta)
+        writer.values[node.name] = value
+
+
+def _param_value(writer: _Writer, key: int) -> fx.Node:
+    name = writer.captured.param_names[key]
+    bucket = next(b for b in writer.plan.buckets if name in b.params)
+    held = writer.bucket_values.get(bucket.id)
+    if held is None:
+        held = _call(writer, "whole", bucket.id, bucket.id)
+        writer.bucket_values[bucket.id] = held
+    return writer.graph.call_function(operator.getitem, (held, bucket.params.index(name)))
+
+
+def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
+    bucket = next(b for b in writer.plan.buckets if b.id == bucket_id)
+    members = {writer.keys[name]: position for position, name in enumerate(bucket.params)}
+    markers = writer.captured.backward.graph.find_nodes(op="call_function", target=gradient)
+    made = [(members[node.args[1]], writer.values[node.args[0].name]) for node in markers if node.args[1] in members]
+    positions, grads = tuple(position for position, _ in made), [grad for _, grad in made]
+    writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
+
+
+def _write_output(writer: _Writer, source: fx.Graph) -> None:
+    def value(node: object) -> object:
+        if not isinstance(node, fx.Node):
+            return node
+        if node.target is ticket:
+            return writer.graph.call_method("ticket", (writer.executor, node.args[0]))
+        if node.target is parameter:
+            return _param_value(writer, node.args[0])
+        return writer.values[node.name]
+
+    writer.graph.output([value(node) for node in source.output_node().args[0]])

@@ -1,0 +1,86 @@
+"""Print a rewritten step: one line per node of the programs, with its lane and the live bytes around it."""
+
+import operator
+
+from torch import fx
+
+from elixir_compile.analysis import MemoryTimeline
+from elixir_compile.ir import Lane, Phase, Plan, StepGraph, Verb
+from elixir_compile.units import format_bytes
+
+_LANES = {Verb.GATHER: Lane.H2D, Verb.OFFLOAD: Lane.D2H}
+_WIDTH = 72
+
+
+def program_text(
+    plan: Plan,
+    timeline: MemoryTimeline,
+    graph: StepGraph,
+    forward: fx.GraphModule | None,
+    backward: fx.GraphModule | None,
+) -> str:
+    """Return the plan's figures and both programs, each line with its lane and, for a region, the peak of live bytes while it runs."""
+    peaks = _region_peaks(plan, timeline, graph)
+    prediction = plan.prediction
+    lines = [
+        f"{plan.name}: planned peak {format_bytes(prediction.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+        f" at {prediction.device_peak_at}"
+    ]
+    for phase, program in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+        if program is None:
+            continue
+        lines.append(f"{phase}(args):")
+        lines.extend(_node_lines(program, peaks))
+    return "\n".join(lines)
+
+
+def _region_peaks(plan: Plan, timeline: MemoryTimeline, graph: StepGraph) -> dict[str, int]:
+    index = {op.id: position for position, op in enumerate(graph.ops)}
+    return {
+        region.id.replace(".", "_"): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
+        for region in plan.regions
+    }
+
+
+def _node_lines(program: fx.GraphModule, peaks: dict[str, int]) -> list[str]:
+    lines = []
+    for node in program.graph.nodes:
+        text = _call_text(node)
+        if text is None:
+            continue
+        notes = []
+        if node.op == "call_module":
+            notes = [Lane.COMPUTE.value, f"live {format_bytes(peaks[node.target])}"]
+        elif node.op == "call_method" and node.target in _LANES:
+            notes = [_LANES[node.target].value]
+        lines.append(f"  {text:<{_WIDTH}} # {'  '.join(notes)}" if notes else f"  {text}")
+    return lines
+
+
+def _call_text(node: fx.Node) -> str | None:
+    """Return `node` as a line of Python, or None for the unpacking that every program has."""
+    if node.op == "call_module":
+        made = [user.name for user in node.users]
+        inputs = [_value_text(value) for value in node.args[0].args]
+        return f"{_short(made)} = {node.target}({_short(inputs)})"
+    if node.op == "call_method" and node.target != "clear":
+        args = ", ".join(_value_text(value) for value in node.args[1:])
+        call = f"{node.target}({args})"
+        return f"{node.name} = {call}" if node.users else call
+    if node.op == "output":
+        return f"return {_short([_value_text(value) for value in node.args[0]])}"
+    return None
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{_short([_value_text(v) for v in value])}]"
+    if isinstance(value, fx.Node) and value.target is operator.getitem and value.args[0].op == "call_method":
+        return f"{value.args[0].name}[{value.args[1]}]"
+    return value.name if isinstance(value, fx.Node) else repr(value)
+
+
+def _short(names: list[str], most: int = 6) -> str:
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[: most - 1])}, ... {len(names) - most + 1} more"

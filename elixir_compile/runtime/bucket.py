@@ -1,0 +1,148 @@
+"""The running side of a bucket: its parameters, their home, and the gathered copy while there is one.
+
+home DEVICE   param.data is an ordinary device tensor; `whole` is an alias of it
+home HOST     param.data is cut from a slab; `gather` copies the slab into one flat device tensor, `whole` is cut from that
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from elixir_compile.ir import Bucket, Placement, Tier
+from elixir_compile.ops.registry import Slot
+from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
+
+
+class RunningBucket:
+    """One bucket of an executor. Not thread-safe: the executor calls it from the thread that runs the step."""
+
+    def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.slots = tuple(slots)
+        self.pin = pin
+        self.whole: tuple[torch.Tensor, ...] | None = None
+        """The parameters on the device in bucket order, while they are there."""
+        self._gathered_versions: list[int] = []
+        self._offsets_bytes, self._total_bytes = _layout(self.slots)
+        self._params: Slab | None = None
+        self._grads: Slab | None = None
+        self._given_out: list[weakref.ref] = []
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the parameters live on the host."""
+        return self.placement.param is Tier.HOST
+
+    def settle_home(self, device: torch.device) -> None:
+        """Move parameters, and their gradients with them, to where the placement says."""
+        if self.is_on_host:
+            self._settle_on_host()
+        else:
+            for slot in self.slots:
+                _rehome(slot.param, _on_device(slot.param, device))
+            self._params = None
+            self.whole = tuple(slot.param.detach() for slot in self.slots)
+
+    def has_drifted(self) -> bool:
+        """Whether somebody replaced a parameter's data since it was settled: `model.to(...)`, `param.data = ...`."""
+        if self.is_on_host:
+            return self._params is None or any(
+                slot.param.data_ptr() != self._address + offset
+                for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
+            )
+        return self.whole is None or any(
+            slot.param.data_ptr() != t.data_ptr() for slot, t in zip(self.slots, self.whole, strict=True)
+        )
+
+    def flat_home(self) -> torch.Tensor:
+        """Return the slab of the parameters as one tensor of bytes."""
+        return self._params.tensor(torch.uint8, (self._total_bytes,), 0)
+
+    def cut(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the parameters as views of `flat`, a copy of `flat_home`."""
+        views = []
+        for slot, offset in zip(self.slots, self._offsets_bytes, strict=True):
+            data = slot.param
+            piece = flat[offset : offset + data.numel() * data.element_size()].view(data.dtype)
+            views.append(piece.as_strided(data.shape, data.stride()))
+        return tuple(views)
+
+    def hold(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Take `flat` as the gathered copy of the parameters as they are now."""
+        self._gathered_versions = self._versions()
+        self.whole = self.cut(flat)
+        return self.whole
+
+    def is_whole(self) -> bool:
+        """Whether the parameters are on the device, with the values that they have at home."""
+        return self.whole is not None and (not self.is_on_host or self._gathered_versions == self._versions())
+
+    def release(self) -> None:
+        """Forget the gathered copy; parameters that live on the device stay."""
+        if self.is_on_host:
+            self.whole = None
+
+    def gradient_room(self) -> tuple[torch.Tensor, ...]:
+        """Return host tensors for the gradients, in bucket order.
+
+        The memory of earlier gradients is used again unless somebody still holds one of them.
+        """
+        if self._grads is None or any(reference() is not None for reference in self._given_out):
+            self._grads = Slab(self._total_bytes, pin=self.pin)
+        room = cut_slab(self._grads, self.slots, self._offsets_bytes)
+        self._given_out = [weakref.ref(tensor.untyped_storage()) for tensor in room]
+        return room
+
+    def state_room(self) -> tuple[torch.Tensor, ...]:
+        """Return zeroed host tensors shaped like the parameters, for one kind of optimizer state."""
+        return cut_slab(Slab(self._total_bytes, pin=self.pin), self.slots, self._offsets_bytes)
+
+    def _versions(self) -> list[int]:
+        return [slot.param._version for slot in self.slots]
+
+    def _settle_on_host(self) -> None:
+        slab = Slab(self._total_bytes, pin=self.pin)
+        for slot, home in zip(self.slots, cut_slab(slab, self.slots, self._offsets_bytes), strict=True):
+            home.copy_(slot.param.detach())
+            _rehome(slot.param, home)
+        self._params = slab
+        self._address = self.flat_home().data_ptr()
+        self.whole = None
+
+
+def cut_slab(slab: Slab, slots: Sequence[Slot], offsets_bytes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return one tensor per slot, shaped and strided like its parameter, each with its own storage in `slab`."""
+    tensors = []
+    for slot, offset in zip(slots, offsets_bytes, strict=True):
+        param = slot.param
+        flat = slab.tensor(param.dtype, (param.numel(),), offset)
+        tensors.append(flat.as_strided(param.shape, param.stride()))
+    return tuple(tensors)
+
+
+def _layout(slots: Sequence[Slot]) -> tuple[tuple[int, ...], int]:
+    offsets, end = [], 0
+    for slot in slots:
+        offsets.append(end)
+        end = aligned_bytes(end + slot.param.numel() * slot.param.element_size())
+    return tuple(offsets), end
+
+
+def _on_device(param: torch.nn.Parameter, device: torch.device) -> torch.Tensor:
+    """Return the data of `param` in memory of the device's own allocator."""
+    data = param.detach()
+    if data.device != device:
+        return data.to(device)
+    from_slab = data.device.type == "cpu" and is_slab_memory(data.data_ptr())
+    return torch.empty_like(data, memory_format=torch.preserve_format).copy_(data) if from_slab else data
+
+
+def _rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Let `param` hold `data`; its gradient moves along, because torch wants both on one device."""
+    grad = param.grad
+    param.grad = None
+    param.data = data
+    if grad is not None:
+        param.grad = grad.to(data.device)

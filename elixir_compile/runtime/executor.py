@@ -1,0 +1,267 @@
+"""Run the actions of a schedule: one executor per model.
+
+A program (see `rewrite`) calls the verbs below in schedule order. Transfers are handles: `gather` and `offload` return a `Transfer`, `wait` takes
+it. The executor owns every gathered copy and every gradient between its production and `param.grad`; nothing else does, so a program that
+fails in the middle is cleaned up by `abandon`.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elixir_compile import compat
+from elixir_compile.errors import StaleParameters
+from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Tier
+from elixir_compile.ops.registry import Slot, new_slot, slot_by_key, slot_of
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.runtime.streams import CopyStream, wait_on_compute
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A copy in flight; `kept` are the tensors it reads, alive until it is waited for."""
+
+    label: str
+    event: "torch.cuda.Event | None"
+    values: tuple[torch.Tensor, ...] = ()
+    kept: tuple[torch.Tensor, ...] = ()
+
+
+class Executor:
+    """The parameters of one model, their homes, and the verbs of its programs, on `device`."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.compilations: list[object] = []
+        """The records of the graphs that run on this executor, in order of capture."""
+        self.ledger = Ledger(device_type=device.type)
+        self.slots: dict[str, Slot] = {}
+        self.whole_because: dict[str, str] = {}
+        """Parameters that no plan can move, by name, with the reason."""
+        self.generation = 0
+        """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""
+        self._serves_training = False
+        self._regions: dict[str, RegionCompiler] = {}
+        self._buckets: dict[BucketId, RunningBucket] = {}
+        self._bucket_of: dict[int, RunningBucket] = {}
+        self._h2d = CopyStream(device)
+        self._d2h = CopyStream(device)
+        self._pending: dict[int, tuple[Slot, torch.Tensor]] = {}
+        self._arriving: list[Transfer] = []
+        self._flush_queued_for = -1
+
+    def regions_for(self, inner: str) -> RegionCompiler:
+        """Return the compiler of this model's regions that uses `inner`."""
+        return self._regions.setdefault(inner, RegionCompiler(inner))
+
+    def keep_whole(self, name: str, param: torch.nn.Parameter, reason: str) -> None:
+        """Note that `param` stays whole on the device, and why."""
+        self.whole_because[name] = reason
+
+    def slot_for(self, param: torch.nn.Parameter) -> Slot | None:
+        """Return the slot of `param` in this executor, or None."""
+        slot = slot_of(param)
+        return slot if slot is not None and slot.sink is self else None
+
+    def add_slot(self, name: str, param: torch.nn.Parameter) -> Slot:
+        """Take charge of `param`, called `name` in the model; the same slot for a parameter that was added before."""
+        slot = self.slot_for(param)
+        if slot is None:
+            slot = self.slots[name] = new_slot(name, param, self.device, self)
+        return slot
+
+    def buckets_in_force(self, *, for_training: bool) -> tuple[tuple[Bucket, Placement], ...]:
+        """Return the buckets with their placements; none for training while they were only made for inference."""
+        if for_training and not self._serves_training:
+            return ()
+        return tuple((bucket.spec, bucket.placement) for bucket in self._buckets.values())
+
+    def agrees(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, may_adopt: bool) -> bool:
+        """Whether `buckets` and `placements` are in force, or, with `may_adopt`, can be put in force beside what is."""
+        for spec, placement in zip(buckets, placements, strict=True):
+            current = self._buckets.get(spec.id)
+            if current is not None and (current.spec, current.placement) == (spec, placement):
+                continue
+            if not may_adopt or current is not None:
+                return False
+        return True
+
+    def device_bytes(self, leaving_out: Collection[str] = ()) -> int:
+        """Return the bytes of parameters, and of the optimizer state planned for them, that live on the device.
+
+        Parameters named in `leaving_out` do not count.
+        """
+        total = 0
+        for slot in self.slots.values():
+            if slot.name in leaving_out:
+                continue
+            bucket = self._bucket_of.get(slot.key)
+            total += slot.nbytes if slot.param.device == self.device and not (bucket and bucket.is_on_host) else 0
+            if bucket is not None and bucket.placement.optim is Tier.DEVICE:
+                total += bucket.spec.state_nbytes * slot.nbytes // bucket.spec.nbytes
+        return total
+
+    def running(self, slot: Slot) -> RunningBucket | None:
+        """Return the bucket that holds `slot`, or None while no plan names it."""
+        return self._bucket_of.get(slot.key)
+
+    @torch.no_grad()
+    def adopt(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, for_training: bool) -> None:
+        """Put `buckets` in force and every parameter where its placement says. Buckets they do not mention stay."""
+        if for_training and not self._serves_training:
+            self._serves_training = True
+            self._buckets.clear()
+            self._bucket_of.clear()
+        for spec, placement in zip(buckets, placements, strict=True):
+            current = self._buckets.get(spec.id)
+            if current is not None and current.spec == spec and current.placement == placement:
+                continue
+            self.generation += 1
+            slots = [self.slots[name] for name in spec.params]
+            bucket = RunningBucket(spec, placement, slots, pin=self.device.type == "cuda")
+            bucket.settle_home(self.device)
+            self._buckets[spec.id] = bucket
+            self._bucket_of.update((slot.key, bucket) for slot in slots)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Check before a forward that every parameter still is where it was put, and put it back where it is not."""
+        for bucket in self._buckets.values():
+            if bucket.has_drifted():
+                bucket.settle_home(self.device)
+                self.generation += 1
+
+    # The verbs of a program.
+
+    @torch.no_grad()
+    def gather(self, bucket_id: BucketId) -> Transfer:
+        """Start copying the parameters of a host bucket to the device."""
+        bucket = self._buckets[bucket_id]
+        label = f"gather {bucket_id}"
+        if bucket.is_whole():
+            return Transfer(label, None, bucket.whole)
+        home = bucket.flat_home()
+        # Allocated on the compute stream, where it is used and freed; the copy only borrows it and is waited for before either.
+        flat = torch.empty(home.numel(), dtype=torch.uint8, device=self.device)
+        with self._h2d.behind_compute(), self.ledger.span(Lane.H2D, label):
+            flat.copy_(home, non_blocking=True)
+        return Transfer(label, self._h2d.mark(), bucket.hold(flat))
+
+    def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
+        """Let compute issued from now on run behind `transfer`; return what it brought."""
+        wait_on_compute(transfer.event)
+        transfer.kept = ()
+        return transfer.values
+
+    def whole(self, bucket_id: BucketId) -> tuple[torch.Tensor, ...]:
+        """Return the parameters of a bucket that is on the device."""
+        bucket = self._buckets[bucket_id]
+        if not bucket.is_whole():
+            # A resident bucket whose copy an exception or another backward took away.
+            self.wait(self.gather(bucket_id))
+        return bucket.whole
+
+    def release(self, bucket_id: BucketId) -> None:
+        """Drop the gathered copy of a host bucket; its memory is free when the last region that reads it lets go."""
+        with self.ledger.span(Lane.COMPUTE, f"release {bucket_id}"):
+            self._buckets[bucket_id].release()
+
+    @torch.no_grad()
+    def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+        """Take the gradients that a backward made: `params` are positions in the bucket, one may come more than once."""
+        bucket = self._buckets[bucket_id]
+        with self.ledger.span(Lane.COMPUTE, f"reduce {bucket_id}"):
+            for position, grad in zip(params, grads, strict=True):
+                self._add(bucket.slots[position], grad)
+
+    @torch.no_grad()
+    def offload(self, bucket_id: BucketId) -> Transfer:
+        """Start copying the gradients of a host bucket to the host."""
+        bucket = self._buckets[bucket_id]
+        landing: list[torch.Tensor] = []
+        leaving: list[torch.Tensor] = []
+        room = bucket.gradient_room()
+        with self._d2h.behind_compute(), self.ledger.span(Lane.D2H, f"offload {bucket_id}"):
+            for slot, target in zip(bucket.slots, room, strict=True):
+                pending = self._pending.get(slot.key)
+                if pending is None:
+                    continue
+                target.copy_(pending[1], non_blocking=True)
+                self._pending[slot.key] = (slot, target)
+                leaving.append(pending[1])
+                landing.append(target)
+        transfer = Transfer(f"offload {bucket_id}", self._d2h.mark(), tuple(landing), tuple(leaving))
+        self._arriving.append(transfer)
+        return transfer
+
+    def ticket(self, keys: Sequence[int]) -> torch.Tensor:
+        """Return what `check` compares: the versions of the parameters `keys` now."""
+        return torch.tensor(self._versions(keys), dtype=torch.int64)
+
+    def check(self, ticket: torch.Tensor, keys: Sequence[int]) -> None:
+        """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
+        for key, before, now in zip(keys, ticket.tolist(), self._versions(keys), strict=True):
+            if before != now:
+                raise StaleParameters(slot_by_key(key).name)
+        self._queue_flush()
+
+    # Gradients between their production and `param.grad`.
+
+    @torch.no_grad()
+    def accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Add `grad`, made by eager code, to the gradient of `slot`."""
+        self._add(slot, grad.clone() if grad._is_view() else grad)
+        self._queue_flush()
+
+    def abandon(self) -> None:
+        """After an exception: drop gathered copies and gradients that were on their way."""
+        self._pending.clear()
+        self._arriving.clear()
+        self._flush_queued_for = -1
+        for bucket in self._buckets.values():
+            bucket.release()
+
+    def _add(self, slot: Slot, grad: torch.Tensor) -> None:
+        pending = self._pending.get(slot.key)
+        self._pending[slot.key] = (slot, grad if pending is None else pending[1].add_(grad))
+
+    def _queue_flush(self) -> None:
+        backward = compat.backward_pass_id()
+        if backward != self._flush_queued_for:
+            self._flush_queued_for = backward
+            compat.after_backward(self._flush)
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """End a backward: publish every gradient as `param.grad`."""
+        for transfer in self._arriving:
+            if transfer.event is not None:
+                transfer.event.synchronize()
+        self._arriving.clear()
+        pending, self._pending = self._pending, {}
+        self._flush_queued_for = -1
+        for slot, grad in pending.values():
+            _publish(slot.param, grad)
+
+    def _versions(self, keys: Sequence[int]) -> list[int]:
+        return [slot_by_key(key).param._version for key in keys]
+
+
+def _publish(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Do to `param` what autograd does when a gradient reaches a leaf."""
+    if not param.requires_grad:
+        return
+    if grad.device != param.device:
+        grad = grad.to(param.device)
+    if grad.stride() != param.stride():
+        grad = torch.empty_like(param).copy_(grad)
+    if compat.has_gradient_hooks(param):
+        torch.autograd.backward([param], [grad])
+    elif param.grad is None:
+        param.grad = grad
+    else:
+        param.grad.add_(grad)

@@ -1,0 +1,135 @@
+"""What an executor did: how often each verb ran, always, and which lane was busy when, while recording.
+
+On a CPU a span is wall-clock time. On CUDA it is a pair of events on the stream that is current where the span is
+entered, so it shows when the device worked, not when Python asked for it; the host lane is wall-clock time there too.
+"""
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from elixir_compile.ir.kinds import Lane
+from elixir_compile.ir.record import Span
+
+_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+_NOTHING = nullcontext()
+
+
+def all_ledgers() -> tuple["Ledger", ...]:
+    """Return the ledger of every executor that is alive."""
+    return tuple(_ledgers)
+
+
+class Ledger:
+    """Counts and spans of one executor, which runs on `device_type`."""
+
+    def __init__(self, *, device_type: str) -> None:
+        self._is_cuda = device_type == "cuda"
+        self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
+        self._times: Counter[str] = Counter()
+        self._recording: _Recording | None = None
+        _ledgers.add(self)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether spans are kept now."""
+        return self._recording is not None
+
+    @property
+    def times(self) -> Mapping[str, int]:
+        """How often each label ran since the ledger was made: `{"gather b1": 4}`."""
+        with self._lock:
+            return dict(self._times)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How often each verb, the first word of a label, ran since the ledger was made: `{"gather": 12}`."""
+        counts: Counter[str] = Counter()
+        for label, times in self.times.items():
+            counts[label.partition(" ")[0]] += times
+        return dict(counts)
+
+    def span(self, lane: Lane, label: str) -> AbstractContextManager[object]:
+        """Count `label`, a verb and what it acts on (`gather b1`); while recording, time the block."""
+        with self._lock:
+            self._times[label] += 1
+        recording = self._recording
+        if recording is None:
+            return _NOTHING
+        if self._is_cuda and lane is not Lane.HOST:
+            return _DeviceSpan(recording, lane, label)
+        return _HostSpan(recording, lane, label)
+
+    def start_recording(self) -> None:
+        """Keep spans from now on, in seconds from this call; spans kept before are dropped."""
+        self._recording = _Recording(is_cuda=self._is_cuda)
+
+    def stop_recording(self) -> tuple[Span, ...]:
+        """Stop, and return the spans in order of their start; waits for the device where it works asynchronously."""
+        recording, self._recording = self._recording, None
+        return () if recording is None else recording.spans()
+
+
+class _Recording:
+    def __init__(self, *, is_cuda: bool) -> None:
+        self.on_host: list[Span] = []
+        self.on_device: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.began: torch.cuda.Event | None = None
+        if is_cuda:
+            # Both clocks start at zero together only where nothing is queued before the first event.
+            torch.cuda.synchronize()
+            self.began = torch.cuda.Event(enable_timing=True)
+            self.began.record()
+        self.began_s = time.perf_counter()
+
+    def spans(self) -> tuple[Span, ...]:
+        spans = list(self.on_host)
+        if self.began is not None:
+            torch.cuda.synchronize()
+            for lane, label, first, last in self.on_device:
+                start_s, end_s = (self.began.elapsed_time(event) / 1e3 for event in (first, last))
+                spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
+        return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
+
+
+class _HostSpan:
+    __slots__ = ("_label", "_lane", "_recording", "_start_s")
+
+    def __init__(self, recording: _Recording, lane: Lane, label: str) -> None:
+        self._recording, self._lane, self._label = recording, lane, label
+
+    def __enter__(self) -> Self:
+        self._start_s = time.perf_counter() - self._recording.began_s
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end_s = time.perf_counter() - self._recording.began_s
+        self._recording.on_host.append(Span(lane=self._lane, label=self._label, start_s=self._start_s, end_s=end_s))
+
+
+class _DeviceSpan:
+    __slots__ = ("_first", "_label", "_lane", "_recording")
+
+    def __init__(self, recording: _Recording, lane: Lane, label: str) -> None:
+        self._recording, self._lane, self._label = recording, lane, label
+
+    def __enter__(self) -> Self:
+        self._first = torch.cuda.Event(enable_timing=True)
+        self._first.record()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        last = torch.cuda.Event(enable_timing=True)
+        last.record()
+        self._recording.on_device.append((self._lane, self._label, self._first, last))

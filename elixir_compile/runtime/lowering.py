@@ -1,0 +1,131 @@
+"""Compile regions, equal ones once.
+
+Two regions are equal when their graphs are: same ops, same constants, same shapes, strides, dtypes and devices; which parameters and which
+activations they read does not matter. The twelve layers of a transformer are compiled once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from elixir_compile import compat
+from elixir_compile.capture.joint import parameter
+from elixir_compile.ir import Phase
+from elixir_compile.rewrite.regions import RegionGraph
+
+
+class CompiledRegion(torch.nn.Module):
+    """A region that runs: takes one list of inputs and empties it, returns its outputs in order."""
+
+    def __init__(
+        self,
+        run: Callable[[list[Any]], Any],
+        num_ops: int,
+        strides: Sequence[compat.Strides],
+        constants: Sequence[object],
+    ) -> None:
+        super().__init__()
+        self.constants = constants
+        """What the graph embeds; alive as long as the region, because its key names them by identity."""
+        self.run = run
+        self.num_ops = num_ops
+        self.strides = strides
+        """Strides of the outputs where Inductor chose them, else empty."""
+
+    def forward(self, box: list[Any]) -> Any:
+        return self.run(box)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_ops} ops"
+
+
+class RegionCompiler:
+    """Lowers the regions of one model, through Inductor or op by op."""
+
+    def __init__(self, inner: str) -> None:
+        self._inner = inner
+        self._compiled: dict[str, CompiledRegion] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        """How many different regions were compiled."""
+        return len(self._compiled)
+
+    def lower(self, region: RegionGraph, visible: Sequence[int], *, is_inference: bool = False) -> CompiledRegion:
+        """Return `region` compiled, or the compiled form of an equal one; outputs `visible` keep the graph's strides."""
+        key = f"{region_key(region)}\n{list(visible)}"
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(region, visible, is_inference)
+        return self._compiled[key]
+
+    def lower_plain(self, gm: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
+        """Return `gm`, a graph that reads no parameter, compiled as torch would."""
+        if self._inner == "aot_eager":
+            return compat.boxed(_op_by_op(gm))
+        return compat.lower_plainly_with_inductor(gm, examples, **options)
+
+    def _compile(self, region: RegionGraph, visible: Sequence[int], is_inference: bool) -> CompiledRegion:
+        num_ops = sum(node.op == "call_function" for node in region.module.graph.nodes)
+        constants = [getattr(region.module, str(n.target)) for n in region.module.graph.find_nodes(op="get_attr")]
+        if self._inner == "aot_eager":
+            return CompiledRegion(_op_by_op(region.module), num_ops, (), constants)
+        examples = [node.meta["val"] for node in region.inputs]
+        static = [index for index, node in enumerate(region.inputs) if node.target is parameter]
+        run, strides = compat.lower_with_inductor(
+            region.module,
+            examples,
+            visible,
+            static_input_idxs=static,
+            is_backward=region.phase is Phase.BACKWARD,
+            is_inference=is_inference,
+        )
+        return CompiledRegion(run, num_ops, strides, constants)
+
+
+def region_key(region: RegionGraph) -> str:
+    """Return a text that is equal for equal regions."""
+    number: dict[fx.Node, int] = {}
+    lines = [str(region.phase)]
+    for node in region.module.graph.nodes:
+        number[node] = len(number)
+        args = map_aggregate((node.args, node.kwargs), lambda a: f"%{number[a]}" if isinstance(a, fx.Node) else a)
+        lines.append(f"{node.op} {_target(region.module, node)} {args!r} {_layout(node)}")
+    return "\n".join(lines)
+
+
+def _target(module: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return str(id(getattr(module, str(node.target))))
+    return str(node.target) if node.op == "call_function" else ""
+
+
+def _layout(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return "; ".join(
+        f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device} {v.requires_grad}"
+        if isinstance(v, torch.Tensor)
+        else str(v)
+        for v in values
+    )
+
+
+def _op_by_op(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Return `module` as it is, taking its inputs from a list that it empties."""
+    graph = fx.Graph()
+    box = graph.placeholder("box")
+    values: dict[fx.Node, fx.Node] = {}
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for index, node in enumerate(placeholders):
+        values[node] = graph.call_method("__getitem__", (box, index))
+    graph.call_method("clear", (box,))
+    for node in module.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            values[node] = graph.node_copy(node, lambda source: values[source])
+    graph.output(
+        map_aggregate(module.graph.output_node().args[0], lambda n: values[n] if isinstance(n, fx.Node) else n)
+    )
+    return fx.GraphModule(module, graph).forward

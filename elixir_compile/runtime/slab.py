@@ -1,0 +1,159 @@
+"""Host memory in few large mappings, one per `Slab`; each tensor cut from it has its own storage.
+
+    Slab (mmap, pinned) |-- tensor a --|pad|-- tensor b --|pad|...      every offset a multiple of `ALIGN_BYTES`
+
+Own storages keep `torch.save` of one parameter from writing the whole slab, and a storage count honest. The mapping
+lives until the slab and every tensor cut from it are gone; then it is unpinned and unmapped, in that order.
+
+Does not model: which offsets are free. A slab is cut once, by whoever made it.
+"""
+
+import contextlib
+import mmap
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elixir_compile.errors import ElixirWarning
+
+ALIGN_BYTES = 64
+"""What torch's own CPU allocator aligns to; vector loads of the fused optimizer want it."""
+
+
+class _Mapping(mmap.mmap):
+    """An anonymous private mapping that unpins itself before it is unmapped."""
+
+    # Not `weakref.finalize`: mmap's deallocator unmaps first and clears weak references after, and unregistering an
+    # unmapped range is an error. `__del__` of a subclass runs while the mapping is still there.
+    address: int = 0
+    unpin: Callable[[int], object] | None = None
+    forget: Callable[[int], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin(self.address)
+        if self.forget is not None:
+            self.forget(self.address)
+
+
+class _Book:
+    """Which address ranges are slabs, and the most that was ever mapped at once."""
+
+    def __init__(self) -> None:
+        # Re-entrant: a garbage collection inside a locked section may run `_Mapping.__del__` on the same thread.
+        self._lock = threading.RLock()
+        self._nbytes_at: dict[int, int] = {}
+        self._live_bytes = 0
+        self._peak_bytes = 0
+
+    def add(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes_at[address] = nbytes
+            self._live_bytes += nbytes
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def remove(self, address: int) -> None:
+        with self._lock:
+            self._live_bytes -= self._nbytes_at.pop(address, 0)
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            self._peak_bytes = self._live_bytes
+
+    def figures(self) -> tuple[int, int]:
+        with self._lock:
+            return self._live_bytes, self._peak_bytes
+
+    def holds(self, address: int) -> bool:
+        with self._lock:
+            ranges = tuple(self._nbytes_at.items())
+        return any(start <= address < start + nbytes for start, nbytes in ranges)
+
+
+_book = _Book()
+
+
+class Slab:
+    """`nbytes` of host memory, rounded up to whole pages and filled with zeros.
+
+    With `pin`, the pages are registered with CUDA so that copies run asynchronously. Without CUDA the slab is pageable,
+    and where the driver refuses (a locked-memory limit) it is pageable too, with one `ElixirWarning`.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        if nbytes < 0:
+            raise ValueError(f"a slab of {nbytes} bytes: needs 0 or more")
+        self.nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        self._mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Advice only: a kernel without transparent huge pages answers EINVAL.
+            with contextlib.suppress(OSError):
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping.address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        # Bound here, not looked up in `__del__`: when the interpreter ends, module globals go first.
+        self._mapping.forget = _book.remove
+        _book.add(self._mapping.address, self.nbytes)
+        if pin and torch.cuda.is_available() and _pin(self._mapping.address, self.nbytes):
+            self._mapping.unpin = torch.cuda.cudart().cudaHostUnregister
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether copies between this slab and a CUDA device can run asynchronously."""
+        return self._mapping.unpin is not None
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset_bytes: int) -> torch.Tensor:
+        """Return the contiguous tensor at `offset_bytes`, a multiple of `ALIGN_BYTES`, in a storage of its own bytes.
+
+        Raises ValueError for an offset that is not aligned and for a tensor that does not fit.
+        """
+        numel = 1
+        for size in shape:
+            numel *= size
+        needed_bytes = numel * dtype.itemsize
+        if offset_bytes < 0 or offset_bytes % ALIGN_BYTES:
+            raise ValueError(f"offset {offset_bytes} in a slab: needs a multiple of {ALIGN_BYTES}, 0 or more")
+        if offset_bytes + needed_bytes > self.nbytes:
+            raise ValueError(f"{needed_bytes} bytes at offset {offset_bytes} do not fit a slab of {self.nbytes} bytes")
+        if numel == 0:  # `frombuffer` refuses empty tensors; they need no memory.
+            return torch.empty(tuple(shape), dtype=dtype)
+        # `frombuffer` holds a reference to the mapping for as long as the storage lives.
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes).view(tuple(shape))
+
+
+def aligned_bytes(nbytes: int) -> int:
+    """Return `nbytes` rounded up to a multiple of `ALIGN_BYTES`: where the next tensor of a slab may start."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def live_slab_bytes() -> int:
+    """Return the bytes of all slabs that are mapped now."""
+    return _book.figures()[0]
+
+
+def peak_slab_bytes() -> int:
+    """Return the most bytes of slabs that were mapped at once since `reset_peak_slab_bytes`."""
+    return _book.figures()[1]
+
+
+def reset_peak_slab_bytes() -> None:
+    """Let `peak_slab_bytes` start again from what is mapped now."""
+    _book.reset_peak()
+
+
+def is_slab_memory(data_ptr: int) -> bool:
+    """Return whether the address lies in a slab."""
+    return _book.holds(data_ptr)
+
+
+def _pin(address: int, nbytes: int) -> bool:
+    error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if error:
+        warnings.warn(
+            f"CUDA refused to pin {nbytes} bytes of host memory (error {error}): copies from it block. "
+            "Raise the locked-memory limit (`ulimit -l`), or lower `host_memory`.",
+            ElixirWarning,
+            stacklevel=3,
+        )
+    return not error

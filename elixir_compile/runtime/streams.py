@@ -1,0 +1,42 @@
+"""Side streams for copies: asynchronous on CUDA, the plain order of the program on CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class CopyStream:
+    """One direction of copies between the device and the host.
+
+    It exists so that a copy runs beside compute yet starts no earlier than its place in the program: each copy first waits for the compute
+    that was issued before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether copies run beside compute."""
+        return self._stream is not None
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        """Issue what the block copies on this stream, behind the compute issued so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event that completes with the copies issued so far; None where copies are synchronous."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def wait_on_compute(event: torch.cuda.Event | None) -> None:
+    """Let compute issued from now on start behind `event`."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

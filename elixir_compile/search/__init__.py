@@ -1,0 +1,6 @@
+"""The only package that decides: a problem in, a plan out."""
+
+from elixir_compile.search.planner import plan
+from elixir_compile.search.problem import Problem
+
+__all__ = ["Problem", "plan"]

@@ -1,0 +1,159 @@
+"""Parameters of a graph into buckets: tensors that travel together, in the order of their first use.
+
+    wte | wpe h.0 | h.1 | h.2 | ...     a bucket ends where a layer ends, once it holds `min` bytes, and never
+                                        exceeds `max`
+
+A tensor larger than `max`, or used again far away (a tied embedding), travels alone. Data types, and frozen and trained
+parameters, are never mixed.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import Bucket, BucketId, Kind, Phase, StepGraph, Storage, StorageId
+from elixir_compile.search.problem import Problem
+
+MIN_BUCKETS = 16
+"""A model smaller than this many buckets of the minimum size gets a smaller minimum, so that it still has choices."""
+_ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "complex64": 8, "complex32": 4,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Param:
+    storage: Storage
+    is_trained: bool
+    layer: str
+    uses: tuple[int, ...]
+    """Indices of the forward ops that read it; of the backward ops where the forward never does."""
+
+
+def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
+    """Return the buckets in force that the graph touches, then new ones for every other parameter of the graph."""
+    present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
+    kept = tuple(bucket for bucket in problem.buckets if present.intersection(bucket.params))
+    owned = {param for bucket in kept for param in bucket.params}
+    params = [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
+    min_bytes, max_bytes = _bounds(problem, sum(param.storage.nbytes for param in params))
+    taken = {bucket.id for bucket in problem.buckets}
+    names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
+    classes: dict[tuple[str, bool], list[_Param]] = {}
+    for param in params:
+        classes.setdefault((param.storage.dtype, param.is_trained), []).append(param)
+    distant = _distant(params, min_bytes)
+    groups = [
+        group
+        for members in classes.values()
+        for group in _cut(members, distant, min_bytes=min_bytes, max_bytes=max_bytes)
+    ]
+    order = {param.storage.id: i for i, param in enumerate(params)}
+    groups.sort(key=lambda group: order[group[0].storage.id])
+    return kept + tuple(_bucket(next(names), group, problem.state_nbytes) for group in groups)
+
+
+def _bounds(problem: Problem, total_bytes: int) -> tuple[int, int]:
+    """The smallest and largest bucket, in bytes, both scaled down together for a small model."""
+    low, high = problem.bucket_min_bytes, problem.bucket_max_bytes
+    if total_bytes >= MIN_BUCKETS * low:
+        return low, high
+    scaled = max(1, total_bytes // MIN_BUCKETS)
+    return scaled, max(scaled, high * scaled // low)
+
+
+def _in_first_use_order(problem: Problem) -> list[_Param]:
+    graph = problem.graph
+    trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD and storage.of is not None}
+    uses = _uses(graph)
+    layers = [_layer(op.module) for op in graph.ops]
+    params = [
+        _Param(
+            storage=storage,
+            is_trained=storage.id in trained or problem.state_nbytes.get(storage.id, 0) > 0,
+            layer=layers[uses[storage.id][0]] if uses[storage.id] else "",
+            uses=tuple(uses[storage.id]),
+        )
+        for storage in graph.storages
+        if storage.kind is Kind.PARAM
+    ]
+    last = len(graph.ops)
+    return sorted(params, key=lambda param: param.uses[0] if param.uses else last)
+
+
+def _uses(graph: StepGraph) -> Mapping[StorageId, list[int]]:
+    """The forward ops that read each parameter, or the backward ops where no forward op does."""
+    by_phase: dict[Phase, dict[StorageId, list[int]]] = {phase: {} for phase in Phase}
+    for i, op in enumerate(graph.ops):
+        for name in op.reads:
+            by_phase[op.phase].setdefault(name, []).append(i)
+    return {
+        storage.id: by_phase[Phase.FORWARD].get(storage.id) or by_phase[Phase.BACKWARD].get(storage.id, [])
+        for storage in graph.storages
+    }
+
+
+def _layer(module: str) -> str:
+    """The module path up to its first number: `transformer.h.3` for `transformer.h.3.attn.c_proj`."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: i + 1])
+    return module
+
+
+def _distant(params: list[_Param], min_bytes: int) -> frozenset[StorageId]:
+    """Parameters of a quarter of the minimum or more that have `min_bytes` of others first used between their uses."""
+    starts = [(param.uses[0], param.storage.nbytes) for param in params if param.uses]
+    found: set[StorageId] = set()
+    for param in params:
+        if param.storage.nbytes * 4 < min_bytes or len(param.uses) < 2:
+            continue
+        for before, after in itertools.pairwise(param.uses):
+            if sum(nbytes for first, nbytes in starts if before < first < after) >= min_bytes:
+                found.add(param.storage.id)
+    return frozenset(found)
+
+
+def _cut(
+    params: list[_Param], alone: frozenset[StorageId], *, min_bytes: int, max_bytes: int
+) -> Iterator[list[_Param]]:
+    """Cut parameters of one class, in first-use order, into buckets."""
+    group: list[_Param] = []
+    group_bytes = 0
+    for param in params:
+        nbytes = param.storage.nbytes
+        is_alone = nbytes > max_bytes or param.storage.id in alone
+        # Without module paths every tensor may end a bucket.
+        ends_layer = bool(group) and (not param.layer or param.layer != group[-1].layer)
+        if group and (is_alone or group_bytes + nbytes > max_bytes or (group_bytes >= min_bytes and ends_layer)):
+            yield group
+            group, group_bytes = [], 0
+        if is_alone:
+            yield [param]
+        else:
+            group.append(param)
+            group_bytes += nbytes
+    if group:
+        yield group
+
+
+def _bucket(name: BucketId, group: list[_Param], state_nbytes: Mapping[StorageId, int]) -> Bucket:
+    dtype = group[0].storage.dtype
+    if dtype not in _ITEM_BYTES:
+        raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
+    nbytes = sum(param.storage.nbytes for param in group)
+    numel = nbytes // _ITEM_BYTES[dtype]
+    return Bucket(
+        id=name,
+        params=tuple(param.storage.id for param in group),
+        numel=numel,
+        nbytes=nbytes,
+        state_nbytes=sum(state_nbytes.get(param.storage.id, 0) for param in group),
+        dtype=dtype,
+        trainable=group[0].is_trained,
+        shard_numels=(numel,),
+    )

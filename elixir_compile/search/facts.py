@@ -1,0 +1,99 @@
+"""What the search reads again and again about one problem: op indices of windows, gradients and phases, per bucket."""
+
+from dataclasses import dataclass
+
+from elixir_compile.analysis.liveness import Liveness, liveness
+from elixir_compile.analysis.windows import Window, use_windows
+from elixir_compile.ir import Bucket, Kind, Phase, StepGraph
+from elixir_compile.search.buckets import form_buckets
+from elixir_compile.search.levels import Level, level_of, levels_from
+from elixir_compile.search.problem import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """The gradients of one bucket."""
+
+    births: tuple[tuple[int, int], ...]
+    """(op index, bytes) of each allocation."""
+    complete: int
+    """Index of the last backward op that writes or reads any of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts about a problem, indexed by op and by bucket; bucket i is `buckets[i]` everywhere."""
+
+    problem: Problem
+    buckets: tuple[Bucket, ...]
+    lives: Liveness
+    windows: tuple[tuple[Window, ...], ...]
+    gradients: tuple[Gradients | None, ...]
+    """None for a bucket that gets no gradient in this graph, and for all where no update follows."""
+    choices: tuple[tuple[Level, ...], ...]
+    """Levels of each bucket from the one in force outward."""
+    num_forward: int
+    """Ops before this index are the forward's."""
+    num_run: int
+    """Ops before this index run in regions; what follows is the update."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether an update follows the backward."""
+        return self.num_run < len(self.problem.graph.ops)
+
+    def phase_start(self, op: int) -> int:
+        """Return the index of the first op of the phase that op belongs to."""
+        return 0 if op < self.num_forward else self.num_forward
+
+    @property
+    def start_levels(self) -> tuple[Level, ...]:
+        return tuple(levels[0] for levels in self.choices)
+
+    @property
+    def furthest_levels(self) -> tuple[Level, ...]:
+        return tuple(levels[-1] for levels in self.choices)
+
+
+def gather_facts(problem: Problem) -> Facts:
+    """Return the facts of `problem`, its buckets formed."""
+    graph = problem.graph
+    buckets = form_buckets(problem)
+    lives = liveness(graph)
+    found = use_windows(graph, buckets)
+    windows = tuple(tuple(sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets)
+    in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
+    return Facts(
+        problem=problem,
+        buckets=buckets,
+        lives=lives,
+        windows=windows,
+        gradients=_gradients(graph, buckets, lives),
+        choices=tuple(
+            levels_from(in_force.get(bucket.id, Level.KEPT), bucket, hybrid=problem.hybrid, num_windows=len(own))
+            for bucket, own in zip(buckets, windows, strict=True)
+        ),
+        num_forward=sum(op.phase is Phase.FORWARD for op in graph.ops),
+        num_run=sum(op.phase is not Phase.UPDATE for op in graph.ops),
+    )
+
+
+def _gradients(graph: StepGraph, buckets: tuple[Bucket, ...], lives: Liveness) -> tuple[Gradients | None, ...]:
+    owner = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
+    grads = [storage for storage in graph.storages if storage.kind is Kind.GRAD]
+    of = {grad.id: owner[grad.of] for grad in grads if grad.of is not None and grad.of in owner}
+    written: set[int] = set()
+    complete: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        if op.phase is Phase.BACKWARD:
+            written.update(of[name] for name in op.writes if name in of)
+            complete |= {of[name]: i for name in (*op.reads, *op.writes) if name in of}
+    births: dict[int, list[tuple[int, int]]] = {}
+    for grad in grads:
+        if grad.id in of and grad.id in lives.lives:
+            births.setdefault(of[grad.id], []).append((lives.lives[grad.id].first, grad.nbytes))
+    is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
+    return tuple(
+        Gradients(births=tuple(sorted(births[i])), complete=complete[i]) if is_training and i in written else None
+        for i in range(len(buckets))
+    )

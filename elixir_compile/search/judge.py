@@ -1,0 +1,60 @@
+"""What the planners ask: how many bytes and how many seconds would these levels need?"""
+
+from collections.abc import Mapping, Sequence
+
+from elixir_compile.search.facts import Facts
+from elixir_compile.search.levels import Level, host_bytes_of, placement_of
+from elixir_compile.search.memory import MemoryModel
+from elixir_compile.search.schedule import cut_regions, program
+from elixir_compile.search.stays import stays
+from elixir_compile.simulate import play, prices
+
+Ahead = Mapping[tuple[int, int], int]
+"""Windows that each gather is ahead of its wait, by (bucket index, index of the first op that reads it)."""
+MAX_AHEAD = 2
+"""Two windows ahead already equals unlimited where layers are alike and a transfer is shorter than a layer."""
+
+
+class Judge:
+    """Answers for one problem, seconds remembered."""
+
+    def __init__(self, facts: Facts) -> None:
+        problem = facts.problem
+        self.facts = facts
+        self.memory = MemoryModel(facts)
+        self._prices = prices(problem.graph, facts.buckets, problem.cluster)
+        self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
+        self._host_bytes = [{level: host_bytes_of(bucket, level) for level in Level} for bucket in facts.buckets]
+        self._step_s: dict[tuple[Level, ...], float] = {}
+
+    def fits(self, levels: Sequence[Level], ahead: int) -> bool:
+        """Whether the levels fit both budgets, every gather `ahead` windows early."""
+        problem = self.facts.problem
+        return (
+            self.host_bytes(levels) <= problem.host_budget_bytes
+            and self.memory.peak_bytes(levels, ahead) <= problem.budget_bytes
+        )
+
+    def host_bytes(self, levels: Sequence[Level]) -> int:
+        """Return the bytes that the host holds during the whole step."""
+        return sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
+
+    def added_host_bytes(self, bucket: int, before: Level, after: Level) -> int:
+        """Return how many more bytes the host holds once one bucket has moved."""
+        return self._host_bytes[bucket][after] - self._host_bytes[bucket][before]
+
+    def step_s(self, levels: Sequence[Level], ahead: Ahead | None = None) -> float:
+        """Return the simulated seconds of a step; without `ahead`, as if memory allowed the most."""
+        if ahead is not None:
+            return self._play(levels, ahead)
+        key = tuple(levels)
+        if key not in self._step_s:
+            self._step_s[key] = self._play(levels, None)
+        return self._step_s[key]
+
+    def _play(self, levels: Sequence[Level], ahead: Ahead | None) -> float:
+        placed = stays(self.facts, levels, MAX_AHEAD if ahead is None else 0, ahead)
+        cuts = cut_regions(self.facts, levels, placed)
+        run_s = {cut.id: self._prices.run_s(cut.first, cut.last) for cut in cuts}
+        placements = {own[level].bucket: own[level] for own, level in zip(self._placements, levels, strict=True)}
+        return play(program(self.facts, levels, placed, cuts), run_s, placements, self._prices)

@@ -1,0 +1,49 @@
+"""What the planner is asked: one graph, one machine, two budgets, and what is in force already."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import Bucket, Placement, StepGraph, StorageId, Tier
+from elixir_compile.units import MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One question to `plan`."""
+
+    name: str
+    graph: StepGraph
+    cluster: Cluster
+    budget_bytes: int
+    """Device bytes that the step may hold at once, `base_bytes` included."""
+    host_budget_bytes: int
+    state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
+    """Bytes of optimizer state of each trainable parameter."""
+    hybrid: bool = False
+    """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
+    base_bytes: int = 0
+    """Device bytes held outside this graph during the whole step."""
+    bucket_min_bytes: int = 16 * MIB
+    bucket_max_bytes: int = 128 * MIB
+    buckets: tuple[Bucket, ...] = ()
+    """Buckets in force, kept as they are; parameters of the graph in none of them get new ones."""
+    placements: tuple[Placement, ...] = ()
+    """Placements in force, one per bucket in force; the planner only moves them further off the device."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bucket_min_bytes <= self.bucket_max_bytes:
+            raise InvalidPlan(
+                f"problem {self.name}: bucket_min_bytes {self.bucket_min_bytes} and bucket_max_bytes "
+                f"{self.bucket_max_bytes} must be positive and in this order."
+            )
+        if self.base_bytes < 0:
+            raise InvalidPlan(f"problem {self.name}: base_bytes must not be negative, got {self.base_bytes}.")
+        if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
+            raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
+        for placement in self.placements:
+            if Tier.DISK in (placement.param, placement.optim):
+                raise InvalidPlan(
+                    f"problem {self.name}: bucket {placement.bucket} is on disk, which is not planned for."
+                )

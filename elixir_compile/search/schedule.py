@@ -1,0 +1,117 @@
+"""Levels and prefetch distances into regions and the actions around them.
+
+    gather (this window's and prefetches)   wait   run   release   reduce   wait (previous gradient)   offload
+
+Regions are cut only where the schedule acts: before a host bucket's gathered copy is used, after its last use, and
+where its gradients are complete; and between forward and backward.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from elixir_compile.ir import Action, BucketId, Phase, Region, RegionId, Schedule, Verb, grad_of
+from elixir_compile.search.facts import Facts
+from elixir_compile.search.levels import Level
+from elixir_compile.search.stays import Stay, gradient_ends
+
+
+class Cut(NamedTuple):
+    """One region as op indices, both included."""
+
+    id: RegionId
+    first: int
+    last: int
+
+
+def cut_regions(facts: Facts, levels: Sequence[Level], placed: Sequence[Stay]) -> list[Cut]:
+    """Return the regions, covering every op of the forward and the backward once, in order."""
+    starts = {0, facts.num_forward}
+    for stay in placed:
+        starts.add(stay.first)
+        starts.add(stay.last + 1)
+    for bucket, gradients in enumerate(facts.gradients):
+        if gradients is not None and levels[bucket] >= Level.RESIDENT:
+            starts.add(gradients.complete + 1)
+    ordered = sorted(start for start in starts if start < facts.num_run)
+    cuts: list[Cut] = []
+    num_forward = bisect_left(ordered, facts.num_forward)
+    for i, first in enumerate(ordered):
+        name = f"fwd.{i}" if i < num_forward else f"bwd.{i - num_forward}"
+        last = ordered[i + 1] - 1 if i + 1 < len(ordered) else facts.num_run - 1
+        cuts.append(Cut(RegionId(name), first, last))
+    return cuts
+
+
+def program(
+    facts: Facts, levels: Sequence[Level], placed: Sequence[Stay], cuts: Sequence[Cut]
+) -> list[tuple[Verb, str]]:
+    """Return the actions of one step as (verb, what) pairs."""
+    names = [bucket.id for bucket in facts.buckets]
+    gathers: defaultdict[int, list[str]] = defaultdict(list)
+    waits: defaultdict[int, list[str]] = defaultdict(list)
+    releases: defaultdict[int, list[str]] = defaultdict(list)
+    for stay in placed:
+        gathers[stay.gather].append(names[stay.bucket])
+        waits[stay.first].append(names[stay.bucket])
+        releases[stay.last].append(names[stay.bucket])
+    complete = sorted((grads.complete, bucket) for bucket, grads in enumerate(facts.gradients) if grads is not None)
+    leaving = gradient_ends(facts, levels)
+    actions: list[tuple[Verb, str]] = []
+    under_way: str | None = None
+    done = 0
+    for cut in cuts:
+        actions += [(Verb.GATHER, name) for name in gathers[cut.first]]
+        actions += [(Verb.WAIT, name) for name in waits[cut.first]]
+        actions.append((Verb.RUN, cut.id))
+        actions += [(Verb.RELEASE, name) for name in releases[cut.last]]
+        while done < len(complete) and complete[done][0] <= cut.last:
+            bucket = complete[done][1]
+            actions.append((Verb.REDUCE, names[bucket]))
+            if bucket in leaving:
+                if under_way is not None:
+                    actions.append((Verb.WAIT, under_way))
+                under_way = grad_of(names[bucket])
+                actions.append((Verb.OFFLOAD, under_way))
+            done += 1
+    if under_way is not None:
+        actions.append((Verb.WAIT, under_way))
+    if facts.is_training:
+        actions += [(Verb.UPDATE, bucket.id) for bucket in facts.buckets if bucket.trainable]
+    return actions
+
+
+def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
+    """Return `cuts` as regions of the graph."""
+    ops = facts.problem.graph.ops
+    used = _uses(facts)
+    return tuple(
+        Region(
+            id=cut.id,
+            phase=Phase.FORWARD if cut.first < facts.num_forward else Phase.BACKWARD,
+            first=ops[cut.first].id,
+            last=ops[cut.last].id,
+            buckets=tuple(
+                name
+                for name, indices in used
+                if (at := bisect_left(indices, cut.first)) < len(indices) and indices[at] <= cut.last
+            ),
+        )
+        for cut in cuts
+    )
+
+
+def schedule(actions: Sequence[tuple[Verb, str]]) -> Schedule:
+    """Return (verb, what) pairs as the schedule of rank 0."""
+    return Schedule(rank=0, actions=tuple(Action(verb=verb, what=what) for verb, what in actions))
+
+
+def _uses(facts: Facts) -> list[tuple[BucketId, list[int]]]:
+    """Per bucket, the indices of forward and backward ops that read it."""
+    owner = {param: i for i, bucket in enumerate(facts.buckets) for param in bucket.params}
+    indices: list[list[int]] = [[] for _ in facts.buckets]
+    for i, op in enumerate(facts.problem.graph.ops[: facts.num_run]):
+        for bucket in {owner[name] for name in op.reads if name in owner}:
+            indices[bucket].append(i)
+    return [(bucket.id, own) for bucket, own in zip(facts.buckets, indices, strict=True)]

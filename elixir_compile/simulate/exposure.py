@@ -1,0 +1,42 @@
+"""How much of the transfer time compute hides.
+
+transfer  ====[------]====      exposed = parts of transfers with no compute span above them
+compute   ----      ------
+"""
+
+from bisect import bisect_right
+
+from elixir_compile.ir.kinds import Lane
+from elixir_compile.ir.record import Record, Span
+
+_TRANSFERS = frozenset({Lane.H2D, Lane.D2H, Lane.GATHER, Lane.REDUCE, Lane.P2P})
+
+
+def exposed_s(record: Record) -> float:
+    """Return the seconds of all transfers during which the compute lane is idle; two at once count twice."""
+    compute = sorted(
+        (span for span in record.spans if span.lane is Lane.COMPUTE and span.end_s > span.start_s),
+        key=lambda span: span.start_s,
+    )
+    starts_s = [span.start_s for span in compute]
+    total_s = 0.0
+    for span in record.spans:
+        if span.lane in _TRANSFERS:
+            total_s += span.end_s - span.start_s - _covered_s(span, compute, starts_s)
+    return total_s
+
+
+def hidden_share(record: Record) -> float:
+    """Return the share of the transfer time that compute covers, 0 to 1; 1 when nothing is transferred."""
+    total_s = sum(span.end_s - span.start_s for span in record.spans if span.lane in _TRANSFERS)
+    return 1.0 if total_s == 0 else min(1.0, max(0.0, 1.0 - exposed_s(record) / total_s))
+
+
+def _covered_s(span: Span, compute: list[Span], starts_s: list[float]) -> float:
+    """Return the seconds of `span` under `compute`, sorted spans that do not overlap one another."""
+    covered_s = 0.0
+    i = max(bisect_right(starts_s, span.start_s) - 1, 0)
+    while i < len(compute) and compute[i].start_s < span.end_s:
+        covered_s += max(0.0, min(span.end_s, compute[i].end_s) - max(span.start_s, compute[i].start_s))
+        i += 1
+    return covered_s

@@ -1,0 +1,66 @@
+"""Text with units at the edge, plain numbers inside: `"20GiB"` becomes 21474836480 and back.
+
+`KiB MiB GiB TiB` count in 1024, `KB MB GB TB` in 1000; a number without a unit is bytes. Case does not matter.
+"""
+
+import math
+import re
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+TIB = 1024**4
+
+_FACTORS: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "tb": 1000**4,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+}
+_NUMBER_AND_UNIT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+BYTES_EXAMPLE = 'a positive number of bytes such as "20GiB", "512 MB" or 1500000000'
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Return the whole number of bytes that `text` says, rounded down.
+
+    Raises ValueError, naming the text and an example, when it is not a finite number of at least one byte with a known
+    unit; `parse_options` turns it into `InvalidOption`, which lives in the layer above.
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise ValueError(f"{text!r} is not {BYTES_EXAMPLE}")
+    if isinstance(text, str):
+        match = _NUMBER_AND_UNIT.fullmatch(text)
+        factor = None if match is None else _FACTORS.get(match.group(2).lower())
+        if match is None or factor is None:
+            raise ValueError(f"{text!r} is not {BYTES_EXAMPLE}")
+        digits = match.group(1)
+        # Whole numbers stay whole: a float holds only 53 bits.
+        value = int(digits) * factor if digits.lstrip("+-").isdecimal() else float(digits) * factor
+    else:
+        value = text
+    if not math.isfinite(value) or value < 1:
+        raise ValueError(f"{text!r} is not {BYTES_EXAMPLE}")
+    return int(value)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return `nbytes` for people, in the largest binary unit that leaves a figure of at least one: `17.9 GiB`."""
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def format_s(seconds: float) -> str:
+    """Return a duration for people, three significant digits: `212 ms`, `4.1 us`, `2.5 s`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"

@@ -1,0 +1,54 @@
+"""Every Python block of the README and the docs runs, and every link inside the repository leads somewhere."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def blocks(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def names_in_scope() -> dict[str, Any]:
+    """What every page may assume: `model`, a small GPT-2 with random weights, and `loader`, three batches for it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=96, n_positions=64)
+    tokens = [torch.randint(0, 96, (2, 16)) for _ in range(3)]
+    model = transformers.GPT2LMHeadModel(config)
+    return {"model": model, "loader": [{"input_ids": batch, "labels": batch} for batch in tokens]}
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A page may write files, and must not leave compiled code to the next."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_the_python_blocks_of_a_page_run_in_order(page: Path) -> None:
+    scope = {"__name__": "__main__", **names_in_scope()}
+    for number, block in enumerate(blocks(page), start=1):
+        exec(compile(block, f"{page.name} block {number}", "exec"), scope)
+
+
+def test_the_readme_shows_code() -> None:
+    assert blocks(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []

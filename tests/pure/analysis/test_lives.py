@@ -1,0 +1,43 @@
+"""Every state that a life can reach has a move or a sentence for every event that can meet it."""
+
+import pytest
+
+from elixir_compile.analysis import lives
+from elixir_compile.analysis.lives import Event, Lifecycle, State
+
+PARAMS = {Event.RUN, Event.GATHER, Event.WAIT, Event.RELEASE}
+GRADS = {Event.RUN, Event.COMPLETE, Event.REDUCE, Event.OFFLOAD, Event.WAIT, Event.UPDATE}
+TABLES = {
+    "host params": (lives.HOST_PARAMS, PARAMS),
+    "resident params": (lives.RESIDENT_HOST_PARAMS, PARAMS),
+    "device params": (lives.DEVICE_PARAMS, PARAMS),
+    "host gradient": (lives.HOST_GRAD, GRADS),
+    "device gradient": (lives.DEVICE_GRAD, GRADS),
+    "absent gradient": (lives.ABSENT_GRAD, GRADS - {Event.COMPLETE}),
+    "frozen gradient": (lives.FROZEN_GRAD, GRADS),
+}
+
+
+def reachable(table: Lifecycle) -> set[State]:
+    found = {table.start}
+    while more := {after for (before, _), after in table.moves.items() if before in found} - found:
+        found |= more
+    return found
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_event_has_a_move_or_a_sentence(name: str) -> None:
+    table, events = TABLES[name]
+    for state in reachable(table):
+        for event in events:
+            if (state, event) not in table.moves and not (
+                state is State.UPDATED and event in (Event.RUN, Event.COMPLETE)
+            ):
+                assert "{bucket}" in table.fault(state, event)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_life_can_end(name: str) -> None:
+    table, _ = TABLES[name]
+    assert reachable(table) - set(table.unfinished)
+    assert set(table.unfinished) <= reachable(table)

@@ -1,0 +1,374 @@
+"""One good schedule, broken in each possible way: each break has its sentence and its line."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from elixir_compile.analysis import verify
+from elixir_compile.errors import IllegalSchedule, PlanMismatch
+from elixir_compile.ir import Action, Bucket, Plan, Schedule, StepGraph, Tier, Verb
+from elixir_compile.ir.kinds import Kind
+from tests.pure.plans import bucket_of, claim_peak, make_plan, planned_graphs
+from tests.pure.strategies import Layer, chain
+
+GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=n == 3, act_numel=4) for n in range(4)])
+BUCKETS = [bucket_of(GRAPH, f"b{n}", [s for s in GRAPH.storages if s.id == f"w{n}"]) for n in range(4)]
+PLAN = make_plan(GRAPH, BUCKETS, ["host", "device", "resident", "host"])
+SCHEDULE = (
+    "gather b0; wait b0; run fwd.0; release b0; run fwd.1; gather b2; wait b2; run fwd.2; run fwd.3; gather b3; "
+    "wait b3; run fwd.4; release b3; run fwd.5; gather b3; wait b3; run bwd.0; release b3; run bwd.1; reduce b2; "
+    "offload b2.grad; run bwd.2; release b2; run bwd.3; reduce b1; reduce b0; wait b2.grad; offload b0.grad; "
+    "gather b0; wait b0; run bwd.4; release b0; wait b0.grad; update b0; update b1; update b2"
+)
+
+
+def scheduled(text: str) -> Plan:
+    """Return the plan with the actions of `text`, which are parted by semicolons."""
+    actions = tuple(Action(verb=Verb(line.split()[0]), what=line.split()[1]) for line in text.split("; "))
+    return dataclasses.replace(PLAN, schedules=(Schedule(rank=0, actions=actions),))
+
+
+def test_the_good_schedule_is_the_one_that_is_broken_below() -> None:
+    assert scheduled(SCHEDULE) == PLAN
+    verify(GRAPH, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence", "here"),
+    [
+        # parameters
+        (
+            "gather b0; wait b0; run fwd.0",
+            "gather b0; run fwd.0",
+            "fwd.0 reads b0 before its gather was waited",
+            "run fwd.0",
+        ),
+        (
+            "gather b0; wait b0; run fwd.0; release b0",
+            "run fwd.0",
+            "fwd.0 reads b0, which was not gathered",
+            "run fwd.0",
+        ),
+        ("gather b0; wait b0", "gather b0; gather b0; wait b0", "b0 is gathered twice without a release", "gather b0"),
+        ("gather b0; wait b0", "gather b0; wait b0; gather b0", "b0 is gathered twice without a release", "gather b0"),
+        ("gather b0; wait b0", "wait b0", "b0 is waited for, but no gather of it is under way", "wait b0"),
+        ("gather b0; wait b0; run bwd.4", "wait b0; run bwd.4", "b0 is waited for, but no gather of it", "wait b0"),
+        ("gather b0; wait b0", "gather b0; wait b0; wait b0", "b0 is waited for twice", "wait b0"),
+        ("gather b0; wait b0", "release b0; gather b0; wait b0", "b0 is released, but was not gathered", "release b0"),
+        ("release b0; run fwd.1", "release b0; release b0; run fwd.1", "b0 is released twice", "release b0"),
+        ("run fwd.0; release b0", "release b0; run fwd.0", "fwd.0 reads b0, which was released before", "run fwd.0"),
+        (
+            "wait b0; run fwd.0; release b0",
+            "release b0; run fwd.0",
+            "b0 is released before its gather was",
+            "release b0",
+        ),
+        ("release b0; wait b0.grad", "wait b0.grad", "b0 is gathered and never released", "wait b0"),
+        ("release b0; wait", "release b0; gather b0; wait", "The gather of b0 is never waited for", "gather b0"),
+        (
+            "run bwd.2; release b2",
+            "run bwd.2; release b2; gather b2",
+            "b2 is resident, but gathered a second",
+            "gather b2",
+        ),
+        (
+            "release b3; run fwd.5; gather b3; wait b3; run bwd.0",
+            "run fwd.5; run bwd.0",
+            "b3 is not resident, but its copy from the forward is kept for the backward",
+            "run bwd.0",
+        ),
+        ("gather b2; wait", "gather b1; gather b2; wait", "b1 is gathered, but its parameters live on", "gather b1"),
+        ("gather b2; wait", "wait b1; gather b2; wait", "b1 is waited for, but its parameters live on", "wait b1"),
+        ("gather b2; wait", "release b1; gather b2; wait", "b1 is released, but its parameters live on", "release b1"),
+        # gradients
+        (
+            "run bwd.1; reduce b2",
+            "reduce b2; run bwd.1",
+            "gradient of b2 is reduced before it is complete",
+            "reduce b2",
+        ),
+        ("reduce b1; ", "reduce b1; reduce b1; ", "The gradient of b1 is reduced twice", "reduce b1"),
+        ("reduce b1; reduce b0", "reduce b0", "b1 is updated before its gradient is reduced", "update b1"),
+        ("update b1; ", "", "b1 is never updated", "reduce b1"),
+        ("update b0; ", "", "b0 is never updated", "wait b0.grad"),
+        ("update b1", "update b1; update b1", "b1 is updated twice", "update b1"),
+        (
+            "reduce b2; offload b2.grad",
+            "offload b2.grad; reduce b2",
+            "is offloaded before it is reduced",
+            "offload b2.grad",
+        ),
+        ("reduce b2; offload b2.grad", "reduce b2", "gradient of b2 is waited for, but no offload", "wait b2.grad"),
+        ("wait b0.grad; ", "", "updated before the offload of its gradient was waited for", "update b0"),
+        ("wait b0.grad; update b0; ", "", "offload of the gradient of b0 is never waited for", "offload b0.grad"),
+        (
+            "offload b0.grad; gather b0; wait b0; run bwd.4; release b0; wait b0.grad; ",
+            "gather b0; wait b0; run bwd.4; release b0; ",
+            "b0 is updated before its gradient was offloaded",
+            "update b0",
+        ),
+        (
+            "offload b0.grad; gather b0; wait b0; run bwd.4; release b0; wait b0.grad; update b0; ",
+            "gather b0; wait b0; run bwd.4; release b0; ",
+            "The gradient of b0 is never offloaded",
+            "reduce b0",
+        ),
+        (
+            "reduce b0; wait b2.grad; offload b0.grad; gather b0; wait b0; run bwd.4; release b0; "
+            "wait b0.grad; update b0; ",
+            "wait b2.grad; gather b0; wait b0; run bwd.4; release b0; ",
+            "The gradient of b0 is never reduced",
+            "run bwd.3",
+        ),
+        ("wait b0.grad", "wait b0.grad; wait b0.grad", "The gradient of b0 is waited for twice", "wait b0.grad"),
+        ("offload b0.grad", "offload b0.grad; offload b0.grad", "gradient of b0 is offloaded twice", "offload b0.grad"),
+        (
+            "wait b2.grad; offload b0.grad",
+            "offload b0.grad; wait b2.grad",
+            "b0.grad is offloaded while the offload of b2.grad is not waited for",
+            "offload b0.grad",
+        ),
+        ("update b0", "offload b1.grad; update b0", "offloaded, but it stays on the device", "offload b1.grad"),
+        ("reduce b1; ", "reduce b1; reduce b3; ", "b3 has no gradient to act on: it is frozen", "reduce b3"),
+        ("update b2", "update b2; update b3", "b3 has no gradient to act on: it is frozen", "update b3"),
+        ("release b0; wait b0.grad", "release b0; update b0; wait b0.grad", "before the offload of its", "update b0"),
+        (
+            "gather b0; wait b0; run bwd.4",
+            "update b1; gather b0; wait b0; run bwd.4",
+            "updated before bwd.4 is",
+            "update b1",
+        ),
+        # regions
+        ("run fwd.2; run fwd.3", "run fwd.3; run fwd.2", "fwd.3 is run out of order; expected fwd.2", "run fwd.3"),
+        ("run fwd.3; ", "", "fwd.4 is run out of order; expected fwd.3", "run fwd.4"),
+        ("run fwd.3; ", "run fwd.3; run fwd.3; ", "fwd.3 is run twice", "run fwd.3"),
+        ("update b2", "update b2; run bwd.4", "bwd.4 is run twice", "run bwd.4"),
+        # names and verbs
+        ("run fwd.3", "run fwd.9", "No region is called fwd.9", "run fwd.9"),
+        ("gather b2", "gather b9", "No bucket is called b9", "gather b9"),
+        ("reduce b1", "reduce b9", "No bucket is called b9", "reduce b9"),
+        ("wait b2;", "wait b9;", "b9 is neither a bucket nor the gradient of one", "wait b9"),
+        ("offload b2.grad", "offload s1", "s1 is neither a bucket nor the gradient of one", "offload s1"),
+        ("gather b2", "prefetch b2", "`prefetch` is not part of a step on these placements", "prefetch b2"),
+        ("gather b2", "send b2", "`send` is not part of a step on these placements", "send b2"),
+    ],
+)
+def test_a_broken_schedule_says_what_and_where(old: str, new: str, sentence: str, here: str) -> None:
+    assert old in SCHEDULE
+    with pytest.raises(IllegalSchedule) as caught:
+        verify(GRAPH, scheduled(SCHEDULE.replace(old, new, 1)))
+    marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
+    assert sentence in caught.value.sentence
+    assert [line.split()[:2] for line in marked] == [here.split()]
+
+
+def test_a_region_that_is_never_run() -> None:
+    """The last region alone can be missing without another being out of order."""
+    text = SCHEDULE.replace("gather b0; wait b0; run bwd.4; release b0; ", "")
+    with pytest.raises(IllegalSchedule, match=r"b0 is updated before bwd\.4 is run"):
+        verify(GRAPH, scheduled(text))
+    with pytest.raises(IllegalSchedule, match=r"bwd\.4 is never run"):
+        verify(GRAPH, scheduled(text[: text.index("; update b0")]))
+
+
+def test_the_error_shows_the_schedule_around_the_fault() -> None:
+    with pytest.raises(IllegalSchedule) as caught:
+        verify(GRAPH, scheduled(SCHEDULE.replace("wait b2; run", "run")))
+    assert str(caught.value).split("\n") == [
+        "fwd.2 reads b2 before its gather was waited for.",
+        "schedule rank 0",
+        "  ...",
+        "  release   b0",
+        "  run       fwd.1               @0",
+        "  gather    b2",
+        "  run       fwd.2               @0  <-- here",
+        "  run       fwd.3               @0",
+        "  gather    b3",
+        "  wait      b3",
+        "  ...",
+    ]
+
+
+def with_bucket(at: int, **changes: Any) -> Plan:
+    buckets: list[Bucket] = list(PLAN.buckets)
+    buckets[at] = dataclasses.replace(buckets[at], **changes)
+    return dataclasses.replace(PLAN, buckets=tuple(buckets))
+
+
+def with_placement(at: int, **changes: Any) -> Plan:
+    placements = list(PLAN.placements)
+    placements[at] = dataclasses.replace(placements[at], **changes)
+    return dataclasses.replace(PLAN, placements=tuple(placements))
+
+
+def with_region(at: int, **changes: Any) -> Plan:
+    regions = list(PLAN.regions)
+    regions[at] = dataclasses.replace(regions[at], **changes)
+    return dataclasses.replace(PLAN, regions=tuple(regions))
+
+
+def without_region(at: int) -> Plan:
+    return dataclasses.replace(PLAN, regions=PLAN.regions[:at] + PLAN.regions[at + 1 :])
+
+
+def with_bucket_twice() -> Plan:
+    return dataclasses.replace(
+        PLAN, buckets=(*PLAN.buckets, PLAN.buckets[0]), placements=(*PLAN.placements, PLAN.placements[0])
+    )
+
+
+def with_prediction(**changes: Any) -> Plan:
+    return dataclasses.replace(PLAN, prediction=dataclasses.replace(PLAN.prediction, **changes))
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence", "here"),
+    [
+        (with_bucket_twice(), "b0 is listed twice", "b0"),
+        (with_bucket(1, params=("w0",)), "w0 is in two buckets, b0 and b1", "b1"),
+        (with_bucket(1, params=("w9",)), "b1 holds w9, which is no parameter of the graph", "b1"),
+        (with_bucket(1, params=("s0",)), "b1 holds s0, which is no parameter of the graph", "b1"),
+        (with_bucket(1, dtype="bfloat16"), "b1 mixes dtypes: w1 is float32, the bucket bfloat16", "b1"),
+        (with_bucket(1, nbytes=41), "b1 claims 41 bytes, but its parameters have 40", "b1"),
+        (with_bucket(1, shard_numels=(5, 5)), r"b1 has 10 elements in shards of \(5, 5\) for 1 ranks", "b1"),
+        (with_bucket(1, shard_numels=(9,)), r"b1 has 10 elements in shards of \(9,\) for 1 ranks", "b1"),
+        (with_bucket(1, trainable=False, state_nbytes=0), "b1 is frozen, but the graph writes a gradient", "b1"),
+        (with_placement(0, optim=Tier.DEVICE), "parameters on the host and optimizer state on the device", "b0"),
+        (with_placement(0, optim=Tier.DISK), "parameters on the host and optimizer state on the disk", "b0"),
+        (with_placement(0, param=Tier.DISK, optim=Tier.DISK), "which no program can do", "b0"),
+        (with_placement(1, resident=False), "b1 lives on the device, but is not resident", "b1"),
+        (
+            with_placement(3, param=Tier.DEVICE, resident=True),
+            "b3 is frozen, but has its parameters on the device",
+            "b3",
+        ),
+        (without_region(3), r"fwd\.4 begins with fwd\.mm_6; expected fwd\.relu_5", "fwd.4"),
+        (without_region(10), "No region runs bwd.mm_14 and what follows: the regions cover 14 of 15 ops", "bwd.3"),
+        (with_region(3, id="fwd.2"), r"fwd\.2 is listed twice", "fwd.2"),
+        (with_region(3, first="fwd.mm_4"), r"fwd\.3 begins with fwd\.mm_4; expected fwd\.relu_5", "fwd.3"),
+        (with_region(3, last="fwd.mm_4"), r"fwd\.3 ends with fwd\.mm_4, before it begins", "fwd.3"),
+        (
+            with_region(5, last="bwd.mm_8"),
+            "fwd.5 is of the forward, but holds ops of the backward and the forward",
+            "fwd.5",
+        ),
+        (with_region(3, last="bwd.mm_99"), r"fwd\.3 names the op bwd\.mm_99, which no region", "fwd.3"),
+        (with_region(10, last="update"), r"bwd\.4 names the op update, which no region", "bwd.4"),
+        (with_region(0, buckets=()), r"fwd\.0 claims to read nothing; its ops read b0", "fwd.0"),
+        (with_region(3, buckets=("b1",)), r"fwd\.3 claims to read b1; its ops read nothing", "fwd.3"),
+        (dataclasses.replace(PLAN, budget_bytes=303), "is 304 bytes, 1 B above the budget of 303", "format"),
+        (with_prediction(device_peak_bytes=303), "claims a peak of 303 bytes at bwd.mm_14; it is 304", "peak"),
+        (with_prediction(device_peak_at="fwd.mm_0"), "claims a peak of 304 bytes at fwd.mm_0; it is 304 at", "peak"),
+        (with_prediction(device_peak_at="nowhere"), "claims a peak of 304 bytes at nowhere; it is 304 at", "peak"),
+    ],
+)
+def test_a_broken_structure_says_what_and_where(plan: Plan, sentence: str, here: str) -> None:
+    with pytest.raises(IllegalSchedule, match=sentence) as caught:
+        verify(GRAPH, plan)
+    marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
+    assert [line.split()[0] for line in marked] == [here]
+
+
+def test_ranks_are_counted_from_zero() -> None:
+    for ranks in ([], [1], [0, 0]):
+        schedules = tuple(dataclasses.replace(PLAN.schedules[0], rank=rank) for rank in ranks)
+        with pytest.raises(IllegalSchedule, match="expected 0, 1"):
+            verify(GRAPH, dataclasses.replace(PLAN, schedules=schedules))
+
+
+def test_every_rank_is_checked() -> None:
+    good = PLAN.schedules[0].actions
+    buckets = tuple(dataclasses.replace(bucket, shard_numels=(5, 5)) for bucket in PLAN.buckets)
+    for actions in (good, good[1:]):
+        schedules = (PLAN.schedules[0], Schedule(rank=1, actions=actions))
+        plan = dataclasses.replace(PLAN, buckets=buckets, schedules=schedules)
+        if actions == good:
+            verify(GRAPH, plan)
+        else:
+            with pytest.raises(IllegalSchedule, match=r"(?s)b0 is waited for.*schedule rank 1"):
+                verify(GRAPH, plan)
+
+
+def test_a_plan_of_another_graph_is_a_mismatch() -> None:
+    with pytest.raises(PlanMismatch, match="another graph: it was made for elsewhere"):
+        verify(GRAPH, dataclasses.replace(PLAN, graph="elsewhere"))
+
+
+def test_a_bucket_without_gradient_is_updated_but_not_reduced() -> None:
+    """`unused` is never read, so no op writes its gradient; as a trainable bucket it still has its update."""
+    graph = chain([Layer(module="l", params=(("w", 10),), frozen=False, act_numel=4)], unused_numel=3)
+    params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
+    buckets = [bucket_of(graph, name, [param]) for name, param in params.items()]
+    buckets[1] = dataclasses.replace(buckets[1], trainable=True, state_nbytes=24)
+    plan = make_plan(graph, buckets, ["device", "host"])
+    verify(graph, plan)
+    actions = plan.schedules[0].actions
+    for extra, sentence in ((Verb.REDUCE, "is reduced, but no op writes it"), (None, "is never updated")):
+        changed = actions[:-1] if extra is None else (*actions[:-1], Action(verb=extra, what="unused"), actions[-1])
+        with pytest.raises(IllegalSchedule, match=sentence):
+            verify(graph, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=changed),)))
+
+
+@given(planned_graphs())
+def test_schedules_of_the_contract_are_legal(planned: tuple[StepGraph, Plan]) -> None:
+    verify(*planned)
+
+
+@given(planned_graphs(), st.data())
+def test_no_action_can_be_left_out(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+    graph, plan = planned
+    actions = plan.schedules[0].actions
+    at = data.draw(st.integers(0, len(actions) - 1))
+    broken = dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions[:at] + actions[at + 1 :]),))
+    with pytest.raises(IllegalSchedule, match="<-- here"):
+        verify(graph, broken)
+
+
+@given(planned_graphs(), st.data())
+def test_no_action_can_be_done_twice(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+    graph, plan = planned
+    actions = plan.schedules[0].actions
+    at = data.draw(st.integers(0, len(actions) - 1))
+    later = data.draw(st.integers(at, len(actions) - 1))
+    # A second gather with its wait and release may be legal; a single action never is.
+    broken = Schedule(rank=0, actions=(*actions[: later + 1], actions[at], *actions[later + 1 :]))
+    with pytest.raises(IllegalSchedule, match="<-- here"):
+        verify(graph, dataclasses.replace(plan, schedules=(broken,)))
+
+
+def depends(first: Action, second: Action) -> bool:
+    """Whether `second` needs `first`: a wait its gather or offload, a run its wait, a release its run, an offload its
+    reduce."""
+    verbs = (first.verb, second.verb)
+    return (
+        (verbs == (Verb.GATHER, Verb.WAIT) and first.what == second.what)
+        or (verbs == (Verb.WAIT, Verb.RUN) and not first.what.endswith(".grad"))
+        or verbs == (Verb.RUN, Verb.RELEASE)
+        or (verbs == (Verb.REDUCE, Verb.OFFLOAD) and second.what == f"{first.what}.grad")
+        or (verbs == (Verb.OFFLOAD, Verb.WAIT) and first.what == second.what)
+    )
+
+
+@given(planned_graphs(training=True), st.data())
+def test_no_action_can_go_before_what_it_needs(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+    graph, plan = planned
+    actions = list(plan.schedules[0].actions)
+    pairs = [at for at, two in enumerate(itertools.pairwise(actions)) if depends(*two)]
+    assume(pairs)
+    at = data.draw(st.sampled_from(pairs))
+    actions[at], actions[at + 1] = actions[at + 1], actions[at]
+    broken = dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=tuple(actions)),))
+    with pytest.raises(IllegalSchedule, match="<-- here"):
+        verify(graph, broken)
+
+
+@given(planned_graphs())
+def test_a_smaller_budget_than_the_peak_is_refused(planned: tuple[StepGraph, Plan]) -> None:
+    graph, plan = planned
+    assert claim_peak(graph, plan) == plan
+    with pytest.raises(IllegalSchedule, match="above the budget"):
+        verify(graph, dataclasses.replace(plan, budget_bytes=plan.budget_bytes - 1))

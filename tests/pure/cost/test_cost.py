@@ -1,0 +1,70 @@
+"""`cost`: closed forms and limits."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elixir_compile.cost import gather_s, offload_s, op_s, update_s
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.hardware import profile_for
+from elixir_compile.ir import Bucket, BucketId, Op, OpId, Phase, StorageId, Tier
+from elixir_compile.units import GIB
+
+CUDA = profile_for("cuda", 8 * GIB, 8 * GIB, "cuda")
+SIZES = st.integers(0, 2**40)
+
+
+def op(flops: int, moved_bytes: int) -> Op:
+    return Op(
+        id=OpId("fwd.mm"), target="mm", phase=Phase.FORWARD, reads=(), writes=(), flops=flops, moved_bytes=moved_bytes
+    )
+
+
+def bucket(nbytes: int, trainable: bool = True) -> Bucket:
+    return Bucket(
+        id=BucketId("b0"),
+        params=(StorageId("p"),),
+        numel=nbytes // 4,
+        nbytes=nbytes,
+        state_nbytes=2 * nbytes if trainable else 0,
+        dtype="float32",
+        trainable=trainable,
+        shard_numels=(nbytes // 4,),
+    )
+
+
+def test_op_s_is_the_roofline() -> None:
+    device = replace(
+        CUDA.device, flops_per_s={"float32": 100.0, "bfloat16": 400.0}, memory_bytes_per_s=10.0, launch_s=1.0
+    )
+    assert op_s(op(1000, 50), device) == 1 + 10
+    assert op_s(op(1000, 500), device) == 1 + 50
+    assert op_s(op(1000, 0), device, "bfloat16") == 1 + 2.5
+    assert op_s(op(1000, 0), device, "int8") == 1 + 10
+    assert op_s(op(0, 0), device) == 0
+
+
+def test_transfers_are_latency_plus_bytes_over_rate() -> None:
+    link = replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)
+    assert gather_s(bucket(40), link) == offload_s(bucket(40), link) == 2 + 4
+
+
+def test_update_s_is_elements_over_rate() -> None:
+    assert update_s(bucket(4000), Tier.HOST, CUDA) == 1000 / CUDA.host.update_elements_per_s
+    assert update_s(bucket(4000), Tier.DEVICE, CUDA) == pytest.approx(
+        CUDA.device.launch_s + 1000 / CUDA.device.update_elements_per_s
+    )
+    assert update_s(bucket(4000, trainable=False), Tier.HOST, CUDA) == 0
+    with pytest.raises(InvalidPlan, match="nothing can be updated on disk"):
+        update_s(bucket(4000), Tier.DISK, CUDA)
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_more_work_is_never_faster(flops: int, moved: int, more_flops: int, more_moved: int) -> None:
+    assert op_s(op(flops, moved), CUDA.device) <= op_s(op(flops + more_flops, moved + more_moved), CUDA.device)
+    assert gather_s(bucket(moved), CUDA.h2d) <= gather_s(bucket(moved + more_moved), CUDA.h2d)
+    assert offload_s(bucket(moved), CUDA.d2h) <= offload_s(bucket(moved + more_moved), CUDA.d2h)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        assert update_s(bucket(moved), tier, CUDA) <= update_s(bucket(moved + more_moved), tier, CUDA)

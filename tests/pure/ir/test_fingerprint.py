@@ -1,0 +1,89 @@
+"""What counts for the fingerprint of a graph, and what does not."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+
+from elixir_compile.ir import OpId, StepGraph, StorageId, fingerprint, graph_to_json
+from elixir_compile.ir.kinds import Kind
+from tests.pure.strategies import Layer, chain, step_graphs
+
+GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(3)])
+
+
+def renamed(graph: StepGraph) -> StepGraph:
+    """Return the graph with other names for everything but parameters, and its storages listed backwards."""
+    names = {s.id: s.id if s.kind is Kind.PARAM else StorageId(f"other {s.id}") for s in graph.storages}
+    return StepGraph(
+        name="another name",
+        ops=tuple(
+            dataclasses.replace(
+                op,
+                id=op.id if op.id == "update" else OpId(f"other {op.id}"),
+                reads=tuple(names[name] for name in op.reads),
+                writes=tuple(names[name] for name in op.writes),
+                source="elsewhere.py:1",
+                flops=0,
+            )
+            for op in graph.ops
+        ),
+        storages=tuple(dataclasses.replace(s, id=names[s.id]) for s in reversed(graph.storages)),
+        outputs=tuple(names[name] for name in graph.outputs),
+    )
+
+
+@given(step_graphs())
+def test_names_do_not_count(graph: StepGraph) -> None:
+    assert fingerprint(renamed(graph)) == fingerprint(graph)
+    assert len(fingerprint(graph)) == 12
+    assert set(fingerprint(graph)) <= set("0123456789abcdef")
+
+
+def with_storage(index: int, **changes: object) -> StepGraph:
+    storages = list(GRAPH.storages)
+    storages[index] = dataclasses.replace(storages[index], **changes)
+    return dataclasses.replace(GRAPH, storages=tuple(storages))
+
+
+def with_op(index: int, **changes: object) -> StepGraph:
+    ops = list(GRAPH.ops)
+    ops[index] = dataclasses.replace(ops[index], **changes)
+    return dataclasses.replace(GRAPH, ops=tuple(ops))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        with_storage(0, nbytes=99),
+        with_storage(0, dtype="bfloat16"),
+        with_storage(0, kind=Kind.BUFFER),
+        with_op(0, target="aten.addmm.default"),
+        with_op(0, module="elsewhere"),
+        with_op(2, reads=tuple(reversed(GRAPH.ops[2].reads))),
+        with_op(2, writes=()),
+        dataclasses.replace(GRAPH, ops=GRAPH.ops[:-1]),
+        dataclasses.replace(GRAPH, outputs=()),
+        chain([Layer(module=f"l{n}", params=((f"v{n}", 10),), frozen=False, act_numel=4) for n in range(3)]),
+    ],
+)
+def test_what_is_computed_counts(other: StepGraph) -> None:
+    assert fingerprint(other) != fingerprint(GRAPH)
+
+
+def test_it_is_the_same_in_every_process() -> None:
+    program = "import sys; from elixir_compile.ir import *; print(fingerprint(graph_from_json(sys.stdin.read())))"
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            input=graph_to_json(GRAPH),
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.strip() == fingerprint(GRAPH)

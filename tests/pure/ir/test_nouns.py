@@ -1,0 +1,88 @@
+"""An instance that exists is valid: each way a noun can contradict itself is an error that says so."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import (
+    Action,
+    BucketId,
+    Lane,
+    Op,
+    OpId,
+    Origin,
+    Phase,
+    Record,
+    Schedule,
+    Span,
+    StepGraph,
+    Storage,
+    StorageId,
+    Verb,
+)
+from elixir_compile.ir.kinds import Kind
+from tests.pure.plans import bucket_of, make_plan
+from tests.pure.strategies import Layer, chain
+
+GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(2)])
+BUCKET = bucket_of(GRAPH, "b0", [storage for storage in GRAPH.storages if storage.kind is Kind.PARAM])
+PLAN = make_plan(GRAPH, [BUCKET], ["host"])
+TEMP = Storage(id=StorageId("t"), nbytes=1, kind=Kind.TEMP, dtype="float32")
+
+
+def op(name: str, phase: Phase = Phase.FORWARD, reads: tuple[str, ...] = ()) -> Op:
+    return Op(id=OpId(name), target="aten.mm", phase=phase, reads=tuple(map(StorageId, reads)), writes=())
+
+
+def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str, ...] = ()) -> StepGraph:
+    return StepGraph(name="g", ops=ops, storages=storages, outputs=tuple(map(StorageId, outputs)))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: dataclasses.replace(TEMP, nbytes=-1), "storage t has -1 bytes"),
+        (lambda: dataclasses.replace(TEMP, of=StorageId("w0")), "only a gradient is `of` a parameter"),
+        (lambda: dataclasses.replace(op("a"), flops=-1), "op a has -1 flops"),
+        (lambda: graph(storages=(TEMP, TEMP)), "two storages of one name: t"),
+        (lambda: graph(op("a"), op("b"), op("a")), "two ops of one name: a"),
+        (lambda: graph(op("a", reads=("x",))), "op a names the storage x"),
+        (lambda: graph(op("a"), outputs=("x",)), "names the storage x"),
+        (lambda: graph(op("a", Phase.BACKWARD), op("b")), "op b of the forward comes after the backward began"),
+        (lambda: graph(op("a", Phase.UPDATE)), "expected at most one, named `update`"),
+        (lambda: dataclasses.replace(BUCKET, numel=-1), "bucket b0 has a negative size"),
+        (lambda: dataclasses.replace(BUCKET, shard_numels=(21, -1)), "bucket b0 has a negative size"),
+        (lambda: dataclasses.replace(BUCKET, params=BUCKET.params * 2), "lists a parameter twice"),
+        (lambda: dataclasses.replace(BUCKET, trainable=False), "is frozen, yet has 160 bytes of optimizer state"),
+        (lambda: Action(verb=Verb.RUN, what="fwd.0", micro_batch=-1), "has micro-batch -1"),
+        (lambda: Schedule(rank=-1, actions=()), "a schedule is for rank -1"),
+        (lambda: dataclasses.replace(PLAN.prediction, step_s=float("nan")), "step_s = nan"),
+        (lambda: dataclasses.replace(PLAN.prediction, device_peak_bytes=-1), "a negative peak"),
+        (lambda: dataclasses.replace(PLAN.decisions[0], cost_s=float("inf")), "costs inf s"),
+        (lambda: dataclasses.replace(PLAN, format=2), "has format 2; this version makes format 1"),
+        (lambda: dataclasses.replace(PLAN, base_bytes=-1), "a base of -1 bytes"),
+        (lambda: dataclasses.replace(PLAN, budget_bytes=-1), "a budget of -1"),
+        (lambda: dataclasses.replace(PLAN, placements=()), "one placement per bucket"),
+        (lambda: dataclasses.replace(PLAN, bound_s=float("nan")), "a bound of nan s"),
+        (lambda: Span(lane=Lane.H2D, label="x", start_s=2.0, end_s=1.0), "span x on h2d lasts from 2.0 s to 1.0 s"),
+        (
+            lambda: Record(origin=Origin.MEASURED, step_s=-1.0, device_peak_bytes=0, host_peak_bytes=0),
+            r"the step took -1\.0 s",
+        ),
+        (
+            lambda: Record(origin=Origin.MEASURED, step_s=1.0, device_peak_bytes=-1, host_peak_bytes=0),
+            "a negative count or peak",
+        ),
+    ],
+)
+def test_contradictions_are_refused(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(InvalidPlan, match=sentence):
+        make()
+
+
+def test_a_plan_finds_the_placement_of_a_bucket() -> None:
+    assert PLAN.placement(BucketId("b0")) is PLAN.placements[0]
+    with pytest.raises(KeyError, match="b9"):
+        PLAN.placement(BucketId("b9"))

@@ -1,0 +1,166 @@
+"""`parse(str(x)) == x` for graphs and plans, and errors that name the line."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elixir_compile.errors import PlanFileError
+from elixir_compile.ir import (
+    Action,
+    Decision,
+    Op,
+    OpId,
+    Phase,
+    Plan,
+    Prediction,
+    Schedule,
+    StepGraph,
+    Storage,
+    StorageId,
+    Verb,
+    parse_graph,
+    parse_plan,
+)
+from elixir_compile.ir.kinds import Kind
+from elixir_compile.ir.words import KEYWORDS, Row, word
+from tests.pure.plans import bucket_of, make_plan, planned_graphs
+from tests.pure.strategies import Layer, chain, step_graphs
+
+NAMES = st.text() | st.sampled_from(
+    [*sorted(KEYWORDS), "", "a b", "#", '"', "\\", "\u2028", "\x85", "\ud800", "é", "@3"]
+)
+SECONDS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(2)])
+BUCKETS = [bucket_of(GRAPH, f"b{n}", [s for s in GRAPH.storages if s.id == f"w{n}"]) for n in range(2)]
+PLAN = make_plan(GRAPH, BUCKETS, ["host", "device"])
+
+
+@given(NAMES)
+def test_any_text_is_one_word(text: str) -> None:
+    row = Row(1, f"  {word(text)}  {word(text)}  # {'#' + word('x')}")
+    assert (row.name("a name"), row.name("a name")) == (text, text)
+    row.end()
+
+
+@given(step_graphs())
+def test_graphs_parse_back(graph: StepGraph) -> None:
+    assert parse_graph(str(graph)) == graph
+
+
+@given(planned_graphs())
+def test_plans_parse_back(planned: tuple[StepGraph, Plan]) -> None:
+    assert parse_plan(str(planned[1])) == planned[1]
+
+
+@given(st.lists(NAMES, min_size=4, max_size=4, unique=True), NAMES, st.integers(0, 2**63))
+def test_graphs_with_awkward_names_parse_back(names: list[str], text: str, number: int) -> None:
+    ids = [StorageId(name) for name in names]
+    storages = (
+        Storage(id=ids[0], nbytes=number, kind=Kind.PARAM, dtype=text),
+        Storage(id=ids[1], nbytes=0, kind=Kind.GRAD, dtype="float32", of=ids[0]),
+        *(Storage(id=name, nbytes=1, kind=Kind.TEMP, dtype="float32") for name in ids[2:]),
+    )
+    ops = tuple(
+        Op(
+            id=OpId(name),
+            target=text,
+            phase=phase,
+            reads=tuple(ids[:2]),
+            writes=tuple(ids[2:]),
+            flops=number,
+            module=text,
+            source=text,
+        )
+        for name, phase in zip(names, [Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD], strict=True)
+    )
+    graph = StepGraph(name=text, ops=ops, storages=storages, outputs=(ids[2],), aliases=((text, ids[3]),))
+    assert parse_graph(str(graph)) == graph
+
+
+@given(NAMES, NAMES, SECONDS, st.integers(-(2**40), 2**40), st.none() | SECONDS, st.integers(0, 3))
+def test_plans_with_awkward_values_parse_back(
+    text: str, other: str, seconds: float, number: int, bound_s: float | None, micro_batch: int
+) -> None:
+    decision = Decision(
+        subject=text, choice=other, because=text, cost_s=seconds, saves_bytes=number, rejected=(other, text)
+    )
+    actions = tuple(Action(verb=verb, what=what, micro_batch=micro_batch) for verb in Verb for what in (text, other))
+    plan = dataclasses.replace(
+        PLAN,
+        name=text,
+        graph=other,
+        cluster=text,
+        base_bytes=abs(number),
+        bound_s=bound_s,
+        decisions=(decision, dataclasses.replace(decision, rejected=())),
+        schedules=(Schedule(rank=0, actions=actions), Schedule(rank=1, actions=())),
+        prediction=Prediction(
+            step_s=seconds,
+            exposed_s=seconds,
+            hidden_share=seconds,
+            device_peak_bytes=abs(number),
+            device_peak_at=OpId(text),
+            host_peak_bytes=0,
+        ),
+    )
+    assert parse_plan(str(plan)) == plan
+
+
+def test_a_plan_prints_as_people_read_it() -> None:
+    lines = [" ".join(line.split()) for line in str(PLAN).split("\n")]
+    assert lines[0] == "plan chain on 1 x cpu".replace("1 x cpu", '"1 x cpu"')
+    assert lines[2] == "step 0.2 exposed 0.1 hidden 0.5 # 200 ms, 100 ms exposed, 50.0% of transfers hidden"
+    assert "b0 float32 numel 10 bytes 40 state 80 trainable param host optim host shards 10 params w0 # 40 B" in lines
+    assert lines[lines.index("schedule rank 0") + 1 :][:3] == ["gather b0", "wait b0", "run fwd.0 @0"]
+
+
+def test_comments_and_blank_lines_do_not_count() -> None:
+    text = "# a review\n\n" + str(PLAN).replace("\n", "   # noted\n\n")
+    assert parse_plan(text) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("plan chain on", "plan chain at", "line 1: expected `on`, got 'at'"),
+        ("format 1", "format 2", "line 2: expected the number 1, got '2'"),
+        ("step 0.2", "step nan", "line 3: expected a finite number, got 'nan'"),
+        ("step 0.2", "step -1.0", "the prediction: expected values that agree"),
+        ("numel 10", "numel ten", "line 6: expected a whole number, got 'ten'"),
+        ("numel 10", "numel -10", "line 6: expected a whole number, got '-10'"),
+        ("param host", "param moon", "line 6: expected one of device, host, disk, got 'moon'"),
+        ("trainable", "trained", "line 6: expected `trainable` or `frozen`, got 'trained'"),
+        ("gather    b0", "gather", "expected what to act on, got 'the end of the line'"),
+        ("gather    b0", "gather b0 b1", "expected @<whole number>, got 'b1'"),
+        ("gather    b0", "grab b0", "expected one of run, gather"),
+        ("gather    b0", 'gather "b0', "expected a closing quote"),
+        ("because  ", "since ", "expected `because`, got 'since'"),
+        ("regions\n", "regoins\n", "expected `regions`, got 'regoins'"),
+        ("regions\n", "  regions\n", "expected a bucket, got 'regions'"),
+        ("params w0", "params w0 w0", "line 6: expected values that agree"),
+    ],
+)
+def test_errors_name_the_line_and_what_was_expected(old: str, new: str, sentence: str) -> None:
+    assert old in str(PLAN)
+    with pytest.raises(PlanFileError) as caught:
+        parse_plan(str(PLAN).replace(old, new, 1))
+    assert sentence in str(caught.value)
+
+
+@given(st.data())
+def test_truncated_text_is_a_plan_file_error_or_a_shorter_plan(data: st.DataObject) -> None:
+    lines = str(PLAN).split("\n")
+    num_lines = data.draw(st.integers(0, lines.index("decisions")))
+    with pytest.raises(PlanFileError, match="line"):
+        parse_plan("\n".join(lines[:num_lines]))
+
+
+def test_graph_errors_name_the_line() -> None:
+    with pytest.raises(PlanFileError, match="line 3: expected one of param, grad"):
+        parse_graph(str(GRAPH).replace("  x  input", "  x  inbox"))
+    with pytest.raises(PlanFileError, match=r"the whole text: expected values that agree.*s9"):
+        parse_graph(str(GRAPH).replace("reads s0", "reads s9"))
+    with pytest.raises(PlanFileError, match="expected the end of the text"):
+        parse_graph(f"{GRAPH}\nmore")

@@ -1,0 +1,177 @@
+"""Plans for the graphs of `strategies`, built action by action, so that tests need no planner."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from elixir_compile.analysis import Window, plan_timeline, use_windows
+from elixir_compile.ir import (
+    Action,
+    Bucket,
+    BucketId,
+    Decision,
+    Kind,
+    Phase,
+    Placement,
+    Plan,
+    Prediction,
+    Region,
+    RegionId,
+    Schedule,
+    StepGraph,
+    Storage,
+    Tier,
+    Verb,
+    fingerprint,
+    grad_of,
+)
+from tests.pure.strategies import ITEM_BYTES, step_graphs
+
+
+def bucket_of(graph: StepGraph, name: str, params: Sequence[Storage]) -> Bucket:
+    """Return the bucket of `params`, trainable if the graph writes a gradient of any; Adam doubles the bytes."""
+    nbytes = sum(param.nbytes for param in params)
+    numel = nbytes // ITEM_BYTES[params[0].dtype]
+    trainable = any(storage.of in [param.id for param in params] for storage in graph.storages if storage.of)
+    return Bucket(
+        id=BucketId(name),
+        params=tuple(param.id for param in params),
+        numel=numel,
+        nbytes=nbytes,
+        state_nbytes=2 * nbytes if trainable else 0,
+        dtype=params[0].dtype,
+        trainable=trainable,
+        shard_numels=(numel,),
+    )
+
+
+def place(bucket: Bucket, homes: str) -> Placement:
+    """Return a placement from a word: `device`, `split` (state on the host), `host` or `resident` (host, kept)."""
+    param = Tier.DEVICE if homes in ("device", "split") else Tier.HOST
+    on_device = homes == "device" or (homes == "split" and not bucket.trainable)
+    optim = Tier.DEVICE if on_device else Tier.HOST
+    return Placement(bucket=bucket.id, param=param, optim=optim, resident=homes != "host")
+
+
+def make_plan(graph: StepGraph, buckets: Sequence[Bucket], homes: Sequence[str]) -> Plan:
+    """Return a legal plan that gathers each bucket right before each window; its budget is its peak."""
+    placements = tuple(place(bucket, home) for bucket, home in zip(buckets, homes, strict=True))
+    regions, actions = _program(graph, buckets, placements)
+    plan = Plan(
+        name="chain",
+        graph=fingerprint(graph),
+        cluster="1 x cpu",
+        budget_bytes=0,
+        buckets=tuple(buckets),
+        placements=placements,
+        regions=regions,
+        schedules=(Schedule(rank=0, actions=tuple(actions)),),
+        decisions=(Decision(subject="b0", choice="param host", because="short by 3 bytes", rejected=("keep it",)),),
+        prediction=Prediction(
+            step_s=0.2,
+            exposed_s=0.1,
+            hidden_share=0.5,
+            device_peak_bytes=0,
+            device_peak_at=graph.ops[0].id,
+            host_peak_bytes=0,
+        ),
+    )
+    return claim_peak(graph, plan)
+
+
+def claim_peak(graph: StepGraph, plan: Plan) -> Plan:
+    """Return `plan` with the peak that its timeline has, and that as the budget."""
+    timeline = plan_timeline(graph, plan)
+    peak = timeline.peak
+    prediction = dataclasses.replace(
+        plan.prediction,
+        device_peak_bytes=peak.nbytes,
+        device_peak_at=peak.op,
+        host_peak_bytes=timeline.host_bytes,
+    )
+    return dataclasses.replace(plan, prediction=prediction, budget_bytes=peak.nbytes)
+
+
+def _held(graph: StepGraph, buckets: Sequence[Bucket], placements: Sequence[Placement]) -> list[Window]:
+    """Windows in which host buckets hold a copy; a resident bucket has one, from its first use to its last."""
+    windows = use_windows(graph, buckets)
+    found: list[Window] = []
+    for placement in placements:
+        own = windows[placement.bucket] if placement.param is Tier.HOST else ()
+        if own and placement.resident:
+            own = (dataclasses.replace(own[0], last=own[-1].last),)
+        found += own
+    return found
+
+
+def _program(
+    graph: StepGraph, buckets: Sequence[Bucket], placements: Sequence[Placement]
+) -> tuple[tuple[Region, ...], list[Action]]:
+    held = _held(graph, buckets, placements)
+    num_ops = sum(op.phase is not Phase.UPDATE for op in graph.ops)
+    last_writes = _last_writes(graph, buckets)
+    on_host = {placement.bucket for placement in placements if placement.param is Tier.HOST}
+    cuts = {0, num_ops, sum(op.phase is Phase.FORWARD for op in graph.ops)}
+    cuts |= {window.first for window in held} | {window.last + 1 for window in held}
+    cuts |= {at + 1 for bucket, at in last_writes.items() if bucket in on_host}
+    for window in use_windows(graph, buckets).values():
+        cuts |= {at for one in window if one.bucket in on_host for at in (one.first, one.last + 1)}
+    bounds = sorted(cuts)
+    regions: list[Region] = []
+    actions: list[Action] = []
+    leaving: list[BucketId] = []
+    for first, after in itertools.pairwise(bounds):
+        regions.append(_region(graph, buckets, first, after - 1, regions))
+        here = [window.bucket for window in held if window.first == first]
+        actions += [Action(verb=verb, what=bucket) for bucket in here for verb in (Verb.GATHER, Verb.WAIT)]
+        actions.append(Action(verb=Verb.RUN, what=regions[-1].id))
+        actions += [Action(verb=Verb.RELEASE, what=window.bucket) for window in held if window.last == after - 1]
+        for bucket, at in last_writes.items():
+            if first <= at < after:
+                actions.append(Action(verb=Verb.REDUCE, what=bucket))
+                if bucket in on_host:
+                    actions += [Action(verb=Verb.WAIT, what=grad_of(leaving.pop()))] if leaving else []
+                    actions.append(Action(verb=Verb.OFFLOAD, what=grad_of(bucket)))
+                    leaving.append(bucket)
+    actions += [Action(verb=Verb.WAIT, what=grad_of(bucket)) for bucket in leaving]
+    if any(op.phase is Phase.UPDATE for op in graph.ops):
+        actions += [Action(verb=Verb.UPDATE, what=bucket.id) for bucket in buckets if bucket.trainable]
+    return tuple(regions), actions
+
+
+def _last_writes(graph: StepGraph, buckets: Sequence[Bucket]) -> dict[BucketId, int]:
+    owners = {param: bucket.id for bucket in buckets for param in bucket.params}
+    grads = {storage.id: owners[storage.of] for storage in graph.storages if storage.of is not None}
+    return {grads[name]: at for at, op in enumerate(graph.ops) for name in op.writes if name in grads}
+
+
+def _region(graph: StepGraph, buckets: Sequence[Bucket], first: int, last: int, before: Sequence[Region]) -> Region:
+    ops = graph.ops[first : last + 1]
+    reads = {name for op in ops for name in op.reads}
+    phase = ops[0].phase
+    number = sum(region.phase is phase for region in before)
+    return Region(
+        id=RegionId(f"{'fwd' if phase is Phase.FORWARD else 'bwd'}.{number}"),
+        phase=phase,
+        first=ops[0].id,
+        last=ops[-1].id,
+        buckets=tuple(bucket.id for bucket in buckets if reads.intersection(bucket.params)),
+    )
+
+
+@st.composite
+def planned_graphs(draw: st.DrawFn, training: bool | None = None) -> tuple[StepGraph, Plan]:
+    """Random graphs with a legal plan: buckets of one to three parameters, each anywhere it may live."""
+    graph = draw(step_graphs(training=training))
+    grads = {storage.of for storage in graph.storages}
+    buckets: list[Bucket] = []
+    for is_trained in (True, False):
+        params = [s for s in graph.storages if s.kind is Kind.PARAM and (s.id in grads) == is_trained]
+        while params:
+            size = draw(st.integers(1, 3))
+            buckets.append(bucket_of(graph, f"b{len(buckets)}", params[:size]))
+            params = params[size:]
+    homes = [draw(st.sampled_from(["device", "split", "host", "resident"])) for _ in buckets]
+    return graph, make_plan(graph, buckets, homes)

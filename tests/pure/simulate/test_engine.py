@@ -1,0 +1,122 @@
+"""`simulate.engine` and `simulate.exposure`: lanes worked out by hand."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from elixir_compile.hardware import profile_for
+from elixir_compile.ir import BucketId, Lane, Origin, Placement, Plan, Record, RegionId, Span, StepGraph, Tier, Verb
+from elixir_compile.simulate import Prices, exposed_s, hidden_share, play, prices, simulate
+from elixir_compile.units import GIB
+from tests.pure.plans import planned_graphs
+
+R0, R1, B0, B1 = RegionId("fwd.0"), RegionId("fwd.1"), BucketId("b0"), BucketId("b1")
+RUN_S = {R0: 10.0, R1: 10.0}
+PRICES = Prices(
+    before_s=(0.0,),
+    gather_s={B0: 4.0, B1: 6.0},
+    offload_s={B0: 3.0, B1: 5.0},
+    device_update_s={B0: 1.0, B1: 1.0},
+    host_update_s={B0: 7.0, B1: 8.0},
+    h2d_overlaps=True,
+    d2h_overlaps=True,
+)
+SERIAL = replace(PRICES, h2d_overlaps=False, d2h_overlaps=False)
+G, W, R, L, OFF, U = Verb.GATHER, Verb.WAIT, Verb.RUN, Verb.RELEASE, Verb.OFFLOAD, Verb.UPDATE
+
+
+def step_s(
+    program: Sequence[tuple[Verb, str]], price: Prices = PRICES, homes: Sequence[tuple[Tier, Tier]] = ()
+) -> float:
+    placements = {
+        bucket: Placement(bucket=bucket, param=param, optim=optim, resident=param is Tier.DEVICE)
+        for bucket, (param, optim) in zip((B0, B1), homes, strict=False)
+    }
+    return play(program, RUN_S, placements, price)
+
+
+def test_a_gather_at_its_wait_is_exposed_and_one_ahead_is_hidden() -> None:
+    """At its wait: 4 + 10 + 6 + 10. Ahead of fwd.0: b0 ends at 4, b1 at 10, fwd.0 at 14, so only b0 is waited for."""
+    late = [(G, "b0"), (W, "b0"), (R, R0), (L, "b0"), (G, "b1"), (W, "b1"), (R, R1), (L, "b1")]
+    early = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (L, "b0"), (W, "b1"), (R, R1), (L, "b1")]
+    assert step_s(late) == 30
+    assert step_s(early) == 24
+
+
+def test_without_overlap_everything_adds_up() -> None:
+    early = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1"), (R, R1)]
+    assert step_s(early, SERIAL) == 4 + 6 + 10 + 10
+
+
+def test_a_lane_takes_its_transfers_in_order() -> None:
+    """Both gradients leave at 10: b0 until 13, b1 until 18, while fwd.1 runs until 20."""
+    program = [(R, R0), (OFF, "b0.grad"), (OFF, "b1.grad"), (R, R1), (W, "b0.grad"), (W, "b1.grad")]
+    assert step_s(program) == 20
+    assert step_s([*program[:3], *program[4:], (R, R1)]) == 28
+
+
+def test_the_step_ends_with_its_last_transfer() -> None:
+    assert step_s([(R, R0), (OFF, "b1.grad")]) == 15
+
+
+def test_device_and_host_updates_run_at_once() -> None:
+    """From 10 on: the host updates b0 until 17 and the device b1 until 11; on one set of cores they add up."""
+    program = [(R, R0), (U, "b0"), (U, "b1")]
+    homes = [(Tier.HOST, Tier.HOST), (Tier.DEVICE, Tier.DEVICE)]
+    assert step_s(program, homes=homes) == 17
+    assert step_s(program, SERIAL, homes) == 18
+
+
+def test_state_apart_from_its_parameters_sends_gradient_and_parameter() -> None:
+    """b0: 10 + 3 + 7 + 4. b1 follows one lane later: offload 13-18, update 20-28, gather 28-34."""
+    homes = [(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.HOST)]
+    assert step_s([(R, R0), (U, "b0")], homes=homes) == 24
+    assert step_s([(R, R0), (U, "b0"), (U, "b1")], homes=homes) == 34
+
+
+def record(*spans: tuple[Lane, float, float]) -> Record:
+    return Record(
+        origin=Origin.SIMULATED,
+        step_s=max((end_s for _, _, end_s in spans), default=0.0),
+        device_peak_bytes=0,
+        host_peak_bytes=0,
+        spans=tuple(Span(lane=lane, label="x", start_s=start_s, end_s=end_s) for lane, start_s, end_s in spans),
+    )
+
+
+def test_exposed_is_what_no_compute_covers() -> None:
+    """H2D 0-6 under compute 2-4 and 5-9: 1 + 2 s covered of 6; D2H 8-10: 1 s of 2. Host work is no transfer."""
+    made = record((Lane.COMPUTE, 2, 4), (Lane.H2D, 0, 6), (Lane.COMPUTE, 5, 9), (Lane.D2H, 8, 10), (Lane.HOST, 0, 50))
+    assert exposed_s(made) == 4
+    assert hidden_share(made) == 0.5
+
+
+def test_nothing_transferred_is_all_hidden() -> None:
+    made = record((Lane.COMPUTE, 0, 4))
+    assert (exposed_s(made), hidden_share(made)) == (0, 1)
+
+
+@given(planned_graphs())
+@settings(deadline=None, max_examples=30)
+def test_simulated_records_obey_lanes_and_bounds(planned: tuple[StepGraph, Plan]) -> None:
+    graph, plan = planned
+    for device_type in ("cpu", "cuda"):
+        cluster = profile_for(device_type, GIB, GIB, device_type)
+        made = simulate(graph, plan, cluster)
+        num_run = sum(region.last in [op.id for op in graph.ops] for region in plan.regions)
+        assert (
+            Counter(span.lane for span in made.spans if span.label in {r.id for r in plan.regions})[Lane.COMPUTE]
+            == num_run
+        )
+        assert made.counts.get("gather", 0) == sum(action.verb is G for action in plan.schedules[0].actions)
+        assert made.step_s == pytest.approx(max((span.end_s for span in made.spans), default=0.0))
+        assert made.step_s >= prices(graph, plan.buckets, cluster).before_s[-1] * (1 - 1e-9)
+        assert 0 <= hidden_share(made) <= 1
+        # One set of cores does one thing at a time; otherwise each lane does.
+        for lanes in [list(Lane)] if device_type == "cpu" else [[lane] for lane in Lane]:
+            spans = sorted((span.start_s, span.end_s) for span in made.spans if span.lane in lanes)
+            assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(spans))

@@ -1,0 +1,76 @@
+"""`errors`: facts as fields, text made of them, and both survive pickling."""
+
+import pickle
+
+import pytest
+
+from elixir_compile import errors
+from elixir_compile.errors import ElixirError, NoFeasiblePlan, UnknownOption
+
+SAMPLES: list[ElixirError] = [
+    errors.UnknownOption("device_memery", ["device_memory", "planner"]),
+    errors.InvalidOption("planner", "best", "one of 'greedy', 'keep_all'"),
+    errors.InvalidPlan("bucket b1 is listed twice."),
+    errors.IllegalSchedule("b1 is read before its wait.", "  run fwd.0  <-- here"),
+    errors.PlanFileError("placements[3].param", "device or host", "gpu"),
+    errors.PlanMismatch("graph", "7f3a91", "0b1c2d"),
+    errors.NoFeasiblePlan("bwd.mm_2", "model.py:41", 20 << 30, 23 << 30, {"saved": 18 << 30, "temp": 5 << 30}),
+    errors.NotPrepared("Its parameters are on meta."),
+    errors.StaleParameters("transformer.wte.weight"),
+    errors.UnsupportedModel("Embedding8bit", "its parameters are integers."),
+]
+
+
+@pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
+def test_pickle_keeps_type_text_and_fields(error: ElixirError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error) != ""
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
+def test_every_error_is_also_the_builtin_a_user_would_catch(error: ElixirError) -> None:
+    assert isinstance(error, ValueError | MemoryError | RuntimeError)
+
+
+def test_the_tree_in_the_docstring_names_every_class() -> None:
+    tree = errors.__doc__ or ""
+    classes = [
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    ]
+    assert [name for name in classes if name not in tree] == []
+    assert len(classes) > len(SAMPLES)
+
+
+def test_unknown_option_suggests_the_nearest() -> None:
+    assert "Did you mean 'device_memory'?" in str(SAMPLES[0])
+    assert "Did you mean" not in str(UnknownOption("zzz", ["device_memory"]))
+
+
+def test_illegal_schedule_shows_the_line() -> None:
+    assert str(SAMPLES[3]).endswith("<-- here")
+    assert isinstance(SAMPLES[3], errors.InvalidPlan)
+
+
+def test_plan_mismatch_names_both_fingerprints() -> None:
+    assert "7f3a91" in str(SAMPLES[5])
+    assert "0b1c2d" in str(SAMPLES[5])
+
+
+def test_no_feasible_plan_says_what_where_and_how_much() -> None:
+    text = str(SAMPLES[6])
+    assert "needs 23.0 GiB of device memory at bwd.mm_2 (model.py:41), budget 20.0 GiB, short by 3.0 GiB" in text
+    assert "live: saved 18.0 GiB, temp 5.0 GiB" in text
+    assert f"device_memory={23 << 30}" in text
+
+
+def test_no_feasible_plan_for_the_host_names_no_op() -> None:
+    text = str(NoFeasiblePlan("", "", 1 << 30, 2 << 30, {}, "host"))
+    assert text.startswith("needs 2.0 GiB of host memory, budget 1.0 GiB")
+    assert f"host_memory={2 << 30}" in text
+
+
+def test_no_graph_captured_is_a_warning() -> None:
+    assert issubclass(errors.NoGraphCaptured, errors.ElixirWarning)
+    assert issubclass(errors.ElixirWarning, UserWarning)

@@ -1,0 +1,68 @@
+"""`options`: a flat dict, checked."""
+
+from pathlib import Path
+
+import pytest
+
+from elixir_compile.errors import InvalidOption, UnknownOption
+from elixir_compile.options import Options, parse_options
+
+
+@pytest.mark.parametrize("options", [None, {}])
+def test_no_option_is_required(options: dict[str, object] | None) -> None:
+    assert parse_options(options) == Options()
+
+
+def test_every_option_is_parsed() -> None:
+    options = {
+        "device_memory": "20GiB",
+        "host_memory": 5 * 10**9,
+        "planner": "exhaustive",
+        "plan": "plan.json",
+        "inner": "aot_eager",
+        "param_dtype": None,
+        "search_timeout": 3,
+        "report": False,
+    }
+    assert parse_options(options) == Options(
+        device_memory=20 * 2**30,
+        host_memory=5 * 10**9,
+        planner="exhaustive",
+        plan=Path("plan.json"),
+        inner="aot_eager",
+        search_timeout=3.0,
+        report=False,
+    )
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(UnknownOption, match="Did you mean 'host_memory'"):
+        parse_options({"host_memmory": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device_memory", "-3GiB"),
+        ("device_memory", "lots"),
+        ("device_memory", True),
+        ("host_memory", 0),
+        ("host_memory", [1]),
+        ("planner", "best"),
+        ("planner", None),
+        ("plan", 3),
+        ("plan", ""),
+        ("inner", "eager"),
+        ("param_dtype", "bfloat16"),
+        ("search_timeout", 0),
+        ("search_timeout", float("nan")),
+        ("search_timeout", True),
+        ("search_timeout", "10"),
+        ("report", 1),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_option(name: str, value: object) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse_options({name: value})
+    assert (caught.value.name, caught.value.got) == (name, value)
+    assert f"option {name}: got {value!r}, expected" in str(caught.value)

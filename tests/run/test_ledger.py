@@ -1,0 +1,86 @@
+"""Ledgers: counts always, spans while recording."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from elixir_compile.ir.kinds import Lane
+from elixir_compile.runtime.ledger import Ledger, all_ledgers
+
+
+def test_counts_are_kept_by_label_and_by_verb() -> None:
+    ledger = Ledger(device_type="cpu")
+    for label in ("gather b0", "gather b1", "gather b1", "run fwd.0"):
+        with ledger.span(Lane.H2D, label):
+            pass
+    assert ledger.times == {"gather b0": 1, "gather b1": 2, "run fwd.0": 1}
+    assert ledger.counts == {"gather": 3, "run": 1}
+
+
+def test_spans_are_kept_only_while_recording() -> None:
+    ledger = Ledger(device_type="cpu")
+    with ledger.span(Lane.H2D, "gather b0"):
+        pass
+    ledger.start_recording()
+    assert ledger.is_recording
+    with ledger.span(Lane.COMPUTE, "run fwd.0"), ledger.span(Lane.H2D, "gather b1"):
+        time.sleep(0.01)
+    spans = ledger.stop_recording()
+    with ledger.span(Lane.COMPUTE, "run fwd.1"):
+        pass
+    assert [(span.lane, span.label) for span in spans] == [(Lane.COMPUTE, "run fwd.0"), (Lane.H2D, "gather b1")]
+    assert all(span.end_s - span.start_s >= 0.01 and span.start_s >= 0 for span in spans)
+    assert not ledger.is_recording
+    assert ledger.stop_recording() == ()
+
+
+def test_a_span_that_raises_is_kept_and_the_error_passes() -> None:
+    ledger = Ledger(device_type="cpu")
+    ledger.start_recording()
+    with pytest.raises(KeyError), ledger.span(Lane.COMPUTE, "run fwd.0"):
+        raise KeyError("x")
+    assert [span.label for span in ledger.stop_recording()] == ["run fwd.0"]
+
+
+def test_counts_from_several_threads_add_up() -> None:
+    ledger = Ledger(device_type="cpu")
+
+    def work() -> None:
+        for _ in range(1000):
+            with ledger.span(Lane.HOST, "update b0"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.counts == {"update": 4000}
+
+
+def test_all_ledgers_holds_them_weakly() -> None:
+    ledger = Ledger(device_type="cpu")
+    assert ledger in all_ledgers()
+    before = len(all_ledgers())
+    del ledger
+    gc.collect()
+    assert len(all_ledgers()) == before - 1
+
+
+@pytest.mark.gpu
+def test_device_spans_show_when_the_device_worked() -> None:
+    ledger = Ledger(device_type="cuda")
+    matrix = torch.ones(4096, 4096, device="cuda")
+    ledger.start_recording()
+    with ledger.span(Lane.COMPUTE, "run fwd.0"):
+        for _ in range(20):
+            matrix @ matrix
+    with ledger.span(Lane.HOST, "update b0"):
+        time.sleep(0.01)
+    by_label = {span.label: span for span in ledger.stop_recording()}
+    flops = 20 * 2 * 4096**3
+    assert by_label["run fwd.0"].end_s - by_label["run fwd.0"].start_s > flops / 2e15
+    assert by_label["update b0"].end_s - by_label["update b0"].start_s >= 0.01

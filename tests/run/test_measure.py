@@ -1,0 +1,210 @@
+"""measure_step against tensors whose bytes are known, and the arithmetic under it."""
+
+import threading
+
+import pytest
+import torch
+
+from elixir_compile.errors import NestedMeasurement
+from elixir_compile.ir.kinds import Lane
+from elixir_compile.ir.record import Origin, Record
+from elixir_compile.measure.peak import peak_bytes
+from elixir_compile.measure.resident import Resident
+from elixir_compile.measure.step import measure_step
+from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.slab import Slab
+
+MB = 1_000_000
+
+
+def measured_beyond_base(fn: object) -> int:
+    """Peak of `fn` less what a step that does nothing holds."""
+    base_bytes = measure_step(lambda: None, device="cpu").device_peak_bytes
+    return measure_step(fn, device="cpu").device_peak_bytes - base_bytes  # type: ignore[arg-type]
+
+
+def ones(megabytes: int) -> torch.Tensor:
+    return torch.ones(megabytes * MB, dtype=torch.uint8)
+
+
+def test_the_most_at_once_is_measured() -> None:
+    def step() -> None:
+        first = ones(40)
+        second = first + 1
+        del first
+        third = second * 2
+        del second, third
+        ones(70)
+
+    assert measured_beyond_base(step) == pytest.approx(80 * MB, rel=0.01)
+
+
+def test_what_was_there_before_counts() -> None:
+    empty_bytes = measure_step(lambda: None, device="cpu").device_peak_bytes
+    held = ones(50)
+    views = (held[:10], held.view(2, -1), held.view(torch.int8))
+    record = measure_step(lambda: ones(20), device="cpu")
+    assert record.device_peak_bytes - empty_bytes == pytest.approx(70 * MB, rel=0.01)
+    assert len(views) == 3
+
+
+def test_what_was_there_before_and_dies_is_given_back() -> None:
+    """30 die, then 40 are allocated: 40, not 70. A view keeps 20 alive while 5 are allocated: 60 + 5."""
+    held = {"first": ones(30), "second": ones(20)}
+
+    def replace() -> None:
+        del held["first"]
+        held["first"] = ones(40)
+
+    def replace_with_a_view_left() -> None:
+        view = held.pop("second")[:7]
+        ones(5)
+        del view
+        held["second"] = ones(20)
+
+    assert measured_beyond_base(replace) == pytest.approx(10 * MB, rel=0.01)
+    assert measured_beyond_base(replace_with_a_view_left) == pytest.approx(5 * MB, rel=0.01)
+
+
+def test_a_block_of_an_earlier_measurement_is_given_back_once() -> None:
+    held: list[torch.Tensor] = []
+    measure_step(lambda: held.append(ones(30)), device="cpu")
+
+    def replace() -> None:
+        held.clear()
+        held.append(ones(20))
+        ones(25)
+
+    assert measured_beyond_base(replace) == pytest.approx(15 * MB, rel=0.01)
+
+
+def test_gradients_count_though_only_the_parameter_holds_them() -> None:
+    weight = torch.nn.Parameter(torch.ones(5 * MB))
+    bare_bytes = Resident().nbytes
+    weight.sum().backward()
+    assert Resident().nbytes - bare_bytes == 20 * MB
+
+
+def test_slabs_are_host_memory() -> None:
+    slab = Slab(8 * MB, pin=False)
+    tensor = slab.tensor(torch.uint8, (8 * MB,), 0)
+    record = measure_step(lambda: Slab(4 * MB, pin=False), device="cpu")
+    with_bytes = record.device_peak_bytes
+    slab_bytes = slab.nbytes
+    del slab, tensor
+    without = measure_step(lambda: None, device="cpu")
+    assert with_bytes == pytest.approx(without.device_peak_bytes, abs=0.1 * MB)
+    assert record.host_peak_bytes - without.host_peak_bytes == pytest.approx(slab_bytes + 4 * MB, abs=8192)
+
+
+def test_buffers_of_inductor_count() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).relu() @ x
+
+    x = torch.ones(1024, 1024)
+    compiled = torch.compile(forward)
+    compiled(x)
+    assert measured_beyond_base(lambda: compiled(x)) == pytest.approx(2 * 4 * 1024 * 1024, rel=0.01)
+
+
+def test_a_training_step_counts_gradients_and_state() -> None:
+    """Weights 4 MB; the first step adds gradients 4 MB and two moments 8 MB; the update in place."""
+    weight = torch.nn.Parameter(torch.ones(1 * MB))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+
+    def step() -> None:
+        weight.sum().backward()
+        optimizer.step()
+
+    assert measured_beyond_base(step) == pytest.approx(12 * MB, rel=0.01)
+
+
+def test_an_exception_passes_and_everything_is_restored() -> None:
+    ledger = Ledger(device_type="cpu")
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        measure_step(fail, device="cpu")
+    assert not ledger.is_recording
+    assert measured_beyond_base(lambda: ones(10)) == pytest.approx(10 * MB, rel=0.01)
+
+
+def test_a_measurement_inside_a_measurement_is_refused() -> None:
+    with pytest.raises(NestedMeasurement, match="one step at a time"):
+        measure_step(lambda: measure_step(lambda: None, device="cpu"), device="cpu")
+    assert isinstance(measure_step(lambda: None, device="cpu"), Record)
+
+
+def test_counts_are_those_of_the_step() -> None:
+    old = Ledger(device_type="cpu")
+    made: list[Ledger] = []
+
+    def act(ledger: Ledger, label: str) -> None:
+        with ledger.span(Lane.H2D, label):
+            pass
+
+    def step() -> None:
+        act(old, "gather b0")
+        act(old, "release b0")
+        made.append(Ledger(device_type="cpu"))
+        act(made[0], "gather b1")
+
+    act(old, "gather b0")
+    act(old, "offload b0.grad")
+    record = measure_step(step, device="cpu")
+    assert record.counts == {"gather": 2, "release": 1}
+    assert [span.label for span in record.spans] == ["gather b0", "release b0"]
+    assert all(0 <= span.start_s <= span.end_s <= record.step_s + 1 for span in record.spans)
+    assert record.origin is Origin.MEASURED
+
+
+def test_two_threads_cannot_measure_at_once() -> None:
+    refused: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            measure_step(lambda: None, device="cpu")
+        except NestedMeasurement as error:
+            refused.append(error)
+
+    def step() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    measure_step(step, device="cpu")
+    assert len(refused) == 1
+
+
+@pytest.mark.parametrize(
+    ("freed", "allocations", "expected_bytes"),
+    [
+        ([], [(1, 7, 30), (2, 7, -30), (3, 8, 40)], 140),
+        ([(2, 1)], [(3, 7, 30)], 100),  # dies first: 100 - 100 + 30
+        ([(4, 1)], [(3, 7, 30)], 130),  # dies after
+        ([(2, 1)], [(1, 1, -100), (3, 7, 30)], 100),  # told twice, given back once
+        ([], [(1, 1, -999), (3, 7, 130)], 130),  # stale size of an earlier profiler
+        ([], [(1, 99, -50), (3, 7, 30)], 130),  # a block nobody knew
+        ([(5, 1)], [(3, 1, 60), (4, 2, 50)], 110),  # its address was handed out again before its death was told
+    ],
+)
+def test_peak_bytes(freed: list[tuple[int, int]], allocations: list[tuple[int, int, int]], expected_bytes: int) -> None:
+    """One block of 100 bytes at address 1 is there before."""
+    assert peak_bytes({1: 100}, freed, allocations) == expected_bytes
+
+
+@pytest.mark.gpu
+def test_cuda_peak_is_the_allocators() -> None:
+    held = torch.ones(10 * MB, device="cuda")
+
+    def step() -> None:
+        first = torch.ones(20 * MB, device="cuda")
+        del first
+        torch.ones(5 * MB, device="cuda")
+
+    record = measure_step(step)
+    base_bytes = torch.cuda.memory_allocated()
+    assert record.device_peak_bytes - base_bytes == pytest.approx(80 * MB, rel=0.05)
+    assert held.numel() == 10 * MB

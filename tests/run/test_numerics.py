@@ -1,0 +1,65 @@
+"""Under every budget, training is bitwise that of `torch.compile(backend="aot_eager")` with torch's fused AdamW."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.run.models import Stack, hf_batches, seeded, small_gpt2, small_llama, vectors
+from tests.run.training import (
+    assert_offloads,
+    assert_same,
+    by_elixir,
+    by_torch,
+    full_peak_bytes,
+    least_bytes,
+    loss_of,
+    on_host,
+    tight_bytes,
+)
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
+    "gpt2": (small_gpt2, hf_batches),
+    "llama-tied": (lambda: small_llama(tied=True), hf_batches),
+    "llama-untied": (lambda: small_llama(tied=False), hf_batches),
+    "stack": (lambda: seeded(Stack), vectors),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_bitwise_equal_under_every_budget(name: str) -> None:
+    make, batches_of = MODELS[name]
+    model, batches = make(), batches_of()
+    expected = by_torch(model).train(batches)
+    full, least = full_peak_bytes(model, batches[0]), least_bytes(model, batches[0])
+    unbudgeted = by_elixir(model).train(batches)
+    assert not on_host(unbudgeted)
+    assert_same(expected, unbudgeted)
+    for budget in (int(0.7 * full), max(int(0.5 * full), least), int(1.02 * least)):
+        got = by_elixir(model, device_memory=budget).train(batches)
+        assert_offloads(got)
+        assert_same(expected, got)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_clipping_gives_the_same_norms_and_weights(name: str) -> None:
+    make, batches_of = MODELS[name]
+    model, batches = make(), batches_of()
+    norms: dict[int, list[float]] = {}
+
+    def step(compiled: Any, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+        loss = loss_of(compiled, batch)
+        loss.backward()
+        params = optimizer.param_groups[0]["params"]
+        norms.setdefault(id(optimizer), []).append(torch.nn.utils.clip_grad_norm_(params, 0.01).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    expected = by_torch(model).train(batches, step)
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches, step)
+    assert_offloads(got)
+    assert norms[id(expected.optimizer)] == norms[id(got.optimizer)]
+    assert_same(expected, got)

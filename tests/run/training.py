@@ -1,0 +1,116 @@
+"""Train a model twice in one run, by torch alone and under a budget, and compare."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Tier
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, Any], torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A model, its compiled form and what training it gave."""
+
+    model: nn.Module
+    compiled: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def train(self, batches: Iterable[Any], step: Step | None = None) -> "Run":
+        for batch in batches:
+            self.losses.append((step or plain_step)(self.compiled, self.optimizer, batch).detach().clone())
+        return self
+
+
+def loss_of(compiled: Callable[..., Any], batch: Any) -> torch.Tensor:
+    """Return the loss of `batch`, keyword arguments of a Hugging Face model or one tensor."""
+    return compiled(**batch).loss if isinstance(batch, Mapping) else compiled(batch)
+
+
+def plain_step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    loss = loss_of(compiled, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def by_torch(model: nn.Module, *, backend: str = "aot_eager", optimizer: Any = None) -> Run:
+    """Return a run of a copy of `model` through torch's own `backend`, with torch's own fused AdamW."""
+    own = copy.deepcopy(model)
+    optimizer = (optimizer or fused_adamw)(own.parameters())
+    return Run(model=own, compiled=torch.compile(own, backend=backend), optimizer=optimizer)
+
+
+def by_elixir(model: nn.Module, *, optimizer: Any = None, inner: str = "aot_eager", **options: object) -> Run:
+    """Return a run of a copy of `model` through Elixir, with HybridAdamW."""
+    own = copy.deepcopy(model)
+    optimizer = (optimizer or hybrid_adamw)(own.parameters())
+    options = {"inner": inner, "report": False, **options}
+    return Run(model=own, compiled=torch.compile(own, backend="elixir", options=options), optimizer=optimizer)
+
+
+def fused_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, fused=True, **options)
+
+
+def hybrid_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return elixir.HybridAdamW(params, lr=1e-2, **options)
+
+
+def full_peak_bytes(model: nn.Module, batch: Any, **options: object) -> int:
+    """Return the device bytes that a step of `model` needs when nothing moves, as planned."""
+    run = by_elixir(model, **options)
+    loss_of(run.compiled, batch)
+    return elixir.compilations(run.model)[0].plan.prediction.device_peak_bytes
+
+
+def least_bytes(model: nn.Module, batch: Any, **options: object) -> int:
+    """Return the smallest budget under which a step of `model` trains, as the error names it."""
+    with pytest.raises(elixir.NoFeasiblePlan) as raised:
+        loss_of(by_elixir(model, device_memory=1, **options).compiled, batch)
+    return raised.value.needed_bytes
+
+
+def tight_bytes(model: nn.Module, batch: Any, **options: object) -> int:
+    """Return a budget close to the least: every run under it offloads."""
+    return int(1.05 * least_bytes(model, batch, **options))
+
+
+def on_host(run: Run) -> list[str]:
+    """Return the parameters that the plans in force keep on the host."""
+    executor = executor_of(run.model)
+    placed = executor.buckets_in_force(for_training=False)
+    return [name for bucket, placement in placed if placement.param is Tier.HOST for name in bucket.params]
+
+
+def assert_offloads(run: Run) -> None:
+    """Fail unless parameters live on the host and were gathered from there."""
+    assert on_host(run)
+    assert executor_of(run.model).ledger.counts["gather"] > 0
+
+
+def assert_same(expected: Run, got: Run) -> None:
+    """Fail unless losses and weights are bitwise equal."""
+    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in got.losses]
+    assert_same_tensors(expected.weights, got.weights)
+
+
+def assert_same_tensors(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> None:
+    """Fail unless both hold bitwise equal tensors under the same names."""
+    assert list(expected) == list(got)
+    different = [name for name in expected if not torch.equal(expected[name], got[name])]
+    assert not different
