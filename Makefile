@@ -1,6 +1,8 @@
 # Two commands matter: `make demo` and `make test`. Each makes .venv first when it is not there.
 
 PYTHON ?= python3
+# OpenMP threads that spin while they wait make everything slower as soon as two processes share the cores.
+export OMP_WAIT_POLICY ?= PASSIVE
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 

@@ -1,4 +1,5 @@
-"""Every access to a private or version-dependent torch name, with the versions it was checked on and what happens without it.
+"""Every access to a private or version-dependent torch name, with the versions it was checked on and what happens
+without it.
 
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
@@ -38,7 +39,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
     """Return `size` with its symbols replaced by `values`, or by the hints of the capture, without adding a guard.
 
-    `SymNode.expr` and `SymNode.hint`, torch 2.11 to 2.13. Gone: AttributeError at the first capture with dynamic shapes.
+    `SymNode.expr` and `SymNode.hint`, torch 2.11 to 2.13. Gone: AttributeError at the first capture with dynamic
+    shapes.
     """
     if isinstance(size, int):
         return size
@@ -76,7 +78,8 @@ def flops_of(node: fx.Node) -> int:
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
     """Return torch's own forward and backward for `joint`.
 
-    `torch._functorch.partitioners.min_cut_rematerialization_partition`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    `torch._functorch.partitioners.min_cut_rematerialization_partition`, torch 2.11 to 2.13. Gone: ImportError at the
+    first capture.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -86,8 +89,9 @@ def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **o
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
     """Compile `gm` with Inductor's front passes; `partition` splits the joint graph, `lower` lowers each half.
 
-    `compile_fx(inner_compile=..., config_patches={"custom_partitioner_fn": ...})`, torch 2.11 to 2.13; `donated_buffer` is off so that
-    `retain_graph=True` works, the AOTAutograd cache is off because a hit would skip both callbacks. Gone: ImportError or TypeError.
+    `compile_fx(inner_compile=..., config_patches={"custom_partitioner_fn": ...})`, torch 2.11 to 2.13;
+    `donated_buffer` is off so that `retain_graph=True` works, the AOTAutograd cache is off because a hit would skip
+    both callbacks. Gone: ImportError or TypeError.
     """
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
@@ -102,7 +106,8 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
             return None
 
     def lower_without_partitioner(graph: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable:
-        # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache nothing.
+        # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache
+        # nothing.
         with inductor_config.patch(custom_partitioner_fn=None):
             return lower(graph, examples, **options)
 
@@ -144,7 +149,8 @@ def compile_plainly(gm: fx.GraphModule, inputs: Sequence[Any], inner: str) -> Ca
 def inductor_random_ops() -> frozenset[Any]:
     """Return the ops by which Inductor draws random numbers inside the kernels that use them.
 
-    `torch._inductor.inductor_prims`, which registers them when imported, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    `torch._inductor.inductor_prims`, which registers them when imported, torch 2.11 to 2.13. Gone: ImportError at the
+    first capture.
     """
     from torch._inductor import inductor_prims  # noqa: F401
 
@@ -195,6 +201,16 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, int, str] | None:
     return frame.filename, frame.lineno or 0, reason.reason.strip().partition("\n")[0]
 
 
+def never_compile_alone(fn: Callable) -> None:
+    """Keep Dynamo from compiling `fn` as a frame of its own; where it is called from a frame that is compiled, it is traced as usual.
+
+    `torch._dynamo.eval_frame.skip_code`, torch 2.11 to 2.13. Gone: ImportError at `prepare`.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(fn.__code__)
+
+
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Mark `run` as taking one list of inputs that it empties, AOTAutograd's boxed convention.
 
@@ -241,7 +257,8 @@ def backward_pass_id() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the current backward pass ends without an exception.
 
-    `Variable._execution_engine.queue_callback`, as FSDP2 uses it, torch 2.11 to 2.13. Gone: AttributeError at the first backward.
+    `Variable._execution_engine.queue_callback`, as FSDP2 uses it, torch 2.11 to 2.13. Gone: AttributeError at the
+    first backward.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -249,7 +266,8 @@ def after_backward(callback: Callable[[], None]) -> None:
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Whether the user hooked the gradient of leaf `param`.
 
-    `Tensor._backward_hooks` and `Tensor._post_accumulate_grad_hooks`, torch 2.11 to 2.13. Gone: AttributeError at the first backward.
+    `Tensor._backward_hooks` and `Tensor._post_accumulate_grad_hooks`, torch 2.11 to 2.13. Gone: AttributeError at the
+    first backward.
     """
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
@@ -283,8 +301,9 @@ def has_cpp_compiler() -> bool:
 def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, int]]:
     """Return (time, address, bytes) for all that the CPU allocator did under `profiler`, in order.
 
-    Times are ns on the clock of `time.time_ns`; bytes are below 0 where a block was freed. Only threads that inherited the
-    profiler are seen: the caller's and autograd's. `profiler.kineto_results` and `_EventType`, torch 2.13. Gone: AttributeError or ImportError in `measure_step` on a CPU.
+    Times are ns on the clock of `time.time_ns`; bytes are below 0 where a block was freed. Only threads that
+    inherited the profiler are seen: the caller's and autograd's. `profiler.kineto_results` and `_EventType`, torch
+    2.13. Gone: AttributeError or ImportError in `measure_step` on a CPU.
     """
     from torch._C._profiler import _EventType
 
@@ -309,7 +328,8 @@ def fused_adamw_(
 ) -> None:
     """Update `params` and the statistics in place by torch's fused AdamW kernel.
 
-    `torch._fused_adamw_`, which `torch.optim.AdamW(fused=True)` calls, torch 2.11 to 2.13. Gone: AttributeError at the first step.
+    `torch._fused_adamw_`, which `torch.optim.AdamW(fused=True)` calls, torch 2.11 to 2.13. Gone: AttributeError at
+    the first step.
     """
     torch._fused_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, grad_scale=None, found_inf=None, **hyperparameters

@@ -1,10 +1,11 @@
 """`torch.compile(model, backend="elixir")`: the entry point that Dynamo calls once per captured graph.
 
 prepared model   the graph gathers its parameters: compile it
-plain model      the graph's inputs are the parameters: find the models that own them, rewire the graph to gathers, compile it; when it
+plain model      the graph's inputs are the parameters: find the models that own them, rewire the graph to gathers,
+compile it; when it
                  first runs, prepare those models, and Dynamo captures gathers by itself from the second call on
-another model    Dynamo finds the graph of an equal model that is still plain: prepare it too, and run this once op by op
-no parameters    compile it as torch would, with a warning
+another model    Dynamo finds the graph of an equal model that is still plain: prepare it too, and run this once op by
+op no parameters    compile it as torch would, with a warning
 """
 
 import copy
@@ -41,7 +42,8 @@ def elixir(
 ) -> Callable[..., Any]:
     """Compile one captured graph for the memory budget in `options` (see `elixir_compile.options.Options`).
 
-    An error of the plan or of the options is raised when the compiled function is called, as itself, not wrapped by Dynamo.
+    An error of the plan or of the options is raised when the compiled function is called, as itself, not wrapped by
+    Dynamo.
     """
     try:
         if mode is not None:
@@ -123,8 +125,8 @@ def _log_graph_break(gm: fx.GraphModule) -> None:
 
 def _say_nothing_to_place(options: Options) -> None:
     message = (
-        "the captured graph reads no floating-point parameter of a module, so there is nothing to place: it runs as with "
-        f"backend={options.inner!r}, without a memory budget."
+        "the captured graph reads no floating-point parameter of a module, so there is nothing to place: "
+        f"it runs as with backend={options.inner!r}, without a memory budget."
     )
     if all_ledgers():  # beside a managed model: a piece of it behind a graph break, as a loss is
         log.debug("%s", message)
@@ -142,7 +144,8 @@ def _raiser(error: ElixirError) -> Callable[..., Any]:
 def _with_compiler(options: Options) -> Options:
     if options.inner == "inductor" and not compat.has_cpp_compiler():
         warnings.warn(
-            "no C++ compiler was found, so regions run op by op (inner='aot_eager'). Install g++ or clang++ for compiled regions.",
+            "no C++ compiler was found, so regions run op by op (inner='aot_eager'). "
+            "Install g++ or clang++ for compiled regions.",
             ElixirWarning,
             stacklevel=2,
         )

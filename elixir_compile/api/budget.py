@@ -17,7 +17,8 @@ def machine(device: torch.device) -> Cluster:
 
 
 def device_budget_bytes(options: Options, cluster: Cluster, device: torch.device, held_bytes: int) -> int:
-    """Return the bytes that training may hold on the device: the option, else what is free now plus `held_bytes`, less the reserve.
+    """Return the bytes that training may hold on the device: the option, else what is free now plus `held_bytes`, less
+    the reserve.
 
     `held_bytes` are those that the model holds there already.
     """

@@ -15,7 +15,7 @@ from elixir_compile.api.progress import Progress
 from elixir_compile.api.saved import load_plan_for
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.capture.joint import gather_keys, parameter, partition_hidden, show_in_inference
-from elixir_compile.ir import Bucket, Phase, Placement, Plan, StepGraph
+from elixir_compile.ir import Bucket, Kind, Phase, Placement, Plan, StepGraph
 from elixir_compile.ops.registry import is_hybrid, slot_by_key
 from elixir_compile.options import Options
 from elixir_compile.rewrite.check import check
@@ -51,6 +51,7 @@ class Compilation:
         self._progress = Progress(executor.device, is_on=options.report)
         self._sizes: dict[str, int] = {}
         self._generation = -1
+        self._beside_bytes = 0
         self._wants_backward = False
         self.is_superseded = False
         """Whether a later capture of the same step took its place."""
@@ -127,6 +128,7 @@ class Compilation:
     def _replan(self) -> None:
         """Plan for the sizes at hand, on top of what is in force."""
         executor = self._executor
+        self._beside_bytes = executor.outstanding_bytes()
         in_force = executor.buckets_in_force(for_training=not self.is_inference)
         used = set(self._captured.param_names.values())
         kept = [(b, p) for b, p in in_force if used & set(b.params)]
@@ -136,10 +138,12 @@ class Compilation:
         self.plan = self._plan_in_force() or self._saved_plan(problem) or plan(problem, planner=self._options.planner)
 
     def _plan_in_force(self) -> Plan | None:
-        """Return the plan of an earlier capture of the same step, where it is in force: the first call of a plain model made it."""
+        """Return the plan of an earlier capture of the same step, where it is in force: the first call of a plain
+        model made it."""
         executor = self._executor
         for other in executor.compilations:
             is_same = other.plan is not None and other.graph == replace(self.graph, name=other.graph.name)
+            is_same = is_same and other._beside_bytes >= self._beside_bytes
             if is_same and executor.agrees(other.plan.buckets, other.plan.placements, may_adopt=False):
                 other.is_superseded = True
                 return other.plan
@@ -168,7 +172,7 @@ class Compilation:
             host_budget_bytes=host_budget_bytes(self._options),
             state_nbytes={slot.name: _STATE_COPIES * slot.nbytes for slot in trained},
             hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
-            base_bytes=executor.device_bytes(leaving_out=named),
+            base_bytes=executor.device_bytes(leaving_out=named) + self._beside_bytes,
             buckets=tuple(bucket for bucket, _ in kept),
             placements=tuple(placement for _, placement in kept),
         )
@@ -205,7 +209,8 @@ class Compilation:
         return compiled
 
     def _visible_to_the_user(self, region: RegionGraph) -> list[int]:
-        """Return the outputs of a whole forward whose strides the user sees; Inductor may choose those of what is saved."""
+        """Return the outputs of a whole forward whose strides the user sees; Inductor may choose those of what is
+        saved."""
         output = self._captured.forward.graph.output_node()
         seen = output.meta.get("user_visible_output_idxs", range(self._captured.num_outputs))
         nodes = {output.args[0][index] for index in seen}
@@ -219,10 +224,16 @@ class Compilation:
             self._progress.forward_begins(self.plan)
         self._executor.begin()
         try:
-            return self.forward.forward(args)
+            results = self.forward.forward(args)
         except BaseException:
             self._executor.abandon()
             raise
+        if not self.is_inference:
+            self._executor.note_forward(results[self._captured.num_outputs], self._saved_bytes())
+        return results
+
+    def _saved_bytes(self) -> int:
+        return sum(storage.nbytes for storage in self.graph.storages if storage.kind is Kind.SAVED)
 
     def _run_backward(self, args: list[Any]) -> Any:
         try:
@@ -232,13 +243,22 @@ class Compilation:
             raise
 
     def _keep_current(self, args: Sequence[Any]) -> None:
-        """Before a forward: adopt the plan, or make a new one for larger inputs or after another graph moved a bucket."""
+        """Before a forward: adopt the plan, or make a new one where it would not hold.
+
+        That is for larger inputs, beside forwards that still wait for their backward, and after another graph moved a
+        bucket.
+        """
         executor = self._executor
         grown = self._grown(args)
-        if not grown and executor.generation == self._generation:
+        has_company = not self.is_inference and executor.outstanding_bytes() > self._beside_bytes
+        if not grown and not has_company and executor.generation == self._generation:
             return
         with _compile_lock:
-            if grown or not executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=self._generation < 0):
+            if (
+                grown
+                or has_company
+                or not executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=self._generation < 0)
+            ):
                 self._sizes.update(grown)
                 self._replan()
                 self._progress.planned(self.plan)

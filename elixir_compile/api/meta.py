@@ -8,7 +8,8 @@ from elixir_compile.runtime.slab import Slab
 
 
 def materialize(model: nn.Module) -> None:
-    """Allocate on the host every parameter and buffer of `model` that is on `meta`, and initialise it as its module does.
+    """Allocate on the host every parameter and buffer of `model` that is on `meta`, and initialise it as its module
+    does.
 
     A module initialises itself through `reset_parameters()`, or through the `_init_weights` of a Hugging Face model.
     Raises UnsupportedModel for a module that has neither; `torch.nn.Module.to_empty` and `load_state_dict` are its way.

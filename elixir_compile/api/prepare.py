@@ -18,9 +18,10 @@ _lock = threading.RLock()
 def prepare(model: nn.Module, device: "torch.device | str | None" = None) -> nn.Module:
     """Make every parameter of `model` readable on `device` from wherever it lives, and return `model`.
 
-    The parameters stay what and where they are (one on `meta` is created on the host), so a model larger than the device never is whole on
-    it; buffers move to `device`, by default the device of the first parameter that has one. `state_dict()` keys do not change. Preparing twice
-    changes nothing. Raises UnsupportedModel for a model without parameters and for one that was prepared for another device.
+    The parameters stay what and where they are (one on `meta` is created on the host), so a model larger than the
+    device never is whole on it; buffers move to `device`, by default the device of the first parameter that has one.
+    `state_dict()` keys do not change. Preparing twice changes nothing. Raises UnsupportedModel for a model without
+    parameters and for one that was prepared for another device.
     """
     model = compat.undo_compile(model)
     with _lock:
@@ -45,7 +46,8 @@ def attach(roots: Sequence[nn.Module], device: torch.device) -> Executor:
 
 
 def new_executor(roots: Sequence[nn.Module], device: torch.device) -> Executor:
-    """Return an executor with a slot for every parameter of `roots` that can become a gather; the modules are not touched yet."""
+    """Return an executor with a slot for every parameter of `roots` that can become a gather; the modules are not
+    touched yet."""
     executor = Executor(device, type(roots[0]).__name__)
     for name, param, module, local in _named_parameters(roots):
         reason = whole_reason(module, local)
@@ -57,7 +59,8 @@ def new_executor(roots: Sequence[nn.Module], device: torch.device) -> Executor:
 
 
 def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
-    """Make the parameters of `roots` that `executor` has slots for read as gathers, and bring the rest to its device."""
+    """Make the parameters of `roots` that `executor` has slots for read as gathers, and bring the rest to its
+    device."""
     with torch.no_grad():
         for root in roots:
             for module in root.modules():

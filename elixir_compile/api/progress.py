@@ -4,6 +4,7 @@ import logging
 import statistics
 import sys
 import time
+from itertools import pairwise
 
 import torch
 
@@ -43,9 +44,10 @@ class Progress:
 
     def _measured(self, plan: Plan) -> str:
         began = self._began_s[_STEPS_SKIPPED:]
-        step_s = statistics.median(later - earlier for earlier, later in zip(began, began[1:], strict=False))
+        step_s = statistics.median(later - earlier for earlier, later in pairwise(began))
         if self._device.type == "cuda":
-            peak = f"peak {format_bytes(torch.cuda.max_memory_allocated(self._device))} of {format_bytes(plan.budget_bytes)}"
+            peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            peak = f"peak {format_bytes(peak_bytes)} of {format_bytes(plan.budget_bytes)}"
         else:
             peak = "peak: see elixir_compile.measure_step"
         return f"measured  {peak}   step {format_s(step_s)}"

@@ -13,8 +13,8 @@ from elixir_compile.errors import NoGraphCaptured
 def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:
     """Return one record per captured training graph of `model` (the module or its compiled form), in order of capture.
 
-    With `inference` the graphs without a backward are listed as well. Warns NoGraphCaptured when nothing was captured: the model never
-    ran compiled, or Dynamo found no graph in it.
+    With `inference` the graphs without a backward are listed as well. Warns NoGraphCaptured when nothing was
+    captured: the model never ran compiled, or Dynamo found no graph in it.
     """
     executor = executor_of(compat.undo_compile(model))
     captured = [] if executor is None else [record for record in executor.compilations if not record.is_superseded]

@@ -13,12 +13,14 @@ def save_plan(plan: Plan, path: "str | Path") -> None:
 
 
 def load_plan(path: "str | Path") -> Plan:
-    """Read a plan that `save_plan` wrote. PlanFileError names the field that is wrong; OSError when there is no such file."""
+    """Read a plan that `save_plan` wrote. PlanFileError names the field that is wrong; OSError when there is no
+    such file."""
     return plan_from_json(Path(path).read_text(encoding="utf-8"))
 
 
 def load_plan_for(path: "str | Path", graph: StepGraph, cluster: str) -> Plan:
-    """Read a plan and make sure that it is for `graph` on `cluster` and legal; PlanMismatch with both fingerprints when it is not."""
+    """Read a plan and make sure that it is for `graph` on `cluster` and legal; PlanMismatch with both fingerprints
+    when it is not."""
     plan = load_plan(path)
     if plan.graph != fingerprint(graph):
         raise PlanMismatch("graph", fingerprint(graph), plan.graph)

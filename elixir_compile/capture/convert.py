@@ -1,9 +1,9 @@
 """From the forward and backward FX graphs of one capture to a torch-free `StepGraph`.
 
-Every call that is no marker becomes an `Op`, in node order. Storages are found through the fake tensors that tracing left in
-`node.meta["val"]`: two values with one storage are views of each other. The backward starts its own numbering of fake storages, because a
-recomputed node carries the fake tensor of the node it repeats; only its placeholders are joined with what the forward saved.
-What is not modelled: workspaces inside kernels.
+Every call that is no marker becomes an `Op`, in node order. Storages are found through the fake tensors that tracing
+left in `node.meta["val"]`: two values with one storage are views of each other. The backward starts its own numbering
+of fake storages, because a recomputed node carries the fake tensor of the node it repeats; only its placeholders are
+joined with what the forward saved. What is not modelled: workspaces inside kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from elixir_compile import compat
 from elixir_compile.capture.fusion import absorbed_nodes, overwritten_input
 from elixir_compile.capture.joint import gradient, parameter, ticket
 from elixir_compile.capture.source import module_path, source_line
-from elixir_compile.ops.registry import Slot
 from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
 from elixir_compile.ir.graph import UPDATE_OP
+from elixir_compile.ops.registry import Slot
 
 _PREFIX = {Phase.FORWARD: "fwd.", Phase.BACKWARD: "bwd."}
 MARKERS = (gradient, parameter, ticket)
@@ -51,8 +51,8 @@ def op_id(phase: Phase, node: fx.Node) -> OpId:
 def step_graph(captured: Captured, sizes: Mapping[str, int], siblings: Sequence[Slot]) -> StepGraph:
     """Return the `StepGraph` of `captured`; `sizes` gives the symbols of dynamic shapes their values.
 
-    Symbols that `sizes` does not name take the values of the capture. `siblings` are parameters that no op reads but that share a
-    bucket with some that are read.
+    Symbols that `sizes` does not name take the values of the capture. `siblings` are parameters that no op reads but
+    that share a bucket with some that are read.
     """
     builder = _Builder(captured, sizes)
     for slot in siblings:
@@ -119,7 +119,8 @@ class _Builder:
             self.ops.append(Op(id=UPDATE_OP, target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))
 
     def _arrive(self, first: int) -> None:
-        """Let the backward's own inputs, the tangents, begin with its first op: autograd makes them then and lets go after their last use."""
+        """Let the backward's own inputs, the tangents, begin with its first op: autograd makes them then and lets
+        go after their last use."""
         tangents = [
             d for d in self.drafts.values() if d.kind is Kind.INPUT and d.id.startswith(_PREFIX[Phase.BACKWARD])
         ]
@@ -130,7 +131,8 @@ class _Builder:
                 draft.kind = Kind.TEMP
 
     def _mark_gradients(self, backward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
-        """A storage that only carries gradient becomes GRAD; several contributions to one parameter stay several storages."""
+        """A storage that only carries gradient becomes GRAD; several contributions to one parameter stay several
+        storages."""
         for node in self.captured.backward.graph.find_nodes(op="call_function", target=gradient):
             value, key = node.args
             for storage in backward.get(value, ()):

@@ -1,8 +1,8 @@
 """Which values Inductor never writes to memory.
 
-Inductor computes a pointwise result inside the kernels that read it. It allocates a buffer only where something needs one: an opaque
-kernel (a matrix product, an attention kernel), a graph output, or readers in kernels that cannot be one. This is a model of that rule,
-not a copy of the scheduler: `docs/memory.md` has the measured error.
+Inductor computes a pointwise result inside the kernels that read it. It allocates a buffer only where something needs
+one: an opaque kernel (a matrix product, an attention kernel), a graph output, or readers in kernels that cannot be
+one. This is a model of that rule, not a copy of the scheduler: `docs/memory.md` has the measured error.
 """
 
 import operator
@@ -48,7 +48,8 @@ def absorbed_nodes(graph: fx.Graph) -> Mapping[fx.Node, None]:
 
 
 def overwritten_input(node: fx.Node) -> fx.Node | None:
-    """Return the input whose memory a functional scatter takes for its result, or None: Inductor writes into a value nobody else reads."""
+    """Return the input whose memory a functional scatter takes for its result, or None: Inductor writes into a
+    value nobody else reads."""
     name = getattr(node.target, "_opname", "")
     writes_into_first = node.target in _WRITES_INTO_FIRST or name == "_unsafe_masked_index_put_accumulate"
     if not writes_into_first or not isinstance(node.args[0], fx.Node):

@@ -1,13 +1,14 @@
 """Take the gathers out of a joint graph before it is partitioned, and put the parameters back after.
 
-The partitioner should see what `torch.compile` shows it: parameters that are inputs, free to save, and gradients that are outputs. So
+The partitioner should see what `torch.compile` shows it: parameters that are inputs, free to save, and gradients that
+are outputs. So
 
     before   gather(handle, ..., key) -> w;  ...;  reduce(g, key) -> output of the handle
     during   placeholder w;                  ...;  g an extra output
     after    parameter(key) -> w;            ...;  gradient(g, key), at the place where g is made
 
-and the forward and backward that come back are node for node those of the same model without Elixir. `parameter` and `gradient` are
-markers: the rewriter replaces them by the actions of the schedule.
+and the forward and backward that come back are node for node those of the same model without Elixir. `parameter` and
+`gradient` are markers: the rewriter replaces them by the actions of the schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ def gradient(grad: torch.Tensor, key: int) -> None:
 
 
 def ticket(keys: tuple[int, ...]) -> torch.Tensor:
-    """Marker: the versions of parameters `keys`, by which the backward knows that none of those it reads has changed."""
+    """Marker: the versions of parameters `keys`, by which the backward knows that none of those it reads has
+    changed."""
     raise AssertionError("a marker is replaced before a graph runs")
 
 
@@ -44,7 +46,8 @@ for _marker in (gradient, ticket):
 
 @dataclass(slots=True)
 class _Hidden:
-    """What was taken out of a joint graph: inputs by key, the key of each extra gradient output, saved views of parameters."""
+    """What was taken out of a joint graph: inputs by key, the key of each extra gradient output, saved views of
+    parameters."""
 
     inputs: dict[int, str] = field(default_factory=dict)
     gradient_keys: list[int] = field(default_factory=list)
@@ -62,7 +65,8 @@ def partition_hidden(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition `joint` as if its parameters were inputs; the results read them through markers.
 
-    `options` are the partitioner's own: `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
+    `options` are the partitioner's own: `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor,
+    `compiler`.
     """
     hidden = _hide(joint, options["num_fwd_outputs"])
     num_primals = sum("tangents" not in str(node.target) for node in joint.graph.find_nodes(op="placeholder"))
@@ -132,7 +136,8 @@ def _turn_reduces_into_outputs(graph: fx.Graph, hidden: _Hidden, num_fwd_outputs
 
 
 def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return `roots` and all that is made of them, short of the output: the sums of a handle's one-element gradients."""
+    """Return `roots` and all that is made of them, short of the output: the sums of a handle's one-element
+    gradients."""
     reached = dict.fromkeys(roots)
     pending = list(roots)
     while pending:

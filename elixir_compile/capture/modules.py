@@ -1,8 +1,8 @@
 """Modules whose parameters read as gathers.
 
 `swap` gives a module that directly owns parameters a subclass whose property `weight` returns
-`elixir::gather(handle, size, stride, key)`. The parameter stays in `_parameters`, so `state_dict`, `parameters()` and optimizers see what
-they always see. A copy or a pickle of a swapped module is a plain module again.
+`elixir::gather(handle, size, stride, key)`. The parameter stays in `_parameters`, so `state_dict`, `parameters()` and
+optimizers see what they always see. A copy or a pickle of a swapped module is a plain module again.
 """
 
 import copyreg
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from elixir_compile import compat
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
 
@@ -22,7 +23,8 @@ _READS_DIRECTLY = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
 
 
 def whole_reason(module: nn.Module, name: str) -> str | None:
-    """Say why parameter `name` of `module` cannot become a gather and stays whole on the device, or None when it can."""
+    """Say why parameter `name` of `module` cannot become a gather and stays whole on the device, or None when it
+    can."""
     param = module._parameters[name]
     if isinstance(module, _READS_DIRECTLY):
         return f"{type(module).__name__} reads its parameters directly"
@@ -79,6 +81,8 @@ def _gathered(name: str, slot: Slot) -> property:
     def read(module: nn.Module) -> torch.Tensor:
         return GATHER(getattr(module, attribute), size, stride, key)
 
+    # Called from code that Dynamo does not compile, it would become a graph of one gather, and the key a symbol.
+    compat.never_compile_alone(read)
     return property(read)
 
 

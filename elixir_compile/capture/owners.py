@@ -1,6 +1,7 @@
 """From parameters to the models that own them.
 
-The plain path hands the backend a graph whose inputs are parameters, and no module. The garbage collector knows every module.
+The plain path hands the backend a graph whose inputs are parameters, and no module. The garbage collector knows every
+module.
 """
 
 import gc

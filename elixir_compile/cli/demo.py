@@ -83,7 +83,9 @@ def find_faults(free: Run, tight: Run, budget_bytes: int) -> list[str]:
 def _train(corpus: bytes, *, num_steps: int, device: str, budget_bytes: int | None, console: Console) -> Run:
     torch.manual_seed(SEED)
     model = ByteGPT(SHAPE).to(device)
-    options = {} if budget_bytes is None else {"device_memory": budget_bytes}
+    options: dict[str, object] = {"report": False}  # the same lines are printed below
+    if budget_bytes is not None:
+        options["device_memory"] = budget_bytes
     compiled = torch.compile(model, backend="elixir", options=options)
     optimizer = elixir.HybridAdamW(model.parameters(), lr=LEARNING_RATE)
     source = batches(corpus, size=BATCH, context=SHAPE.context, seed=SEED, device=device)

@@ -1,7 +1,7 @@
 """Which prepared parameter is meant: from a key in a captured graph, or from a `Parameter`, to its slot.
 
-A slot ties one parameter of a prepared model to its executor. Both maps are weak: a slot lives as long as its executor, and the
-executor as long as the modules it prepared.
+A slot ties one parameter of a prepared model to its executor. Both maps are weak: a slot lives as long as its
+executor, and the executor as long as the modules it prepared.
 """
 
 import itertools

@@ -1,9 +1,10 @@
 """The two words that Dynamo and AOTAutograd see: `elixir::gather` and its gradient `elixir::reduce`.
 
-`gather(handle, size, stride, key)` stands for the whole parameter on the compute device. `handle` is a one-element leaf that carries
-`requires_grad`; the parameter itself is no input of the graph, so its device, dtype and placement can change without a guard noticing.
-Both are functional as far as tracing can tell. In a compiled graph neither survives: the rewriter replaces them by the actions of
-the schedule. In eager code (evaluation, `generate`, code outside the compiled region) they do what they say.
+`gather(handle, size, stride, key)` stands for the whole parameter on the compute device. `handle` is a one-element
+leaf that carries `requires_grad`; the parameter itself is no input of the graph, so its device, dtype and placement
+can change without a guard noticing. Both are functional as far as tracing can tell. In a compiled graph neither
+survives: the rewriter replaces them by the actions of the schedule. In eager code (evaluation, `generate`, code
+outside the compiled region) they do what they say.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,9 @@
     state on HOST, parameter on HOST    fused update on the host, in the slabs
     state on HOST, parameter on DEVICE  gradient and parameter travel to the host, the new parameter travels back
 
-Device updates are queued first, so that on an accelerator both sides work at once. Every tensor goes through torch's own fused kernel as a
-tensor of its own, so the result is bitwise that of `torch.optim.AdamW(fused=True)` on the same side.
+Device updates are queued first, so that on an accelerator both sides work at once. Every tensor goes through torch's
+own fused kernel as a tensor of its own, so the result is bitwise that of `torch.optim.AdamW(fused=True)` on the same
+side.
 """
 
 import warnings
@@ -30,8 +31,9 @@ _STATISTICS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 class HybridAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with its state on the device or on the host, as planned.
 
-    Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both directions. `foreach` and
-    `fused` are accepted and change nothing: the update is fused. Parameters of models that Elixir did not compile are updated where they are.
+    Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
+    directions. `foreach` and `fused` are accepted and change nothing: the update is fused. Parameters of models that
+    Elixir did not compile are updated where they are.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class HybridAdamW(torch.optim.AdamW):
         self._begin()
 
     def _begin(self) -> None:
-        # `GradScaler` then unscales the gradients itself and skips `step()` on overflow: weights, state and step count stay untouched.
+        # `GradScaler` then unscales the gradients itself and skips `step()` on overflow: weights, state and step count
+        # stay untouched.
         self._step_supports_amp_scaling = False
         self._rooms = StateRooms()
         self._placed: weakref.WeakKeyDictionary[Executor, int] = weakref.WeakKeyDictionary()
@@ -92,8 +95,8 @@ class HybridAdamW(torch.optim.AdamW):
         if not any(slot_of(param) is not None for param in params):
             warnings.warn(
                 NoGraphCaptured(
-                    "no parameter of this HybridAdamW belongs to a model that Elixir compiled or prepared, so nothing is planned or offloaded. "
-                    "Call the object that `torch.compile(model, backend='elixir')` returns, not `model`."
+                    "no parameter of this HybridAdamW belongs to a model that Elixir compiled or prepared, so nothing "
+                    "is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, not `model`."
                 ),
                 stacklevel=4,
             )
@@ -161,17 +164,15 @@ class HybridAdamW(torch.optim.AdamW):
         if state:
             return
         for name in _names(group):
-            state[name] = rooms.get(name, None)
-            if state[name] is None:
-                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            room = rooms.get(name)
+            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format) if room is None else room
         state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
 
     def _move_state(self, param: nn.Parameter, group: Mapping[str, Any], rooms: Mapping[str, torch.Tensor]) -> None:
         state = self.state[param]
         for name in _names(group):
-            if name in rooms:
-                target = rooms[name]
-            else:
+            target = rooms.get(name)
+            if target is None:
                 target = torch.empty_like(param, memory_format=torch.preserve_format)
             state[name] = target if target.data_ptr() == state[name].data_ptr() else target.copy_(state[name])
         state["step"] = state["step"].to(state["exp_avg"].device)

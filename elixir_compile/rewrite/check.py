@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import torch
 from torch import fx
 
 from elixir_compile.errors import IllegalSchedule
@@ -13,7 +12,8 @@ _VERBS = {verb.value: verb for verb in (Verb.GATHER, Verb.WAIT, Verb.RELEASE, Ve
 
 
 def check(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
-    """Raise IllegalSchedule unless `program` does the actions of `phase` in order, waits once per handle and reads nothing after its release."""
+    """Raise IllegalSchedule unless `program` does the actions of `phase` in order, waits once per handle and reads
+    nothing after its release."""
     _check_order(program, plan, phase)
     _check_waits(program)
     _check_releases(program)

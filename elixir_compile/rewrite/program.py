@@ -1,4 +1,5 @@
-"""From one half of a capture and a plan to the program that runs it: an FX graph that calls regions and the executor's verbs.
+"""From one half of a capture and a plan to the program that runs it: an FX graph that calls regions and the executor's
+verbs.
 
     def forward(self, args):                      # a list, emptied at once: the program holds the only references
         primals_1 = args[0]; ...; args.clear()
@@ -9,8 +10,8 @@
         executor.release('b1')
         ...
 
-Node order is schedule order, and FX drops every value after its last use, so order and memory are what the plan says. The functions here decide
-nothing: every action comes from the plan's schedule.
+Node order is schedule order, and FX drops every value after its last use, so order and memory are what the plan says.
+The functions here decide nothing: every action comes from the plan's schedule.
 """
 
 import operator

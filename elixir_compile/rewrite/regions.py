@@ -44,8 +44,8 @@ def split_regions(source: fx.GraphModule, plan: Plan, phase: Phase) -> Mapping[s
 def _assign(graph: fx.Graph, spans: Sequence, phase: Phase) -> dict[fx.Node, int]:
     """Return the region index of each op.
 
-    A view costs nothing, so it belongs to the region that makes its base: a gradient is whole once its storage is written. Views of
-    parameters are left out: they belong to whoever reads them.
+    A view costs nothing, so it belongs to the region that makes its base: a gradient is whole once its storage is
+    written. Views of parameters are left out: they belong to whoever reads them.
     """
     index, where = 0, {}
     for node in ops_of(graph):
@@ -71,7 +71,8 @@ def is_parameter_view(node: fx.Node) -> bool:
 
 
 def _outputs(graph: fx.Graph, where: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """Return the nodes that are read outside the region that makes them: by another, by the output, by a gradient marker."""
+    """Return the nodes that are read outside the region that makes them: by another, by the output, by a gradient
+    marker."""
     found = set()
     for node, region in where.items():
         if any(_is_outside(user, region, where) for user in node.users):

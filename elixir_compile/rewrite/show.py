@@ -19,7 +19,8 @@ def program_text(
     forward: fx.GraphModule | None,
     backward: fx.GraphModule | None,
 ) -> str:
-    """Return the plan's figures and both programs, each line with its lane and, for a region, the peak of live bytes while it runs."""
+    """Return the plan's figures and both programs, each line with its lane and, for a region, the peak of live
+    bytes while it runs."""
     peaks = _region_peaks(plan, timeline, graph)
     prediction = plan.prediction
     lines = [

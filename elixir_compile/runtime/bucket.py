@@ -1,7 +1,8 @@
 """The running side of a bucket: its parameters, their home, and the gathered copy while there is one.
 
 home DEVICE   param.data is an ordinary device tensor; `whole` is an alias of it
-home HOST     param.data is cut from a slab; `gather` copies the slab into one flat device tensor, `whole` is cut from that
+home HOST     param.data is cut from a slab; `gather` copies the slab into one flat device tensor, `whole` is cut from
+that
 """
 
 import weakref

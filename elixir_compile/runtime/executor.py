@@ -1,10 +1,11 @@
 """Run the actions of a schedule: one executor per model.
 
-A program (see `rewrite`) calls the verbs below in schedule order. Transfers are handles: `gather` and `offload` return a `Transfer`, `wait` takes
-it. The executor owns every gathered copy and every gradient between its production and `param.grad`; nothing else does, so a program that
-fails in the middle is cleaned up by `abandon`.
+A program (see `rewrite`) calls the verbs below in schedule order. Transfers are handles: `gather` and `offload`
+return a `Transfer`, `wait` takes it. The executor owns every gathered copy and every gradient between its production
+and `param.grad`; nothing else does, so a program that fails in the middle is cleaned up by `abandon`.
 """
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class Executor:
         self._d2h = CopyStream(device)
         self._pending: dict[int, tuple[Slot, torch.Tensor]] = {}
         self._arriving: list[Transfer] = []
+        self._outstanding: list[tuple[weakref.ref, int]] = []
         self._flush_queued_for = -1
 
     def regions_for(self, inner: str) -> RegionCompiler:
@@ -145,7 +147,8 @@ class Executor:
         if bucket.is_whole():
             return Transfer(label, None, bucket.whole)
         home = bucket.flat_home()
-        # Allocated on the compute stream, where it is used and freed; the copy only borrows it and is waited for before either.
+        # Allocated on the compute stream, where it is used and freed; the copy only borrows it and is waited for before
+        # either.
         flat = torch.empty(home.numel(), dtype=torch.uint8, device=self.device)
         with self._h2d.behind_compute(), self.ledger.span(Lane.H2D, label):
             flat.copy_(home, non_blocking=True)
@@ -172,7 +175,8 @@ class Executor:
 
     @torch.no_grad()
     def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
-        """Take the gradients that a backward made: `params` are positions in the bucket, one may come more than once."""
+        """Take the gradients that a backward made: `params` are positions in the bucket, one may come more than
+        once."""
         bucket = self._buckets[bucket_id]
         with self.ledger.span(Lane.COMPUTE, f"reduce {bucket_id}"):
             for position, grad in zip(params, grads, strict=True):
@@ -208,6 +212,17 @@ class Executor:
             if before != now:
                 raise StaleParameters(slot_by_key(key).name)
         self._queue_flush()
+
+    # Forwards whose backward is still to come.
+
+    def note_forward(self, ticket: torch.Tensor, saved_bytes: int) -> None:
+        """Remember that a forward saved `saved_bytes` on the device, for as long as autograd keeps its `ticket`."""
+        self._outstanding = [(alive, nbytes) for alive, nbytes in self._outstanding if alive() is not None]
+        self._outstanding.append((weakref.ref(ticket.untyped_storage()), saved_bytes))
+
+    def outstanding_bytes(self) -> int:
+        """Return the bytes that forwards saved and no backward freed yet."""
+        return sum(nbytes for alive, nbytes in self._outstanding if alive() is not None)
 
     # Gradients between their production and `param.grad`.
 

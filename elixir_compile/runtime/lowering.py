@@ -1,7 +1,7 @@
 """Compile regions, equal ones once.
 
-Two regions are equal when their graphs are: same ops, same constants, same shapes, strides, dtypes and devices; which parameters and which
-activations they read does not matter. The twelve layers of a transformer are compiled once.
+Two regions are equal when their graphs are: same ops, same constants, same shapes, strides, dtypes and devices; which
+parameters and which activations they read does not matter. The twelve layers of a transformer are compiled once.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +55,8 @@ class RegionCompiler:
         return len(self._compiled)
 
     def lower(self, region: RegionGraph, visible: Sequence[int], *, is_inference: bool = False) -> CompiledRegion:
-        """Return `region` compiled, or the compiled form of an equal one; outputs `visible` keep the graph's strides."""
+        """Return `region` compiled, or the compiled form of an equal one; outputs `visible` keep the graph's
+        strides."""
         key = f"{region_key(region)}\n{list(visible)}"
         if key not in self._compiled:
             self._compiled[key] = self._compile(region, visible, is_inference)

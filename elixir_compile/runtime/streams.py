@@ -9,8 +9,8 @@ import torch
 class CopyStream:
     """One direction of copies between the device and the host.
 
-    It exists so that a copy runs beside compute yet starts no earlier than its place in the program: each copy first waits for the compute
-    that was issued before it.
+    It exists so that a copy runs beside compute yet starts no earlier than its place in the program: each copy first
+    waits for the compute that was issued before it.
     """
 
     def __init__(self, device: torch.device) -> None:

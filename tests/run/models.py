@@ -1,6 +1,6 @@
 """Small models, each with one thing that compilers get wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class Adapted(nn.Module):
         return x + functional.gelu(self.base(x) + self.up(self.down(x)))
 
 
-def seeded(make: type[nn.Module], *args: object, **options: object) -> nn.Module:
+def seeded(make: Callable[..., nn.Module], *args: object, **options: object) -> nn.Module:
     """Return `make(*args, **options)`, the same weights every time."""
     torch.manual_seed(0)
     return make(*args, **options)

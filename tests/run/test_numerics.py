@@ -12,11 +12,12 @@ from tests.run.training import (
     assert_offloads,
     assert_same,
     by_elixir,
+    by_elixir_unprepared,
     by_torch,
-    full_peak_bytes,
     least_bytes,
     loss_of,
     on_host,
+    planned_peak_bytes,
     tight_bytes,
 )
 
@@ -33,14 +34,18 @@ def test_weights_are_bitwise_equal_under_every_budget(name: str) -> None:
     make, batches_of = MODELS[name]
     model, batches = make(), batches_of()
     expected = by_torch(model).train(batches)
-    full, least = full_peak_bytes(model, batches[0]), least_bytes(model, batches[0])
     unbudgeted = by_elixir(model).train(batches)
     assert not on_host(unbudgeted)
     assert_same(expected, unbudgeted)
-    for budget in (int(0.7 * full), max(int(0.5 * full), least), int(1.02 * least)):
-        got = by_elixir(model, device_memory=budget).train(batches)
+    full, least = planned_peak_bytes(unbudgeted), least_bytes(model, batches[0])
+    assert least < full / 2
+    for share in (0.7, 0.5):
+        got = by_elixir(model, device_memory=int(share * full)).train(batches)
         assert_offloads(got)
         assert_same(expected, got)
+    got = by_elixir_unprepared(model, device_memory=least).train(batches)
+    assert_offloads(got)
+    assert_same(expected, got)
 
 
 @pytest.mark.parametrize("name", MODELS)
