@@ -25,6 +25,7 @@ _ERRORS = (
     "IllegalSchedule",
     "InvalidOption",
     "InvalidPlan",
+    "NestedMeasurement",
     "NoFeasiblePlan",
     "NoGraphCaptured",
     "NotPrepared",

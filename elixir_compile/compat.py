@@ -4,6 +4,7 @@ without it.
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,18 @@ def is_compiled(module: torch.nn.Module) -> bool:
     `torch._dynamo.OptimizedModule`, torch 2.11 to 2.13. Gone: ImportError at import.
     """
     return isinstance(module, OptimizedModule)
+
+
+def trace_past_logging() -> None:
+    """Let Dynamo trace past `logger.warning_once(...)`, which Hugging Face's models call and which would break their
+    graphs.
+
+    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, torch 2.11 to 2.13. Gone:
+    AttributeError at the first `torch.compile`.
+    """
+    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it to the class when it is imported
+    if once is not None:
+        torch._dynamo.config.ignore_logging_functions.add(once)
 
 
 def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
@@ -202,7 +215,8 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, int, str] | None:
 
 
 def never_compile_alone(fn: Callable) -> None:
-    """Keep Dynamo from compiling `fn` as a frame of its own; where it is called from a frame that is compiled, it is traced as usual.
+    """Keep Dynamo from compiling `fn` as a frame of its own; where it is called from a frame that is compiled, it is
+    traced as usual.
 
     `torch._dynamo.eval_frame.skip_code`, torch 2.11 to 2.13. Gone: ImportError at `prepare`.
     """
@@ -326,11 +340,12 @@ def fused_adamw_(
     steps: list[torch.Tensor],
     **hyperparameters: Any,
 ) -> None:
-    """Update `params` and the statistics in place by torch's fused AdamW kernel.
+    """Count one more in `steps`, then update `params` and the statistics in place by torch's fused AdamW kernel.
 
-    `torch._fused_adamw_`, which `torch.optim.AdamW(fused=True)` calls, torch 2.11 to 2.13. Gone: AttributeError at
-    the first step.
+    `torch._foreach_add_` and `torch._fused_adamw_`, which `torch.optim.AdamW(fused=True)` calls, torch 2.11 to 2.13.
+    Gone: AttributeError at the first step.
     """
+    torch._foreach_add_(steps, 1)
     torch._fused_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, grad_scale=None, found_inf=None, **hyperparameters
     )

@@ -118,8 +118,8 @@ class PlanMismatch(ElixirError, ValueError):
 class NoFeasiblePlan(ElixirError, MemoryError):
     """No schedule fits the budget; `needed_bytes` is the smallest budget that would do.
 
-    `memory` is `device` or `host`; `op` is where the peak is, `source` the user's line or module, `by_kind` what is
-    live there.
+    `memory` is `device` or `host`; `is_prepared` whether the model came through `prepare`; `op` is where the peak is,
+    `source` the user's line or module, `by_kind` what is live there.
     """
 
     def __init__(
@@ -130,21 +130,25 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         needed_bytes: int,
         by_kind: Mapping[str, int],
         memory: str = "device",
+        is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        super().__init__(op, source, budget_bytes, needed_bytes, live, memory)
+        super().__init__(op, source, budget_bytes, needed_bytes, live, memory, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
         self.by_kind = live
         self.memory = memory
+        self.is_prepared = is_prepared
 
     def __str__(self) -> str:
         where = f" at {self.op}" + (f" ({self.source})" if self.source else "") if self.op else ""
         largest = sorted(self.by_kind.items(), key=lambda item: (-item[1], item[0]))
         live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in largest if nbytes)
         other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
+        if not self.is_prepared:
+            other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         return (
             f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}, "
             f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"

@@ -3,7 +3,6 @@
 {"device_memory": "20GiB", "planner": "greedy"}  ->  Options(device_memory=21474836480, planner="greedy", ...)
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,10 +29,6 @@ class Options:
     """A saved plan to use in place of searching; refused when it is for another graph or machine."""
     inner: Inner = "inductor"
     """What lowers each region: `inductor`, or `aot_eager` for results bitwise equal to eager kernels."""
-    param_dtype: None = None
-    """Only None, the dtype of each parameter."""
-    search_timeout: float = 30.0
-    """Seconds the search may take; greedy planning ends long before."""
     report: bool = True
     """Log the planned line at the first step and the measured line after some steps."""
 
@@ -78,21 +73,6 @@ def _path(name: str, value: object) -> Path | None:
     return Path(value)
 
 
-def _only_none(name: str, value: object) -> None:
-    if value is not None:
-        raise InvalidOption(
-            name,
-            value,
-            "None: parameters are gathered in the dtype they have; cast the model itself, as in model.bfloat16()",
-        )
-
-
-def _positive_s(name: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0:
-        return float(value)
-    raise InvalidOption(name, value, "a positive number of seconds such as 30.0")
-
-
 def _bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidOption(name, value, "True or False")
@@ -105,7 +85,5 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "planner": _one_of(*get_args(Planner)),
     "plan": _path,
     "inner": _one_of(*get_args(Inner)),
-    "param_dtype": _only_none,
-    "search_timeout": _positive_s,
     "report": _bool,
 }

@@ -24,13 +24,17 @@ from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
 from elixir_compile.capture.rewire import rewire, split_gathers
-from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption
+from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ledger import all_ledgers
 
 log = logging.getLogger("elixir_compile")
+
+# When the backend is named, before Dynamo traces the first frame: a model of Hugging Face is one graph then, loss
+# included.
+compat.trace_past_logging()
 
 
 def elixir(
@@ -89,7 +93,10 @@ def _compile_first(
     plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     rewired = rewire(gm, inputs)
     own = {index: inputs[index] for index in rewired.handles}
-    compiled = _compile_gathers(gm, rewired.example_inputs, options, executor)
+    try:
+        compiled = _compile_gathers(gm, rewired.example_inputs, options, executor)
+    except NoFeasiblePlan as error:
+        raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
     lock = threading.Lock()
     is_prepared = False
 

@@ -10,13 +10,13 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, plan_timeline
-from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, machine
+from elixir_compile.api.planning import graph_of, problem_of
 from elixir_compile.api.progress import Progress
 from elixir_compile.api.saved import load_plan_for
-from elixir_compile.capture.convert import Captured, step_graph
+from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import gather_keys, parameter, partition_hidden, show_in_inference
-from elixir_compile.ir import Bucket, Kind, Phase, Placement, Plan, StepGraph
-from elixir_compile.ops.registry import is_hybrid, slot_by_key
+from elixir_compile.ir import Kind, Phase, Plan, StepGraph
+from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.options import Options
 from elixir_compile.rewrite.check import check
 from elixir_compile.rewrite.program import write_program
@@ -26,8 +26,6 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import CompiledRegion, RegionCompiler
 from elixir_compile.search import Problem, plan
 
-# Adam keeps two statistics per element in the parameter's dtype; other optimizers keep less.
-_STATE_COPIES = 2
 _compile_lock = threading.RLock()
 
 
@@ -53,6 +51,8 @@ class Compilation:
         self._generation = -1
         self._beside_bytes = 0
         self._wants_backward = False
+        self._traced: list[Any] = []
+        self._restrided: list[Any] = []
         self.is_superseded = False
         """Whether a later capture of the same step took its place."""
         self._strides: dict[fx.Node, compat.Strides] = {}
@@ -103,8 +103,7 @@ class Compilation:
         if not is_backward:
             self._write_forward()
             return compat.boxed(self._run_forward)
-        if self._is_one_region_each():
-            _restride(self._captured.backward, examples)
+        self._restrided = list(examples)
         self._wants_backward = True
         self._write_backward()
         return compat.boxed(self._run_backward)
@@ -121,28 +120,24 @@ class Compilation:
             param_names={key: slot_by_key(key).name for key in keys},
             fused=self._options.inner == "inductor",
         )
+        self._traced = [] if backward is None else [node.meta.get("val") for node in _placeholders(backward)]
         self._replan()
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
     def _replan(self) -> None:
         """Plan for the sizes at hand, on top of what is in force."""
-        executor = self._executor
-        self._beside_bytes = executor.outstanding_bytes()
-        in_force = executor.buckets_in_force(for_training=not self.is_inference)
-        used = set(self._captured.param_names.values())
-        kept = [(b, p) for b, p in in_force if used & set(b.params)]
-        siblings = [executor.slots[name] for bucket, _ in kept for name in bucket.params if name not in used]
-        self.graph = step_graph(self._captured, self._sizes, siblings)
-        problem = self._problem(kept)
+        self._beside_bytes = self._executor.outstanding_bytes()
+        self.graph = graph_of(self._captured, self._executor, self._sizes)
+        problem = problem_of(self._captured, self.graph, self._executor, self._options, self._beside_bytes)
         self.plan = self._plan_in_force() or self._saved_plan(problem) or plan(problem, planner=self._options.planner)
 
     def _plan_in_force(self) -> Plan | None:
-        """Return the plan of an earlier capture of the same step, where it is in force: the first call of a plain
-        model made it."""
+        """Return the plan in force of an earlier capture of the same step: the first call of a plain model made it."""
         executor = self._executor
         for other in executor.compilations:
-            is_same = other.plan is not None and other.graph == replace(self.graph, name=other.graph.name)
+            is_another = other is not self and other.plan is not None
+            is_same = is_another and other.graph == replace(self.graph, name=other.graph.name)
             is_same = is_same and other._beside_bytes >= self._beside_bytes
             if is_same and executor.agrees(other.plan.buckets, other.plan.placements, may_adopt=False):
                 other.is_superseded = True
@@ -154,28 +149,6 @@ class Compilation:
         if self._options.plan is None or self.is_inference:
             return None
         return load_plan_for(self._options.plan, self.graph, problem.cluster.name)
-
-    def _problem(self, kept: Sequence[tuple[Bucket, Placement]]) -> Problem:
-        executor = self._executor
-        cluster = machine(executor.device)
-        named = {name for bucket, _ in kept for name in bucket.params} | set(self._captured.param_names.values())
-        trained = (
-            []
-            if self.is_inference
-            else [executor.slots[name] for name in named if executor.slots[name].param.requires_grad]
-        )
-        return Problem(
-            name=self.name,
-            graph=self.graph,
-            cluster=cluster,
-            budget_bytes=device_budget_bytes(self._options, cluster, executor.device, executor.device_bytes()),
-            host_budget_bytes=host_budget_bytes(self._options),
-            state_nbytes={slot.name: _STATE_COPIES * slot.nbytes for slot in trained},
-            hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
-            base_bytes=executor.device_bytes(leaving_out=named) + self._beside_bytes,
-            buckets=tuple(bucket for bucket, _ in kept),
-            placements=tuple(placement for _, placement in kept),
-        )
 
     # Programs.
 
@@ -191,6 +164,10 @@ class Compilation:
             compat.report_output_strides([self._strides.get(node) for node in outputs])
 
     def _write_backward(self) -> None:
+        # A forward of one region saves in the strides its kernels chose, one of several in those of the capture.
+        examples = self._restrided if self._is_one_region_each() else self._traced
+        for node, example in zip(_placeholders(self._captured.backward), examples, strict=True):
+            node.meta["val"] = example
         self.backward = self._write(Phase.BACKWARD)
 
     def _write(self, phase: Phase) -> fx.GraphModule:
@@ -209,8 +186,7 @@ class Compilation:
         return compiled
 
     def _visible_to_the_user(self, region: RegionGraph) -> list[int]:
-        """Return the outputs of a whole forward whose strides the user sees; Inductor may choose those of what is
-        saved."""
+        """Return the outputs of a whole forward that the user sees; Inductor may choose the strides of the rest."""
         output = self._captured.forward.graph.output_node()
         seen = output.meta.get("user_visible_output_idxs", range(self._captured.num_outputs))
         nodes = {output.args[0][index] for index in seen}
@@ -285,7 +261,5 @@ def _parameter_markers(half: fx.GraphModule) -> list[fx.Node]:
     return half.graph.find_nodes(op="call_function", target=parameter)
 
 
-def _restride(backward: fx.GraphModule, examples: Sequence[Any]) -> None:
-    """Take over the strides that the forward's kernels chose for what they saved."""
-    for node, example in zip(backward.graph.find_nodes(op="placeholder"), examples, strict=True):
-        node.meta["val"] = example
+def _placeholders(half: fx.GraphModule) -> list[fx.Node]:
+    return half.graph.find_nodes(op="placeholder")

@@ -89,6 +89,7 @@ def _gathered(name: str, slot: Slot) -> property:
 def _reduce_as(base: type[nn.Module]):
     def reduce_ex(module: nn.Module, protocol: int):
         state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k != _EXECUTOR}
-        return copyreg.__newobj__, (base,), state
+        # Not `copyreg.__newobj__`: pickle wants its class to be that of the object.
+        return copyreg._reconstructor, (base, object, None), state
 
     return reduce_ex

@@ -9,6 +9,8 @@ import weakref
 from typing import Protocol
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile.errors import NotPrepared
@@ -25,7 +27,7 @@ class GradientSink(Protocol):
 class Slot:
     """One parameter of a prepared model: where autograd meets it and who runs it."""
 
-    __slots__ = ("__weakref__", "device", "key", "name", "param", "sink")
+    __slots__ = ("__weakref__", "_handles", "device", "key", "name", "param", "sink")
 
     def __init__(
         self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: GradientSink
@@ -35,6 +37,7 @@ class Slot:
         self.param = param
         self.device = device
         self.sink = sink
+        self._handles: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +50,17 @@ class Slot:
 
     def handle(self) -> torch.Tensor:
         """Return a new one-element leaf that stands for the parameter in autograd."""
-        return torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=self.param.requires_grad)
+        requires_grad = self.param.requires_grad
+        handle = torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=requires_grad)
+        self._handles.append(handle)
+        return handle
+
+    def follow_requires_grad(self) -> bool:
+        """Let the handles require a gradient where the parameter does; say whether that changed any."""
+        stale = [handle for handle in self._handles if handle.requires_grad != self.param.requires_grad]
+        for handle in stale:
+            handle.requires_grad_(self.param.requires_grad)
+        return bool(stale)
 
 
 _KEYS = itertools.count()
@@ -86,3 +99,12 @@ def claim_for_hybrid(param: torch.Tensor) -> None:
 def is_hybrid(param: torch.Tensor) -> bool:
     """Whether a hybrid optimizer updates `param`."""
     return param in _HYBRID
+
+
+def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Count a step of any optimizer as a change: torch's fused kernels leave the version, by which stale copies are known, as it was."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    torch.autograd.graph.increment_version([param for param in params if slot_of(param) is not None])
+
+
+register_optimizer_step_post_hook(_note_update)

@@ -196,7 +196,6 @@ def _fused_adamw(
     for indices in sides.values():
         own = [state[params[index]] for index in indices]
         steps = [entry["step"] for entry in own]
-        torch._foreach_add_(steps, 1)
         compat.fused_adamw_(
             [weights[index] for index in indices],
             [grads[index] for index in indices],

@@ -22,5 +22,7 @@ def curve_text(values: Sequence[float], low: float | None = None, high: float | 
 def _block(value: float, bottom: float, top: float) -> str:
     if not math.isfinite(value):
         return "!"
-    height = (value - bottom) / (top - bottom) if top > bottom else 0.0
-    return _BLOCKS[min(max(int(height * len(_BLOCKS)), 0), len(_BLOCKS) - 1)]
+    cut = min(max(value, bottom), top)
+    height = (cut - bottom) / (top - bottom) if top > bottom else 0.0
+    # A range too small or too large for a quotient of floats is drawn flat.
+    return _BLOCKS[min(int(height * len(_BLOCKS)), len(_BLOCKS) - 1)] if math.isfinite(height) else _BLOCKS[0]

@@ -131,11 +131,27 @@ class Executor:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Check before a forward that every parameter still is where it was put, and put it back where it is not."""
+        """Before a forward: drop what a failed backward left, and put parameters that were moved back where they belong."""
+        if self._flush_queued_for != -1 and compat.backward_pass_id() == -1:
+            # Its end never came: an exception outside of our programs, in another autograd function.
+            self.abandon()
+        self._follow_requires_grad()
         for bucket in self._buckets.values():
             if bucket.has_drifted():
                 bucket.settle_home(self.device)
                 self.generation += 1
+
+    def _follow_requires_grad(self) -> None:
+        """Notice parameters that were frozen or thawed: Dynamo captures the step again at the next call."""
+        changed = [slot for slot in self.slots.values() if slot.follow_requires_grad()]
+        late = [slot.name for slot in changed if slot.param.requires_grad]
+        if late:
+            warnings.warn(
+                f"{', '.join(late)} began to require a gradient after the step was captured, so this forward gives none "
+                "for it; the next one does. Call the compiled model once under `torch.no_grad()` to lose no step.",
+                ElixirWarning,
+                stacklevel=2,
+            )
 
     # The verbs of a program.
 

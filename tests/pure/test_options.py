@@ -20,8 +20,6 @@ def test_every_option_is_parsed() -> None:
         "planner": "exhaustive",
         "plan": "plan.json",
         "inner": "aot_eager",
-        "param_dtype": None,
-        "search_timeout": 3,
         "report": False,
     }
     assert parse_options(options) == Options(
@@ -30,7 +28,6 @@ def test_every_option_is_parsed() -> None:
         planner="exhaustive",
         plan=Path("plan.json"),
         inner="aot_eager",
-        search_timeout=3.0,
         report=False,
     )
 
@@ -53,11 +50,6 @@ def test_unknown_option_names_the_nearest() -> None:
         ("plan", 3),
         ("plan", ""),
         ("inner", "eager"),
-        ("param_dtype", "bfloat16"),
-        ("search_timeout", 0),
-        ("search_timeout", float("nan")),
-        ("search_timeout", True),
-        ("search_timeout", "10"),
         ("report", 1),
     ],
 )

@@ -196,15 +196,15 @@ def test_a_graph_break_trains_and_is_logged(start: Callable, caplog: pytest.LogC
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which reads its weights as one flat list."""
+    """An LSTM, which reads its weights as one flat list and which Dynamo does not trace, before a stack, which it does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.special = nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 16)
+        self.stack = Stack(16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.special(x.view(x.shape[0], -1, 16))[0]).square().mean()
+        return self.stack(self.special(x.view(x.shape[0], -1, 16))[0])
 
 
 class Attending(nn.Module):

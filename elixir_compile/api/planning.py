@@ -1,0 +1,58 @@
+"""What the planner is asked about one capture, on top of what an executor has in force."""
+
+from collections.abc import Mapping
+
+from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, machine
+from elixir_compile.capture.convert import Captured, step_graph
+from elixir_compile.ir import StepGraph
+from elixir_compile.ops.registry import is_hybrid
+from elixir_compile.options import Options
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+
+# Adam keeps two statistics per element in the parameter's dtype; other optimizers keep less.
+_STATE_COPIES = 2
+
+
+def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -> StepGraph:
+    """Return the step with the symbols of dynamic shapes at `sizes`.
+
+    Parameters that share a bucket in force with one of the step's are in it too: they travel along.
+    """
+    read = set(captured.param_names.values())
+    siblings = [executor.slots[name] for name in _named(captured, executor) if name not in read]
+    return step_graph(captured, sizes, siblings)
+
+
+def problem_of(
+    captured: Captured, graph: StepGraph, executor: Executor, options: Options, beside_bytes: int
+) -> Problem:
+    """Return the question; `beside_bytes` are device bytes that earlier forwards hold until their backward."""
+    is_training = captured.backward is not None
+    cluster = machine(executor.device)
+    named = _named(captured, executor)
+    slots = [executor.slots[name] for name in named]
+    trained = [slot for slot in slots if is_training and slot.param.requires_grad]
+    in_force = executor.buckets_in_force(for_training=is_training)
+    return Problem(
+        name=captured.name,
+        graph=graph,
+        cluster=cluster,
+        budget_bytes=device_budget_bytes(options, cluster, executor.device, executor.device_bytes()),
+        host_budget_bytes=host_budget_bytes(options),
+        state_nbytes={slot.name: _STATE_COPIES * slot.nbytes for slot in trained},
+        hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
+        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes,
+        # All of them: a new bucket must not take the name of one that another graph uses.
+        buckets=tuple(bucket for bucket, _ in in_force),
+        placements=tuple(placement for _, placement in in_force),
+    )
+
+
+def _named(captured: Captured, executor: Executor) -> list[str]:
+    """Return the parameters that the step reads, and those that share a bucket in force with them."""
+    read = dict.fromkeys(captured.param_names.values())
+    for bucket, _ in executor.buckets_in_force(for_training=captured.backward is not None):
+        if not read.keys().isdisjoint(bucket.params):
+            read.update(dict.fromkeys(bucket.params))
+    return list(read)
