@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 
+import quiet  # noqa: F401  before torch
 import torch
 from machine import save
 

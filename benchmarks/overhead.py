@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import quiet  # noqa: F401  before torch
 import torch
 from machine import save
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -4,15 +4,21 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from elixir_compile.api.compilation import Compilation as Compilation
     from elixir_compile.api.prepare import prepare as prepare
     from elixir_compile.api.records import compilations as compilations
     from elixir_compile.api.saved import load_plan as load_plan
     from elixir_compile.api.saved import save_plan as save_plan
+    from elixir_compile.ir import Plan as Plan
+    from elixir_compile.ir import Record as Record
     from elixir_compile.measure import measure_step as measure_step
     from elixir_compile.optim.hybrid import HybridAdamW as HybridAdamW
 
 _HOME = {
+    "Compilation": "api.compilation",
     "HybridAdamW": "optim.hybrid",
+    "Plan": "ir",
+    "Record": "ir",
     "compilations": "api.records",
     "load_plan": "api.saved",
     "measure_step": "measure",

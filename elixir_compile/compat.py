@@ -179,16 +179,19 @@ def lower_with_inductor(
     """Return the compiled form of `gm`, which takes one list of inputs and empties it, and the strides of its outputs.
 
     Outputs at the positions `visible` keep the strides of the graph; Inductor chooses those of the others.
-    `compile_fx_inner`, `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError at the first region.
+    `compile_fx_inner`, `BoxedBool`, `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError at the
+    first region.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
 
     gm.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
     context = TracingContext(fake_mode_of(inputs))
     context.output_strides = []
     with tracing(context):
-        compiled = compile_fx_inner(gm, list(inputs), **options)
+        # No CUDA graphs: they want parameters at the same address in every step.
+        compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
     return compiled, context.output_strides
 
 
@@ -329,6 +332,14 @@ def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, in
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
             found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
     return sorted(found, key=lambda allocation: allocation[0])
+
+
+def drop_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps; the next matrix product of each thread allocates its own again.
+
+    `torch._C._cuda_clearCublasWorkspaces`, torch 2.11 to 2.13. Gone: AttributeError at the first capture on CUDA.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def fused_adamw_(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from elixir_compile import compat
@@ -28,7 +29,6 @@ from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoF
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.ledger import all_ledgers
 
 log = logging.getLogger("elixir_compile")
 
@@ -69,7 +69,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None
     if executor is None or not any(executor.slot_for(param) for param in params):
-        _say_nothing_to_place(options)
+        _say_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)
     return _compile_first(gm, inputs, options, roots, executor)
 
@@ -130,12 +130,13 @@ def _log_graph_break(gm: fx.GraphModule) -> None:
         log.info("graph break at %s:%d: what follows is planned as a graph of its own. %s", *found)
 
 
-def _say_nothing_to_place(options: Options) -> None:
+def _say_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
     message = (
         "the captured graph reads no floating-point parameter of a module, so there is nothing to place: "
         f"it runs as with backend={options.inner!r}, without a memory budget."
     )
-    if all_ledgers():  # beside a managed model: a piece of it behind a graph break, as a loss is
+    takes_activations = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+    if takes_activations or not torch.is_grad_enabled():  # a piece of a model behind a graph break, as a loss is
         log.debug("%s", message)
     else:
         warnings.warn(message, ElixirWarning, stacklevel=4)

@@ -201,6 +201,7 @@ class Compilation:
         self._executor.begin()
         try:
             results = self.forward.forward(args)
+            self._executor.end()
         except BaseException:
             self._executor.abandon()
             raise

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, machine
+from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.ir import StepGraph
 from elixir_compile.ops.registry import is_hybrid
@@ -42,7 +42,7 @@ def problem_of(
         host_budget_bytes=host_budget_bytes(options),
         state_nbytes={slot.name: _STATE_COPIES * slot.nbytes for slot in trained},
         hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
-        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes,
+        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),

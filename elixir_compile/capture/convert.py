@@ -6,6 +6,7 @@ of fake storages, because a recomputed node carries the fake tensor of the node 
 joined with what the forward saved. What is not modelled: workspaces inside kernels.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,8 +40,32 @@ class Captured:
 
 
 def ops_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of `graph` that are ops of the `StepGraph`, in order."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
+    """Return the nodes of `graph` that are ops of the `StepGraph`, in order: those that compute.
+
+    A view computes nothing and takes no memory; it goes where its base goes. The exception is a view of a parameter
+    that the step hands out.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
+    return [node for node in calls if not is_view(node) or _hands_out_a_parameter(node)] or calls
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` is another look at the memory of its one input: a view, or one of several results."""
+    looks = node.target is operator.getitem or getattr(node.target, "is_view", False)
+    return looks and len(node.all_input_nodes) == 1
+
+
+def is_parameter_view(node: fx.Node) -> bool:
+    """Whether `node` is a view, or a view of a view, of one parameter."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+        if node.target is parameter:
+            return True
+    return False
+
+
+def _hands_out_a_parameter(node: fx.Node) -> bool:
+    return is_parameter_view(node) and any(user.op == "output" for user in node.users)
 
 
 def op_id(phase: Phase, node: fx.Node) -> OpId:
@@ -149,6 +174,7 @@ class _Builder:
         for node, ids in known.items():
             by_key.update(zip(_keys(node), ids, strict=False))
         absorbed = absorbed_nodes(graph) if self.captured.fused else {}
+        ops = set(ops_of(graph))
         for node in graph.nodes:
             if node.op == "placeholder" and node not in known and node.users:
                 storages[node] = self._enter(node, Kind.INPUT, by_key, phase)
@@ -157,7 +183,9 @@ class _Builder:
             elif node.op == "call_function" and node.target is parameter:
                 storages[node] = self._enter_parameter(node, by_key)
             elif node.op == "call_function" and node.target not in MARKERS:
-                self._enter_op(node, phase, storages, by_key, absorbed)
+                op = self._enter_call(node, phase, storages, by_key, absorbed)
+                if node in ops:
+                    self.ops.append(op)
         return storages
 
     def _enter_parameter(self, node: fx.Node, by_key: dict[int, StorageId]) -> tuple[StorageId, ...]:
@@ -185,17 +213,19 @@ class _Builder:
             found.append(by_key[key])
         return tuple(found)
 
-    def _enter_op(
+    def _enter_call(
         self,
         node: fx.Node,
         phase: Phase,
         storages: dict[fx.Node, tuple[StorageId, ...]],
         by_key: dict[int, StorageId],
         absorbed: Mapping[fx.Node, None],
-    ) -> None:
+    ) -> Op:
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
         base = overwritten_input(node) if self.captured.fused else None
-        base = base or _viewed(node)
+        is_overwrite = base is not None
+        if is_view(node) and node.target is not operator.getitem:
+            base = node.all_input_nodes[0]
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: each gather of one parameter left a fake storage of its own.
             by_key.update((key, storages[base][0]) for key in _keys(node))
@@ -209,31 +239,22 @@ class _Builder:
             storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
             made = [s for s in dict.fromkeys(storages[node]) if s not in before]
             mutated = _mutated(node, storages)
-            if base is not None and _viewed(node) is None:
+            if is_overwrite:
                 mutated.extend(storages[base])
-            is_view = not made and not mutated
-            reads = () if is_view else tuple(inputs)
+            reads = tuple(inputs) if made or mutated else ()
             writes = tuple(dict.fromkeys([*made, *mutated]))
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
-        self.ops.append(
-            Op(
-                id=op_id(phase, node),
-                target=str(node.target),
-                phase=phase,
-                reads=reads,
-                writes=writes,
-                flops=compat.flops_of(node),
-                moved_bytes=moved,
-                module=module_path(node),
-                source=source_line(node),
-            )
+        return Op(
+            id=op_id(phase, node),
+            target=str(node.target),
+            phase=phase,
+            reads=reads,
+            writes=writes,
+            flops=compat.flops_of(node),
+            moved_bytes=moved,
+            module=module_path(node),
+            source=source_line(node),
         )
-
-
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return what `node` is a view of, or None when it is no view of one tensor."""
-    is_view = getattr(node.target, "is_view", False) and len(node.all_input_nodes) == 1
-    return node.all_input_nodes[0] if is_view else None
 
 
 def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:

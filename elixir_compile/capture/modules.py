@@ -1,8 +1,9 @@
 """Modules whose parameters read as gathers.
 
-`swap` gives a module that directly owns parameters a subclass whose property `weight` returns
-`elixir::gather(handle, size, stride, key)`. The parameter stays in `_parameters`, so `state_dict`, `parameters()` and
-optimizers see what they always see. A copy or a pickle of a swapped module is a plain module again.
+`swap` gives a module that directly owns parameters a subclass whose property `weight` is
+`elixir::gather(handle, size, stride, key)` to a compiler, and to eager code the parameter itself where it is on the
+compute device. The parameter stays in `_parameters`, so `state_dict`, `parameters()` and optimizers see what they
+always see. A copy or a pickle of a swapped module is a plain module again.
 """
 
 import copyreg
@@ -79,6 +80,11 @@ def _gathered(name: str, slot: Slot) -> property:
     size, stride = list(slot.param.shape), list(slot.param.stride())
 
     def read(module: nn.Module) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            slot.follow_thaw()
+            param = module._parameters[name]
+            if param.device == slot.device:
+                return param  # eager code finds what it always finds, `.grad` included
         return GATHER(getattr(module, attribute), size, stride, key)
 
     # Called from code that Dynamo does not compile, it would become a graph of one gather, and the key a symbol.

@@ -5,7 +5,7 @@ import re
 from torch import fx
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_STEP = re.compile(r"\['?([^'\]]+)'?\]|\.?([A-Za-z_]\w*)")
+_STEP = re.compile(r"\['?([^'\]]+)'?\]|\.?(\w+)")
 _DROPPED = {"L", "G", "self", "_modules", "_parameters", "_buffers", "_orig_mod"}
 
 

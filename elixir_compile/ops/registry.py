@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from elixir_compile.errors import NotPrepared
+from elixir_compile.errors import NotPrepared, UnsupportedModel
 
 
 class GradientSink(Protocol):
@@ -27,7 +27,7 @@ class GradientSink(Protocol):
 class Slot:
     """One parameter of a prepared model: where autograd meets it and who runs it."""
 
-    __slots__ = ("__weakref__", "_handles", "device", "key", "name", "param", "sink")
+    __slots__ = ("__weakref__", "_handles", "_made_as", "device", "key", "name", "param", "sink")
 
     def __init__(
         self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: GradientSink
@@ -38,6 +38,16 @@ class Slot:
         self.device = device
         self.sink = sink
         self._handles: list[torch.Tensor] = []
+        self._made_as = _form(param)
+
+    def check_form(self) -> None:
+        """Raise UnsupportedModel when the parameter is no longer what graphs were captured for: `model.half()`."""
+        if _form(self.param) != self._made_as:
+            raise UnsupportedModel(
+                self.name,
+                f"it was {_words(self._made_as)} when Elixir took charge of it and is {_words(_form(self.param))} now. "
+                "Cast the model first, then prepare or compile it",
+            )
 
     @property
     def nbytes(self) -> int:
@@ -55,12 +65,27 @@ class Slot:
         self._handles.append(handle)
         return handle
 
-    def follow_requires_grad(self) -> bool:
-        """Let the handles require a gradient where the parameter does; say whether that changed any."""
-        stale = [handle for handle in self._handles if handle.requires_grad != self.param.requires_grad]
+    def follow_thaw(self) -> bool:
+        """Let the handles require a gradient where the parameter began to; say whether that changed any.
+
+        Of a parameter that was frozen the gradient is still made, and dropped: nothing has to be captured again.
+        """
+        stale = [handle for handle in self._handles if self.param.requires_grad and not handle.requires_grad]
         for handle in stale:
-            handle.requires_grad_(self.param.requires_grad)
+            handle.requires_grad_()
         return bool(stale)
+
+
+_Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def _form(param: torch.Tensor) -> _Form:
+    return param.dtype, param.shape, param.stride()
+
+
+def _words(form: _Form) -> str:
+    dtype, shape, stride = form
+    return f"{dtype} of shape {tuple(shape)} and strides {stride}"
 
 
 _KEYS = itertools.count()
@@ -102,7 +127,7 @@ def is_hybrid(param: torch.Tensor) -> bool:
 
 
 def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Count a step of any optimizer as a change: torch's fused kernels leave the version, by which stale copies are known, as it was."""
+    """Count a step of any optimizer as a change: fused kernels leave the version, which tells stale copies, alone."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     torch.autograd.graph.increment_version([param for param in params if slot_of(param) is not None])
 

@@ -21,11 +21,10 @@ from elixir_compile import compat
 from elixir_compile.errors import NoGraphCaptured
 from elixir_compile.ir import Lane, Tier
 from elixir_compile.ops.registry import claim_for_hybrid, slot_of
+from elixir_compile.optim.loading import STATISTICS, held, unheld
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
-
-_STATISTICS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class HybridAdamW(torch.optim.AdamW):
@@ -57,7 +56,8 @@ class HybridAdamW(torch.optim.AdamW):
         # stay untouched.
         self._step_supports_amp_scaling = False
         self._rooms = StateRooms()
-        self._placed: weakref.WeakKeyDictionary[Executor, int] = weakref.WeakKeyDictionary()
+        self._placed: weakref.WeakKeyDictionary[RunningBucket, set[int]] = weakref.WeakKeyDictionary()
+        """By bucket, the ids of the parameters whose state is where the bucket's placement says."""
         self._has_stepped = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -68,8 +68,15 @@ class HybridAdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`, and put the state where the plan says."""
-        super().load_state_dict(state_dict)
-        self._placed.clear()
+        entries = state_dict["state"].items()
+        super().load_state_dict({**state_dict, "state": {index: held(entry) for index, entry in entries}})
+        for param, entry in self.state.items():
+            self.state[param] = unheld(entry, param, stays=self._is_on_host(param))
+
+    def _is_on_host(self, param: nn.Parameter) -> bool:
+        slot = slot_of(param)
+        bucket = None if slot is None else slot.sink.running(slot)
+        return bucket is not None and bucket.placement.optim is Tier.HOST
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -115,7 +122,7 @@ class HybridAdamW(torch.optim.AdamW):
             else:
                 buckets.setdefault(bucket, []).append(param)
                 executors[bucket] = slot.sink
-        self._place_state(group, buckets, unplanned, executors)
+        self._place_state(group, buckets, unplanned)
         if unplanned:
             _fused_adamw(unplanned, unplanned, [p.grad for p in unplanned], self.state, group)
         on_device = [bucket for bucket in buckets if bucket.placement.optim is Tier.DEVICE]
@@ -141,23 +148,23 @@ class HybridAdamW(torch.optim.AdamW):
         group: Mapping[str, Any],
         buckets: Mapping[RunningBucket, list[nn.Parameter]],
         unplanned: Iterable[nn.Parameter],
-        executors: Mapping[RunningBucket, Executor],
     ) -> None:
         """Create the state of parameters that have none, and move what a new plan wants elsewhere."""
         for param in unplanned:
             self._create_state(param, group, {})
         for bucket, params in buckets.items():
-            is_placed = self._placed.get(executors[bucket]) == executors[bucket].generation
+            placed = self._placed.setdefault(bucket, set())
             for param in params:
+                if id(param) in placed and self.state[param]:
+                    continue
                 rooms = {}
-                if bucket.placement.optim is Tier.HOST and not (is_placed and self.state[param]):
+                if bucket.placement.optim is Tier.HOST:
                     rooms = {name: self._rooms.room(bucket, name, param) for name in _names(group)}
-                if not self.state[param]:
-                    self._create_state(param, group, rooms)
-                elif not is_placed:
+                if self.state[param]:
                     self._move_state(param, group, rooms)
-        for executor in set(executors.values()):
-            self._placed[executor] = executor.generation
+                else:
+                    self._create_state(param, group, rooms)
+                placed.add(id(param))
 
     def _create_state(self, param: nn.Parameter, group: Mapping[str, Any], rooms: Mapping[str, torch.Tensor]) -> None:
         state = self.state[param]
@@ -165,7 +172,8 @@ class HybridAdamW(torch.optim.AdamW):
             return
         for name in _names(group):
             room = rooms.get(name)
-            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format) if room is None else room
+            fresh = torch.zeros_like(param, memory_format=torch.preserve_format) if room is None else room.zero_()
+            state[name] = fresh
         state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
 
     def _move_state(self, param: nn.Parameter, group: Mapping[str, Any], rooms: Mapping[str, torch.Tensor]) -> None:
@@ -179,7 +187,13 @@ class HybridAdamW(torch.optim.AdamW):
 
 
 def _names(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return _STATISTICS if group["amsgrad"] else _STATISTICS[:2]
+    return STATISTICS if group["amsgrad"] else STATISTICS[:2]
+
+
+def _beside(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
+    """Return `lr` where the kernel of `weight` reads it: a number and a tensor on the host are read everywhere."""
+    is_elsewhere = isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device
+    return lr.to(weight.device) if is_elsewhere else lr
 
 
 def _fused_adamw(
@@ -204,7 +218,7 @@ def _fused_adamw(
             [entry["max_exp_avg_sq"] for entry in own] if group["amsgrad"] else [],
             steps,
             amsgrad=group["amsgrad"],
-            lr=group["lr"],
+            lr=_beside(group["lr"], weights[indices[0]]),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             weight_decay=group["weight_decay"],

@@ -104,7 +104,11 @@ def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
     writer.executor = graph.get_attr("executor")
     if writer.phase is Phase.BACKWARD:
         stamp = writer.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
-        graph.call_method("check", (writer.executor, writer.values[TICKET], stamp.args[0]))
+        graph.call_method("check", (writer.executor, writer.values[TICKET], _names(writer, stamp.args[0])))
+
+
+def _names(writer: _Writer, keys: Sequence[int]) -> tuple[str, ...]:
+    return tuple(writer.captured.param_names[key] for key in keys)
 
 
 def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionGraph]) -> None:
@@ -173,7 +177,7 @@ def _write_output(writer: _Writer, source: fx.Graph) -> None:
         if not isinstance(node, fx.Node):
             return node
         if node.target is ticket:
-            return writer.graph.call_method("ticket", (writer.executor, node.args[0]))
+            return writer.graph.call_method("ticket", (writer.executor, _names(writer, node.args[0])))
         if node.target is parameter:
             return _param_value(writer, node.args[0])
         return writer.values[node.name]

@@ -1,14 +1,13 @@
 """Cut one half of a capture into the regions of a plan, each a graph of its own that computes and nothing else."""
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from elixir_compile.capture.convert import MARKERS, op_id, ops_of
-from elixir_compile.capture.joint import gradient, parameter
+from elixir_compile.capture.convert import MARKERS, is_parameter_view, op_id, ops_of
+from elixir_compile.capture.joint import gradient
 from elixir_compile.ir import Phase, Plan
 
 
@@ -47,27 +46,17 @@ def _assign(graph: fx.Graph, spans: Sequence, phase: Phase) -> dict[fx.Node, int
     A view costs nothing, so it belongs to the region that makes its base: a gradient is whole once its storage is
     written. Views of parameters are left out: they belong to whoever reads them.
     """
-    index, where = 0, {}
-    for node in ops_of(graph):
-        if not is_parameter_view(node):
-            where[node] = where.get(node.all_input_nodes[0], index) if _is_plain_view(node) else index
-        if op_id(phase, node) == spans[index].last:
-            index += 1
+    index, where, ops = 0, {}, set(ops_of(graph))
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target in MARKERS:
+            continue
+        if node in ops:
+            where[node] = index
+            index += op_id(phase, node) == spans[index].last
+        elif not is_parameter_view(node):
+            # A view of an input belongs to whatever runs next; behind the last op, to the last region.
+            where[node] = where.get(node.all_input_nodes[0], min(index, len(spans) - 1))
     return where
-
-
-def _is_plain_view(node: fx.Node) -> bool:
-    is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
-    return is_view and len(node.all_input_nodes) == 1
-
-
-def is_parameter_view(node: fx.Node) -> bool:
-    """Whether `node` is a view, or a view of a view, of one parameter."""
-    while _is_plain_view(node):
-        node = node.all_input_nodes[0]
-        if node.target is parameter:
-            return True
-    return False
 
 
 def _outputs(graph: fx.Graph, where: Mapping[fx.Node, int]) -> set[fx.Node]:
@@ -134,9 +123,10 @@ def _in_output_order(graph: fx.Graph, outputs: Sequence[fx.Node]) -> list[fx.Nod
 def _parameter_views(body: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the parameter views that `body` reads, bases before the views of them."""
     found: dict[fx.Node, None] = {}
+    own = set(body)
 
     def visit(node: fx.Node) -> None:
-        if node not in found and node.op == "call_function" and node.target not in MARKERS and is_parameter_view(node):
+        if node not in found and node not in own and is_parameter_view(node):
             visit(node.all_input_nodes[0])
             found[node] = None
 

@@ -28,16 +28,23 @@ class RunningBucket:
         self._gathered_versions: list[int] = []
         self._offsets_bytes, self._total_bytes = _layout(self.slots)
         self._params: Slab | None = None
-        self._grads: Slab | None = None
-        self._given_out: list[weakref.ref] = []
+        self._grads: list[tuple[Slab, list[weakref.ref]]] = []
+        """Slabs of gradients, each with the storages of it that were given out."""
 
     @property
     def is_on_host(self) -> bool:
         """Whether the parameters live on the host."""
         return self.placement.param is Tier.HOST
 
+    def is_outdated(self) -> bool:
+        """Whether a parameter of a frozen bucket is trained by now."""
+        return not self.spec.trainable and any(slot.param.requires_grad for slot in self.slots)
+
     def settle_home(self, device: torch.device) -> None:
-        """Move parameters, and their gradients with them, to where the placement says."""
+        """Move parameters, and their gradients with them, to where the placement says; UnsupportedModel for one that
+        was cast."""
+        for slot in self.slots:
+            slot.check_form()
         if self.is_on_host:
             self._settle_on_host()
         else:
@@ -90,10 +97,15 @@ class RunningBucket:
 
         The memory of earlier gradients is used again unless somebody still holds one of them.
         """
-        if self._grads is None or any(reference() is not None for reference in self._given_out):
-            self._grads = Slab(self._total_bytes, pin=self.pin)
-        room = cut_slab(self._grads, self.slots, self._offsets_bytes)
-        self._given_out = [weakref.ref(tensor.untyped_storage()) for tensor in room]
+        # Two take turns when gradients accumulate; making one anew each step would pin and unpin its pages each step.
+        free = next((entry for entry in self._grads if all(reference() is None for reference in entry[1])), None)
+        if free is None:
+            slab = Slab(self._total_bytes, pin=self.pin)
+        else:
+            self._grads.remove(free)
+            slab = free[0]
+        room = cut_slab(slab, self.slots, self._offsets_bytes)
+        self._grads.append((slab, [weakref.ref(tensor.untyped_storage()) for tensor in room]))
         return room
 
     def state_room(self) -> tuple[torch.Tensor, ...]:

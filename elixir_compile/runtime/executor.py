@@ -5,6 +5,7 @@ return a `Transfer`, `wait` takes it. The executor owns every gathered copy and 
 and `param.grad`; nothing else does, so a program that fails in the middle is cleaned up by `abandon`.
 """
 
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import StaleParameters
+from elixir_compile.errors import ElixirWarning, StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Tier
-from elixir_compile.ops.registry import Slot, new_slot, slot_by_key, slot_of
+from elixir_compile.ops.registry import Slot, new_slot, slot_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
@@ -77,10 +78,13 @@ class Executor:
         return slot
 
     def buckets_in_force(self, *, for_training: bool) -> tuple[tuple[Bucket, Placement], ...]:
-        """Return the buckets with their placements; none for training while they were only made for inference."""
-        if for_training and not self._serves_training:
+        """Return the buckets with their placements; for training, those that were made for it."""
+        if not for_training:
+            return tuple((bucket.spec, bucket.placement) for bucket in self._buckets.values())
+        if not self._serves_training:
             return ()
-        return tuple((bucket.spec, bucket.placement) for bucket in self._buckets.values())
+        kept = [bucket for bucket in self._buckets.values() if not bucket.is_outdated()]
+        return tuple((bucket.spec, bucket.placement) for bucket in kept)
 
     def agrees(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, may_adopt: bool) -> bool:
         """Whether `buckets` and `placements` are in force, or, with `may_adopt`, can be put in force beside what is."""
@@ -88,7 +92,7 @@ class Executor:
             current = self._buckets.get(spec.id)
             if current is not None and (current.spec, current.placement) == (spec, placement):
                 continue
-            if not may_adopt or current is not None:
+            if not may_adopt or (current is not None and not current.is_outdated()):
                 return False
         return True
 
@@ -124,6 +128,8 @@ class Executor:
                 continue
             self.generation += 1
             slots = [self.slots[name] for name in spec.params]
+            for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
+                self._buckets.pop(old.spec.id, None)
             bucket = RunningBucket(spec, placement, slots, pin=self.device.type == "cuda")
             bucket.settle_home(self.device)
             self._buckets[spec.id] = bucket
@@ -131,24 +137,30 @@ class Executor:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before a forward: drop what a failed backward left, and put parameters that were moved back where they belong."""
+        """Before a forward: drop what a failed backward left, and put parameters that were moved back in their home."""
         if self._flush_queued_for != -1 and compat.backward_pass_id() == -1:
             # Its end never came: an exception outside of our programs, in another autograd function.
             self.abandon()
-        self._follow_requires_grad()
+        self._follow_thaws()
         for bucket in self._buckets.values():
             if bucket.has_drifted():
                 bucket.settle_home(self.device)
                 self.generation += 1
 
-    def _follow_requires_grad(self) -> None:
-        """Notice parameters that were frozen or thawed: Dynamo captures the step again at the next call."""
-        changed = [slot for slot in self.slots.values() if slot.follow_requires_grad()]
-        late = [slot.name for slot in changed if slot.param.requires_grad]
+    def end(self) -> None:
+        """After a program: let go of the host's parameters, which anybody may write once it has returned.
+
+        Costs no overlap: compute behind the last gather is queued already.
+        """
+        self._h2d.settle()
+
+    def _follow_thaws(self) -> None:
+        """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
+        late = [slot.name for slot in self.slots.values() if slot.follow_thaw()]
         if late:
             warnings.warn(
-                f"{', '.join(late)} began to require a gradient after the step was captured, so this forward gives none "
-                "for it; the next one does. Call the compiled model once under `torch.no_grad()` to lose no step.",
+                f"{', '.join(late)} began to require a gradient after the step was captured, so this forward gives "
+                "none for it; the next one does. Call the compiled model once under `torch.no_grad()` to lose no step.",
                 ElixirWarning,
                 stacklevel=2,
             )
@@ -172,7 +184,7 @@ class Executor:
 
     def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
         """Let compute issued from now on run behind `transfer`; return what it brought."""
-        wait_on_compute(transfer.event)
+        wait_on_compute(transfer.event, self.device)
         transfer.kept = ()
         return transfer.values
 
@@ -208,8 +220,8 @@ class Executor:
         with self._d2h.behind_compute(), self.ledger.span(Lane.D2H, f"offload {bucket_id}"):
             for slot, target in zip(bucket.slots, room, strict=True):
                 pending = self._pending.get(slot.key)
-                if pending is None:
-                    continue
+                if pending is None or pending[1].device != self.device:
+                    continue  # No gradient, or one that left when another graph of this backward was done with it.
                 target.copy_(pending[1], non_blocking=True)
                 self._pending[slot.key] = (slot, target)
                 leaving.append(pending[1])
@@ -218,15 +230,15 @@ class Executor:
         self._arriving.append(transfer)
         return transfer
 
-    def ticket(self, keys: Sequence[int]) -> torch.Tensor:
-        """Return what `check` compares: the versions of the parameters `keys` now."""
-        return torch.tensor(self._versions(keys), dtype=torch.int64)
+    def ticket(self, names: Sequence[str]) -> torch.Tensor:
+        """Return what `check` compares: the versions of the parameters `names` now."""
+        return torch.tensor(self._versions(names), dtype=torch.int64)
 
-    def check(self, ticket: torch.Tensor, keys: Sequence[int]) -> None:
+    def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
         """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
-        for key, before, now in zip(keys, ticket.tolist(), self._versions(keys), strict=True):
+        for name, before, now in zip(names, ticket.tolist(), self._versions(names), strict=True):
             if before != now:
-                raise StaleParameters(slot_by_key(key).name)
+                raise StaleParameters(name)
         self._queue_flush()
 
     # Forwards whose backward is still to come.
@@ -245,11 +257,15 @@ class Executor:
     @torch.no_grad()
     def accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
         """Add `grad`, made by eager code, to the gradient of `slot`."""
-        self._add(slot, grad.clone() if grad._is_view() else grad)
+        # A copy, because autograd may hand one tensor to several parameters: the gradients of a sum are one tensor.
+        self._add(slot, grad.clone())
         self._queue_flush()
 
     def abandon(self) -> None:
         """After an exception: drop gathered copies and gradients that were on their way."""
+        # Their memory must not be used again while a copy still reads or writes it.
+        self._h2d.settle()
+        self._d2h.settle()
         self._pending.clear()
         self._arriving.clear()
         self._flush_queued_for = -1
@@ -257,8 +273,16 @@ class Executor:
             bucket.release()
 
     def _add(self, slot: Slot, grad: torch.Tensor) -> None:
-        pending = self._pending.get(slot.key)
-        self._pending[slot.key] = (slot, grad if pending is None else pending[1].add_(grad))
+        _, total = self._pending.get(slot.key, (slot, None))
+        if total is None:
+            total = grad
+        elif total.device == grad.device:
+            total.add_(grad)
+        else:
+            # Another graph of this backward sent its share to the host: it comes back, and the sum leaves later.
+            wait_on_compute(self._d2h.mark(), self.device)
+            total = grad.add_(total.to(grad.device, non_blocking=True))
+        self._pending[slot.key] = (slot, total)
 
     def _queue_flush(self) -> None:
         backward = compat.backward_pass_id()
@@ -269,17 +293,16 @@ class Executor:
     @torch.no_grad()
     def _flush(self) -> None:
         """End a backward: publish every gradient as `param.grad`."""
-        for transfer in self._arriving:
-            if transfer.event is not None:
-                transfer.event.synchronize()
+        self._d2h.settle()
         self._arriving.clear()
+        self.end()
         pending, self._pending = self._pending, {}
         self._flush_queued_for = -1
         for slot, grad in pending.values():
             _publish(slot.param, grad)
 
-    def _versions(self, keys: Sequence[int]) -> list[int]:
-        return [slot_by_key(key).param._version for key in keys]
+    def _versions(self, names: Sequence[str]) -> list[int]:
+        return [self.slots[name].param._version for name in names]
 
 
 def _publish(param: torch.nn.Parameter, grad: torch.Tensor) -> None:

@@ -18,8 +18,12 @@ import torch
 
 from elixir_compile.errors import ElixirWarning
 
-ALIGN_BYTES = 64
-"""What torch's own CPU allocator aligns to; vector loads of the fused optimizer want it."""
+ALIGN_BYTES = 256
+"""Alignments up to this decide which kernel cuBLAS takes: a gathered matrix gets that of one allocated alone."""
+
+
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for every device, not only for the current one."""
 
 
 class _Mapping(mmap.mmap):
@@ -148,8 +152,11 @@ def is_slab_memory(data_ptr: int) -> bool:
 
 
 def _pin(address: int, nbytes: int) -> bool:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
     if error:
+        # CUDA remembers the refusal, and torch would raise it behind the next kernel that it launches: let this be it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
         warnings.warn(
             f"CUDA refused to pin {nbytes} bytes of host memory (error {error}): copies from it block. "
             "Raise the locked-memory limit (`ulimit -l`), or lower `host_memory`.",

@@ -35,8 +35,13 @@ class CopyStream:
         """Return an event that completes with the copies issued so far; None where copies are synchronous."""
         return None if self._stream is None else self._stream.record_event()
 
+    def settle(self) -> None:
+        """Let the caller wait until every copy issued so far is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
-def wait_on_compute(event: torch.cuda.Event | None) -> None:
-    """Let compute issued from now on start behind `event`."""
+
+def wait_on_compute(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Let compute issued on `device` from now on start behind `event`."""
     if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(device).wait_event(event)

@@ -159,7 +159,7 @@ def test_a_step_between_forward_and_backward_is_refused() -> None:
     loss = loss_of(got.compiled, batches[1])
     loss_of(got.compiled, batches[1]).backward()
     got.optimizer.step()
-    with pytest.raises(elixir.StaleParameters, match="before `optimizer.step\\(\\)`"):
+    with pytest.raises(elixir.StaleParameters, match=r"before `optimizer.step\(\)`"):
         loss.backward()
     got.optimizer.zero_grad()
     assert_same_tensors(expected.weights, got.weights)

@@ -206,13 +206,25 @@ def test_a_parameter_frozen_later_no_longer_changes_and_trains_again_when_thawed
 def test_a_parameter_that_was_frozen_before_preparing_trains_when_thawed() -> None:
     model, batches = seeded(Stack), vectors(4)
     model.head.weight.requires_grad_(False)
-    runs = by_torch(model), by_elixir(model, device_memory=int(1.5 * tight_bytes(model, batches[0])))
-    for run in runs:
+    expected, got = by_torch(model), by_elixir(model, device_memory=int(1.5 * tight_bytes(model, batches[0])))
+    for run in (expected, got):
         run.train(batches[:2])
         run.model._modules["head"]._parameters["weight"].requires_grad_(True)
-        run.train(batches[2:])
-    assert_offloads(runs[1])
-    assert_same(*runs)
+    with torch.no_grad(), pytest.warns(elixir.ElixirWarning, match="head.weight began to require a gradient"):
+        loss_of(got.compiled, batches[2])
+    expected.train(batches[2:])
+    got.train(batches[2:])
+    assert_offloads(got)
+    assert_same(expected, got)
+
+
+def test_a_thawed_parameter_trains_at_once_uncompiled() -> None:
+    model, batch = seeded(Stack), vectors(1)[0]
+    weight = model.head.weight.requires_grad_(False)
+    elixir.prepare(model)
+    weight.requires_grad_(True)
+    model(batch).backward()
+    assert weight.grad is not None
 
 
 def test_a_larger_batch_is_planned_before_it_runs() -> None:

@@ -29,10 +29,10 @@ def test_a_slab_is_whole_pages_of_zeros() -> None:
 def test_each_tensor_has_its_own_storage_of_its_own_bytes() -> None:
     slab = Slab(1 << 20, pin=False)
     first = slab.tensor(torch.float32, (3, 5), 0)
-    second = slab.tensor(torch.bfloat16, (7,), 64)
+    second = slab.tensor(torch.bfloat16, (7,), ALIGN_BYTES)
     assert first.untyped_storage().nbytes() == 60
     assert second.untyped_storage().nbytes() == 14
-    assert second.data_ptr() - first.data_ptr() == 64
+    assert second.data_ptr() - first.data_ptr() == ALIGN_BYTES
     assert second.storage_offset() == 0
 
 
@@ -44,8 +44,8 @@ def test_saving_one_tensor_does_not_save_the_slab() -> None:
 
 def test_tensors_share_the_memory_of_the_slab() -> None:
     slab = Slab(256, pin=False)
-    slab.tensor(torch.float32, (4,), 64).fill_(1.5)
-    assert slab.tensor(torch.float32, (2, 2), 64).tolist() == [[1.5, 1.5], [1.5, 1.5]]
+    slab.tensor(torch.float32, (4,), ALIGN_BYTES).fill_(1.5)
+    assert slab.tensor(torch.float32, (2, 2), ALIGN_BYTES).tolist() == [[1.5, 1.5], [1.5, 1.5]]
     assert slab.tensor(torch.float32, (4,), 0).tolist() == [0.0] * 4
 
 
@@ -61,7 +61,12 @@ def test_a_scalar_works() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "offset_bytes", "sentence"),
-    [((1,), 4, "multiple of 64"), ((1,), -64, "0 or more"), ((2048,), 0, "do not fit"), ((1,), 4096, "do not fit")],
+    [
+        ((1,), 4, f"multiple of {ALIGN_BYTES}"),
+        ((1,), -ALIGN_BYTES, "0 or more"),
+        ((2048,), 0, "do not fit"),
+        ((1,), 4096, "do not fit"),
+    ],
 )
 def test_what_does_not_fit_is_refused(shape: tuple[int, ...], offset_bytes: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
@@ -74,7 +79,12 @@ def test_a_negative_size_is_refused() -> None:
 
 
 def test_aligned_bytes_rounds_up() -> None:
-    assert [aligned_bytes(nbytes) for nbytes in (0, 1, 64, 65)] == [0, ALIGN_BYTES, ALIGN_BYTES, 2 * ALIGN_BYTES]
+    assert [aligned_bytes(nbytes) for nbytes in (0, 1, ALIGN_BYTES, ALIGN_BYTES + 1)] == [
+        0,
+        ALIGN_BYTES,
+        ALIGN_BYTES,
+        2 * ALIGN_BYTES,
+    ]
 
 
 def test_a_tensor_keeps_the_memory_and_the_last_one_frees_it() -> None:
@@ -147,7 +157,7 @@ def test_without_cuda_a_pinned_slab_is_pageable() -> None:
 def test_a_pinned_slab_copies_asynchronously_and_unpins() -> None:
     for _ in range(3):  # the same pages are often mapped again: registering them twice would be refused
         slab = Slab(1 << 22, pin=True)
-        tensor = slab.tensor(torch.float32, (1024,), 64).fill_(3.0)
+        tensor = slab.tensor(torch.float32, (1024,), ALIGN_BYTES).fill_(3.0)
         assert slab.is_pinned
         assert tensor.is_pinned()
         assert tensor.to("cuda", non_blocking=True).sum().item() == 3072.0

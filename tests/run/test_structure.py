@@ -196,7 +196,7 @@ def test_a_graph_break_trains_and_is_logged(start: Callable, caplog: pytest.LogC
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which reads its weights as one flat list and which Dynamo does not trace, before a stack, which it does."""
+    """An LSTM, which reads its weights as one flat list and which Dynamo does not trace, before a stack."""
 
     def __init__(self) -> None:
         super().__init__()

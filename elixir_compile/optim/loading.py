@@ -1,0 +1,35 @@
+"""Load optimizer state without moving it to the device on the way.
+
+`torch.optim.Optimizer.load_state_dict` moves every statistic to the device of its parameter, all of them at once. Where
+the plan keeps them on the host they may not fit there, so they pass through it in a wrapper that it leaves alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+STATISTICS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class _Held:
+    """A tensor that `load_state_dict` takes for some other value."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def held(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter with its statistics wrapped."""
+    return {name: _Held(value) if name in STATISTICS else value for name, value in entry.items()}
+
+
+def unheld(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
+    """Return what `held` took; the statistics in the dtype of `param` and, unless each `stays`, on its device."""
+    return {
+        name: value.tensor.to(dtype=param.dtype, device=None if stays else param.device)
+        if isinstance(value, _Held)
+        else value
+        for name, value in entry.items()
+    }

@@ -1,0 +1,93 @@
+"""`capture.convert`: storages, aliases and kinds of a captured step, worked out by hand."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.capture.convert import step_graph
+from elixir_compile.ir import Kind, Phase, StepGraph
+from tests.fx.captures import Pair, Shared, record_of
+
+FLOAT = 4
+
+
+def bytes_of(graph: StepGraph, kind: Kind) -> int:
+    return sum(storage.nbytes for storage in graph.storages if storage.kind is kind)
+
+
+def test_a_pair_of_linear_layers() -> None:
+    """x 3x4, up 8x4 + 8, down 4x8 + 4: gradients are as large as parameters, and `relu` saves its result."""
+    graph = record_of(Pair(), torch.randn(3, 4)).graph
+    params_bytes = (8 * 4 + 8 + 4 * 8 + 4) * FLOAT
+    assert bytes_of(graph, Kind.PARAM) == params_bytes
+    assert bytes_of(graph, Kind.GRAD) == params_bytes
+    assert bytes_of(graph, Kind.INPUT) == 3 * 4 * FLOAT
+    assert bytes_of(graph, Kind.SAVED) == 3 * 8 * FLOAT
+    assert [op.phase for op in graph.ops].count(Phase.UPDATE) == 1
+
+
+def test_views_share_the_storage_of_their_base_and_are_no_ops() -> None:
+    graph = record_of(Pair(), torch.randn(3, 4)).graph
+    assert not any(op.target in ("aten.t.default", "aten.view.default") for op in graph.ops)
+    assert ("fwd.t", "up.weight") in graph.aliases
+    products = [op for op in graph.ops if op.target == "aten.addmm.default"]
+    assert [set(op.reads) & {"up.weight", "down.weight"} for op in products] == [{"up.weight"}, {"down.weight"}]
+
+
+def test_a_tied_weight_is_one_storage() -> None:
+    graph = record_of(Shared(), torch.randint(0, 6, (2, 3))).graph
+    assert [storage.id for storage in graph.storages if storage.kind is Kind.PARAM] == ["embed.weight"]
+    gradients = [storage for storage in graph.storages if storage.kind is Kind.GRAD]
+    assert [storage.of for storage in gradients] == ["embed.weight"] * 2
+
+
+class Normalised(nn.Module):
+    """BatchNorm changes its buffers in place; the second output is the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x)).sum()
+
+
+def test_an_op_in_place_writes_the_storage_it_was_given() -> None:
+    graph = record_of(Normalised().train(), torch.randn(5, 4)).graph
+    inputs = {storage.id for storage in graph.storages if storage.kind is Kind.INPUT}
+    written = {name for op in graph.ops if op.target == "aten.copy_.default" for name in op.writes}
+    assert written
+    assert written <= inputs
+
+
+class Echo(nn.Module):
+    """Returns a view of what it was given beside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.out(x).sum(), x.view(-1)
+
+
+def test_an_output_that_aliases_an_input_is_no_new_storage() -> None:
+    compiled = torch.compile(elixir.prepare(Echo()), backend="elixir", options={"inner": "aot_eager", "report": False})
+    loss, echo = compiled(torch.randn(3, 4))
+    loss.backward()
+    (record,) = elixir.compilations(compiled)
+    assert echo.shape == (12,)
+    loss_bytes = FLOAT
+    assert sum(s.nbytes for s in record.graph.storages if s.id in record.graph.outputs) == loss_bytes
+
+
+def test_fused_regions_have_fewer_storages_and_the_same_parameters() -> None:
+    record = record_of(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1), nn.Flatten(0)), torch.randn(1, 4))
+    captured = record._captured
+    fused = step_graph(dataclasses.replace(captured, fused=True), {}, [])
+    assert len(fused.ops) == len(record.graph.ops)
+    assert bytes_of(fused, Kind.TEMP) <= bytes_of(record.graph, Kind.TEMP)
+    assert bytes_of(fused, Kind.PARAM) == bytes_of(record.graph, Kind.PARAM)

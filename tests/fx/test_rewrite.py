@@ -1,0 +1,74 @@
+"""`rewrite`: programs as text against goldens, and `check` against programs that were broken on purpose."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+
+from elixir_compile.errors import IllegalSchedule
+from elixir_compile.ir import Phase
+from elixir_compile.rewrite.check import check
+from tests.fx.captures import GOLDENS, Pair, Shared, tight
+
+CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "pair": (Pair, torch.ones(3, 4)),
+    "shared": (Shared, torch.zeros(2, 3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_program_is_the_golden_one(name: str, request: pytest.FixtureRequest) -> None:
+    model, batch = CASES[name]
+    record = tight(model, batch)
+    golden = GOLDENS / f"{name}.txt"
+    assert str(record) + "\n" == golden.read_text(encoding="utf-8")
+
+
+def test_a_program_runs_what_it_prints() -> None:
+    record = tight(Pair, torch.ones(3, 4))
+    code = record.forward.code
+    assert code.index("executor.gather('b0')") < code.index("executor.wait(b0_gather)") < code.index("self.fwd_0")
+    assert code.index("self.fwd_0") < code.index("executor.release('b0')")
+
+
+def node(program: fx.GraphModule, verb: str, what: str | None = None) -> fx.Node:
+    calls = program.graph.find_nodes(op="call_method", target=verb)
+    return next(call for call in calls if what is None or call.args[1] == what)
+
+
+def swap_two_releases(program: fx.GraphModule) -> None:
+    first, last = program.graph.find_nodes(op="call_method", target="release")[:2]
+    last.append(first)
+
+
+def drop_a_release(program: fx.GraphModule) -> None:
+    program.graph.erase_node(node(program, "release"))
+
+
+def wait_twice(program: fx.GraphModule) -> None:
+    wait = node(program, "wait")
+    with program.graph.inserting_after(wait):
+        program.graph.call_method("wait", wait.args)
+
+
+def release_before_the_region(program: fx.GraphModule) -> None:
+    release = node(program, "release", "b0")
+    program.graph.find_nodes(op="call_module", target="fwd_0")[0].prepend(release)
+
+
+BREAKS: dict[Callable[[fx.GraphModule], None], str] = {
+    swap_two_releases: "where the schedule has",
+    drop_a_release: "where the schedule has|actions, the schedule has",
+    wait_twice: "where the schedule has|waited for 2 times",
+    release_before_the_region: "where the schedule has|reads bucket b0 after",
+}
+
+
+@pytest.mark.parametrize("break_it", BREAKS, ids=lambda break_it: break_it.__name__)
+def test_check_refuses_a_broken_program(break_it: Callable[[fx.GraphModule], None]) -> None:
+    record = tight(Pair, torch.ones(3, 4))
+    check(record.forward, record.plan, Phase.FORWARD)
+    break_it(record.forward)
+    with pytest.raises(IllegalSchedule, match=BREAKS[break_it]):
+        check(record.forward, record.plan, Phase.FORWARD)

@@ -1,0 +1,169 @@
+"""Bad input: a clear error or warning, and the user's model and optimizer as they were."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.capture.modules import is_swapped
+from tests.run.models import Stack
+from tests.run.training import hybrid_adamw, plain_step
+
+
+class Untouched:
+    """A model and its optimizer as they were before, to compare with after."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        trains = any(param.is_floating_point() for param in model.parameters())
+        self.optimizer = hybrid_adamw(model.parameters()) if trains else None
+        self.classes = [type(module) for module in model.modules()]
+        self.pointers = [param.data_ptr() for param in model.parameters()]
+        self.state = copy.deepcopy(model.state_dict())
+
+    def check(self) -> None:
+        assert [type(module) for module in self.model.modules()] == self.classes
+        assert not any(is_swapped(module) for module in self.model.modules())
+        assert [param.data_ptr() for param in self.model.parameters()] == self.pointers
+        assert all(param.grad is None for param in self.model.parameters())
+        assert all(torch.equal(value, self.state[name]) for name, value in self.model.state_dict().items())
+        assert self.optimizer is None or not self.optimizer.state
+
+
+def compile_with(model: nn.Module, **options: object) -> Callable[..., torch.Tensor]:
+    return torch.compile(model, backend="elixir", options={"inner": "aot_eager", "report": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"device_memroy": "1GiB"}, elixir.UnknownOption, "Did you mean 'device_memory'"),
+        ({"device_memory": "a lot"}, elixir.InvalidOption, "20GiB"),
+        ({"device_memory": -1}, elixir.InvalidOption, "device_memory"),
+        ({"device_memory": 0}, elixir.InvalidOption, "device_memory"),
+        ({"planner": "greddy"}, elixir.InvalidOption, "'greedy'"),
+        ({"inner": "nvcc"}, elixir.InvalidOption, "'aot_eager'"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named(options: dict, error: type[Exception], sentence: str) -> None:
+    before = Untouched(Stack())
+    compiled = compile_with(before.model, **options)
+    for _ in range(2):  # the error stays what it is
+        with pytest.raises(error, match=sentence):
+            compiled(torch.randn(4, 64))
+    before.check()
+
+
+def test_a_mode_is_refused() -> None:
+    compiled = torch.compile(Stack(), backend="elixir", mode="max-autotune")
+    with pytest.raises(elixir.InvalidOption, match="mode"):
+        compiled(torch.randn(4, 64))
+
+
+def test_a_budget_below_the_minimum_names_the_smallest_that_would_do() -> None:
+    before, batch = Untouched(Stack()), torch.randn(4, 64)
+    compiled = compile_with(before.model, device_memory="1KiB")
+    with pytest.raises(elixir.NoFeasiblePlan, match="prepare") as caught:
+        compiled(batch)
+    error = caught.value
+    before.check()
+    assert error.op
+    assert sum(error.by_kind.values()) == error.needed_bytes
+    assert str(error.needed_bytes) in str(error)
+    torch._dynamo.reset()
+    with pytest.raises(elixir.NoFeasiblePlan):
+        compile_with(before.model, device_memory=error.needed_bytes - 1)(batch)
+    before.check()
+    torch._dynamo.reset()
+    plain_step(compile_with(before.model, device_memory=error.needed_bytes), before.optimizer, batch)
+
+
+def saved_plan(path: Path) -> Path:
+    compiled = compile_with(Stack(num_blocks=2))
+    compiled(torch.randn(4, 64)).backward()
+    (record,) = elixir.compilations(compiled)
+    elixir.save_plan(record.plan, path)
+    torch._dynamo.reset()
+    return path
+
+
+def test_a_saved_plan_is_used_again(tmp_path: Path) -> None:
+    path = saved_plan(tmp_path / "plan.json")
+    compiled = compile_with(Stack(num_blocks=2), plan=str(path))
+    compiled(torch.randn(4, 64)).backward()
+    (record,) = elixir.compilations(compiled)
+    assert record.plan == elixir.load_plan(path)
+
+
+def test_a_plan_for_another_graph_is_refused_with_both_fingerprints(tmp_path: Path) -> None:
+    path = saved_plan(tmp_path / "plan.json")
+    before = Untouched(Stack(num_blocks=3))
+    with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
+        compile_with(before.model, plan=str(path))(torch.randn(4, 64))
+    assert elixir.load_plan(path).graph in str(caught.value)
+    assert caught.value.expected != caught.value.got
+    before.check()
+
+
+def test_a_plan_cut_in_half_and_one_that_is_not_there(tmp_path: Path) -> None:
+    path = saved_plan(tmp_path / "plan.json")
+    path.write_text(path.read_text()[: path.stat().st_size // 2])
+    before = Untouched(Stack(num_blocks=2))
+    with pytest.raises(elixir.PlanFileError):
+        compile_with(before.model, plan=str(path))(torch.randn(4, 64))
+    torch._dynamo.reset()
+    with pytest.raises(elixir.PlanFileError, match="nowhere"):
+        compile_with(before.model, plan=str(tmp_path / "nowhere.json"))(torch.randn(4, 64))
+    before.check()
+
+
+class Integers(nn.Module):
+    """A table of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(8), requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table[ids] * 2
+
+
+class Bare(nn.Module):
+    """No parameter at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 2
+
+
+@pytest.mark.parametrize(("model", "batch"), [(Integers(), torch.arange(4)), (Bare(), torch.ones(3))])
+def test_a_model_with_nothing_to_place_runs_with_a_warning(model: nn.Module, batch: torch.Tensor) -> None:
+    before = Untouched(model)
+    expected = model(batch)
+    with pytest.warns(elixir.ElixirWarning, match="nothing to place"):
+        got = compile_with(model)(batch)
+    assert torch.equal(got, expected)
+    before.check()
+
+
+@pytest.mark.parametrize("model", [Bare(), Integers()], ids=lambda model: type(model).__name__)
+def test_prepare_says_what_it_cannot_prepare(model: nn.Module) -> None:
+    if isinstance(model, Bare):
+        with pytest.raises(elixir.UnsupportedModel, match="no parameters"):
+            elixir.prepare(model)
+    else:
+        elixir.prepare(model)
+        assert not is_swapped(model)
+
+
+def test_zero_captured_graphs_are_reported() -> None:
+    model = Stack()
+    optimizer = hybrid_adamw(model.parameters())
+    with pytest.warns(elixir.NoGraphCaptured, match="Stack"):
+        assert elixir.compilations(model) == []
+    model(torch.randn(4, 64)).backward()
+    with pytest.warns(elixir.NoGraphCaptured, match="torch.compile"):
+        optimizer.step()
