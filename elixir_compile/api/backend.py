@@ -143,8 +143,10 @@ def _say_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
 
 
 def _raiser(error: ElixirError) -> Callable[..., Any]:
+    fresh = copy.copy(error)  # without the traceback, whose frames hold the model
+
     def run(*args: Any) -> Any:
-        raise copy.copy(error)
+        raise copy.copy(fresh)
 
     return run
 

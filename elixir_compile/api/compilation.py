@@ -68,6 +68,8 @@ class Compilation:
         return self._captured is not None and self._captured.backward is None
 
     def __str__(self) -> str:
+        if self.plan is None:
+            return f"{self.name}: not planned"
         return program_text(self.plan, self.timeline, self.graph, self.forward, self.backward)
 
     # Callbacks of the compiler front ends.

@@ -59,10 +59,10 @@ def overwritten_input(node: fx.Node) -> fx.Node | None:
 
 
 def _is_fusible(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function":
         return False
     is_inline = node.target in _ALLOCATES_NOTHING or node.target in compat.inductor_random_ops()
-    return is_inline or torch.Tag.pointwise in node.target.tags
+    return is_inline or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_view(node: fx.Node) -> bool:

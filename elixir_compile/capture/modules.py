@@ -7,7 +7,7 @@ always see. A copy or a pickle of a swapped module is a plain module again.
 """
 
 import copyreg
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -64,15 +64,6 @@ def executor_of(model: nn.Module) -> object | None:
         if is_swapped(module):
             return module.__dict__[_EXECUTOR]
     return None
-
-
-def handles(modules: Iterable[nn.Module]) -> Iterable[tuple[torch.Tensor, nn.Parameter]]:
-    """Yield each handle of the swapped `modules` with its parameter."""
-    for module in modules:
-        for name, param in module._parameters.items():
-            handle = module.__dict__.get(_HANDLE + name)
-            if handle is not None and param is not None:
-                yield handle, param
 
 
 def _gathered(name: str, slot: Slot) -> property:

@@ -1,5 +1,6 @@
 """Every test starts with an empty compiler and the same seed."""
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -15,8 +16,9 @@ def no_structured_trace() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Forget what Dynamo compiled, before and after."""
+    """Forget what Dynamo compiled and the models of earlier tests, which a measured step would count."""
     torch._dynamo.reset()
+    gc.collect()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()

@@ -1,6 +1,5 @@
 """What a step was measured to hold and to do, against what its plan says."""
 
-import gc
 from collections import Counter
 
 import pytest
@@ -42,6 +41,6 @@ def test_the_measured_peak_is_the_planned_one_and_within_the_budget(inner: str) 
     if inner == "aot_eager":
         assert torch.equal(torch.stack(got.losses), losses)
     else:
-        # Kernels round differently, and Adam divides by the root of small second moments, which magnifies it step by step.
+        # Kernels round differently, and Adam divides by the root of small second moments: it grows step by step.
         torch.testing.assert_close(torch.stack(got.losses), losses, rtol=1e-2, atol=0)
         torch.testing.assert_close(got.losses[0], losses[0], rtol=1e-5, atol=0)
