@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.ir import Tier
+from elixir_compile.runtime.slab import live_slab_bytes
 
 
 class Deep(nn.Module):
@@ -51,8 +52,10 @@ def measured(inner: str, num_steps: int, **options: object) -> tuple[elixir.Plan
 
 @pytest.mark.parametrize(("inner", "share"), [("aot_eager", 0.6), ("aot_eager", 0.4), ("inductor", 0.4)])
 def test_a_step_under_a_budget(inner: str, share: float) -> None:
+    gc.collect()
+    others_bytes = live_slab_bytes()
     everything, free = measured(inner, 3)
-    assert free.host_peak_bytes == 0
+    assert free.host_peak_bytes <= others_bytes
     assert free.counts.get("gather", 0) == 0
     expected_bytes = everything.prediction.device_peak_bytes
     assert 0.97 * free.device_peak_bytes <= expected_bytes <= 1.10 * free.device_peak_bytes
@@ -63,7 +66,7 @@ def test_a_step_under_a_budget(inner: str, share: float) -> None:
     assert record.device_peak_bytes <= budget_bytes
     planned_bytes = tight.prediction.device_peak_bytes
     assert 0.97 * record.device_peak_bytes <= planned_bytes <= 1.10 * record.device_peak_bytes
-    assert record.host_peak_bytes <= tight.prediction.host_peak_bytes * 1.01
+    assert record.host_peak_bytes - others_bytes <= tight.prediction.host_peak_bytes * 1.01
 
     planned = Counter(action.verb.value for action in tight.schedules[0].actions)
     verbs = ("gather", "release", "reduce", "offload", "update")

@@ -18,6 +18,7 @@ from tests.run.training import (
     loss_of,
     on_host,
     planned_peak_bytes,
+    state_on_host,
     tight_bytes,
 )
 
@@ -41,7 +42,7 @@ def test_weights_are_bitwise_equal_under_every_budget(name: str) -> None:
     assert least < full / 2
     for share in (0.7, 0.5):
         got = by_elixir(model, device_memory=int(share * full)).train(batches)
-        assert_offloads(got)
+        assert state_on_host(got)  # with room enough, optimizer state alone leaves the device
         assert_same(expected, got)
     got = by_elixir_unprepared(model, device_memory=least).train(batches)
     assert_offloads(got)

@@ -106,6 +106,12 @@ def on_host(run: Run) -> list[str]:
     return [name for bucket, placement in placed if placement.param is Tier.HOST for name in bucket.params]
 
 
+def state_on_host(run: Run) -> list[str]:
+    """Return the parameters whose optimizer state the plans in force keep on the host."""
+    placed = executor_of(run.model).buckets_in_force(for_training=True)
+    return [name for bucket, placement in placed if placement.optim is Tier.HOST for name in bucket.params]
+
+
 def assert_offloads(run: Run) -> None:
     """Fail unless parameters live on the host and were gathered from there."""
     assert on_host(run)
