@@ -1,11 +1,10 @@
 """`torch.compile(model, backend="elixir")`: the entry point that Dynamo calls once per captured graph.
 
 prepared model   the graph gathers its parameters: compile it
-plain model      the graph's inputs are the parameters: find the models that own them, rewire the graph to gathers,
-compile it; when it
-                 first runs, prepare those models, and Dynamo captures gathers by itself from the second call on
-another model    Dynamo finds the graph of an equal model that is still plain: prepare it too, and run this once op by
-op no parameters    compile it as torch would, with a warning
+plain model      its inputs are the parameters: find the models that own them, rewire the graph to gathers, compile
+                 it; its first run prepares those models, and Dynamo captures gathers by itself from then on
+another model    Dynamo finds the graph of an equal model that is still plain: prepare it too, run once op by op
+no parameters    compile it as torch would, with a warning
 """
 
 import copy
