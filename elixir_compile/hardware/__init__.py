@@ -3,6 +3,7 @@
 from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
+from elixir_compile.hardware.node import Node
 from elixir_compile.hardware.presets import profile_for
 
-__all__ = ["Cluster", "DeviceProfile", "HostProfile", "Link", "profile_for"]
+__all__ = ["Cluster", "DeviceProfile", "HostProfile", "Link", "Node", "profile_for"]

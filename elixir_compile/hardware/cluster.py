@@ -1,22 +1,61 @@
-"""The machine a plan is for."""
+"""The machines a plan is for."""
 
 from dataclasses import dataclass
 
+from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
+from elixir_compile.hardware.node import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal devices on one host, each with its own pair of links to host memory."""
+    """Equal nodes; one rank per device."""
 
-    device: DeviceProfile
-    host: HostProfile
-    h2d: Link
-    d2h: Link
-    num_devices: int = 1
+    nodes: tuple[Node, ...]
+    network: Link | None = None
+    """What one device sends to those of other nodes; None for a single node."""
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise InvalidPlan("a cluster needs at least one node.")
+        if any(node != self.nodes[0] for node in self.nodes):
+            raise InvalidPlan("the nodes of a cluster must be equal; unequal ones are not planned for yet.")
+        if len(self.nodes) > 1 and self.network is None:
+            raise InvalidPlan(f"a cluster of {len(self.nodes)} nodes needs a `network` link.")
 
     @property
     def name(self) -> str:
-        """How plans name it: `1 x cpu`."""
-        return f"{self.num_devices} x {self.device.name}"
+        """How plans name it: `4 x a100-40g`."""
+        return f"{self.num_ranks} x {self.device.name}"
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices in all."""
+        return sum(node.num_devices for node in self.nodes)
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Devices that share one host."""
+        return self.nodes[0].num_devices
+
+    @property
+    def device(self) -> DeviceProfile:
+        return self.nodes[0].device
+
+    @property
+    def host(self) -> HostProfile:
+        return self.nodes[0].host
+
+    @property
+    def h2d(self) -> Link:
+        return self.nodes[0].h2d
+
+    @property
+    def d2h(self) -> Link:
+        return self.nodes[0].d2h
+
+    @property
+    def collective(self) -> Link | None:
+        """The link that bounds a ring over all ranks: the network, else the peer link; None for one rank."""
+        return self.network if len(self.nodes) > 1 else self.nodes[0].peer

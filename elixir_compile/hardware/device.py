@@ -55,9 +55,14 @@ class HostProfile:
     cores: int
     memory_bytes_per_s: float
     update_elements_per_s: float
+    """Parameters that the optimizer updates per second where state, gradient and parameter are all on the host."""
     source: str
+    busy_update_elements_per_s: float | None = None
+    """The same while copies run, which share the host's memory; None where that was not measured."""
 
     def __post_init__(self) -> None:
+        if self.busy_update_elements_per_s is not None:
+            require_positive("host", busy_update_elements_per_s=self.busy_update_elements_per_s)
         require_positive(
             "host",
             memory_bytes=self.memory_bytes,

@@ -15,8 +15,12 @@ class Link:
     overlaps_compute: bool
     """Whether the device computes while the link copies; False where both are work for the same cores."""
     source: str
+    busy_bytes_per_s: float | None = None
+    """The rate while the other direction copies too; None where that was not measured."""
 
     def __post_init__(self) -> None:
         require_positive("link", bytes_per_s=self.bytes_per_s)
+        if self.busy_bytes_per_s is not None:
+            require_positive("link", busy_bytes_per_s=self.busy_bytes_per_s)
         if self.latency_s < 0:
             raise InvalidPlan(f"link: latency_s must not be negative, got {self.latency_s!r}.")

@@ -8,6 +8,7 @@ from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
+from elixir_compile.hardware.node import Node
 from elixir_compile.units import GIB
 
 # Adam in float32 reads parameter, gradient and two moments and writes all but the gradient: 7 words of 4 bytes.
@@ -45,9 +46,8 @@ def _cpu(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
         update_elements_per_s=update_elements_per_s,
         source=_CPU,
     )
-    return Cluster(
-        device=device, host=_host(host_memory_bytes, dram_bytes_per_s, update_elements_per_s, _CPU), h2d=copy, d2h=copy
-    )
+    host = _host(host_memory_bytes, dram_bytes_per_s, update_elements_per_s, _CPU)
+    return Cluster(nodes=(Node(device=device, host=host, h2d=copy, d2h=copy),))
 
 
 def _cuda(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
@@ -65,7 +65,7 @@ def _cuda(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
     host = _host(host_memory_bytes, 100e9, 5.15e9, _PAPER)  # v_cpu = 1.66 ln n + 5.15 Gelem/s
     h2d = Link(bytes_per_s=25.0e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # c2g = 16.3 n + 8.7
     d2h = Link(bytes_per_s=18.1e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # g2c = 15.8 n + 2.3
-    return Cluster(device=device, host=host, h2d=h2d, d2h=d2h)
+    return Cluster(nodes=(Node(device=device, host=host, h2d=h2d, d2h=d2h),))
 
 
 def _host(memory_bytes: int, bytes_per_s: float, update_elements_per_s: float, source: str) -> HostProfile:
