@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elixir_compile.api.compilation import Compilation as Compilation
+    from elixir_compile.api.plan import plan as plan
     from elixir_compile.api.prepare import prepare as prepare
     from elixir_compile.api.records import compilations as compilations
     from elixir_compile.api.saved import load_plan as load_plan
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from elixir_compile.ir import Record as Record
     from elixir_compile.measure import measure_step as measure_step
     from elixir_compile.optim.hybrid import HybridAdamW as HybridAdamW
+    from elixir_compile.report.diff import diff as diff
+    from elixir_compile.report.explain import explain as explain
 
 _HOME = {
     "Compilation": "api.compilation",
@@ -20,8 +23,11 @@ _HOME = {
     "Plan": "ir",
     "Record": "ir",
     "compilations": "api.records",
+    "diff": "report.diff",
+    "explain": "report.explain",
     "load_plan": "api.saved",
     "measure_step": "measure",
+    "plan": "api.plan",
     "prepare": "api.prepare",
     "save_plan": "api.saved",
 }
@@ -31,14 +37,19 @@ _ERRORS = (
     "IllegalSchedule",
     "InvalidOption",
     "InvalidPlan",
+    "InvalidProfile",
     "NestedMeasurement",
     "NoFeasiblePlan",
     "NoGraphCaptured",
     "NotPrepared",
     "PlanFileError",
     "PlanMismatch",
+    "ProfileFileError",
     "StaleParameters",
+    "UnknownHardware",
+    "UnknownModel",
     "UnknownOption",
+    "UnknownSubject",
     "UnsupportedModel",
 )
 _HOME.update(dict.fromkeys(_ERRORS, "errors"))

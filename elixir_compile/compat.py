@@ -6,6 +6,7 @@ Nothing else in the package touches `torch._*`, except for public re-exports tha
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -52,26 +53,30 @@ def storage_key(tensor: torch.Tensor) -> int:
 def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
     """Return `size` with its symbols replaced by `values`, or by the hints of the capture, without adding a guard.
 
-    `SymNode.expr` and `SymNode.hint`, torch 2.11 to 2.13. Gone: AttributeError at the first capture with dynamic
-    shapes.
+    `SymNode.expr` and `SymNode.hint`, torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
     """
     if isinstance(size, int):
         return size
     node = size.node
-    expression = node.expr.subs(
-        {symbol: values[symbol.name] for symbol in node.expr.free_symbols if symbol.name in values}
-    )
+    at = {symbol: values[symbol.name] for symbol in node.expr.free_symbols if symbol.name in values}
+    expression = node.expr.subs(at)
     return int(expression) if expression.is_number else int(node.hint)
 
 
-def symbol_name(size: "int | torch.SymInt") -> str | None:
-    """Return the name of the symbol that `size` is, or None when it is a number or a compound expression."""
-    if isinstance(size, int) or not size.node.expr.is_symbol:
-        return None
-    return size.node.expr.name
+def expression_of(size: "int | torch.SymInt") -> tuple[str, Mapping[str, int]]:
+    """Return `size` as an expression, "" when it is a number, and its symbols by name with their values in the capture.
+
+    `SymNode.expr`; `ShapeEnv.backed_var_to_val`, which older torch calls `var_to_val`. Gone: AttributeError as above.
+    """
+    if isinstance(size, int) or size.node.expr.is_number:
+        return "", {}
+    expression, env = size.node.expr, size.node.shape_env
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+    symbols = sorted(expression.free_symbols, key=lambda symbol: symbol.name)
+    return str(expression), {symbol.name: int(known[symbol]) for symbol in symbols if symbol in known}
 
 
-def flops_of(node: fx.Node) -> int:
+def flops_of(node: fx.Node) -> "int | torch.SymInt":
     """Return the floating-point operations of one ATen call, 0 where torch has no formula.
 
     `torch.utils.flop_counter.flop_registry`, torch 2.11 to 2.13. Gone: ImportError at import.
@@ -85,7 +90,7 @@ def flops_of(node: fx.Node) -> int:
     value = lambda argument: argument.meta.get("val") if isinstance(argument, fx.Node) else argument  # noqa: E731
     args = fx.node.map_aggregate(node.args, value)
     kwargs = fx.node.map_aggregate(node.kwargs, value)
-    return evaluate_size(formula(*args, **kwargs, out_val=node.meta.get("val")), {})
+    return formula(*args, **kwargs, out_val=node.meta.get("val"))
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
@@ -315,6 +320,25 @@ def has_cpp_compiler() -> bool:
     return True
 
 
+def real_tensors() -> AbstractContextManager[object]:
+    """Return a context in which tensors are real while torch captures a graph around it.
+
+    `torch.utils._python_dispatch._disable_current_modes`, torch 2.11 to 2.13. Gone: ImportError with
+    `profile_regions`.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def is_profiling() -> bool:
+    """Whether torch.profiler is on; it cannot be started twice.
+
+    `torch.autograd._profiler_enabled`, torch 2.11 to 2.13. Gone: AttributeError with `profile_regions` on a CPU.
+    """
+    return torch.autograd._profiler_enabled()
+
+
 def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, int]]:
     """Return (time, address, bytes) for all that the CPU allocator did under `profiler`, in order.
 
@@ -360,3 +384,16 @@ def fused_adamw_(
     torch._fused_adamw_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, grad_scale=None, found_inf=None, **hyperparameters
     )
+
+
+def flat_collectives() -> tuple[Callable[..., object], Callable[..., object]]:
+    """Return all-gather and reduce-scatter of one tensor, each called with (output, input, group=...).
+
+    `all_gather_single` and `reduce_scatter_single` from torch 2.13 on, which deprecates `all_gather_into_tensor` and
+    `reduce_scatter_tensor`, the names before. Gone: AttributeError when collectives are measured.
+    """
+    from torch import distributed
+
+    if hasattr(distributed, "all_gather_single"):
+        return distributed.all_gather_single, distributed.reduce_scatter_single
+    return distributed.all_gather_into_tensor, distributed.reduce_scatter_tensor

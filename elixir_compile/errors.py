@@ -6,9 +6,14 @@ Exception
     ├── UnknownOption      (ValueError)     an option nobody knows
     ├── InvalidOption      (ValueError)     a known option with a value that makes no sense
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
-    │   └── IllegalSchedule                 actions in an order that would compute the wrong thing
+    │   ├── IllegalSchedule                 actions in an order that would compute the wrong thing
+    │   └── InvalidProfile                  a number of a hardware profile that no machine has
     ├── PlanFileError      (ValueError)     text that is not a plan
-    ├── PlanMismatch       (ValueError)     a plan for another graph, machine or world size
+    ├── ProfileFileError   (ValueError)     text that is not a hardware profile
+    ├── UnknownHardware    (ValueError)     a machine that no built-in profile describes
+    ├── UnknownModel       (ValueError)     a model that is no named shape, function or configuration
+    ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
+    ├── UnknownSubject     (ValueError)     a name that a plan does not have
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
     ├── NotPrepared        (RuntimeError)   the model was not prepared and cannot be here
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
@@ -86,6 +91,18 @@ class IllegalSchedule(InvalidPlan):
         return f"{self.sentence}\n{self.excerpt}" if self.excerpt else self.sentence
 
 
+class InvalidProfile(InvalidPlan):
+    """A number of a hardware profile that no machine has: `field` of `what` should be `expected`."""
+
+    def __init__(self, what: str, field: str, expected: str, got: object) -> None:
+        super().__init__(f"{what}: {field}: expected {expected}, got {got!r}.")
+        self.args = (what, field, expected, got)
+        self.what = what
+        self.field = field
+        self.expected = expected
+        self.got = got
+
+
 class PlanFileError(ElixirError, ValueError):
     """Text that is not a plan: `field` is the path or line at fault."""
 
@@ -99,8 +116,63 @@ class PlanFileError(ElixirError, ValueError):
         return f"plan file, {self.field}: expected {self.expected}, got {self.got!r}."
 
 
+class ProfileFileError(ElixirError, ValueError):
+    """Text that is not a hardware profile: `field` is the path or line at fault, `nodes[0].h2d.bytes_per_s`."""
+
+    def __init__(self, field: str, expected: str, got: object) -> None:
+        super().__init__(field, expected, got)
+        self.field = field
+        self.expected = expected
+        self.got = got
+
+    def __str__(self) -> str:
+        return f"hardware profile, {self.field}: expected {self.expected}, got {self.got!r}."
+
+
+class UnknownHardware(ElixirError, ValueError):
+    """A machine that no built-in profile describes; `nearest` is the name that looks most like it, or None."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        super().__init__(name, tuple(known))
+        self.name = name
+        self.known = tuple(known)
+        start = str(name).lower()
+        # By letters alone "h200" would be nearer to "gh200" than to "h200-141g".
+        near = [other for other in self.known if start and other.startswith(start)]
+        # 0.5 and not the usual 0.6, so that "4090" finds "rtx4090-24g": 2 * 4 of 4 + 11 letters are 0.53.
+        near = near or difflib.get_close_matches(start, self.known, n=1, cutoff=0.5)
+        self.nearest: str | None = near[0] if near else None
+
+    def __str__(self) -> str:
+        hint = f"Did you mean {self.nearest!r}? " if self.nearest else ""
+        return (
+            f"unknown hardware {self.name!r}. {hint}The names are: {', '.join(self.known)}. Any other machine: run "
+            f"`elixir-compile measure -o machine.json` on it and pass that file."
+        )
+
+
+class UnknownModel(ElixirError, ValueError):
+    """A model that cannot be found: `name` is neither a named shape nor something that `because` would accept."""
+
+    def __init__(self, name: str, known: Sequence[str], because: str = "") -> None:
+        super().__init__(name, tuple(known), because)
+        self.name = name
+        self.known = tuple(known)
+        self.because = because
+        near = difflib.get_close_matches(str(name).lower(), self.known, n=1)
+        self.nearest: str | None = near[0] if near else None
+
+    def __str__(self) -> str:
+        why = f" ({self.because})" if self.because else ""
+        hint = f"Did you mean {self.nearest!r}? " if self.nearest else ""
+        return (
+            f"unknown model {self.name!r}{why}. {hint}The named shapes are: {', '.join(self.known)}. Any other model: "
+            f"`path.py:function` for a function that returns it, or a Hugging Face config file or folder."
+        )
+
+
 class PlanMismatch(ElixirError, ValueError):
-    """A plan made for something else; `what` is `graph`, `cluster` or `world size`."""
+    """A plan made for something else; `what` is `graph`, `machine` or `number of ranks`."""
 
     def __init__(self, what: str, expected: str, got: str) -> None:
         super().__init__(what, expected, got)
@@ -113,6 +185,22 @@ class PlanMismatch(ElixirError, ValueError):
             f"this plan is for another {self.what}: it was made for {self.expected}, here is {self.got}. "
             f"Plan again by leaving out the option `plan`."
         )
+
+
+class UnknownSubject(ElixirError, ValueError):
+    """A name that is neither a bucket, a region, a parameter nor part of one's path; `nearest` may be meant."""
+
+    def __init__(self, subject: str, known: Sequence[str]) -> None:
+        super().__init__(subject, tuple(known))
+        self.subject = subject
+        self.known = tuple(known)
+        # 0.5 and not the usual 0.6, so that "b9" finds "b3".
+        self.nearest = tuple(difflib.get_close_matches(subject, self.known, n=3, cutoff=0.5))
+
+    def __str__(self) -> str:
+        names = ", ".join(repr(name) for name in self.nearest or self.known[:3])
+        hint = f" Did you mean {names}?" if self.nearest else f" It has names such as {names}." if names else ""
+        return f"the plan has no bucket, region, parameter or module {self.subject!r}.{hint}"
 
 
 class NoFeasiblePlan(ElixirError, MemoryError):

@@ -3,6 +3,7 @@
 {"device_memory": "20GiB", "planner": "greedy"}  ->  Options(device_memory=21474836480, planner="greedy", ...)
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal, get_args
 from elixir_compile.errors import InvalidOption, UnknownOption
 from elixir_compile.units import BYTES_EXAMPLE, parse_bytes
 
-Planner = Literal["greedy", "exhaustive", "keep_all"]
+Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "zero_offload", "fsdp_offload", "keep_all"]
 Inner = Literal["inductor", "aot_eager"]
 
 
@@ -23,10 +24,23 @@ class Options:
     """Bytes that training may hold on the device at once, `"20GiB"` or a number. None: free memory less the reserve."""
     host_memory: int | None = None
     """Bytes of host memory for parameters, gradients and optimizer state. None: what the host has free."""
-    planner: Planner = "greedy"
-    """`greedy` offloads only the excess, `exhaustive` tries each placement of a few buckets, `keep_all` moves none."""
+    planner: Planner = "milp"
+    """`milp` proves how good its plan is, `greedy` is quicker, `exhaustive` tries each placement of a few buckets. The
+    others are rules to compare with: `elixir` (the paper's), `zero3_offload`, `zero_offload`, `fsdp_offload`,
+    `keep_all`."""
+    search_timeout: float = 10.0
+    """Seconds after which `milp` returns the best plan so far, with the gap it has proved."""
+    hardware: str | None = None
+    """The machine to plan for: a name such as `"4 x a100-40g"` or the path of a profile that `elixir-compile measure`
+    wrote. None: this machine, as measured before, else a rough built-in profile."""
     plan: Path | None = None
     """A saved plan to use in place of searching; refused when it is for another graph or machine."""
+    plan_cache: bool = True
+    """Use the plan that an earlier run found for the same graph, machine and options."""
+    profile_regions: bool = False
+    """Time every distinct region once before planning; remembered per machine."""
+    replan: bool = True
+    """Plan again, once, where the first steps take more than 10 % longer or shorter than planned."""
     inner: Inner = "inductor"
     """What lowers each region: `inductor`, or `aot_eager` for results bitwise equal to eager kernels."""
     report: bool = True
@@ -73,6 +87,18 @@ def _path(name: str, value: object) -> Path | None:
     return Path(value)
 
 
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise InvalidOption(name, value, "a positive number of seconds such as 10.0")
+    return float(value)
+
+
+def _text(name: str, value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or value == ""):
+        raise InvalidOption(name, value, 'a text such as "a100-40g", or None')
+    return value
+
+
 def _bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidOption(name, value, "True or False")
@@ -83,7 +109,12 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "device_memory": _memory,
     "host_memory": _memory,
     "planner": _one_of(*get_args(Planner)),
+    "search_timeout": _seconds,
+    "hardware": _text,
     "plan": _path,
+    "plan_cache": _bool,
+    "profile_regions": _bool,
+    "replan": _bool,
     "inner": _one_of(*get_args(Inner)),
     "report": _bool,
 }

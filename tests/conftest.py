@@ -1,11 +1,20 @@
 """What every test needs to know about the machine."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 # Read when torch is loaded. Threads that spin while they wait make tests ten times slower beside another process.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what the user measured and planned out of the tests, and the tests' files out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ELIXIR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """Facts about a graph and a plan: what is live when, which buckets are used where, and whether a plan is legal."""
 
+from elixir_compile.analysis.formula import peak_formula, plan_at
 from elixir_compile.analysis.liveness import Life, Liveness, liveness
 from elixir_compile.analysis.timeline import MemoryTimeline, Peak, host_bytes, keep_everything_timeline, plan_timeline
 from elixir_compile.analysis.verify import verify
@@ -14,6 +15,8 @@ __all__ = [
     "host_bytes",
     "keep_everything_timeline",
     "liveness",
+    "peak_formula",
+    "plan_at",
     "plan_timeline",
     "use_windows",
     "verify",

@@ -3,6 +3,7 @@
 ```text
   parameters  SHARDED --gather--> GATHERING --wait--> GATHERED --release--> RELEASED --gather--> GATHERING ...
   gradient    EMPTY --run--> FILLING --run--> FULL --reduce--> REDUCED --update--> UPDATED     parameters on the device
+              ... FULL --reduce--> REDUCING --wait--> REDUCED --update--> UPDATED              the same, in shards
               ... REDUCED --offload--> LEAVING --wait--> ON_HOST --update--> UPDATED           parameters on the host
 ```
 
@@ -29,6 +30,7 @@ class State(StrEnum):
     EMPTY = "empty"
     FILLING = "filling"
     FULL = "full"
+    REDUCING = "reducing"
     REDUCED = "reduced"
     LEAVING = "leaving"
     ON_HOST = "on host"
@@ -94,14 +96,14 @@ _PARAM_UNFINISHED = {
     S.GATHERED: "{bucket} is gathered and never released.",
 }
 
-HOST_PARAMS = Lifecycle(
+GATHERED_PARAMS = Lifecycle(
     start=S.SHARDED,
     moves=_PARAM_MOVES | {(S.RELEASED, E.GATHER): S.GATHERING},
     faults=_PARAM_FAULTS,
     always={},
     unfinished=_PARAM_UNFINISHED,
 )
-RESIDENT_HOST_PARAMS = Lifecycle(
+RESIDENT_PARAMS = Lifecycle(
     start=S.SHARDED, moves=_PARAM_MOVES, faults=_PARAM_FAULTS, always={}, unfinished=_PARAM_UNFINISHED
 )
 DEVICE_PARAMS = Lifecycle(
@@ -172,6 +174,23 @@ DEVICE_GRAD = Lifecycle(
     always=_GRAD_ALWAYS
     | {E.OFFLOAD: "The gradient of {bucket} is offloaded, but it stays on the device, where its parameters live."},
     unfinished=_NEVER_REDUCED | {S.REDUCED: _NEVER_UPDATED},
+)
+SHARDED_GRAD = Lifecycle(
+    start=S.EMPTY,
+    moves={key: state for key, state in _FILL.items() if key[1] is not E.REDUCE}
+    | {
+        (S.FULL, E.REDUCE): S.REDUCING,
+        (S.REDUCING, E.WAIT): S.REDUCED,
+        (S.REDUCED, E.UPDATE): S.UPDATED,
+    },
+    faults={
+        **DEVICE_GRAD.faults,
+        (S.REDUCING, E.UPDATE): "{bucket} is updated before the reduce of its gradient was waited for.",
+        (S.REDUCED, E.WAIT): "The gradient of {bucket} is waited for twice.",
+    },
+    always={**DEVICE_GRAD.always, E.WAIT: "The gradient of {bucket} is waited for, but no reduce of it is under way."},
+    unfinished=_NEVER_REDUCED
+    | {S.REDUCING: "The reduce of the gradient of {bucket} is never waited for.", S.REDUCED: _NEVER_UPDATED},
 )
 ABSENT_GRAD = Lifecycle(
     start=S.ABSENT,

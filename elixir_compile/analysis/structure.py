@@ -31,9 +31,10 @@ def check_buckets(graph: StepGraph, plan: Plan) -> None:
     params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
     owners: dict[StorageId, BucketId] = {}
     seen: set[BucketId] = set()
+    num_ranks = len(plan.schedules) if len(plan.schedules) > 1 else plan.num_ranks
     gradients = {storage.of for storage in graph.storages if storage.of is not None}
     for at, (bucket, placement) in enumerate(zip(plan.buckets, plan.placements, strict=True)):
-        sentence = _bucket_fault(params, bucket, owners, len(plan.schedules)) or _home_fault(bucket, placement)
+        sentence = _bucket_fault(params, bucket, owners, num_ranks) or _home_fault(bucket, placement)
         if bucket.id in seen:
             sentence = f"{bucket.id} is listed twice."
         elif sentence is None and not bucket.trainable and gradients.intersection(bucket.params):
@@ -68,7 +69,7 @@ def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
         return f"{bucket.id} has its {homes}, which no program can do."
     if not bucket.trainable and placement.param is not placement.optim:
         return f"{bucket.id} is frozen, but has its {homes}: expected one home."
-    if placement.param is Tier.DEVICE and not placement.resident:
+    if placement.param is Tier.DEVICE and not placement.resident and not bucket.is_sharded:
         return f"{bucket.id} lives on the device, but is not resident."
     return None
 
@@ -118,7 +119,7 @@ def _reads_fault(region: Region, reads: set[BucketId]) -> str | None:
 
 
 def check_ranks(plan: Plan) -> None:
-    """Raise IllegalSchedule unless there is one schedule for each rank from 0 on."""
+    """Raise IllegalSchedule unless there is one schedule for each rank from 0 on, or one that all ranks share."""
     ranks = [schedule.rank for schedule in plan.schedules]
     if not ranks or ranks != list(range(len(ranks))):
         raise IllegalSchedule(f"The plan has schedules for the ranks {ranks}; expected 0, 1, ... and at least one.")

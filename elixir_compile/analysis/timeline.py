@@ -65,66 +65,85 @@ def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, 
 def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline:
     """Return the timeline of one rank under `plan`, whose names must be those of `graph`."""
     placements = {placement.bucket: placement for placement in plan.placements}
-    on_host = {param: b.id for b in plan.buckets if placements[b.id].param is not Tier.DEVICE for param in b.params}
-    gathered, grad_ends = _moves(graph, plan, rank)
+    moves = _moves(graph, plan, rank)
     end = len(graph.ops) - 1
     tally = _Tally(len(graph.ops))
+    owners = {param: bucket for bucket in plan.buckets for param in bucket.params}
     storages = {storage.id: storage for storage in graph.storages}
     for name, life in liveness(graph).lives.items():
         storage, last = storages[name], life.last
-        if storage.kind is Kind.PARAM and name in on_host:
+        if storage.kind is Kind.PARAM and name in owners:
             continue
-        if storage.of is not None and storage.of in on_host:
-            last = grad_ends.get(on_host[storage.of], end)
+        owner = None if storage.of is None else owners.get(storage.of)
+        if owner is not None and owner.id in moves.grad_ends:
+            last = moves.grad_ends[owner.id]
         tally.add(storage.kind, storage.nbytes, life.first, last)
-    nbytes = {bucket.id: bucket.nbytes for bucket in plan.buckets}
-    for bucket, first, last in gathered:
-        tally.add(Kind.GATHERED, nbytes[bucket], first, last)
     for bucket in plan.buckets:
+        for first, last in moves.gathered.get(bucket.id, ()):
+            tally.add(Kind.GATHERED, bucket.nbytes, first, last)
+        if placements[bucket.id].param is Tier.DEVICE:
+            tally.add(Kind.PARAM, bucket.shard_nbytes(rank), 0, end)
         if placements[bucket.id].optim is Tier.DEVICE:
-            tally.add(Kind.MOMENT, bucket.state_nbytes, 0, end)
+            tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), 0, end)
+        if bucket.is_sharded and bucket.id in moves.reduced_at:
+            stays = placements[bucket.id].param is Tier.DEVICE
+            last = end if stays else moves.grad_ends[bucket.id]
+            tally.add(Kind.GRAD, bucket.shard_nbytes(rank), moves.reduced_at[bucket.id], last)
     # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
     tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
-    return tally.timeline(graph, host_bytes(plan))
+    return tally.timeline(graph, host_bytes(plan, rank))
 
 
-def host_bytes(plan: Plan) -> int:
-    """Return the bytes that the host holds under `plan`: parameters, gradients, optimizer state and staging."""
+def host_bytes(plan: Plan, rank: int = 0) -> int:
+    """Return the bytes that the host holds for `rank`: parameters, gradients, optimizer state and staging."""
     total = 0
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
+        nbytes = bucket.shard_nbytes(rank)
         if placement.param is Tier.HOST:
-            total += bucket.nbytes * (2 if bucket.trainable else 1)
+            total += nbytes * (2 if bucket.trainable else 1)
         if placement.optim is Tier.HOST:
-            total += bucket.state_nbytes
+            total += bucket.shard_state_nbytes(rank)
             # Staging for a gradient on its way in and an updated parameter on its way out.
-            total += 2 * bucket.nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
+            total += 2 * nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total
 
 
-def _moves(graph: StepGraph, plan: Plan, rank: int) -> tuple[list[tuple[BucketId, int, int]], dict[BucketId, int]]:
-    """What the schedule moves: (bucket, first op, last op) of each gathered copy, the last op of each host gradient.
+@dataclass(slots=True)
+class _Moves:
+    """What a schedule moves, as op indices; both ends included."""
 
-    A gather counts from the first op of the next `run`, a release or a wait to the last op of the `run` before it.
-    """
+    gathered: dict[BucketId, list[tuple[int, int]]]
+    """First and last op of each gathered copy."""
+    grad_ends: dict[BucketId, int]
+    """Last op at which a gradient that leaves, or is shared out, is whole on the device."""
+    reduced_at: dict[BucketId, int]
+    """First op at which the reduced gradient is there."""
+
+
+def _moves(graph: StepGraph, plan: Plan, rank: int) -> _Moves:
+    """A gather and a reduce count from the first op of the next `run`, a release or a wait to the last op of the `run`
+    before it."""
     index = {op.id: number for number, op in enumerate(graph.ops)}
     spans = {region.id: (index[region.first], index[region.last]) for region in plan.regions}
     grads = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
-    gathered: list[tuple[BucketId, int, int]] = []
-    grad_ends: dict[BucketId, int] = {}
+    moves = _Moves({}, {}, {})
     starts: dict[str, int] = {}
     done = -1
-    schedule = next(schedule for schedule in plan.schedules if schedule.rank == rank)
+    schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
     for action in schedule.actions:
         if action.verb is Verb.RUN:
             done = spans[RegionId(action.what)][1]
         elif action.verb is Verb.GATHER:
             starts[action.what] = done + 1
         elif action.verb is Verb.RELEASE:
-            gathered.append((BucketId(action.what), starts.pop(action.what), done))
+            moves.gathered.setdefault(BucketId(action.what), []).append((starts.pop(action.what), done))
+        elif action.verb is Verb.REDUCE:
+            moves.reduced_at[BucketId(action.what)] = done + 1
         elif action.verb is Verb.WAIT and action.what in grads:
-            grad_ends[grads[action.what]] = done
-    gathered += [(BucketId(bucket), first, len(graph.ops) - 1) for bucket, first in starts.items()]
-    return gathered, grad_ends
+            moves.grad_ends[grads[action.what]] = done
+    for bucket, first in starts.items():
+        moves.gathered.setdefault(BucketId(bucket), []).append((first, len(graph.ops) - 1))
+    return moves
 
 
 class _Tally:

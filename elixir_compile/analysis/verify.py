@@ -89,10 +89,10 @@ def _region_touches(graph: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_To
     }
 
 
-def _param_life(placement: Placement) -> Lifecycle:
-    if placement.param is Tier.DEVICE:
+def _param_life(bucket: Bucket, placement: Placement) -> Lifecycle:
+    if placement.param is Tier.DEVICE and not bucket.is_sharded:
         return lives.DEVICE_PARAMS
-    return lives.RESIDENT_HOST_PARAMS if placement.resident else lives.HOST_PARAMS
+    return lives.RESIDENT_PARAMS if placement.resident else lives.GATHERED_PARAMS
 
 
 def _grad_life(bucket: Bucket, placement: Placement, is_written: bool, is_training: bool) -> Lifecycle:
@@ -100,7 +100,9 @@ def _grad_life(bucket: Bucket, placement: Placement, is_written: bool, is_traini
         return lives.FROZEN_GRAD
     if not is_written:
         return lives.ABSENT_GRAD
-    return lives.DEVICE_GRAD if placement.param is Tier.DEVICE else lives.HOST_GRAD
+    if placement.param is not Tier.DEVICE:
+        return lives.HOST_GRAD
+    return lives.SHARDED_GRAD if bucket.is_sharded else lives.DEVICE_GRAD
 
 
 class _Life:
@@ -134,7 +136,7 @@ class _Walk:
         self._grads: dict[str, _Life] = {}
         self._grad_owners = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
-            self._params[bucket.id] = _Life(bucket.id, _param_life(placement))
+            self._params[bucket.id] = _Life(bucket.id, _param_life(bucket, placement))
             table = _grad_life(bucket, placement, bucket.id in complete, is_training)
             self._grads[bucket.id] = _Life(bucket.id, table)
 
@@ -190,7 +192,7 @@ class _Walk:
             self._last_forward_at = self._at
             return
         for life in self._params.values():
-            is_copied = life.table is lives.HOST_PARAMS and life.state in (State.GATHERING, State.GATHERED)
+            is_copied = life.table is lives.GATHERED_PARAMS and life.state in (State.GATHERING, State.GATHERED)
             if is_copied and self._gathered_at(life) < self._last_forward_at:
                 self._fail(f"{life.bucket} is not resident, but its copy from the forward is kept for the backward.")
 
@@ -201,13 +203,9 @@ class _Walk:
         return next(gathers)
 
     def _check_turn(self, action: Action) -> None:
-        """Updates come after the last run; one gradient leaves at a time."""
+        """Updates come after the last run."""
         if action.verb is Verb.UPDATE and self._num_run < len(self._plan.regions):
             self._fail(f"{action.what} is updated before {self._plan.regions[self._num_run].id} is run.")
-        if action.verb is Verb.OFFLOAD:
-            leaving = [life.bucket for life in self._grads.values() if life.state is State.LEAVING]
-            if leaving and grad_of(leaving[0]) != action.what:
-                self._fail(f"{action.what} is offloaded while the offload of {grad_of(leaving[0])} is not waited for.")
 
     def _named(self, found: Mapping[str, _Life], what: str) -> _Life:
         if what not in found:

@@ -51,7 +51,7 @@ def elixir(
     try:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
-        return _compile(gm, example_inputs, _with_compiler(parse_options(options)))
+        return _compile(gm, example_inputs, with_compiler(parse_options(options)))
     except ElixirError as error:
         return _raiser(error)
 
@@ -150,7 +150,8 @@ def _raiser(error: ElixirError) -> Callable[..., Any]:
     return run
 
 
-def _with_compiler(options: Options) -> Options:
+def with_compiler(options: Options) -> Options:
+    """Return `options` as they can be followed here: without a C++ compiler, with a warning, `inner` is `aot_eager`."""
     if options.inner == "inductor" and not compat.has_cpp_compiler():
         warnings.warn(
             "no C++ compiler was found, so regions run op by op (inner='aot_eager'). "

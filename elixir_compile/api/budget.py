@@ -1,22 +1,45 @@
 """What the device and the host have for training when the user does not say."""
 
 import functools
+from pathlib import Path
 
-import psutil
 import torch
 
 from elixir_compile import compat
-from elixir_compile.hardware import Cluster, profile_for
+from elixir_compile.api.machines import cached_machine
+from elixir_compile.errors import ProfileFileError
+from elixir_compile.hardware import Cluster, cluster_from_json, parse_hardware, profile_for
+from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes
 from elixir_compile.options import Options
 
 
-def machine(device: torch.device) -> Cluster:
-    """Return the profile of `device` and its host, with the memory they have in all, in bytes."""
-    host_bytes = psutil.virtual_memory().total
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return profile_for("cuda", properties.total_memory, host_bytes, properties.name)
-    return profile_for("cpu", host_bytes, host_bytes, "cpu")
+def machine(device: torch.device, hardware: str | None = None) -> Cluster:
+    """Return the machine to plan for; it is never measured here.
+
+    `hardware` is the path of a profile, or a name such as "4 x a100-40g", and brings its own memory sizes. Without it:
+    what `elixir-compile measure` found for `device`, else a rough profile, with the bytes that there are in all. Raises
+    `UnknownHardware`, and `ProfileFileError` for a file that is no profile.
+    """
+    if hardware is not None:
+        return _named_machine(hardware)
+    cached = cached_machine(device)
+    if cached is not None:
+        return cached
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return profile_for(device.type, *memory_sizes_bytes(device), name)
+
+
+def _named_machine(hardware: str) -> Cluster:
+    path = Path(hardware)
+    if not (path.suffix == ".json" or path.is_file()):
+        return parse_hardware(hardware)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ProfileFileError(hardware, "a file that can be read", error.strerror) from error
+    except UnicodeDecodeError as error:
+        raise ProfileFileError(hardware, "a text file", "bytes that are not UTF-8") from error
+    return cluster_from_json(text)
 
 
 def device_budget_bytes(options: Options, cluster: Cluster, device: torch.device, held_bytes: int) -> int:
@@ -35,7 +58,7 @@ def device_budget_bytes(options: Options, cluster: Cluster, device: torch.device
         allowed_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes) - allocated_bytes
         available_bytes = min(free_bytes + cached_bytes, allowed_bytes)
         return max(available_bytes + held_bytes - cluster.device.reserve_bytes, 1)
-    return psutil.virtual_memory().available + held_bytes
+    return available_host_bytes() + held_bytes
 
 
 @functools.cache
@@ -56,4 +79,4 @@ def library_bytes(device: torch.device) -> int:
 
 def host_budget_bytes(options: Options) -> int:
     """Return the bytes of host memory that parameters, gradients and optimizer state may take."""
-    return options.host_memory if options.host_memory is not None else psutil.virtual_memory().available
+    return options.host_memory if options.host_memory is not None else available_host_bytes()

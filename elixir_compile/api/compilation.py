@@ -10,21 +10,26 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, plan_timeline
-from elixir_compile.api.planning import graph_of, problem_of
+from elixir_compile.api.cache import plan_for
+from elixir_compile.api.correction import Correction, correct
+from elixir_compile.api.planning import graph_of, may_move_back, problem_of
+from elixir_compile.api.profile import Profiler, RegionProfile
 from elixir_compile.api.progress import Progress
+from elixir_compile.api.replan import replan
 from elixir_compile.api.saved import load_plan_for
+from elixir_compile.api.watch import Seen, Watch
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.joint import gather_keys, parameter, partition_hidden, show_in_inference
+from elixir_compile.capture.joint import gather_keys, partition_hidden, show_in_inference
+from elixir_compile.capture.tracing import captured_step
 from elixir_compile.ir import Kind, Phase, Plan, StepGraph
-from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.options import Options
 from elixir_compile.rewrite.check import check
 from elixir_compile.rewrite.program import write_program
 from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.rewrite.show import program_text
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.lowering import CompiledRegion, RegionCompiler
-from elixir_compile.search import Problem, plan
+from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
+from elixir_compile.search import Problem
 
 _compile_lock = threading.RLock()
 
@@ -42,17 +47,24 @@ class Compilation:
         """The forward program."""
         self.backward: fx.GraphModule | None = None
         """The backward program; None before the first backward, and for inference."""
+        self.profile: RegionProfile | None = None
+        """What each region took before it was planned; None without the option `profile_regions`."""
         self._executor = executor
         self._regions = regions
         self._options = options
         self._captured: Captured | None = None
-        self._progress = Progress(executor.device, is_on=options.report)
+        self._progress = Progress(is_on=options.report)
+        self._watch = Watch(executor, is_on=options.report or options.replan, records=self._may_replan())
+        self._seen: Seen | None = None
+        self._problem: Problem | None = None
+        self._correction: Correction | None = None
         self._sizes: dict[str, int] = {}
         self._generation = -1
         self._beside_bytes = 0
         self._wants_backward = False
         self._traced: list[Any] = []
         self._restrided: list[Any] = []
+        self._chose_strides: bool | None = None
         self.is_superseded = False
         """Whether a later capture of the same step took its place."""
         self._strides: dict[fx.Node, compat.Strides] = {}
@@ -113,15 +125,7 @@ class Compilation:
     # Planning.
 
     def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
-        keys = dict.fromkeys(node.args[0] for half in (forward, backward) if half for node in _parameter_markers(half))
-        self._captured = Captured(
-            name=self.name,
-            forward=forward,
-            backward=backward,
-            num_outputs=num_outputs,
-            param_names={key: slot_by_key(key).name for key in keys},
-            fused=self._options.inner == "inductor",
-        )
+        self._captured = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
         self._traced = [] if backward is None else [node.meta.get("val") for node in _placeholders(backward)]
         self._replan()
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
@@ -131,8 +135,24 @@ class Compilation:
         """Plan for the sizes at hand, on top of what is in force."""
         self._beside_bytes = self._executor.outstanding_bytes()
         self.graph = graph_of(self._captured, self._executor, self._sizes)
-        problem = problem_of(self._captured, self.graph, self._executor, self._options, self._beside_bytes)
-        self.plan = self._plan_in_force() or self._saved_plan(problem) or plan(problem, planner=self._options.planner)
+        self._problem = problem_of(self._captured, self.graph, self._executor, self._options, self._beside_bytes)
+        in_force = self._plan_in_force()
+        if self._correction is not None:
+            self._problem = self._correction.applied_to(self._problem)
+        elif self._options.profile_regions and in_force is None and not self.is_inference:
+            self._problem = replace(self._problem, measured=self._profiled(self._problem).stretches)
+        self.plan = in_force or self._saved_plan(self._problem) or plan_for(self._problem, self._options)
+
+    def _profiled(self, problem: Problem) -> RegionProfile:
+        """Time the regions, at the sizes of this plan."""
+        profiler = Profiler(self._regions, self._executor.device, self._options.inner)
+        self.profile = profiler.profile(self._captured, problem, self._sizes)
+        self._progress.say(str(self.profile))
+        return self.profile
+
+    def _search_again(self, problem: Problem) -> Plan:
+        # No other run measures the very same seconds, so none would find this plan.
+        return plan_for(problem, replace(self._options, plan_cache=False))
 
     def _plan_in_force(self) -> Plan | None:
         """Return the plan in force of an earlier capture of the same step: the first call of a plain model made it."""
@@ -143,6 +163,10 @@ class Compilation:
             is_same = is_same and other._beside_bytes >= self._beside_bytes
             if is_same and executor.agrees(other.plan.buckets, other.plan.placements, may_adopt=False):
                 other.is_superseded = True
+                self.profile = other.profile
+                if other._correction is not None:
+                    self._correction = other._correction
+                    self._watch.stop()
                 return other.plan
         return None
 
@@ -150,7 +174,7 @@ class Compilation:
         """Return the plan that the user asked for, which is of the training graph."""
         if self._options.plan is None or self.is_inference:
             return None
-        return load_plan_for(self._options.plan, self.graph, problem.cluster.name)
+        return load_plan_for(self._options.plan, self.graph, problem.cluster)
 
     # Programs.
 
@@ -159,15 +183,24 @@ class Compilation:
             sum(region.phase is phase for region in self.plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
 
+    def _lets_inductor_choose(self) -> bool:
+        """Whether Inductor may choose the strides of what the forward saves.
+
+        Not under a plan of one region each that follows one of several: autograd's strides are those of the first.
+        """
+        return bool(self._chose_strides) and self._is_one_region_each()
+
     def _write_forward(self) -> None:
+        if self._chose_strides is None:
+            self._chose_strides = self._is_one_region_each() and not self.is_inference
         self.forward = self._write(Phase.FORWARD)
-        if self._is_one_region_each() and not self.is_inference:
+        if self._lets_inductor_choose():
             outputs = self._captured.forward.graph.output_node().args[0]
             compat.report_output_strides([self._strides.get(node) for node in outputs])
 
     def _write_backward(self) -> None:
         # A forward of one region saves in the strides its kernels chose, one of several in those of the capture.
-        examples = self._restrided if self._is_one_region_each() else self._traced
+        examples = self._restrided if self._lets_inductor_choose() else self._traced
         for node, example in zip(_placeholders(self._captured.backward), examples, strict=True):
             node.meta["val"] = example
         self.backward = self._write(Phase.BACKWARD)
@@ -178,14 +211,14 @@ class Compilation:
         check(program, self.plan, phase)
         return program
 
-    def _lower_region(self, region: RegionGraph) -> CompiledRegion:
+    def _lower_region(self, region: RegionGraph) -> PlacedRegion:
         visible = list(range(len(region.outputs)))
-        if region.is_whole and region.phase is Phase.FORWARD and self._is_one_region_each() and not self.is_inference:
+        if region.is_whole and region.phase is Phase.FORWARD and self._lets_inductor_choose():
             visible = self._visible_to_the_user(region)
         compiled = self._regions.lower(region, visible, is_inference=self.is_inference)
         if region.is_whole and region.phase is Phase.FORWARD:
             self._strides = dict(zip(region.outputs, compiled.strides, strict=False))
-        return compiled
+        return PlacedRegion(compiled, self._executor.ledger, f"run {region.id}")
 
     def _visible_to_the_user(self, region: RegionGraph) -> list[int]:
         """Return the outputs of a whole forward that the user sees; Inductor may choose the strides of the rest."""
@@ -197,9 +230,9 @@ class Compilation:
     # Running.
 
     def _run_forward(self, args: list[Any]) -> Any:
-        self._keep_current(args)
         if not self.is_inference:
-            self._progress.forward_begins(self.plan)
+            self._look_back()
+        self._keep_current(args)
         self._executor.begin()
         try:
             results = self.forward.forward(args)
@@ -221,6 +254,46 @@ class Compilation:
             self._executor.abandon()
             raise
 
+    def _look_back(self) -> None:
+        """Before a forward: once enough steps went by, say what they took, and correct the plan where it was wrong."""
+        for other in self._executor.compilations:
+            if other is not self and not other.is_inference:
+                other._watch.stop()  # Spans of two graphs have the same labels.
+        seen = self._watch.forward_begins()
+        if seen is not None:
+            self._progress.measured(self.plan, seen)
+            self._seen = seen if self._may_replan() else None
+        # Parameters do not move while a forward still waits for its backward.
+        if self._seen is not None and self._executor.outstanding_bytes() <= self._beside_bytes:
+            seen, self._seen = self._seen, None
+            if self._executor.generation == self._generation:
+                self._learn(seen)
+
+    def _learn(self, seen: Seen) -> None:
+        with _compile_lock:
+            self._correction = correct(self._problem, self.plan, seen)
+            if self._correction is None:
+                return
+            search = self._search_again if may_move_back(self._problem, self._executor) else None
+            outcome = replan(self._problem, self.plan, self._correction, search)
+            if outcome is None:
+                return
+            self.plan = outcome.plan
+            self._progress.say(outcome.line)
+            if outcome.is_new:
+                self._progress.planned(self.plan)
+                self._write_forward()
+                if self._wants_backward:
+                    self._write_backward()
+                self._executor.move(self.plan.buckets, self.plan.placements)
+                self._generation = self._executor.generation
+
+    def _may_replan(self) -> bool:
+        """Whether the first steps may change the plan: not a plan that the user gave, and not on one rank of several,
+        whose plans are equal."""
+        is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        return self._options.replan and self._options.plan is None and is_alone
+
     def _keep_current(self, args: Sequence[Any]) -> None:
         """Before a forward: adopt the plan, or make a new one where it would not hold.
 
@@ -239,6 +312,9 @@ class Compilation:
                 or not executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=self._generation < 0)
             ):
                 self._sizes.update(grown)
+                if grown and self._correction is not None:
+                    # The regions were measured at other sizes; the links and the optimizer are the same.
+                    self._correction = replace(self._correction, measured=())
                 self._replan()
                 self._progress.planned(self.plan)
                 self._write_forward()
@@ -254,14 +330,10 @@ class Compilation:
         for node, value in zip(placeholders, args, strict=True):
             example = node.meta.get("val")
             if isinstance(example, torch.SymInt):
-                name = compat.symbol_name(example)
-                if name is not None and value > self._sizes.setdefault(name, compat.evaluate_size(example, {})):
+                name, _ = compat.expression_of(example)
+                if name.isidentifier() and value > self._sizes.setdefault(name, compat.evaluate_size(example, {})):
                     grown[name] = value
         return grown
-
-
-def _parameter_markers(half: fx.GraphModule) -> list[fx.Node]:
-    return half.graph.find_nodes(op="call_function", target=parameter)
 
 
 def _placeholders(half: fx.GraphModule) -> list[fx.Node]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
 from elixir_compile.capture.convert import Captured, step_graph
+from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import StepGraph
 from elixir_compile.ops.registry import is_hybrid
 from elixir_compile.options import Options
@@ -11,7 +12,7 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 
 # Adam keeps two statistics per element in the parameter's dtype; other optimizers keep less.
-_STATE_COPIES = 2
+STATE_COPIES = 2
 
 
 def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -> StepGraph:
@@ -29,7 +30,12 @@ def problem_of(
 ) -> Problem:
     """Return the question; `beside_bytes` are device bytes that earlier forwards hold until their backward."""
     is_training = captured.backward is not None
-    cluster = machine(executor.device)
+    cluster = machine(executor.device, options.hardware)
+    if options.hardware is not None and cluster.num_ranks > 1:
+        expected = "a machine with one device: several can be planned for (elixir_compile.plan), not trained on yet"
+        raise InvalidOption("hardware", options.hardware, expected)
+    # A profile that was measured under torchrun knows several.
+    cluster = cluster.alone()
     named = _named(captured, executor)
     slots = [executor.slots[name] for name in named]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
@@ -40,13 +46,21 @@ def problem_of(
         cluster=cluster,
         budget_bytes=device_budget_bytes(options, cluster, executor.device, executor.device_bytes()),
         host_budget_bytes=host_budget_bytes(options),
-        state_nbytes={slot.name: _STATE_COPIES * slot.nbytes for slot in trained},
+        state_nbytes={slot.name: STATE_COPIES * slot.nbytes for slot in trained},
         hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
         base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
+
+
+def may_move_back(problem: Problem, executor: Executor) -> bool:
+    """Whether buckets may move in either direction once steps were taken.
+
+    Optimizer state follows a parameter only where the hybrid optimizer owns it, or where both sides are one memory.
+    """
+    return problem.hybrid or not problem.state_nbytes or executor.device.type == "cpu"
 
 
 def _named(captured: Captured, executor: Executor) -> list[str]:

@@ -1,10 +1,20 @@
-"""Plans on disk: JSON, never pickle."""
+"""Plans and records on disk: JSON, never pickle."""
 
+import json
 from pathlib import Path
 
-from elixir_compile.analysis import verify
+from elixir_compile.analysis import plan_at, verify
 from elixir_compile.errors import PlanFileError, PlanMismatch
-from elixir_compile.ir import Plan, StepGraph, fingerprint, plan_from_json, plan_to_json
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import (
+    Plan,
+    Record,
+    StepGraph,
+    fingerprint,
+    plan_from_json,
+    plan_to_json,
+    record_from_json,
+)
 
 
 def save_plan(plan: Plan, path: "str | Path") -> None:
@@ -14,19 +24,51 @@ def save_plan(plan: Plan, path: "str | Path") -> None:
 
 def load_plan(path: "str | Path") -> Plan:
     """Read a plan that `save_plan` wrote; PlanFileError names the field that is wrong, or the missing file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanFileError(str(path), "a file that can be read", error.strerror) from error
-    return plan_from_json(text)
+    return plan_from_json(_read(path))
 
 
-def load_plan_for(path: "str | Path", graph: StepGraph, cluster: str) -> Plan:
-    """Read a plan for `graph` on `cluster`; PlanMismatch with both fingerprints when it is for another."""
+def load_plan_or_record(path: "str | Path") -> Plan | Record:
+    """Read a plan or the record of a step, whichever the file says it is; PlanFileError as `load_plan`."""
+    text = _read(path)
+    return record_from_json(text) if _says_record(text) else plan_from_json(text)
+
+
+def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster) -> Plan:
+    """Read a plan for `graph` on `cluster`, verified.
+
+    Raises PlanMismatch with what it was made for and what is here: fingerprints of graphs, names of machines, or
+    numbers of ranks.
+    """
     plan = load_plan(path)
     if plan.graph != fingerprint(graph):
-        raise PlanMismatch("graph", fingerprint(graph), plan.graph)
-    if plan.cluster != cluster:
-        raise PlanMismatch("machine", cluster, plan.cluster)
+        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    require_same_machine(plan, cluster)
+    plan = plan_at(graph, plan)
     verify(graph, plan)
     return plan
+
+
+def require_same_machine(plan: Plan, cluster: Cluster) -> None:
+    """Raise PlanMismatch with both numbers of ranks, or both names, unless `plan` is for `cluster`."""
+    if plan.num_ranks != cluster.num_ranks:
+        here = f"{cluster.num_ranks} ({cluster.name})"
+        raise PlanMismatch("number of ranks", f"{plan.num_ranks} ({plan.cluster})", here)
+    if plan.cluster != cluster.name:
+        raise PlanMismatch("machine", plan.cluster, cluster.name)
+
+
+def _read(path: "str | Path") -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(str(path), "a file that can be read", error.strerror) from error
+    except UnicodeDecodeError as error:
+        raise PlanFileError(str(path), "a text file", f"byte {error.start} that is no UTF-8") from error
+
+
+def _says_record(text: str) -> bool:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return False  # what is wrong with the text, the reader of plans says
+    return isinstance(data, dict) and data.get("elixir") == "record"

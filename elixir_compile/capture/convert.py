@@ -6,6 +6,7 @@ of fake storages, because a recomputed node carries the fake tensor of the node 
 joined with what the forward saved. What is not modelled: workspaces inside kernels.
 """
 
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,9 @@ from elixir_compile import compat
 from elixir_compile.capture.fusion import absorbed_nodes, overwritten_input
 from elixir_compile.capture.joint import gradient, parameter, ticket
 from elixir_compile.capture.source import module_path, source_line
-from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
+from elixir_compile.capture.views import is_number, is_view, viewed
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
 from elixir_compile.ir.graph import UPDATE_OP
 from elixir_compile.ops.registry import Slot
 
@@ -49,16 +52,10 @@ def ops_of(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in calls if not is_view(node) or _hands_out_a_parameter(node)] or calls
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether `node` is another look at the memory of its one input: a view, or one of several results."""
-    looks = node.target is operator.getitem or getattr(node.target, "is_view", False)
-    return looks and len(node.all_input_nodes) == 1
-
-
 def is_parameter_view(node: fx.Node) -> bool:
     """Whether `node` is a view, or a view of a view, of one parameter."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
+    while (base := viewed(node)) is not None:
+        node = base
         if node.target is parameter:
             return True
     return False
@@ -73,13 +70,13 @@ def op_id(phase: Phase, node: fx.Node) -> OpId:
     return OpId(_PREFIX[phase] + node.name)
 
 
-def step_graph(captured: Captured, sizes: Mapping[str, int], siblings: Sequence[Slot]) -> StepGraph:
-    """Return the `StepGraph` of `captured`; `sizes` gives the symbols of dynamic shapes their values.
+def step_graph(captured: Captured, values: Mapping[str, int], siblings: Sequence[Slot]) -> StepGraph:
+    """Return the `StepGraph` of `captured`; `values` are those of the symbols of dynamic shapes.
 
-    Symbols that `sizes` does not name take the values of the capture. `siblings` are parameters that no op reads but
+    Symbols that `values` does not name take those of the capture. `siblings` are parameters that no op reads but
     that share a bucket with some that are read.
     """
-    builder = _Builder(captured, sizes)
+    builder = _Builder(captured, values)
     for slot in siblings:
         storage = StorageId(slot.name)
         builder.drafts[storage] = _Draft(storage, slot.nbytes, Kind.PARAM, _dtype(slot.param))
@@ -95,33 +92,61 @@ class _Draft:
     kind: Kind
     dtype: str
     of: StorageId | None = None
+    size: str = ""
 
     def freeze(self) -> Storage:
-        return Storage(id=self.id, nbytes=self.nbytes, kind=self.kind, dtype=self.dtype, of=self.of)
+        return Storage(id=self.id, nbytes=self.nbytes, kind=self.kind, dtype=self.dtype, of=self.of, size=self.size)
 
 
 @dataclass(slots=True)
 class _Builder:
     captured: Captured
-    sizes: Mapping[str, int]
+    values: Mapping[str, int]
+    symbols: dict[str, int] = field(default_factory=dict)
+    """Inputs that are sizes, in their order."""
     drafts: dict[StorageId, _Draft] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     aliases: list[tuple[str, StorageId]] = field(default_factory=list)
 
     def build(self) -> StepGraph:
+        for node in self.captured.forward.graph.find_nodes(op="placeholder"):
+            if is_number(node):
+                self.symbols |= compat.expression_of(node.meta["val"])[1]
+        self.symbols |= {name: self.values[name] for name in self.symbols if name in self.values}
         forward = self._walk(self.captured.forward.graph, Phase.FORWARD, {})
         output = self.captured.forward.graph.output_node().args[0]
         outputs = [forward[n] for n in output[: self.captured.num_outputs] if isinstance(n, fx.Node) and n in forward]
         if self.captured.backward is not None:
             self._join_backward(output, forward)
         flat = dict.fromkeys(s for storages in outputs for s in storages)
+        texts = {draft.size for draft in self.drafts.values()} | {op.flops_size for op in self.ops}
+        used = {symbol for text in texts if text for symbol in sizes.symbols_of(text)}
         return StepGraph(
             name=self.captured.name,
             ops=tuple(self.ops),
             storages=tuple(draft.freeze() for draft in self.drafts.values()),
             outputs=tuple(s for s in flat if self.drafts[s].kind not in (Kind.PARAM, Kind.INPUT, Kind.BUFFER)),
             aliases=tuple(self.aliases),
+            symbols=tuple((name, value) for name, value in self.symbols.items() if name in used),
         )
+
+    def _count(self, size: "int | torch.SymInt") -> tuple[int, str]:
+        """Return `size` as a number and as an expression of `symbols`, which is empty where it is constant.
+
+        A size made of functions that `sizes` does not know, or of symbols that are no inputs, is constant: the state of
+        a random generator has a symbol for its size.
+        """
+        text, here = compat.expression_of(size)
+        at = {name: self.values.get(name, value) for name, value in here.items()}
+        number = compat.evaluate_size(size, at)
+        if not text or not at.keys() <= self.symbols.keys():
+            return number, ""
+        try:
+            text = sizes.canonical(text)
+            is_same = sizes.evaluate(text, at) == number
+        except InvalidPlan:
+            return number, ""
+        return number, text if is_same else ""
 
     def _join_backward(self, output: tuple, forward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
         saved = {node.name: node for node in output[self.captured.num_outputs :] if isinstance(node, fx.Node)}
@@ -205,8 +230,8 @@ class _Builder:
             if key not in by_key:
                 suffix = "" if index == 0 else f".{index}"
                 storage = StorageId(f"{op_id(phase, node)}{suffix}")
-                nbytes = compat.evaluate_size(value.untyped_storage().nbytes(), self.sizes)
-                self.drafts[storage] = _Draft(storage, nbytes, kind, _dtype(value))
+                nbytes, size = self._count(value.untyped_storage().nbytes())
+                self.drafts[storage] = _Draft(storage, nbytes, kind, _dtype(value), size=size)
                 by_key[key] = storage
             else:
                 self.aliases.append((op_id(phase, node), by_key[key]))
@@ -225,7 +250,7 @@ class _Builder:
         base = overwritten_input(node) if self.captured.fused else None
         is_overwrite = base is not None
         if is_view(node) and node.target is not operator.getitem:
-            base = node.all_input_nodes[0]
+            base = viewed(node)
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: each gather of one parameter left a fake storage of its own.
             by_key.update((key, storages[base][0]) for key in _keys(node))
@@ -243,18 +268,25 @@ class _Builder:
                 mutated.extend(storages[base])
             reads = tuple(inputs) if made or mutated else ()
             writes = tuple(dict.fromkeys([*made, *mutated]))
+        flops, flops_size = self._count(compat.flops_of(node))
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
         return Op(
             id=op_id(phase, node),
-            target=str(node.target),
+            target=_target(node),
             phase=phase,
             reads=reads,
             writes=writes,
-            flops=compat.flops_of(node),
+            flops=flops,
             moved_bytes=moved,
             module=module_path(node),
             source=source_line(node),
+            flops_size=flops_size,
         )
+
+
+def _target(node: fx.Node) -> str:
+    """Return what `node` calls, the same in every process: Python prints a function with its address."""
+    return f"{node.target.__module__}.{node.target.__name__}" if inspect.isroutine(node.target) else str(node.target)
 
 
 def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:

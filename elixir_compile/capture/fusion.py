@@ -5,13 +5,13 @@ one: an opaque kernel (a matrix product, an attention kernel), a graph output, o
 one. This is a model of that rule, not a copy of the scheduler: `docs/memory.md` has the measured error.
 """
 
-import operator
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.capture.views import is_view, viewed
 
 _ALLOCATES_NOTHING = {
     torch.ops.aten.full.default,
@@ -41,7 +41,7 @@ def absorbed_nodes(graph: fx.Graph) -> Mapping[fx.Node, None]:
     """Return the nodes of `graph` whose value is computed inside its readers."""
     absorbed: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        is_view_of_absorbed = _is_view(node) and node.args[0] in absorbed
+        is_view_of_absorbed = viewed(node) in absorbed
         if is_view_of_absorbed or (_is_fusible(node) and not _needs_memory(node)):
             absorbed[node] = None
     return absorbed
@@ -65,10 +65,6 @@ def _is_fusible(node: fx.Node) -> bool:
     return is_inline or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
-
-
 def _needs_memory(node: fx.Node) -> bool:
     """Whether a reader of `node`, seen through views, cannot compute it for itself."""
     pending, seen = [node], {node}
@@ -77,7 +73,7 @@ def _needs_memory(node: fx.Node) -> bool:
             if user in seen:
                 continue
             seen.add(user)
-            if _is_view(user):
+            if is_view(user):
                 pending.append(user)
             elif not _reads_inline(user):
                 return True

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.capture.views import is_number, viewed
 from elixir_compile.ops.schema import GATHER, REDUCE
 
 
@@ -111,7 +112,6 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int) -> _Hidden:
         graph.erase_node(node)
     hidden.inputs = {key: node.name for key, node in inputs.items()}
     _turn_reduces_into_outputs(graph, hidden, num_fwd_outputs)
-    joint.recompile()
     return hidden
 
 
@@ -155,7 +155,7 @@ def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: 
     output = graph.output_node()
     outputs, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
     for node in saved:
-        chain = _view_chain(node, names)
+        chain = _view_chain(node, names, saved)
         if chain is not None:
             hidden.saved_views[node.name] = chain
     kept = [node for node in saved if getattr(node, "name", None) not in hidden.saved_views]
@@ -191,27 +191,33 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
     _insert_gradients(graph, gradients, hidden)
 
 
-def _view_chain(node: object, names: set[str]) -> list[fx.Node] | None:
-    """Return the views that make saved `node` of a hidden parameter, base first, or None when it is something else."""
+def _view_chain(node: object, names: set[str], saved: Sequence[fx.Node]) -> list[fx.Node] | None:
+    """Return the views that make saved `node` of a hidden parameter, base first, or None when it is something else.
+
+    Dynamic sizes that the views take must be saved too, for the backward to make the views again.
+    """
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node):
         if node.op == "placeholder":
             return [node, *reversed(chain)] if node.name in names else None
-        if not getattr(node.target, "is_view", False) or len(node.all_input_nodes) != 1:
+        base = viewed(node)
+        is_known = all(source is base or source in saved for source in node.all_input_nodes)
+        if not getattr(node.target, "is_view", False) or base is None or not is_known:
             return None
         chain.append(node)
-        node = node.args[0]
+        node = base
     return None
 
 
 def _rebuild_view(graph: fx.Graph, saved: fx.Node, hidden: _Hidden) -> None:
     """Make the saved view anew in the backward: saving it would keep the whole gathered bucket alive."""
     base, *views = hidden.saved_views[saved.name]
+    sizes = {node.name: node for node in graph.find_nodes(op="placeholder") if is_number(node)}
     with graph.inserting_before(_first_op(graph)):
         made = _marker_node(graph, parameter, (_key_of(base, hidden),), base.meta)
         for view in views:
             source = made
-            made = graph.node_copy(view, lambda _, source=source: source)
+            made = graph.node_copy(view, lambda node, source=source: sizes.get(node.name, source))
     saved.replace_all_uses_with(made)
 
 

@@ -1,6 +1,7 @@
 """`elixir-compile`: one command per file, imported when it runs, so that `--version` and `--help` never load torch."""
 
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +48,118 @@ def demo(
     raise typer.Exit(code=run_demo(text=text, num_steps=steps))
 
 
+@app.command()
+def measure(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the profile to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile's JSON and nothing else.")] = False,
+    seconds: Annotated[float, typer.Option(min=1.0, max=60.0, help="About how long to measure.")] = 30.0,
+) -> None:
+    """Measure this machine: copies, optimizer updates, matrix products, memory. Later plans use what was found."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
+    from elixir_compile.cli.measure import run_measure
+
+    raise typer.Exit(code=run_measure(output=output, as_json=as_json, seconds=seconds))
+
+
+@app.command()
+def explain(
+    plan: Annotated[Path, typer.Argument(help="A saved plan.")],
+    subject: Annotated[
+        str, typer.Argument(help="A bucket (b3), region (fwd.2), parameter or module (layers.3); else the whole plan.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Say why things are where a saved plan has them, and what was rejected."""
+    from elixir_compile.cli.explain import run_explain
+
+    raise typer.Exit(code=run_explain(plan=plan, subject=subject, as_json=as_json))
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A saved plan.")],
+    second: Annotated[Path, typer.Argument(help="Another plan, or the record of a measured step.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Show what differs between two plans, or a plan beside what a step took."""
+    from elixir_compile.cli.diff import run_diff
+
+    raise typer.Exit(code=run_diff(first=first, second=second, as_json=as_json))
+
+
+_BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]
+_SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample.")]
+_DTYPE = Annotated[str, typer.Option(help="Of parameters and compute: float32, bfloat16, float16 or float64.")]
+_RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
+_HARDWARE = Annotated[str | None, typer.Option(help='"a100-40g", "4 x a100-40g" or a profile; else this machine.')]
+_RANKS = Annotated[int, typer.Option(min=1, help="Devices in all, of the hardware named.")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+_MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help=_MODEL)],
+    hardware: _HARDWARE = None,
+    ranks: _RANKS = 1,
+    batch: _BATCH = 8,
+    seq: _SEQ = 1024,
+    dtype: _DTYPE = "bfloat16",
+    recompute: _RECOMPUTE = False,
+    device_memory: Annotated[str | None, typer.Option(help="Budget on the device: 36GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Budget on the host, per device: 200GiB.")] = None,
+    planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
+    search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
+    state_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments.")
+    ] = None,
+    largest_batch: Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
+    as_json: _JSON = False,
+) -> None:
+    """Plan the training of MODEL on a machine that need not be there. Exits with 2 where no plan fits."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
+    from elixir_compile.cli.plan import run_plan
+    from elixir_compile.cli.request import Request
+
+    options = {"device_memory": device_memory, "host_memory": host_memory, "planner": planner}
+    request = Request(
+        model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
+        options={**options, "search_timeout": search_timeout},
+    )  # fmt: skip
+    code = run_plan(request, state_bytes=state_bytes, is_largest=largest_batch, output=output, as_json=as_json)
+    raise typer.Exit(code=code)
+
+
+@app.command()
+def verify(
+    plan: Annotated[Path, typer.Argument(help="A saved plan.")],
+    model: Annotated[str | None, typer.Option(help=f"Capture this model and check against it: {_MODEL}")] = None,
+    hardware: _HARDWARE = None,
+    ranks: _RANKS = 1,
+    batch: _BATCH = 8,
+    seq: _SEQ = 1024,
+    dtype: _DTYPE = "bfloat16",
+    recompute: _RECOMPUTE = False,
+    as_json: _JSON = False,
+) -> None:
+    """Check that a saved plan is whole, and with --model that it is legal for the step of that model."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
+    from elixir_compile.cli.request import Request
+    from elixir_compile.cli.verify import run_verify
+
+    request = None
+    if model is not None:
+        request = Request(
+            model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks
+        )
+    raise typer.Exit(code=run_verify(plan, request, as_json=as_json))
+
+
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; stdout is for what it was asked for."""
+    # HiGHS prints notes of its own, from C, on file descriptor 1, which would break the output of `--json`.
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)
     app()

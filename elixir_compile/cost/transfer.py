@@ -4,11 +4,6 @@ from elixir_compile.hardware import Link
 from elixir_compile.ir.bucket import Bucket
 
 
-def gather_s(bucket: Bucket, link: Link) -> float:
-    """Return the seconds to bring the bucket's parameters from the host to the device."""
-    return link.latency_s + bucket.nbytes / link.bytes_per_s
-
-
-def offload_s(bucket: Bucket, link: Link) -> float:
-    """Return the seconds to take the bucket's gradient, as large as its parameters, from the device to the host."""
-    return link.latency_s + bucket.nbytes / link.bytes_per_s
+def copy_s(bucket: Bucket, link: Link) -> float:
+    """Return the seconds to carry the parameters that one rank owns, or their gradient, between host and device."""
+    return link.latency_s + bucket.shard_nbytes() / link.bytes_per_s

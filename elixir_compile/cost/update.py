@@ -1,4 +1,7 @@
-"""Seconds of one bucket's optimizer update on the tier where its state lives: numel / update_elements_per_s."""
+"""Seconds of one bucket's optimizer update on the tier where its state lives: numel / update_elements_per_s.
+
+The ranks of one node share its host.
+"""
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
@@ -7,14 +10,15 @@ from elixir_compile.ir.kinds import Tier
 
 
 def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
-    """Return the seconds to update the bucket, transfers excluded; 0 for a frozen one.
+    """Return the seconds in which one rank updates what it owns, transfers excluded; 0 for a frozen bucket.
 
     Raises `InvalidPlan` for a tier that cannot compute.
     """
     if not bucket.trainable:
         return 0.0
+    numel = bucket.shard_numels[0]
     if tier is Tier.DEVICE:
-        return cluster.device.launch_s + bucket.numel / cluster.device.update_elements_per_s
+        return cluster.device.launch_s + numel / cluster.device.update_elements_per_s
     if tier is Tier.HOST:
-        return bucket.numel / cluster.host.update_elements_per_s
+        return numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")

@@ -1,9 +1,24 @@
-"""What a machine is: devices, host, links, and two built-in profiles."""
+"""What a machine is: devices, host and links, common ones by name, and their JSON."""
 
 from elixir_compile.hardware.cluster import Cluster
+from elixir_compile.hardware.codec import cluster_from_json, cluster_to_json, hardware_fingerprint
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
 from elixir_compile.hardware.node import Node
-from elixir_compile.hardware.presets import profile_for
+from elixir_compile.hardware.presets import parse_hardware, preset, preset_names
+from elixir_compile.hardware.rough import profile_for
 
-__all__ = ["Cluster", "DeviceProfile", "HostProfile", "Link", "Node", "profile_for"]
+__all__ = [
+    "Cluster",
+    "DeviceProfile",
+    "HostProfile",
+    "Link",
+    "Node",
+    "cluster_from_json",
+    "cluster_to_json",
+    "hardware_fingerprint",
+    "parse_hardware",
+    "preset",
+    "preset_names",
+    "profile_for",
+]

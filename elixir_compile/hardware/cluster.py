@@ -1,8 +1,8 @@
 """The machines a plan is for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.errors import InvalidPlan, InvalidProfile
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
 from elixir_compile.hardware.node import Node
@@ -14,7 +14,7 @@ class Cluster:
 
     nodes: tuple[Node, ...]
     network: Link | None = None
-    """What one device sends to those of other nodes; None for a single node."""
+    """What a ring over all devices carries from one node to the next; None for a single node."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -22,7 +22,7 @@ class Cluster:
         if any(node != self.nodes[0] for node in self.nodes):
             raise InvalidPlan("the nodes of a cluster must be equal; unequal ones are not planned for yet.")
         if len(self.nodes) > 1 and self.network is None:
-            raise InvalidPlan(f"a cluster of {len(self.nodes)} nodes needs a `network` link.")
+            raise InvalidProfile("cluster", "network", f"a link, as there are {len(self.nodes)} nodes", None)
 
     @property
     def name(self) -> str:
@@ -38,6 +38,10 @@ class Cluster:
     def num_local_ranks(self) -> int:
         """Devices that share one host."""
         return self.nodes[0].num_devices
+
+    def alone(self) -> "Cluster":
+        """Return one device of it, with the host to itself."""
+        return Cluster(nodes=(replace(self.nodes[0], num_devices=1, peer=None),))
 
     @property
     def device(self) -> DeviceProfile:
@@ -58,4 +62,5 @@ class Cluster:
     @property
     def collective(self) -> Link | None:
         """The link that bounds a ring over all ranks: the network, else the peer link; None for one rank."""
-        return self.network if len(self.nodes) > 1 else self.nodes[0].peer
+        first, *others = self.nodes
+        return self.network if others else first.peer

@@ -1,16 +1,33 @@
 """What computes: a device with its own memory, and the host beside it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elixir_compile.errors import InvalidPlan
+from elixir_compile.errors import InvalidProfile
 
 
-def require_positive(what: str, **numbers: float) -> None:
-    """Raise `InvalidPlan` naming the first number not above zero; a rate of zero would make a price infinite."""
+def require_positive(what: str, **numbers: float | None) -> None:
+    """Raise `InvalidProfile` naming the first number that is not above zero and finite; None is not looked at.
+
+    A rate of zero would make a price infinite.
+    """
     for name, number in numbers.items():
-        if not number > 0:
-            raise InvalidPlan(f"{what}: {name} must be positive, got {number!r}.")
+        if number is not None and not 0 < number < math.inf:
+            raise InvalidProfile(what, name, "a positive finite number", number)
+
+
+def require_not_negative(what: str, **numbers: float) -> None:
+    """Raise `InvalidProfile` naming the first number that is below zero or not finite."""
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise InvalidProfile(what, name, "a finite number of 0 or more", number)
+
+
+def require_part(what: str, name: str, part_bytes: int, of_bytes: int) -> None:
+    """Raise `InvalidProfile` where the bytes called `name` are negative or leave nothing of the memory they are in."""
+    if not 0 <= part_bytes < of_bytes:
+        raise InvalidProfile(what, name, f"0 or more and less than memory_bytes = {of_bytes}", part_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +49,18 @@ class DeviceProfile:
     """Where the numbers come from."""
 
     def __post_init__(self) -> None:
+        what = f"device {self.name}"
         if "float32" not in self.flops_per_s:
-            raise InvalidPlan(f"device {self.name}: flops_per_s has no entry for float32.")
-        require_positive(f"device {self.name}", memory_bytes=self.memory_bytes, **self.flops_per_s)
+            raise InvalidProfile(what, "flops_per_s", "an entry for float32", dict(self.flops_per_s))
         require_positive(
-            f"device {self.name}",
+            what,
+            memory_bytes=self.memory_bytes,
             memory_bytes_per_s=self.memory_bytes_per_s,
             update_elements_per_s=self.update_elements_per_s,
+            **{f"flops_per_s.{dtype}": rate for dtype, rate in self.flops_per_s.items()},
         )
-        if self.launch_s < 0 or not 0 <= self.reserve_bytes < self.memory_bytes:
-            raise InvalidPlan(f"device {self.name}: launch_s is negative, or the reserve is no part of the memory.")
+        require_not_negative(what, launch_s=self.launch_s)
+        require_part(what, "reserve_bytes", self.reserve_bytes, self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +80,13 @@ class HostProfile:
     """The same while copies run, which share the host's memory; None where that was not measured."""
 
     def __post_init__(self) -> None:
-        if self.busy_update_elements_per_s is not None:
-            require_positive("host", busy_update_elements_per_s=self.busy_update_elements_per_s)
         require_positive(
             "host",
             memory_bytes=self.memory_bytes,
             cores=self.cores,
             memory_bytes_per_s=self.memory_bytes_per_s,
             update_elements_per_s=self.update_elements_per_s,
+            busy_update_elements_per_s=self.busy_update_elements_per_s,
         )
+        require_not_negative("host", pinned_bytes=self.pinned_bytes)
+        require_part("host", "reserve_bytes", self.reserve_bytes, self.memory_bytes)

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware.device import require_positive
+from elixir_compile.hardware.device import require_not_negative, require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +18,5 @@ class Link:
     """The rate while the other direction copies too; None where that was not measured."""
 
     def __post_init__(self) -> None:
-        require_positive("link", bytes_per_s=self.bytes_per_s)
-        if self.busy_bytes_per_s is not None:
-            require_positive("link", busy_bytes_per_s=self.busy_bytes_per_s)
-        if self.latency_s < 0:
-            raise InvalidPlan(f"link: latency_s must not be negative, got {self.latency_s!r}.")
+        require_positive("link", bytes_per_s=self.bytes_per_s, busy_bytes_per_s=self.busy_bytes_per_s)
+        require_not_negative("link", latency_s=self.latency_s)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware.device import DeviceProfile, HostProfile
+from elixir_compile.errors import InvalidProfile
+from elixir_compile.hardware.device import DeviceProfile, HostProfile, require_positive
 from elixir_compile.hardware.link import Link
 
 
@@ -18,11 +18,11 @@ class Node:
     """From host memory to one device, while all devices of the node use theirs."""
     d2h: Link
     peer: Link | None = None
-    """What one device sends to the others of the node at once; None for a single device."""
+    """What one device sends around a ring of all devices of the node; None for a single device."""
     num_devices: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise InvalidPlan(f"node of {self.device.name}: num_devices must be at least 1, got {self.num_devices}.")
+        what = f"node of {self.device.name}"
+        require_positive(what, num_devices=self.num_devices)
         if self.num_devices > 1 and self.peer is None:
-            raise InvalidPlan(f"node of {self.device.name}: {self.num_devices} devices need a `peer` link.")
+            raise InvalidProfile(what, "peer", f"a link, as there are {self.num_devices} devices", None)

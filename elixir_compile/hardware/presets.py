@@ -1,80 +1,184 @@
-"""Two machines by name, with numbers good enough to rank choices; a measured profile replaces them.
+"""Common machines by name: data sheets of `table`, times the share of them that programs reach -> `Cluster`.
 
-`cpu`   the device is the host: copies and updates are work for the same cores, so nothing overlaps compute
-`cuda`  one data-centre GPU behind PCIe 4 x16, as the Elixir paper measured it
+```text
+  "a100-40g"           one device            "4 x a100-40g"       four on one host
+  "2 x 8 x h100-80g"   two nodes of eight
+```
+
+The shares below and the Elixir paper's rates make a plan without the machine at hand. `elixir-compile measure` replaces
+them. They do not model how devices share PCIe switches, nor NUMA.
 """
 
-from elixir_compile.errors import InvalidOption
+import math
+import re
+
+from elixir_compile.errors import InvalidOption, UnknownHardware
 from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
 from elixir_compile.hardware.node import Node
-from elixir_compile.units import GIB
+from elixir_compile.hardware.table import MACHINES, Machine
+from elixir_compile.units import GIB, MIB
+
+MAX_DEVICES_PER_NODE = 8
+
+_PAPER = "Elixir (arXiv 2212.05339), measured rates"
+
+_FLOPS_SHARE = 0.5
+"""Of the dense peak. Megatron-LM (arXiv 2104.04473) trains GPT at 44-52 % of an A100's."""
+_DEVICE_MEMORY_SHARE = 0.9
+"""The paper's 50 G elements/s of Adam on an A100 40GB are 1400 of 1555 GB/s."""
+_DRAM_SHARE = 0.8
+"""STREAM triad reaches 78-85 % of what the channels of a server add up to."""
+_LINK_SHARE = 0.8
+"""The paper's 25.0 GB/s from host to one device are 79 % of PCIe 4 x16; nccl-tests report 75-80 % of NVLink."""
 
 # Adam in float32 reads parameter, gradient and two moments and writes all but the gradient: 7 words of 4 bytes.
 _ADAM_BYTES_PER_ELEMENT = 28
+_PAPER_DRAM_BYTES_PER_S = 409.6e9
+"""Of the paper's host, taken to be that of a DGX A100; other hosts update as much faster as their DRAM is."""
 
-_PAPER = "Elixir (arXiv 2212.05339), measured rates for one A100"
-_DATA_SHEET = "NVIDIA A100 data sheet, half of the peak"
-_CPU = "order of magnitude of one server core with AVX2 and one DDR4 channel; ranks choices, predicts nothing"
+_RESERVE_BYTES = GIB
+"""A CUDA context, cuBLAS and NCCL buffers take 0.5-1 GiB."""
+_LAUNCH_S = 5e-6
+"""A kernel launch: 3-6 us on servers."""
+_COPY_LATENCY_S = 10e-6
+"""A small cudaMemcpyAsync and the event that ends it."""
+_PEER_LATENCY_S = 20e-6
+"""A small all-gather within a node; nccl-tests report 10-30 us."""
+_NETWORK_LATENCY_S = 40e-6
+"""The same over InfiniBand; nccl-tests report 30-60 us for a few nodes."""
+_ASSUMED = "latency, launch and reserve are typical figures"
 
 
-def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
-    """Return the built-in profile for `cpu` or `cuda` with the memory sizes, in bytes, and the name given.
+def preset_names() -> tuple[str, ...]:
+    """Return the names that `preset` knows, sorted."""
+    return tuple(sorted(MACHINES))
 
-    Raises `InvalidOption` for another device type.
+
+def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
+    """Return `num_nodes` machines called `name` with `num_devices` devices each.
+
+    Raises `UnknownHardware` with the nearest name, and `InvalidOption` for a count that makes no machine.
     """
-    if device_type == "cpu":
-        return _cpu(memory_bytes, host_memory_bytes, name)
-    if device_type == "cuda":
-        return _cuda(memory_bytes, host_memory_bytes, name)
-    raise InvalidOption("device", device_type, "'cpu' or 'cuda'")
+    machine = MACHINES.get(name.lower())
+    if machine is None:
+        raise UnknownHardware(name, preset_names())
+    if not 1 <= num_devices <= MAX_DEVICES_PER_NODE:
+        raise InvalidOption(
+            "num_devices", num_devices, f'1 to {MAX_DEVICES_PER_NODE} per node; two nodes of 8 are "2 x 8 x {name}"'
+        )
+    if num_nodes < 1:
+        raise InvalidOption("num_nodes", num_nodes, "at least 1 node")
+    h2d, d2h = _copies(machine, num_devices)
+    peer = _peer(machine, num_devices) if num_devices > 1 else None
+    node = Node(
+        device=_device(name.lower(), machine),
+        host=_host(machine, num_devices),
+        h2d=h2d,
+        d2h=d2h,
+        peer=peer,
+        num_devices=num_devices,
+    )
+    network = _network(machine, num_devices, peer) if num_nodes > 1 else None
+    return Cluster(nodes=(node,) * num_nodes, network=network)
 
 
-def _cpu(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
-    dram_bytes_per_s = 10e9  # _CPU
-    update_elements_per_s = dram_bytes_per_s / _ADAM_BYTES_PER_ELEMENT
-    # A copy reads and writes the same DRAM, so it moves at half the rate.
-    copy = Link(bytes_per_s=dram_bytes_per_s / 2, latency_s=1e-6, overlaps_compute=False, source=_CPU)
-    device = DeviceProfile(
+def parse_hardware(text: str) -> Cluster:
+    """Return the machines in `text`: `NAME`, `DEVICES x NAME` or `NODES x DEVICES x NAME`.
+
+    Raises `UnknownHardware` with the nearest name, and `InvalidOption` for a count that makes no machine.
+    """
+    *counts, name = re.split(r"(?<=\d)\s*x\s*", text.strip(), flags=re.IGNORECASE)
+    if len(counts) > 2 or not all(count.isdecimal() for count in counts):
+        raise UnknownHardware(text, preset_names())
+    num_devices = int(counts[-1]) if counts else 1
+    num_nodes = int(counts[0]) if len(counts) == 2 else 1
+    return preset(name, num_devices, num_nodes)
+
+
+def _device(name: str, machine: Machine) -> DeviceProfile:
+    chip = machine.chip
+    memory_bytes_per_s = _DEVICE_MEMORY_SHARE * chip.memory_bytes_per_s
+    update_elements_per_s = memory_bytes_per_s / _ADAM_BYTES_PER_ELEMENT
+    shares = f"{_FLOPS_SHARE:.0%} of the peak, {_DEVICE_MEMORY_SHARE:.0%} of the memory rate"
+    update = f"Adam at {_ADAM_BYTES_PER_ELEMENT} bytes per element"
+    if machine.has_papers_rates:
+        update_elements_per_s = 50e9
+        update = f"Adam v_gpu = 50 n: {_PAPER}"
+    return DeviceProfile(
         name=name,
-        memory_bytes=memory_bytes,
-        reserve_bytes=0,  # host and device are one memory; the reserve is the host's
-        flops_per_s={"float32": 50e9, "float64": 25e9, "bfloat16": 25e9, "float16": 25e9},  # _CPU
-        memory_bytes_per_s=dram_bytes_per_s,
-        launch_s=2e-6,  # _CPU
+        memory_bytes=chip.memory_mib * MIB,
+        reserve_bytes=_RESERVE_BYTES,
+        flops_per_s={dtype: _FLOPS_SHARE * rate for dtype, rate in chip.flops_per_s.items()},
+        memory_bytes_per_s=memory_bytes_per_s,
+        launch_s=_LAUNCH_S,
         update_elements_per_s=update_elements_per_s,
-        source=_CPU,
+        source=f"{chip.source}; {shares}; {update}; {_ASSUMED}",
     )
-    host = _host(host_memory_bytes, dram_bytes_per_s, update_elements_per_s, _CPU)
-    return Cluster(nodes=(Node(device=device, host=host, h2d=copy, d2h=copy),))
 
 
-def _cuda(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
-    device = DeviceProfile(
-        name=name,
-        memory_bytes=memory_bytes,
-        # CUDA context and libraries take 0.5-0.8 GiB, but never more than a tenth of a small share of a device.
-        reserve_bytes=min(GIB, memory_bytes // 10),
-        flops_per_s={"float32": 9.7e12, "float64": 4.8e12, "bfloat16": 156e12, "float16": 156e12},  # _DATA_SHEET
-        memory_bytes_per_s=1.55e12 / 2,  # _DATA_SHEET
-        launch_s=5e-6,  # typical kernel launch on PCIe machines
-        update_elements_per_s=50e9,  # _PAPER: v_gpu = 50 n Gelem/s
-        source=f"{_DATA_SHEET}; {_PAPER}",
-    )
-    host = _host(host_memory_bytes, 100e9, 5.15e9, _PAPER)  # v_cpu = 1.66 ln n + 5.15 Gelem/s
-    h2d = Link(bytes_per_s=25.0e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # c2g = 16.3 n + 8.7
-    d2h = Link(bytes_per_s=18.1e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # g2c = 15.8 n + 2.3
-    return Cluster(nodes=(Node(device=device, host=host, h2d=h2d, d2h=d2h),))
-
-
-def _host(memory_bytes: int, bytes_per_s: float, update_elements_per_s: float, source: str) -> HostProfile:
+def _host(machine: Machine, num_devices: int) -> HostProfile:
+    board = machine.board
+    num_boards = num_devices if board.is_per_device else 1
+    memory_bytes = num_boards * board.memory_bytes
+    papers_elements_per_s = (1.66e9 * math.log(num_devices // num_boards) + 5.15e9) * num_boards
+    update = f"Adam v_cpu = 1.66 ln n + 5.15: {_PAPER}"
+    if not machine.has_papers_rates:
+        update += ", scaled by DRAM rate"
     return HostProfile(
         memory_bytes=memory_bytes,
-        pinned_bytes=memory_bytes,
+        pinned_bytes=memory_bytes * 4 // 5,
         reserve_bytes=memory_bytes // 20,
-        cores=1,
-        memory_bytes_per_s=bytes_per_s,
-        update_elements_per_s=update_elements_per_s,
-        source=source,
+        cores=num_boards * board.cores,
+        memory_bytes_per_s=_dram_bytes_per_s(machine, num_devices),
+        update_elements_per_s=papers_elements_per_s * board.memory_bytes_per_s / _PAPER_DRAM_BYTES_PER_S,
+        source=f"{board.source}; {_DRAM_SHARE:.0%} of the DRAM rate; {update}; 80 % may be pinned, 5 % is reserved",
+    )
+
+
+def _dram_bytes_per_s(machine: Machine, num_devices: int) -> float:
+    num_boards = num_devices if machine.board.is_per_device else 1
+    return _DRAM_SHARE * num_boards * machine.board.memory_bytes_per_s
+
+
+def _copies(machine: Machine, num_devices: int) -> tuple[Link, Link]:
+    """Return the links from host to device and back, while all devices of the node use theirs."""
+    if machine.has_papers_rates:
+        h2d = _link(16.3e9 + 8.7e9 / num_devices, _COPY_LATENCY_S, f"c2g = 16.3 n + 8.7: {_PAPER}")
+        d2h = _link(15.8e9 + 2.3e9 / num_devices, _COPY_LATENCY_S, f"g2c = 15.8 n + 2.3: {_PAPER}")
+        return h2d, d2h
+    alone_bytes_per_s = _LINK_SHARE * machine.lane.bytes_per_s
+    # The devices' copies share the host's DRAM.
+    shared_bytes_per_s = _dram_bytes_per_s(machine, num_devices) / num_devices
+    copy = _link(
+        min(alone_bytes_per_s, shared_bytes_per_s),
+        _COPY_LATENCY_S,
+        f"{_LINK_SHARE:.0%} of {machine.lane.source}, at most a device's part of the DRAM rate",
+    )
+    return copy, copy
+
+
+def _peer(machine: Machine, num_devices: int) -> Link:
+    bytes_per_s = _LINK_SHARE * machine.peer.bytes_per_s
+    source = f"{_LINK_SHARE:.0%} of {machine.peer.source}"
+    if machine.bounces:
+        # Each byte is written to the host's DRAM and read from it.
+        bytes_per_s = min(bytes_per_s, _dram_bytes_per_s(machine, num_devices) / (2 * num_devices))
+        source += ", through host memory, as GeForce drivers allow no peer access"
+    return _link(bytes_per_s, _PEER_LATENCY_S, source)
+
+
+def _network(machine: Machine, num_devices: int, peer: Link | None) -> Link:
+    """Return the link between nodes: rings leave a node through all of its adapters at once."""
+    num_adapters = num_devices if machine.has_adapter_per_device else 1
+    bytes_per_s = _LINK_SHARE * num_adapters * machine.network.bytes_per_s
+    if peer is not None:
+        bytes_per_s = min(bytes_per_s, peer.bytes_per_s)
+    return _link(bytes_per_s, _NETWORK_LATENCY_S, f"{_LINK_SHARE:.0%} of {machine.network.source}, at most as `peer`")
+
+
+def _link(bytes_per_s: float, latency_s: float, source: str) -> Link:
+    return Link(
+        bytes_per_s=bytes_per_s, latency_s=latency_s, overlaps_compute=True, source=f"{source}; latency is typical"
     )

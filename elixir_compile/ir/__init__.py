@@ -10,7 +10,7 @@ from elixir_compile.ir.codec import (
     record_to_json,
 )
 from elixir_compile.ir.fingerprint import fingerprint
-from elixir_compile.ir.graph import Op, StepGraph, Storage
+from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import BucketId, Kind, Lane, OpId, Phase, RegionId, StorageId, Tier, Verb
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
 from elixir_compile.ir.record import Origin, Record, Span
@@ -44,6 +44,7 @@ __all__ = [
     "Verb",
     "fingerprint",
     "grad_of",
+    "graph_at",
     "graph_from_json",
     "graph_to_json",
     "parse_graph",

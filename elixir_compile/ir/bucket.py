@@ -31,13 +31,28 @@ class Bucket:
         if self.state_nbytes and not self.trainable:
             raise InvalidPlan(f"bucket {self.id} is frozen, yet has {self.state_nbytes} bytes of optimizer state.")
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks own a part each, so that it is gathered wherever it lives."""
+        return len(self.shard_numels) > 1
+
+    def shard_nbytes(self, rank: int = 0) -> int:
+        """Return the bytes of the parameters, and of the gradient, that `rank` owns."""
+        return self.nbytes * self.shard_numels[rank] // max(self.numel, 1) if self.is_sharded else self.nbytes
+
+    def shard_state_nbytes(self, rank: int = 0) -> int:
+        """Return the bytes of optimizer state that `rank` owns."""
+        if not self.is_sharded:
+            return self.state_nbytes
+        return self.state_nbytes * self.shard_numels[rank] // max(self.numel, 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where the training state of one bucket lives, and whether its gathered copy survives the forward.
 
     `resident` says that the gathered copy stays on the device from its first use in the forward to its last use in the
-    backward. A bucket whose parameters live on the device is always resident.
+    backward. A bucket of one rank whose parameters live on the device is always resident.
     """
 
     bucket: BucketId

@@ -1,202 +1,51 @@
-"""Graphs, plans and records as JSON and back, driven by the type hints of their dataclasses.
+"""Graphs, plans and records as JSON and back.
 
 ```text
-  {"elixir": "plan", "format": 1, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
+  {"elixir": "plan", "format": 2, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
 ```
 
-Reading is strict: a file of another format, a field that is missing or unknown, a value of the wrong type and a number
-that is not finite are each a PlanFileError that names the field, `placements[3].param`.
+Reading is strict, see `elixir_compile.codec`: a PlanFileError names the field that is wrong, `placements[3].param`.
 """
 
-import dataclasses
-import functools
-import json
-import math
-import types
-import typing
-from collections.abc import Mapping
-from enum import StrEnum
-from typing import Any, NewType, TypeVar
-
-from elixir_compile.errors import InvalidPlan, PlanFileError
+from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.errors import PlanFileError
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.plan import PLAN_FORMAT, Plan
 from elixir_compile.ir.record import Record
 
-GRAPH_FORMAT = 1
+GRAPH_FORMAT = 2
 RECORD_FORMAT = 1
 
-_Value = TypeVar("_Value")
-_MISSING = object()
-# `X | None` is the first of these for a class and the second for a NewType.
-_UNIONS = (types.UnionType, typing.Union)
+_PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError)
+_GRAPH = Form(what="graph", version=GRAPH_FORMAT, error=PlanFileError)
+_RECORD = Form(what="record", version=RECORD_FORMAT, error=PlanFileError)
 
 
 def plan_to_json(plan: Plan) -> str:
     """Return `plan` as JSON."""
-    return _to_json("plan", PLAN_FORMAT, plan)
+    return to_json(_PLAN, plan)
 
 
 def plan_from_json(text: str) -> Plan:
     """Return the plan in `text`; PlanFileError names the field that is not right."""
-    return _from_json("plan", PLAN_FORMAT, Plan, text)
+    return from_json(_PLAN, Plan, text)
 
 
 def graph_to_json(graph: StepGraph) -> str:
     """Return `graph` as JSON."""
-    return _to_json("graph", GRAPH_FORMAT, graph)
+    return to_json(_GRAPH, graph)
 
 
 def graph_from_json(text: str) -> StepGraph:
     """Return the graph in `text`; PlanFileError names the field that is not right."""
-    return _from_json("graph", GRAPH_FORMAT, StepGraph, text)
+    return from_json(_GRAPH, StepGraph, text)
 
 
 def record_to_json(record: Record) -> str:
     """Return `record` as JSON."""
-    return _to_json("record", RECORD_FORMAT, record)
+    return to_json(_RECORD, record)
 
 
 def record_from_json(text: str) -> Record:
     """Return the record in `text`; PlanFileError names the field that is not right."""
-    return _from_json("record", RECORD_FORMAT, Record, text)
-
-
-def _to_json(what: str, version: int, value: Any) -> str:
-    fields = {"elixir": what, "format": version} | _encode(type(value), value)
-    return json.dumps(fields, indent=1, allow_nan=False)
-
-
-def _from_json(what: str, version: int, cls: type[_Value], text: str) -> _Value:
-    try:
-        data = json.loads(text, parse_constant=_not_finite, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
-        raise PlanFileError(
-            f"line {error.lineno} column {error.colno}", f"JSON ({error.msg})", text[error.pos :][:20]
-        ) from error
-    except RecursionError as error:
-        raise PlanFileError("the whole text", "JSON of at most a few levels", "a deeper one") from error
-    if not isinstance(data, dict):
-        raise PlanFileError("the whole text", f"an object that holds a {what}", data)
-    found = data.pop("elixir", _MISSING)
-    if found != what:
-        raise PlanFileError("elixir", f"'{what}'", "nothing" if found is _MISSING else found)
-    found = data.get("format", _MISSING)
-    if type(found) is not int or found != version:
-        raise PlanFileError("format", f"{version}", "nothing" if found is _MISSING else found)
-    if "format" not in _fields(cls):
-        del data["format"]
-    return _decode(cls, data, "")
-
-
-def _not_finite(constant: str) -> Any:
-    raise PlanFileError("a number", "a finite one", constant)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise PlanFileError(name, "each field once", "the field again")
-        found[name] = value
-    return found
-
-
-@functools.cache
-def _fields(cls: type) -> dict[str, Any]:
-    """The fields of a dataclass with their types, in order."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _encode(hint: Any, value: Any) -> Any:
-    """Return `value`, which has the type `hint`, as what JSON can hold."""
-    hint = _plain(hint)
-    if dataclasses.is_dataclass(hint):
-        return {name: _encode(kind, getattr(value, name)) for name, kind in _fields(typing.cast(type, hint)).items()}
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        return [_encode(kind, item) for kind, item in zip(_item_hints(args, len(value)), value, strict=True)]
-    if origin is Mapping:
-        return {str(key): _encode(args[1], item) for key, item in value.items()}
-    if origin in _UNIONS:
-        return None if value is None else _encode(args[0], value)
-    # numpy's numbers become Python's.
-    return hint(value) if hint in (int, float) else value
-
-
-def _decode(hint: Any, data: Any, path: str) -> Any:
-    """Return the value of type `hint` that `data` encodes; `path` is where it stands in the file."""
-    hint = _plain(hint)
-    if dataclasses.is_dataclass(hint):
-        return _decode_fields(typing.cast(type, hint), data, path)
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        return _decode_items(args, data, path)
-    if origin is Mapping:
-        _expect(isinstance(data, dict), path, "an object", data)
-        return {key: _decode(args[1], item, f"{path}.{key}") for key, item in data.items()}
-    if origin in _UNIONS:
-        return None if data is None else _decode(args[0], data, path)
-    return _decode_scalar(hint, data, path)
-
-
-def _decode_fields(cls: type, data: Any, path: str) -> Any:
-    _expect(isinstance(data, dict), path, f"an object with the fields of {cls.__name__}", data)
-    hints = _fields(cls)
-    for name in data:
-        _expect(name in hints, _join(path, name), "no such field; the fields are " + ", ".join(hints), data[name])
-    for name in hints:
-        _expect(name in data, _join(path, name), "a value", "nothing: the field is missing")
-    values = {name: _decode(hint, data[name], _join(path, name)) for name, hint in hints.items()}
-    try:
-        return cls(**values)
-    except InvalidPlan as error:
-        raise PlanFileError(path or "the whole text", "values that agree", str(error)) from error
-
-
-def _decode_items(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:
-    _expect(isinstance(data, list), path, "a list", data)
-    hints = _item_hints(args, len(data))
-    _expect(len(hints) == len(data), path, f"a list of {len(hints)}", data)
-    return tuple(
-        _decode(hint, item, f"{path}[{index}]") for index, (hint, item) in enumerate(zip(hints, data, strict=True))
-    )
-
-
-def _decode_scalar(hint: Any, data: Any, path: str) -> Any:
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        _expect(isinstance(data, str) and data in list(hint), path, "one of " + ", ".join(hint), data)
-        return hint(data)
-    if hint is float:
-        # A whole number is a fine number of seconds, True is not.
-        _expect(type(data) in (int, float) and _is_finite(data), path, "a finite number", data)
-        return float(data)
-    names = {int: "a whole number", str: "a text", bool: "true or false"}
-    _expect(type(data) is hint, path, names[hint], data)
-    return data
-
-
-def _is_finite(number: int | float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # a whole number beyond 1.8e308
-        return False
-
-
-def _item_hints(args: tuple[Any, ...], num_items: int) -> tuple[Any, ...]:
-    return (args[0],) * num_items if args[-1] is Ellipsis else args
-
-
-def _plain(hint: Any) -> Any:
-    """Return what a NewType is made of; any other hint as it is."""
-    return hint.__supertype__ if isinstance(hint, NewType) else hint
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _expect(is_right: bool, path: str, expected: str, got: Any) -> None:
-    if not is_right:
-        raise PlanFileError(path, expected, got)
+    return from_json(_RECORD, Record, text)

@@ -3,12 +3,16 @@
 A `StepGraph` joins the forward and the backward of one captured graph, followed by one `update` op per step
 that reads every gradient. Memory is counted by storage, never by tensor: views share the storage of their base.
 The order of `ops` is the order of execution.
+
+A graph that was captured with dynamic shapes holds sizes twice: as bytes at the values that `symbols` lists, and as
+text, `4*s0*s1*768`, from which `graph_at` evaluates the graph at other values.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import sizes
 from elixir_compile.ir.kinds import Kind, OpId, Phase, StorageId
 from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
@@ -28,6 +32,8 @@ class Storage:
     """As torch prints it, without the prefix: `float32`."""
     of: StorageId | None = None
     """For a GRAD storage: the PARAM storage it is the gradient of."""
+    size: str = ""
+    """`nbytes` as an expression of the graph's symbols (see `sizes`); empty for a size that is constant."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
@@ -36,8 +42,9 @@ class Storage:
             raise InvalidPlan(f"storage {self.id} is of kind {self.kind}; only a gradient is `of` a parameter.")
 
     def __str__(self) -> str:
+        size = f"  size {word(self.size)}" if self.size else ""
         of = "" if self.of is None else f"  of {word(self.of)}"
-        line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{of}"
+        line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{size}{of}"
         return commented(line, format_bytes(self.nbytes), column=44)
 
 
@@ -60,6 +67,8 @@ class Op:
     """Path of the module the op came from: `transformer.h.0.attn`."""
     source: str = ""
     """`file.py:line` of the user's code, where known."""
+    flops_size: str = ""
+    """`flops` as an expression of the graph's symbols; empty for a number that is constant."""
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.moved_bytes < 0:
@@ -75,6 +84,7 @@ class Op:
         parts += [f"moved {self.moved_bytes}"] if self.moved_bytes else []
         parts += [f"module {word(self.module)}"] if self.module else []
         parts += [f"source {word(self.source)}"] if self.source else []
+        parts += [f"size {word(self.flops_size)}"] if self.flops_size else []
         return "  ".join(parts)
 
 
@@ -90,6 +100,8 @@ class StepGraph:
     aliases: tuple[tuple[str, StorageId], ...] = ()
     """(value name, storage) for every captured value that is not the first name of its storage: views, in-place
     results, outputs that alias inputs."""
+    symbols: tuple[tuple[str, int], ...] = ()
+    """Each symbol of the sizes with the value at which bytes and flops are given, in the order of the inputs."""
 
     def __post_init__(self) -> None:
         ids = {storage.id for storage in self.storages}
@@ -104,6 +116,7 @@ class StepGraph:
                 unknown = next(name for name in (*op.reads, *op.writes) if name not in ids)
                 raise InvalidPlan(f"op {op.id} names the storage {unknown}, which graph {self.name} does not have.")
         _check_phases(self)
+        _check_sizes(self)
         named = [*self.outputs, *(name for _, name in self.aliases), *(s.of for s in self.storages if s.of is not None)]
         for name in named:
             if name not in ids:
@@ -113,6 +126,7 @@ class StepGraph:
 
     def __str__(self) -> str:
         lines = [commented(f"graph {word(self.name)}", f"{len(self.ops)} ops, {len(self.storages)} storages")]
+        lines += ["symbols", *(f"  {word(name)} {value}" for name, value in self.symbols)] if self.symbols else []
         lines += ["storages", *(f"  {storage}" for storage in self.storages)]
         lines += ["outputs", *(f"  {word(name)}" for name in self.outputs)]
         lines += ["aliases", *(f"  {words(value, name)}" for value, name in self.aliases)]
@@ -120,8 +134,48 @@ class StepGraph:
         return "\n".join(lines)
 
 
+def graph_at(graph: StepGraph, values: Mapping[str, int]) -> StepGraph:
+    """Return `graph` with its bytes and flops at other `values` of its symbols; those not named keep theirs.
+
+    Raises InvalidPlan for a symbol that the graph does not have.
+    """
+    here = dict(graph.symbols)
+    unknown = [name for name in values if name not in here]
+    if unknown:
+        known = ", ".join(here) or "none"
+        raise InvalidPlan(f"graph {graph.name} has no symbol {unknown[0]}; its symbols are: {known}.")
+    there = {**here, **values}
+    texts = {storage.size for storage in graph.storages} | {op.flops_size for op in graph.ops}
+    at = {text: sizes.evaluate(text, there) for text in texts if text}
+    grown = {storage.id: at[storage.size] - storage.nbytes for storage in graph.storages if storage.size}
+
+    def moved(op: Op) -> int:
+        return max(0, op.moved_bytes + sum(grown.get(name, 0) for name in (*op.reads, *op.writes)))
+
+    return replace(
+        graph,
+        ops=tuple(replace(op, flops=at.get(op.flops_size, op.flops), moved_bytes=moved(op)) for op in graph.ops),
+        storages=tuple(replace(storage, nbytes=at.get(storage.size, storage.nbytes)) for storage in graph.storages),
+        symbols=tuple(there.items()),
+    )
+
+
 def _repeated(names: Sequence[str]) -> str:
     return next(name for number, name in enumerate(names) if name in names[:number])
+
+
+def _check_sizes(graph: StepGraph) -> None:
+    """Texts and numbers must agree at the values of `symbols`."""
+    values = dict(graph.symbols)
+    if len(values) != len(graph.symbols) or any(value < 0 for value in values.values()):
+        raise InvalidPlan(f"graph {graph.name} has the symbols {graph.symbols}: each once, with 0 or more.")
+    stated = {(storage.size, storage.nbytes) for storage in graph.storages if storage.size}
+    stated |= {(op.flops_size, op.flops) for op in graph.ops if op.flops_size}
+    for text, number in sorted(stated):
+        if sizes.evaluate(text, values) != number:
+            raise InvalidPlan(
+                f"graph {graph.name} says that {text} is {number} at {values}; it is {sizes.evaluate(text, values)}."
+            )
 
 
 def _check_phases(graph: StepGraph) -> None:

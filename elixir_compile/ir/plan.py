@@ -4,13 +4,14 @@ import math
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.kinds import BucketId, OpId
 from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,21 @@ class Plan:
     """One per bucket, in the order of `buckets`."""
     regions: tuple[Region, ...]
     schedules: tuple[Schedule, ...]
+    """One per rank, or a single one that all ranks share."""
     decisions: tuple[Decision, ...]
     prediction: Prediction
+    planner: str = "greedy"
+    """Who chose: the option `planner`."""
     bound_s: float | None = None
-    """Lower bound on the step time, where the planner proves one."""
+    """Lower bound on the step time of every plan for this problem, where the planner proves one."""
+    binding: tuple[str, ...] = ()
+    """What holds the step time up: memory rows and lanes that are full at the optimum of the bound."""
+    gib_saves_s: float | None = None
+    """Seconds per step that one more GiB of device memory would take off the bound."""
+    formula: str = ""
+    """Device peak in bytes as a sympy expression of the graph's symbols; empty where no size is symbolic."""
+    symbols: tuple[tuple[str, int], ...] = ()
+    """Each symbol of the graph with the value that was planned for."""
     format: int = PLAN_FORMAT
 
     def __post_init__(self) -> None:
@@ -93,9 +105,25 @@ class Plan:
             )
         if self.bound_s is not None and not math.isfinite(self.bound_s):
             raise InvalidPlan(f"plan {self.name} has a bound of {self.bound_s} s; expected a finite number.")
+        unknown = set(sizes.symbols_of(self.formula) if self.formula else ()).difference(dict(self.symbols))
+        if unknown:
+            raise InvalidPlan(f"plan {self.name} has a formula with {min(unknown)}, which was planned for no value.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share each bucket."""
+        return len(self.buckets[0].shard_numels) if self.buckets else len(self.schedules)
+
+    @property
+    def gap(self) -> float | None:
+        """Share of the step time that a better plan could save at most; None where no bound is proved."""
+        if self.bound_s is None or self.prediction.step_s == 0:
+            return None
+        return max(0.0, 1.0 - self.bound_s / self.prediction.step_s)
 
     def __str__(self) -> str:
         lines = self._head()
+        lines += ["symbols", *(f"  {word(name)} {value}" for name, value in self.symbols)] if self.symbols else []
         placed = zip(self.buckets, self.placements, strict=True)
         lines += ["buckets", *(f"  {bucket_text(bucket, placement)}" for bucket, placement in placed)]
         lines += ["regions", *(f"  {region}" for region in self.regions)]
@@ -106,7 +134,6 @@ class Plan:
     def _head(self) -> list[str]:
         """The plan's name and what it predicts: exact numbers, with figures for people as comment."""
         made, budget = self.prediction, format_bytes(self.budget_bytes)
-        bound = "" if self.bound_s is None else f"  bound {real(self.bound_s)}"
         seconds = (
             f"{format_s(made.step_s)}, {format_s(made.exposed_s)} exposed, {made.hidden_share:.1%} of transfers hidden"
         )
@@ -116,13 +143,24 @@ class Plan:
             f"plan {word(self.name)} on {word(self.cluster)}",
             commented(f"  format {self.format}  graph {word(self.graph)}  budget {self.budget_bytes}{base}", budget),
             commented(
-                f"  step {real(made.step_s)}  exposed {real(made.exposed_s)}  hidden {real(made.hidden_share)}{bound}",
-                seconds,
+                f"  step {real(made.step_s)}  exposed {real(made.exposed_s)}  hidden {real(made.hidden_share)}", seconds
             ),
             commented(
                 f"  peak {made.device_peak_bytes} at {word(made.device_peak_at)}  host {made.host_peak_bytes}", peak
             ),
+            *self._certificate(),
         ]
+
+    def _certificate(self) -> list[str]:
+        """Who chose, how much better any plan could be, and what holds it up."""
+        bound = "" if self.bound_s is None else f"  bound {real(self.bound_s)}"
+        gib = "" if self.gib_saves_s is None else f"  gib saves {real(self.gib_saves_s)}"
+        parts = [] if self.gap is None else [f"gap {self.gap:.2%}"]
+        parts += [] if self.gib_saves_s is None else [f"1 GiB more takes {format_s(self.gib_saves_s)} off"]
+        lines = [commented(f"  planner {word(self.planner)}{bound}{gib}", ", ".join(parts))]
+        lines += [f"  binding {word(row)}" for row in self.binding]
+        lines += [f"  formula {word(self.formula)}"] if self.formula else []
+        return lines
 
     def placement(self, bucket: BucketId) -> Placement:
         """Return the placement of `bucket`; KeyError when the plan has no such bucket."""
@@ -130,6 +168,32 @@ class Plan:
             if placement.bucket == bucket:
                 return placement
         raise KeyError(bucket)
+
+    def largest_batch(self, symbol: str | None = None, budget_bytes: int | None = None) -> int:
+        """Return the largest value of `symbol` at which the peak of this plan is within `budget_bytes`.
+
+        The other symbols stay at what was planned for. Without `symbol` it is the only one, without `budget_bytes` the
+        plan's own. 0 when not even 1 fits. Raises InvalidPlan where there is no such symbol, or no largest value.
+        """
+        growing = list(sizes.symbols_of(self.formula)) if self.formula else []
+        if not growing:
+            raise InvalidPlan(
+                f"no size in plan {self.name} depends on a symbol, so there is nothing to solve for. Capture the model "
+                f"with torch.compile(..., dynamic=True), or mark the batch with torch._dynamo.mark_dynamic(x, 0)."
+            )
+        if symbol is None and len(growing) > 1:
+            planned = ", ".join(f"{name} (planned for {value})" for name, value in self.symbols if name in growing)
+            raise InvalidPlan(
+                f"the peak of plan {self.name} depends on {planned}. Name one: largest_batch({growing[0]!r})."
+            )
+        symbol = growing[0] if symbol is None else symbol
+        limit_bytes = self.budget_bytes if budget_bytes is None else budget_bytes
+        found = sizes.largest(self.formula, symbol, dict(self.symbols), limit_bytes) if symbol in growing else None
+        if found is None:
+            raise InvalidPlan(
+                f"the peak of plan {self.name} does not grow with {symbol}; it depends on {', '.join(growing)}."
+            )
+        return found
 
 
 def bucket_text(bucket: Bucket, placement: Placement) -> str:

@@ -23,13 +23,15 @@ def parse_graph(text: str) -> StepGraph:
     page = Page(text)
     name = page.title("graph").name("the graph's name")
     page.advance()
+    symbols = _symbols(page)
     storages = _section(page, "storages", _storage)
     outputs = _section(page, "outputs", lambda row: StorageId(row.name("a storage")))
     aliases = _section(page, "aliases", lambda row: (row.name("a value"), StorageId(row.name("a storage"))))
     ops = _section(page, "ops", _op)
     page.end()
     return _valid(
-        lambda: StepGraph(name=name, ops=ops, storages=storages, outputs=outputs, aliases=aliases), "the whole text"
+        lambda: StepGraph(name=name, ops=ops, storages=storages, outputs=outputs, aliases=aliases, symbols=symbols),
+        "the whole text",
     )
 
 
@@ -41,7 +43,12 @@ def parse_plan(text: str) -> Plan:
     row.keyword("on")
     cluster = row.name("the machine")
     graph, budget_bytes, base_bytes = _versions(page.advance())
-    prediction, bound_s = _prediction(page)
+    prediction = _prediction(page)
+    planner, bound_s, gib_saves_s = _planner(page.advance())
+    page.advance()
+    binding = _lines(page, "binding")
+    formula = _lines(page, "formula")
+    symbols = _symbols(page)
     placed = _section(page, "buckets", _bucket)
     regions = _section(page, "regions", _region)
     schedules: list[Schedule] = []
@@ -62,10 +69,22 @@ def parse_plan(text: str) -> Plan:
             schedules=tuple(schedules),
             decisions=decisions,
             prediction=prediction,
+            planner=planner,
             bound_s=bound_s,
+            binding=binding,
+            gib_saves_s=gib_saves_s,
+            formula="".join(formula),
+            symbols=symbols,
         ),
         "the whole text",
     )
+
+
+def _symbols(page: Page) -> tuple[tuple[str, int], ...]:
+    """Read the section that gives symbols their values, where there is one."""
+    if not page.row.at("symbols"):
+        return ()
+    return _section(page, "symbols", lambda row: (row.name("a symbol"), row.integer()))
 
 
 def _section(page: Page, title: str, read: Callable[[Row], _Read]) -> tuple[_Read, ...]:
@@ -92,6 +111,7 @@ def _storage(row: Row) -> Storage:
         kind=row.choice(Kind),
         dtype=row.name("a dtype"),
         nbytes=row.integer(),
+        size=row.name("an expression") if row.skip("size") else "",
         of=StorageId(row.name("a parameter")) if row.skip("of") else None,
     )
 
@@ -107,6 +127,7 @@ def _op(row: Row) -> Op:
         moved_bytes=row.integer() if row.skip("moved") else 0,
         module=row.name("a module") if row.skip("module") else "",
         source=row.name("a file and line") if row.skip("source") else "",
+        flops_size=row.name("an expression") if row.skip("size") else "",
     )
 
 
@@ -120,12 +141,11 @@ def _versions(row: Row) -> tuple[str, int, int]:
     return graph, budget_bytes, row.integer() if row.skip("base") else 0
 
 
-def _prediction(page: Page) -> tuple[Prediction, float | None]:
-    """Read the rows of seconds and of peaks; the bound, which is the plan's own, stands with the seconds."""
-    step_s, exposed_s, hidden_share, bound_s = _seconds(page.advance())
+def _prediction(page: Page) -> Prediction:
+    """Read the rows of seconds and of peaks."""
+    step_s, exposed_s, hidden_share = _seconds(page.advance())
     peak_bytes, peak_at, host_bytes = _peaks(page.advance())
-    page.advance()
-    prediction = _valid(
+    return _valid(
         lambda: Prediction(
             step_s=step_s,
             exposed_s=exposed_s,
@@ -136,17 +156,36 @@ def _prediction(page: Page) -> tuple[Prediction, float | None]:
         ),
         "the prediction",
     )
-    return prediction, bound_s
 
 
-def _seconds(row: Row) -> tuple[float, float, float, float | None]:
+def _planner(row: Row) -> tuple[str, float | None, float | None]:
+    row.keyword("planner")
+    name = row.name("the planner")
+    bound_s = row.real() if row.skip("bound") else None
+    if not row.skip("gib"):
+        return name, bound_s, None
+    row.keyword("saves")
+    return name, bound_s, row.real()
+
+
+def _lines(page: Page, keyword: str) -> tuple[str, ...]:
+    """Read the rows that open with `keyword` and hold one text."""
+    found: list[str] = []
+    while page.row.at(keyword):
+        page.row.keyword(keyword)
+        found.append(page.row.name("a text"))
+        page.advance()
+    return tuple(found)
+
+
+def _seconds(row: Row) -> tuple[float, float, float]:
     row.keyword("step")
     step_s = row.real()
     row.keyword("exposed")
     exposed_s = row.real()
     row.keyword("hidden")
     hidden_share = row.real()
-    return step_s, exposed_s, hidden_share, row.real() if row.skip("bound") else None
+    return step_s, exposed_s, hidden_share
 
 
 def _peaks(row: Row) -> tuple[int, OpId, int]:

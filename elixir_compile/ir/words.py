@@ -19,11 +19,11 @@ from elixir_compile.errors import PlanFileError
 # fmt: off
 KEYWORDS = frozenset(
     {
-        "aliases", "at", "base", "because", "bound", "buckets", "budget", "bytes", "cost", "decisions", "exposed",
-        "flops", "format", "frozen", "graph", "hidden", "host", "module", "moved", "numel", "of", "on", "ops",
-        "optim", "outputs", "param", "params", "peak", "plan", "rank", "reads", "regions", "rejected",
-        "resident", "saves", "schedule", "shards", "source", "state", "step", "storages", "trainable",
-        "writes",
+        "aliases", "at", "base", "because", "binding", "bound", "buckets", "budget", "bytes", "cost", "decisions",
+        "exposed", "flops", "format", "formula", "frozen", "gib", "graph", "hidden", "host", "module", "moved",
+        "numel", "of", "on", "ops", "optim", "outputs", "param", "params", "peak", "plan", "planner", "rank", "reads",
+        "regions", "rejected", "resident", "saves", "schedule", "shards", "size", "source", "state", "step",
+        "storages", "symbols", "trainable", "writes",
     }
 )
 # fmt: on

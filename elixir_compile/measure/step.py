@@ -80,7 +80,6 @@ class _Seen:
         self.counts: Counter[str] = Counter()
 
     def add(self, ledger: Ledger, counts_before: Mapping[str, int]) -> None:
-        self.spans.extend(ledger.stop_recording())
         self.counts.update(ledger.counts)
         self.counts.subtract(counts_before)
 
@@ -90,11 +89,12 @@ def _observed_ledgers() -> Iterator[_Seen]:
     """Record on every ledger; those made during the step (its first compilation) have counts, and no spans."""
     seen = _Seen()
     counts_before = {ledger: ledger.counts for ledger in all_ledgers()}
+    recordings = [ledger.start_recording() for ledger in counts_before]
     try:
-        for ledger in counts_before:
-            ledger.start_recording()
         yield seen
     finally:
+        for recording in recordings:
+            seen.spans.extend(recording.stop())
         for ledger in {*counts_before, *all_ledgers()}:
             seen.add(ledger, counts_before.get(ledger, {}))
         seen.counts = Counter({verb: times for verb, times in seen.counts.items() if times})

@@ -6,6 +6,7 @@ executor, and the executor as long as the modules it prepared.
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +22,14 @@ class GradientSink(Protocol):
 
     def accumulate(self, slot: "Slot", grad: torch.Tensor) -> None:
         """Add `grad` to the gradient of the slot's parameter; it is published when the backward ends."""
+        ...
+
+
+class StateOwner(Protocol):
+    """What an executor needs of the optimizer that keeps state where the plan says."""
+
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Move the state that `params` have to where the placements of their buckets say."""
         ...
 
 
@@ -116,14 +125,27 @@ def slot_of(param: torch.Tensor) -> Slot | None:
     return None if reference is None else reference()
 
 
-def claim_for_hybrid(param: torch.Tensor) -> None:
-    """Note that a hybrid optimizer updates `param`, so its state may live apart from it."""
-    _HYBRID[param] = True
+def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
+    """Note that the hybrid optimizer `owner` updates `param`, so its state may live apart from it."""
+    _HYBRID[param] = weakref.ref(owner)
 
 
 def is_hybrid(param: torch.Tensor) -> bool:
     """Whether a hybrid optimizer updates `param`."""
     return param in _HYBRID
+
+
+def let_state_follow(params: Sequence[torch.Tensor]) -> None:
+    """Have the hybrid optimizers move the state of `params` to where the placements say: it is as large as the
+    parameters twice over, so a step under a new plan must not begin with it in the old place."""
+    owned: dict[StateOwner, list[torch.Tensor]] = {}
+    for param in params:
+        reference = _HYBRID.get(param)
+        owner = None if reference is None else reference()
+        if owner is not None:
+            owned.setdefault(owner, []).append(param)
+    for owner, own in owned.items():
+        owner.follow(own)
 
 
 def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:

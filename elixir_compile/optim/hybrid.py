@@ -11,7 +11,7 @@ side.
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class HybridAdamW(torch.optim.AdamW):
         """Add a group as every torch optimizer does."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            claim_for_hybrid(param)
+            claim_for_hybrid(param, self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`, and put the state where the plan says."""
@@ -81,6 +81,19 @@ class HybridAdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._begin()
+
+    @torch.no_grad()
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Move the state that `params` have to where the plan in force says."""
+        moved = {id(param) for param in params}
+        for group in self.param_groups:
+            buckets: dict[RunningBucket, list[nn.Parameter]] = {}
+            for param in group["params"]:
+                slot = slot_of(param)
+                bucket = None if slot is None else slot.sink.running(slot)
+                if id(param) in moved and bucket is not None and self.state.get(param):
+                    buckets.setdefault(bucket, []).append(param)
+            self._place_state(group, buckets, ())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -152,7 +165,8 @@ class HybridAdamW(torch.optim.AdamW):
         """Create the state of parameters that have none, and move what a new plan wants elsewhere."""
         for param in unplanned:
             self._create_state(param, group, {})
-        for bucket, params in buckets.items():
+        # What leaves the device goes before what comes back.
+        for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
             placed = self._placed.setdefault(bucket, set())
             for param in params:
                 if id(param) in placed and self.state[param]:

@@ -23,6 +23,7 @@ from torch import fx
 
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
+from elixir_compile.capture.views import is_number
 from elixir_compile.ir import Action, BucketId, Phase, Plan, Verb
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
 
@@ -60,7 +61,7 @@ def write_program(
     `keys` maps parameter names to registry keys, `lower` compiles one region, `executor` is what the program calls.
     """
     source = captured.forward if phase is Phase.FORWARD else captured.backward
-    regions = split_regions(source, plan, phase)
+    regions = split_regions(source, plan.regions, phase)
     writer = _Writer(captured, plan, phase, keys)
     root = torch.nn.Module()
     root.executor = executor
@@ -96,7 +97,7 @@ def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
     graph = writer.graph
     args = graph.placeholder("args")
     for index, node in enumerate(source.find_nodes(op="placeholder")):
-        if node.users or node.target == TICKET:
+        if node.users or node.target == TICKET or is_number(node):
             value = graph.create_node("call_function", operator.getitem, (args, index), name=node.name)
             value.meta = dict(node.meta)
             writer.values[node.name] = value

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from elixir_compile import compat
 from elixir_compile.capture.convert import MARKERS, is_parameter_view, op_id, ops_of
 from elixir_compile.capture.joint import gradient
-from elixir_compile.ir import Phase, Plan
+from elixir_compile.capture.views import is_number, viewed
+from elixir_compile.ir import Phase, Region, RegionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGraph:
     """One region: `module` takes `inputs` and returns `outputs`, nodes of the captured graph."""
 
-    name: str
-    """`fwd_0`: the region's id as an attribute name."""
+    id: RegionId
     phase: Phase
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
@@ -24,11 +25,17 @@ class RegionGraph:
     is_whole: bool
     """Whether the region is the only one of its phase."""
 
+    @property
+    def name(self) -> str:
+        """`fwd_0`: the id as an attribute name."""
+        return self.id.replace(".", "_")
 
-def split_regions(source: fx.GraphModule, plan: Plan, phase: Phase) -> Mapping[str, RegionGraph]:
-    """Return the regions of `phase` by id; views of parameters are made again in each region that reads them."""
+
+def split_regions(source: fx.GraphModule, regions: Sequence[Region], phase: Phase) -> Mapping[str, RegionGraph]:
+    """Return those of `regions` that are of `phase`, by id; views of parameters are made again in each region that
+    reads them."""
     graph = source.graph
-    spans = [region for region in plan.regions if region.phase is phase]
+    spans = [region for region in regions if region.phase is phase]
     where = _assign(graph, spans, phase)
     needed_later = _outputs(graph, where)
     names = [node for node in graph.nodes if node in where]
@@ -43,8 +50,8 @@ def split_regions(source: fx.GraphModule, plan: Plan, phase: Phase) -> Mapping[s
 def _assign(graph: fx.Graph, spans: Sequence, phase: Phase) -> dict[fx.Node, int]:
     """Return the region index of each op.
 
-    A view costs nothing, so it belongs to the region that makes its base: a gradient is whole once its storage is
-    written. Views of parameters are left out: they belong to whoever reads them.
+    A view costs nothing, so it belongs to the region that makes its base, or the last of the sizes that it takes: a
+    gradient is whole once its storage is written. Views of parameters are left out: they belong to whoever reads them.
     """
     index, where, ops = 0, {}, set(ops_of(graph))
     for node in graph.nodes:
@@ -55,7 +62,8 @@ def _assign(graph: fx.Graph, spans: Sequence, phase: Phase) -> dict[fx.Node, int
             index += op_id(phase, node) == spans[index].last
         elif not is_parameter_view(node):
             # A view of an input belongs to whatever runs next; behind the last op, to the last region.
-            where[node] = where.get(node.all_input_nodes[0], min(index, len(spans) - 1))
+            made = [where[source] for source in node.all_input_nodes if source in where]
+            where[node] = max(made, default=min(index, len(spans) - 1))
     return where
 
 
@@ -70,12 +78,14 @@ def _outputs(graph: fx.Graph, where: Mapping[fx.Node, int]) -> set[fx.Node]:
 
 
 def _is_outside(user: fx.Node, region: int, where: Mapping[fx.Node, int]) -> bool:
-    return user.op == "output" or user.target is gradient or where.get(user, region) != region
+    # A view of a parameter is made where it is read, from sizes that any region may have made.
+    is_outside = user.op == "output" or user.target is gradient or is_parameter_view(user)
+    return is_outside or where.get(user, region) != region
 
 
 def _extract(
     source: fx.GraphModule,
-    region_id: str,
+    region_id: RegionId,
     phase: Phase,
     body: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
@@ -90,6 +100,7 @@ def _extract(
     members = (*constants, *views, *body)
     inside = set(members)
     inputs = dict.fromkeys(n for node in members for n in node.all_input_nodes if n not in inside)
+    inputs = dict.fromkeys([*_symbols(graph), *inputs])
     if is_whole:
         # Same order of inputs and outputs as the captured graph: what torch knows about their positions stays true.
         order = [node for node in graph.nodes if node in inputs]
@@ -105,13 +116,20 @@ def _extract(
     region.output(tuple(copies[node] for node in outputs))
     region.lint()
     return RegionGraph(
-        name=region_id.replace(".", "_"),
+        id=region_id,
         phase=phase,
         module=fx.GraphModule(root, region),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         is_whole=is_whole,
     )
+
+
+def _symbols(graph: fx.Graph) -> list[fx.Node]:
+    """Return the inputs of `graph` that are symbols of dynamic sizes: Inductor wants each by itself, `s0` and `s1` for
+    a tensor of `s0*s1`."""
+    numbers = [node for node in graph.find_nodes(op="placeholder") if is_number(node)]
+    return [node for node in numbers if compat.expression_of(node.meta["val"])[0].isidentifier()]
 
 
 def _in_output_order(graph: fx.Graph, outputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -127,7 +145,7 @@ def _parameter_views(body: Sequence[fx.Node]) -> list[fx.Node]:
 
     def visit(node: fx.Node) -> None:
         if node not in found and node not in own and is_parameter_view(node):
-            visit(node.all_input_nodes[0])
+            visit(viewed(node))
             found[node] = None
 
     for node in body:

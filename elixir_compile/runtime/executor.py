@@ -15,7 +15,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import ElixirWarning, StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Tier
-from elixir_compile.ops.registry import Slot, new_slot, slot_of
+from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
@@ -122,6 +122,7 @@ class Executor:
             self._serves_training = True
             self._buckets.clear()
             self._bucket_of.clear()
+        moved: list[torch.Tensor] = []
         for spec, placement in zip(buckets, placements, strict=True):
             current = self._buckets.get(spec.id)
             if current is not None and current.spec == spec and current.placement == placement:
@@ -134,6 +135,15 @@ class Executor:
             bucket.settle_home(self.device)
             self._buckets[spec.id] = bucket
             self._bucket_of.update((slot.key, bucket) for slot in slots)
+            moved += [slot.param for slot in slots]
+        let_state_follow(moved)
+
+    def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
+        """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
+        what comes back."""
+        pairs = zip(buckets, placements, strict=True)
+        in_order = sorted(pairs, key=lambda pair: pair[1].param is Tier.DEVICE)
+        self.adopt([bucket for bucket, _ in in_order], [home for _, home in in_order], for_training=True)
 
     @torch.no_grad()
     def begin(self) -> None:

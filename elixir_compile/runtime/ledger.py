@@ -1,4 +1,4 @@
-"""What an executor did: how often each verb ran, always, and which lane was busy when, while recording.
+"""What an executor did: how often each verb ran, always, and which lane was busy when, while somebody records.
 
 On a CPU a span is wall-clock time. On CUDA it is a pair of events on the stream that is current where the span is
 entered, so it shows when the device worked, not when Python asked for it; the host lane is wall-clock time there too.
@@ -34,13 +34,13 @@ class Ledger:
         self._is_cuda = device_type == "cuda"
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
-        self._recording: _Recording | None = None
+        self._recordings: tuple[Recording, ...] = ()
         _ledgers.add(self)
 
     @property
     def is_recording(self) -> bool:
         """Whether spans are kept now."""
-        return self._recording is not None
+        return bool(self._recordings)
 
     @property
     def times(self) -> Mapping[str, int]:
@@ -60,67 +60,81 @@ class Ledger:
         """Count `label`, a verb and what it acts on (`gather b1`); while recording, time the block."""
         with self._lock:
             self._times[label] += 1
-        recording = self._recording
-        if recording is None:
+        recordings = self._recordings
+        if not recordings:
             return _NOTHING
         if self._is_cuda and lane is not Lane.HOST:
-            return _DeviceSpan(recording, lane, label)
-        return _HostSpan(recording, lane, label)
+            return _DeviceSpan(recordings, lane, label)
+        return _HostSpan(recordings, lane, label)
 
-    def start_recording(self) -> None:
-        """Keep spans from now on, in seconds from this call; spans kept before are dropped."""
-        self._recording = _Recording(is_cuda=self._is_cuda)
+    def start_recording(self) -> "Recording":
+        """Keep spans from now on, in seconds from this call, until what is returned stops; several may record."""
+        recording = Recording(self, is_cuda=self._is_cuda)
+        with self._lock:
+            self._recordings = (*self._recordings, recording)
+        return recording
 
-    def stop_recording(self) -> tuple[Span, ...]:
-        """Stop, and return the spans in order of their start; waits for the device where it works asynchronously."""
-        recording, self._recording = self._recording, None
-        return () if recording is None else recording.spans()
+    def _drop(self, recording: "Recording") -> None:
+        with self._lock:
+            self._recordings = tuple(other for other in self._recordings if other is not recording)
 
 
-class _Recording:
-    def __init__(self, *, is_cuda: bool) -> None:
+class Recording:
+    """The spans of one ledger between two moments."""
+
+    def __init__(self, ledger: Ledger, *, is_cuda: bool) -> None:
+        self._ledger = ledger
         self.on_host: list[Span] = []
         self.on_device: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.began: torch.cuda.Event | None = None
+        self._began: torch.cuda.Event | None = None
         if is_cuda:
             # Both clocks start at zero together only where nothing is queued before the first event.
             torch.cuda.synchronize()
-            self.began = torch.cuda.Event(enable_timing=True)
-            self.began.record()
+            self._began = torch.cuda.Event(enable_timing=True)
+            self._began.record()
         self.began_s = time.perf_counter()
 
-    def spans(self) -> tuple[Span, ...]:
-        spans = list(self.on_host)
-        if self.began is not None:
+    def stop(self) -> tuple[Span, ...]:
+        """Stop, and return the spans in order of their start; waits for the device where it works asynchronously."""
+        self._ledger._drop(self)
+        if self._began is not None:
             torch.cuda.synchronize()
             for lane, label, first, last in self.on_device:
-                start_s, end_s = (self.began.elapsed_time(event) / 1e3 for event in (first, last))
-                spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
-        return tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s)))
+                start_s, end_s = (self._began.elapsed_time(event) / 1e3 for event in (first, last))
+                self.on_host.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
+            self.on_device.clear()
+        return tuple(sorted(self.on_host, key=lambda span: (span.start_s, span.end_s)))
 
 
 class _HostSpan:
-    __slots__ = ("_label", "_lane", "_recording", "_start_s")
+    __slots__ = ("_label", "_lane", "_recordings", "_start_s")
 
-    def __init__(self, recording: _Recording, lane: Lane, label: str) -> None:
-        self._recording, self._lane, self._label = recording, lane, label
+    def __init__(self, recordings: "tuple[Recording, ...]", lane: Lane, label: str) -> None:
+        self._recordings, self._lane, self._label = recordings, lane, label
 
     def __enter__(self) -> Self:
-        self._start_s = time.perf_counter() - self._recording.began_s
+        self._start_s = time.perf_counter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end_s = time.perf_counter() - self._recording.began_s
-        self._recording.on_host.append(Span(lane=self._lane, label=self._label, start_s=self._start_s, end_s=end_s))
+        end_s = time.perf_counter()
+        for recording in self._recordings:
+            span = Span(
+                lane=self._lane,
+                label=self._label,
+                start_s=self._start_s - recording.began_s,
+                end_s=end_s - recording.began_s,
+            )
+            recording.on_host.append(span)
 
 
 class _DeviceSpan:
-    __slots__ = ("_first", "_label", "_lane", "_recording")
+    __slots__ = ("_first", "_label", "_lane", "_recordings")
 
-    def __init__(self, recording: _Recording, lane: Lane, label: str) -> None:
-        self._recording, self._lane, self._label = recording, lane, label
+    def __init__(self, recordings: "tuple[Recording, ...]", lane: Lane, label: str) -> None:
+        self._recordings, self._lane, self._label = recordings, lane, label
 
     def __enter__(self) -> Self:
         self._first = torch.cuda.Event(enable_timing=True)
@@ -132,4 +146,5 @@ class _DeviceSpan:
     ) -> None:
         last = torch.cuda.Event(enable_timing=True)
         last.record()
-        self._recording.on_device.append((self._lane, self._label, self._first, last))
+        for recording in self._recordings:
+            recording.on_device.append((self._lane, self._label, self._first, last))

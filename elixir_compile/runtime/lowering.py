@@ -13,8 +13,9 @@ from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
 from elixir_compile.capture.joint import parameter
-from elixir_compile.ir import Phase
+from elixir_compile.ir import Lane, Phase
 from elixir_compile.rewrite.regions import RegionGraph
+from elixir_compile.runtime.ledger import Ledger
 
 
 class CompiledRegion(torch.nn.Module):
@@ -40,6 +41,20 @@ class CompiledRegion(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_ops} ops"
+
+
+class PlacedRegion(torch.nn.Module):
+    """A compiled region at its place in a program: what it runs is a span of the compute lane."""
+
+    def __init__(self, compiled: CompiledRegion, ledger: Ledger, label: str) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self._ledger = ledger
+        self._label = label
+
+    def forward(self, box: list[Any]) -> Any:
+        with self._ledger.span(Lane.COMPUTE, self._label):
+            return self.compiled.run(box)
 
 
 class RegionCompiler:

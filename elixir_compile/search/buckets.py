@@ -53,7 +53,9 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     ]
     order = {param.storage.id: i for i, param in enumerate(params)}
     groups.sort(key=lambda group: order[group[0].storage.id])
-    return kept + tuple(_bucket(next(names), group, problem.state_nbytes) for group in groups)
+    return kept + tuple(
+        _bucket(next(names), group, problem.state_nbytes, problem.cluster.num_ranks) for group in groups
+    )
 
 
 def _bounds(problem: Problem, total_bytes: int) -> tuple[int, int]:
@@ -127,21 +129,27 @@ def _cut(
     for param in params:
         nbytes = param.storage.nbytes
         is_alone = nbytes > max_bytes or param.storage.id in alone
+        if is_alone:
+            # What travels alone ends no bucket: small tensors between large ones would be buckets of kilobytes.
+            yield [param]
+            continue
         # Without module paths every tensor may end a bucket.
         ends_layer = bool(group) and (not param.layer or param.layer != group[-1].layer)
-        if group and (is_alone or group_bytes + nbytes > max_bytes or (group_bytes >= min_bytes and ends_layer)):
+        if group and (group_bytes + nbytes > max_bytes or (group_bytes >= min_bytes and ends_layer)):
             yield group
             group, group_bytes = [], 0
-        if is_alone:
-            yield [param]
-        else:
-            group.append(param)
-            group_bytes += nbytes
+        group.append(param)
+        group_bytes += nbytes
     if group:
         yield group
 
 
-def _bucket(name: BucketId, group: list[_Param], state_nbytes: Mapping[StorageId, int]) -> Bucket:
+def _shards(numel: int, num_ranks: int) -> tuple[int, ...]:
+    """Equal shards; the last rank pads."""
+    return (numel,) if num_ranks == 1 else (-(-numel // num_ranks),) * num_ranks
+
+
+def _bucket(name: BucketId, group: list[_Param], state_nbytes: Mapping[StorageId, int], num_ranks: int) -> Bucket:
     dtype = group[0].storage.dtype
     if dtype not in _ITEM_BYTES:
         raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
@@ -155,5 +163,5 @@ def _bucket(name: BucketId, group: list[_Param], state_nbytes: Mapping[StorageId
         state_nbytes=sum(state_nbytes.get(param.storage.id, 0) for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
-        shard_numels=(numel,),
+        shard_numels=_shards(numel, num_ranks),
     )

@@ -3,15 +3,29 @@
 from dataclasses import dataclass
 
 from elixir_compile.ir import Decision
-from elixir_compile.search.judge import Ahead
 from elixir_compile.search.levels import Level
+from elixir_compile.search.stays import Moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What is proved about every plan for a problem."""
+
+    bound_s: float
+    """No plan takes less."""
+    binding: tuple[str, ...]
+    """What is full at the optimum of the bound, in words."""
+    gib_saves_s: float | None
+    """By how much the bound falls with one more GiB of device memory; None where there was no time to tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One answer: a level per bucket, a prefetch distance per gather, and why."""
+    """One answer: a level per bucket, when things move, and why."""
 
     levels: tuple[Level, ...]
-    ahead: Ahead
+    moves: Moves
     step_s: float
     decisions: tuple[Decision, ...]
+    planner: str = "greedy"
+    certificate: Certificate | None = None

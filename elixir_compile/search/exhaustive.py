@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import Decision
@@ -37,10 +38,10 @@ def place_exhaustively(judge: Judge) -> Draft | None:
     for levels in itertools.product(*choices):
         if not judge.fits(levels, ahead=0):
             continue
-        ahead = raise_prefetch(judge, levels)
-        step_s = judge.step_s(levels, ahead)
+        moves = raise_prefetch(judge, levels)
+        step_s = judge.step_s(levels, moves)
         if best is None or (step_s, judge.host_bytes(levels)) < best[:2]:
-            draft = Draft(levels=levels, ahead=ahead, step_s=step_s, decisions=())
+            draft = Draft(levels=levels, moves=moves, step_s=step_s, decisions=())
             best = (step_s, judge.host_bytes(levels), draft)
     return None if best is None else _explained(judge, best[2], count)
 
@@ -55,4 +56,4 @@ def _explained(judge: Judge, draft: Draft, count: int) -> Draft:
         for bucket, level, start in zip(judge.facts.buckets, draft.levels, judge.facts.start_levels, strict=True)
         if level != start
     )
-    return Draft(levels=draft.levels, ahead=draft.ahead, step_s=draft.step_s, decisions=decisions)
+    return replace(draft, decisions=decisions, planner="exhaustive")

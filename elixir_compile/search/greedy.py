@@ -23,7 +23,7 @@ from elixir_compile.search.draft import Draft
 from elixir_compile.search.judge import MAX_AHEAD, Judge
 from elixir_compile.search.levels import Level, level_text
 from elixir_compile.search.prefetch import raise_prefetch
-from elixir_compile.search.stays import stays
+from elixir_compile.search.stays import moves_at_use
 from elixir_compile.units import format_bytes, format_s
 
 _LEAST_COST_S = 1e-9
@@ -97,7 +97,7 @@ class _Walk:
         return self.judge.facts.problem.budget_bytes
 
     def _live_bytes(self, levels: list[Level]) -> NDArray[np.int64]:
-        return self.judge.memory.live_bytes(levels, stays(self.judge.facts, levels, self.ahead))
+        return self.judge.memory.live_bytes(levels, moves_at_use(self.judge.facts, levels, self.ahead))
 
     def _with(self, bucket: int, level: Level) -> list[Level]:
         levels = list(self.levels)
@@ -133,7 +133,7 @@ class _Walk:
                 saves_bytes = int(own[bucket, now] - own[bucket, level])
                 if level <= now or saves_bytes <= 0:
                     continue
-                if level is Level.STATE_OFF and not self.splits_state:
+                if level.has_state_on_host and not level.has_param_on_host and not self.splits_state:
                     continue
                 if self.limits_host and self.judge.added_host_bytes(bucket, now, level) > host_free:
                     continue
@@ -204,7 +204,11 @@ def place_greedily(judge: Judge, *, limits_host: bool = True, spares_host: bool 
     own_bytes = judge.memory.own_bytes()
     best: tuple[tuple[float, int], Draft] | None = None
     # Moving state alone is cheap at first and can be a dead end: it leaves nothing to hide later moves under.
-    splits = (True, False) if any(Level.STATE_OFF in levels[1:] for levels in judge.facts.choices) else (False,)
+    splits = (
+        (True, False)
+        if any({Level.STATE_OFF, Level.STATE_OFF_RELEASED}.intersection(levels[1:]) for levels in judge.facts.choices)
+        else (False,)
+    )
     for ahead, splits_state in itertools.product(distances, splits):
         walk = _Walk(
             judge=judge,
@@ -234,8 +238,8 @@ def _draft(judge: Judge, walk: _Walk) -> Draft:
         for bucket, decision in walk.moved.items()
         if levels[bucket] != starts[bucket]
     )
-    ahead = raise_prefetch(judge, levels)
-    return Draft(levels=levels, ahead=ahead, step_s=judge.step_s(levels, ahead), decisions=decisions)
+    moves = raise_prefetch(judge, levels)
+    return Draft(levels=levels, moves=moves, step_s=judge.step_s(levels, moves), decisions=decisions)
 
 
 def _restated(decision: Decision, level: Level) -> Decision:

@@ -1,16 +1,14 @@
 """What the planners ask: how many bytes and how many seconds would these levels need?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, host_bytes_of, placement_of
 from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.schedule import cut_regions, program
-from elixir_compile.search.stays import stays
+from elixir_compile.search.stays import Moves, moves_at_use
 from elixir_compile.simulate import play, prices
 
-Ahead = Mapping[tuple[int, int], int]
-"""Windows that each gather is ahead of its wait, by (bucket index, index of the first op that reads it)."""
 MAX_AHEAD = 2
 """Two windows ahead already equals unlimited where layers are alike and a transfer is shorter than a layer."""
 
@@ -22,7 +20,7 @@ class Judge:
         problem = facts.problem
         self.facts = facts
         self.memory = MemoryModel(facts)
-        self._prices = prices(problem.graph, facts.buckets, problem.cluster)
+        self.prices = prices(problem.graph, facts.buckets, problem.cluster, problem.measured)
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
         self._host_bytes = [{level: host_bytes_of(bucket, level) for level in Level} for bucket in facts.buckets]
         self._step_s: dict[tuple[Level, ...], float] = {}
@@ -39,22 +37,29 @@ class Judge:
         """Return the bytes that the host holds during the whole step."""
         return sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
 
+    def host_bytes_of(self, bucket: int, level: Level) -> int:
+        """Return the bytes that the host holds for one bucket at `level`."""
+        return self._host_bytes[bucket][level]
+
+    def at_use(self, levels: Sequence[Level]) -> Moves:
+        """Return the moves with every gather right before its use."""
+        return moves_at_use(self.facts, levels)
+
     def added_host_bytes(self, bucket: int, before: Level, after: Level) -> int:
         """Return how many more bytes the host holds once one bucket has moved."""
         return self._host_bytes[bucket][after] - self._host_bytes[bucket][before]
 
-    def step_s(self, levels: Sequence[Level], ahead: Ahead | None = None) -> float:
-        """Return the simulated seconds of a step; without `ahead`, as if memory allowed the most."""
-        if ahead is not None:
-            return self._play(levels, ahead)
+    def step_s(self, levels: Sequence[Level], moves: Moves | None = None) -> float:
+        """Return the simulated seconds of a step; without moves, as if memory allowed gathers two windows early."""
+        if moves is not None:
+            return self._play(levels, moves)
         key = tuple(levels)
         if key not in self._step_s:
-            self._step_s[key] = self._play(levels, None)
+            self._step_s[key] = self._play(levels, moves_at_use(self.facts, levels, MAX_AHEAD))
         return self._step_s[key]
 
-    def _play(self, levels: Sequence[Level], ahead: Ahead | None) -> float:
-        placed = stays(self.facts, levels, MAX_AHEAD if ahead is None else 0, ahead)
-        cuts = cut_regions(self.facts, levels, placed)
-        run_s = {cut.id: self._prices.run_s(cut.first, cut.last) for cut in cuts}
+    def _play(self, levels: Sequence[Level], moves: Moves) -> float:
+        cuts = cut_regions(self.facts, levels, moves.stays)
+        run_s = {cut.id: self.prices.run_s(cut.first, cut.last) for cut in cuts}
         placements = {own[level].bucket: own[level] for own, level in zip(self._placements, levels, strict=True)}
-        return play(program(self.facts, levels, placed, cuts), run_s, placements, self._prices)
+        return play(program(self.facts, levels, moves, cuts), run_s, placements, self.prices)

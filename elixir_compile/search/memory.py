@@ -7,15 +7,16 @@ everything else matter, so a step of 5,000 ops is a few hundred numbers.
     peak = max over segments s of (rest_bytes[s] + sum over buckets of bytes[bucket][level][s])
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Kind
+from elixir_compile.ir import Bucket, Kind
 from elixir_compile.search.facts import Facts
-from elixir_compile.search.levels import Level
-from elixir_compile.search.stays import Stay, gradient_ends, stays
+from elixir_compile.search.levels import Level, is_gathered
+from elixir_compile.search.stays import Moves, moves_at_use, spans
 
 
 class MemoryModel:
@@ -30,67 +31,103 @@ class MemoryModel:
         self._segment_of = np.searchsorted(starts, np.arange(num_ops + 1), side="right").astype(np.int64) - 1
         # One past the last op is one past the last segment.
         self._segment_of[num_ops] = len(starts)
-        self._rest_bytes = np.maximum.reduceat(self._rest_bytes_per_op, starts)
+        self.rest_bytes = np.maximum.reduceat(self._rest_bytes_per_op, starts)
+        """Highest bytes of each segment that no bucket holds."""
 
-    def live_bytes(self, levels: Sequence[Level], placed: Sequence[Stay]) -> NDArray[np.int64]:
-        """Return the highest bytes of each segment at these levels with these stays."""
+    def live_bytes(self, levels: Sequence[Level], moves: Moves) -> NDArray[np.int64]:
+        """Return the highest bytes of each segment at these levels with these moves."""
         facts, segment = self._facts, self._segment_of
         changes = np.zeros(len(self._starts) + 1, dtype=np.int64)
-        for stay in placed:
+        for stay in moves.stays:
             nbytes = facts.buckets[stay.bucket].nbytes
             changes[segment[stay.gather]] += nbytes
             changes[segment[stay.last + 1]] -= nbytes
-        ends = gradient_ends(facts, levels)
+        ends = moves.grad_ends
         for bucket, level in enumerate(levels):
-            if level <= Level.STATE_OFF:
-                changes[0] += facts.buckets[bucket].nbytes
-            if level is Level.KEPT:
-                changes[0] += facts.buckets[bucket].state_nbytes
+            changes[0] += _resting_bytes(facts.buckets[bucket], level)
             gradients = facts.gradients[bucket]
-            for birth, nbytes in gradients.births if gradients else ():
-                changes[segment[birth]] += nbytes
-                if bucket in ends:
-                    changes[segment[ends[bucket] + 1]] -= nbytes
-        return self._rest_bytes + np.cumsum(changes[:-1])
-
-    def peak_bytes(self, levels: Sequence[Level], ahead: int) -> int:
-        """Return the peak at these levels with every gather `ahead` windows early."""
-        return int(self.live_bytes(levels, stays(self._facts, levels, ahead)).max())
-
-    def own_bytes(self) -> NDArray[np.int64]:
-        """Return bytes[bucket, level, segment] of each bucket alone, gathered at use, gradients leaving when complete.
-
-        Levels that a bucket cannot have hold the bytes of the level before. Exact but for gradients on their way out.
-        """
-        facts, segment = self._facts, self._segment_of
-        changes = np.zeros((len(facts.buckets), len(Level), len(self._starts) + 1), dtype=np.int64)
-        for i, bucket in enumerate(facts.buckets):
-            changes[i, : Level.RESIDENT, 0] += bucket.nbytes
-            changes[i, Level.KEPT, 0] += bucket.state_nbytes
-            windows = facts.windows[i]
-            for window in windows:
-                changes[i, Level.STREAMED, segment[window.first]] += bucket.nbytes
-                changes[i, Level.STREAMED, segment[window.last + 1]] -= bucket.nbytes
-            if windows:
-                changes[i, Level.RESIDENT, segment[windows[0].first]] += bucket.nbytes
-                changes[i, Level.RESIDENT, segment[windows[-1].last + 1]] -= bucket.nbytes
-            gradients = facts.gradients[i]
             if gradients is None:
                 continue
             for birth, nbytes in gradients.births:
-                changes[i, :, segment[birth]] += nbytes
-                changes[i, Level.RESIDENT :, segment[gradients.complete + 1]] -= nbytes
+                changes[segment[birth]] += nbytes
+                if bucket in ends:
+                    changes[segment[ends[bucket] + 1]] -= nbytes
+            if facts.buckets[bucket].is_sharded:
+                shard_nbytes = facts.buckets[bucket].shard_nbytes()
+                changes[segment[gradients.complete + 1]] += shard_nbytes
+                if level.has_param_on_host:
+                    changes[segment[ends[bucket] + 1]] -= shard_nbytes
+        return self.rest_bytes + np.cumsum(changes[:-1])
+
+    def peak_bytes(self, levels: Sequence[Level], ahead: int) -> int:
+        """Return the peak at these levels with every gather `ahead` windows early."""
+        return int(self.live_bytes(levels, moves_at_use(self._facts, levels, ahead)).max())
+
+    def own_bytes(self) -> NDArray[np.int64]:
+        """Return bytes[bucket, level, segment] of each bucket alone, gathered at use.
+
+        Exact on several ranks. On one, gradients that leave count until the next bucket's are complete, whether that
+        one's leave too or not: never more than `live_bytes`, and less where several buckets in a row stay.
+        """
+        facts = self._facts
+        changes = np.zeros((len(facts.buckets), len(Level), len(self._starts) + 1), dtype=np.int64)
+        for i, next_complete in enumerate(_next_completes(facts)):
+            for level in Level:
+                self._add_copies(changes[i, level], i, level)
+                self._add_gradients(changes[i, level], i, level, next_complete)
         return np.cumsum(changes[:, :, :-1], axis=2)
+
+    def _add_copies(self, changes: NDArray[np.int64], i: int, level: Level) -> None:
+        bucket, segment = self._facts.buckets[i], self._segment_of
+        changes[0] += _resting_bytes(bucket, level)
+        for first, last in spans(self._facts, i, level):
+            changes[segment[first]] += bucket.nbytes
+            changes[segment[last + 1]] -= bucket.nbytes
+
+    def _add_gradients(self, changes: NDArray[np.int64], i: int, level: Level, next_complete: int) -> None:
+        bucket, gradients, segment = self._facts.buckets[i], self._facts.gradients[i], self._segment_of
+        if gradients is None:
+            return
+        leaves = is_gathered(bucket, level)
+        for birth, nbytes in gradients.births:
+            changes[segment[birth]] += nbytes
+            if leaves:
+                changes[segment[next_complete + 1]] -= nbytes
+        if bucket.is_sharded:
+            changes[segment[gradients.complete + 1]] += bucket.shard_nbytes()
+            if level.has_param_on_host:
+                changes[segment[next_complete + 1]] -= bucket.shard_nbytes()
 
     def segment_of(self, op: int) -> int:
         """Return the segment that holds the op with index `op`; one past the last for one past the last op."""
         return int(self._segment_of[op])
+
+    def completed_before(self, segment: int) -> list[int]:
+        """Return the buckets whose gradients are complete before `segment` begins, in that order."""
+        start = int(self._starts[segment])
+        order = sorted((grads.complete, i) for i, grads in enumerate(self._facts.gradients) if grads is not None)
+        return [i for complete, i in order if complete < start]
 
     def highest_op(self, segment: int) -> int:
         """Return the index of the op with the highest bytes in `segment`, the first of several."""
         ends = [*self._starts[1:].tolist(), len(self._rest_bytes_per_op)]
         start = int(self._starts[segment])
         return start + int(self._rest_bytes_per_op[start : ends[segment]].argmax())
+
+
+def _resting_bytes(bucket: Bucket, level: Level) -> int:
+    """Bytes that are on the device during the whole step."""
+    param_nbytes = 0 if level.has_param_on_host else bucket.shard_nbytes()
+    return param_nbytes + (0 if level.has_state_on_host else bucket.shard_state_nbytes())
+
+
+def _next_completes(facts: Facts) -> list[int]:
+    """Per bucket, the op that completes the gradients of the bucket after it; the last of the backward for the last."""
+    order = sorted((grads.complete, i) for i, grads in enumerate(facts.gradients) if grads is not None)
+    found = [facts.num_run - 1] * len(facts.buckets)
+    for (_, i), (complete, _) in itertools.pairwise(order):
+        found[i] = complete
+    return found
 
 
 def _rest(facts: Facts) -> NDArray[np.int64]:

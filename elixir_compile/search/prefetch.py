@@ -1,29 +1,71 @@
-"""Gathers moved ahead of their waits as far as memory allows: first every gather one window, then every gather two."""
+"""Transfers spread out as far as memory allows: gathers ahead of their waits, waits for leaving gradients behind them.
+
+In rounds: first every gather one window early, then every one two; then every gradient may leave while two buckets' are
+produced instead of one; then the same further out. Each is taken where the memory left allows it. Early windows can be
+small ones, which is why two windows are not always enough.
+"""
 
 from collections.abc import Sequence
 
-from elixir_compile.search.judge import MAX_AHEAD, Ahead, Judge
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.ir import Lane
+from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
-from elixir_compile.search.stays import stays
+from elixir_compile.search.stays import Moves, Stay, gradient_ends, stays
+
+_ROUNDS = ((1, 0), (2, 2), (4, 0), (8, 4))
+"""Windows that gathers are early, buckets that gradients lag (0: as they are)."""
 
 
-def raise_prefetch(judge: Judge, levels: Sequence[Level]) -> Ahead:
-    """Return the windows that each gather can be ahead within the budget, `levels` fitting with gathers at use."""
-    facts, memory = judge.facts, judge.memory
-    budget_bytes = facts.problem.budget_bytes
-    placed = stays(facts, levels, 0)
-    live_bytes = memory.live_bytes(levels, placed)
-    ahead = {(stay.bucket, stay.first): 0 for stay in placed}
-    # Where a gather stands depends on its own distance only, so each can be raised on its own.
-    now = {(stay.bucket, stay.first): stay.gather for stay in placed}
-    for distance in range(1, MAX_AHEAD + 1):
-        for stay in stays(facts, levels, distance):
-            key = (stay.bucket, stay.first)
-            earlier = slice(memory.segment_of(stay.gather), memory.segment_of(now[key]))
-            nbytes = facts.buckets[stay.bucket].nbytes
-            is_next = ahead[key] == distance - 1
-            if is_next and (live_bytes[earlier] + nbytes <= budget_bytes).all():
-                live_bytes[earlier] += nbytes
-                ahead[key] = distance
-                now[key] = stay.gather
-    return ahead
+def raise_prefetch(judge: Judge, levels: Sequence[Level]) -> Moves:
+    """Return the moves of `levels`, which fit with transfers at their use, spread out as far as the budget allows."""
+    moves = judge.at_use(levels)
+    placed, ends = list(moves.stays), dict(moves.grad_ends)
+    free_bytes = judge.facts.problem.budget_bytes - judge.memory.live_bytes(levels, moves)
+    # Where a gradient's way out is work for the device itself, it is over before the next op begins.
+    leaves_beside = any(judge.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
+    for ahead, lag in _ROUNDS:
+        _gather_early(judge, levels, ahead, placed, free_bytes)
+        if lag and leaves_beside:
+            _wait_late(judge, levels, lag, ends, free_bytes)
+    return Moves(tuple(placed), ends)
+
+
+def _gather_early(
+    judge: Judge, levels: Sequence[Level], ahead: int, placed: list[Stay], free_bytes: NDArray[np.int64]
+) -> None:
+    facts, segment_of = judge.facts, judge.memory.segment_of
+    issued: dict[int, int] = {}
+    for i, wanted in enumerate(stays(facts, levels, ahead)):
+        now = placed[i]
+        phase = facts.phase_start(now.first)
+        # Lanes are first in, first out: not before the gather of what is needed earlier.
+        gather = max(wanted.gather, issued.get(phase, 0))
+        nbytes = facts.buckets[now.bucket].nbytes
+        if gather < now.gather and _take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
+            placed[i] = now._replace(gather=gather)
+        issued[phase] = placed[i].gather
+
+
+def _wait_late(
+    judge: Judge, levels: Sequence[Level], lag: int, ends: dict[int, int], free_bytes: NDArray[np.int64]
+) -> None:
+    facts, segment_of = judge.facts, judge.memory.segment_of
+    for bucket, end in gradient_ends(facts, levels, lag).items():
+        gradients = facts.gradients[bucket]
+        grown_bytes = sum(nbytes for _, nbytes in gradients.births) if gradients else 0
+        if levels[bucket].has_param_on_host and facts.buckets[bucket].is_sharded:
+            grown_bytes += facts.buckets[bucket].shard_nbytes()
+        now = ends[bucket]
+        if now < end and _take(free_bytes, segment_of(now + 1), segment_of(end + 1), grown_bytes):
+            ends[bucket] = end
+
+
+def _take(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bool:
+    """Take `nbytes` in the segments from `first` to before `end`; return whether they were free."""
+    if (free_bytes[first:end] < nbytes).any():
+        return False
+    free_bytes[first:end] -= nbytes
+    return True

@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elixir_compile.ir import Action, BucketId, Phase, Region, RegionId, Schedule, Verb, grad_of
+from elixir_compile.ir import Action, Bucket, BucketId, Phase, Region, RegionId, Schedule, Verb, grad_of
 from elixir_compile.search.facts import Facts
-from elixir_compile.search.levels import Level
-from elixir_compile.search.stays import Stay, gradient_ends
+from elixir_compile.search.levels import Level, is_gathered
+from elixir_compile.search.stays import Moves, Stay
 
 
 class Cut(NamedTuple):
@@ -32,7 +32,7 @@ def cut_regions(facts: Facts, levels: Sequence[Level], placed: Sequence[Stay]) -
         starts.add(stay.first)
         starts.add(stay.last + 1)
     for bucket, gradients in enumerate(facts.gradients):
-        if gradients is not None and levels[bucket] >= Level.RESIDENT:
+        if gradients is not None and is_gathered(facts.buckets[bucket], levels[bucket]):
             starts.add(gradients.complete + 1)
     ordered = sorted(start for start in starts if start < facts.num_run)
     cuts: list[Cut] = []
@@ -44,22 +44,19 @@ def cut_regions(facts: Facts, levels: Sequence[Level], placed: Sequence[Stay]) -
     return cuts
 
 
-def program(
-    facts: Facts, levels: Sequence[Level], placed: Sequence[Stay], cuts: Sequence[Cut]
-) -> list[tuple[Verb, str]]:
+def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, str]]:
     """Return the actions of one step as (verb, what) pairs."""
     names = [bucket.id for bucket in facts.buckets]
     gathers: defaultdict[int, list[str]] = defaultdict(list)
     waits: defaultdict[int, list[str]] = defaultdict(list)
     releases: defaultdict[int, list[str]] = defaultdict(list)
-    for stay in placed:
+    for stay in moves.stays:
         gathers[stay.gather].append(names[stay.bucket])
         waits[stay.first].append(names[stay.bucket])
         releases[stay.last].append(names[stay.bucket])
     complete = sorted((grads.complete, bucket) for bucket, grads in enumerate(facts.gradients) if grads is not None)
-    leaving = gradient_ends(facts, levels)
+    under_way: dict[str, int] = {}
     actions: list[tuple[Verb, str]] = []
-    under_way: str | None = None
     done = 0
     for cut in cuts:
         actions += [(Verb.GATHER, name) for name in gathers[cut.first]]
@@ -67,19 +64,30 @@ def program(
         actions.append((Verb.RUN, cut.id))
         actions += [(Verb.RELEASE, name) for name in releases[cut.last]]
         while done < len(complete) and complete[done][0] <= cut.last:
-            bucket = complete[done][1]
-            actions.append((Verb.REDUCE, names[bucket]))
-            if bucket in leaving:
-                if under_way is not None:
-                    actions.append((Verb.WAIT, under_way))
-                under_way = grad_of(names[bucket])
-                actions.append((Verb.OFFLOAD, under_way))
+            op, bucket = complete[done]
+            if bucket not in moves.grad_ends:
+                actions.append((Verb.REDUCE, names[bucket]))
+            else:
+                ending = [grad for grad, end in under_way.items() if end <= op]
+                actions += _leave(facts.buckets[bucket], levels[bucket], ending)
+                under_way = {grad: end for grad, end in under_way.items() if end > op}
+                under_way[grad_of(names[bucket])] = moves.grad_ends[bucket]
             done += 1
-    if under_way is not None:
-        actions.append((Verb.WAIT, under_way))
+    actions += [(Verb.WAIT, grad) for grad in under_way]
     if facts.is_training:
         actions += [(Verb.UPDATE, bucket.id) for bucket in facts.buckets if bucket.trainable]
     return actions
+
+
+def _leave(bucket: Bucket, level: Level, ending: Sequence[str]) -> list[tuple[Verb, str]]:
+    """The actions by which a bucket's gradients leave once those in `ending` are gone.
+
+    On one rank a reduce is no transfer, and the host is told of it first.
+    """
+    waits = [(Verb.WAIT, grad) for grad in ending]
+    reduces = [(Verb.REDUCE, str(bucket.id))]
+    offloads = [(Verb.OFFLOAD, grad_of(bucket.id))] if level.has_param_on_host else []
+    return [*waits, *reduces, *offloads] if bucket.is_sharded else [*reduces, *waits, *offloads]
 
 
 def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:

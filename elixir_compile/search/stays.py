@@ -4,15 +4,17 @@
     b1        g~~~~w====r                      gathered before op 0, awaited before op 1, released after op 2
     b2             g~~~~~~~~~w====r            gathered one window ahead: where the window of b1 begins
 
-A gather is issued where the window `ahead` windows earlier begins, in its own phase, and not before the release of the
-bucket's previous stay. `ahead` 0 gathers right before the wait.
+A gather is issued where the window `ahead` windows earlier begins, in its own phase, not before the release of the
+bucket's previous stay, and not before a gather that is needed earlier: lanes are first in, first out. `ahead` 0 gathers
+right before the wait.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from elixir_compile.search.facts import Facts
-from elixir_compile.search.levels import Level
+from elixir_compile.search.levels import Level, is_gathered
 
 
 class Stay(NamedTuple):
@@ -28,55 +30,70 @@ class Stay(NamedTuple):
     """Index of the bucket."""
 
 
-def stays(
-    facts: Facts, levels: Sequence[Level], default_ahead: int, ahead: Mapping[tuple[int, int], int] | None = None
-) -> list[Stay]:
-    """Return every stay at these levels, by first op.
+class Moves(NamedTuple):
+    """When things are on the device: gathered copies by first op, and gradients on their way out (`gradient_ends`)."""
 
-    `ahead` overrides `default_ahead` for the stay with key (bucket, first).
-    """
-    unplaced = sorted(_spans(facts, levels))
+    stays: tuple[Stay, ...]
+    grad_ends: Mapping[int, int]
+
+
+def moves_at_use(facts: Facts, levels: Sequence[Level], ahead: int = 0) -> Moves:
+    """Return the moves with every gather `ahead` windows early and gradients waited for soonest."""
+    return Moves(tuple(stays(facts, levels, ahead)), gradient_ends(facts, levels))
+
+
+def stays(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Stay]:
+    """Return every stay at these levels, by first op, each gathered `ahead` windows early."""
+    unplaced = sorted(
+        (first, bucket, last) for bucket, level in enumerate(levels) for first, last in spans(facts, bucket, level)
+    )
     firsts: dict[int, list[int]] = {}
+    issued: dict[int, int] = {}
     released: dict[int, int] = {}
     placed: list[Stay] = []
     for first, bucket, last in unplaced:
         start = facts.phase_start(first)
         earlier = firsts.setdefault(start, [])
-        distance = default_ahead if ahead is None else ahead.get((bucket, first), default_ahead)
-        if distance == 0:
+        if ahead == 0:
             gather = first
-        elif distance > len(earlier):
+        elif ahead > len(earlier):
             gather = start
         else:
-            gather = earlier[-distance]
-        placed.append(Stay(max(gather, released.get(bucket, 0)), first, last, bucket))
+            gather = earlier[-ahead]
+        gather = max(gather, released.get(bucket, 0), issued.get(start, 0))
+        placed.append(Stay(gather, first, last, bucket))
+        issued[start] = gather
         earlier.append(first)
         released[bucket] = last + 1
     return placed
 
 
-def _spans(facts: Facts, levels: Sequence[Level]) -> list[tuple[int, int, int]]:
-    """(first, bucket, last) of every stay."""
-    spans: list[tuple[int, int, int]] = []
-    for bucket, level in enumerate(levels):
-        windows = facts.windows[bucket]
-        if level is Level.STREAMED:
-            spans.extend((window.first, bucket, window.last) for window in windows)
-        elif level is Level.RESIDENT and windows:
-            spans.append((windows[0].first, bucket, windows[-1].last))
-    return spans
+def num_ahead(placed: Sequence[Stay]) -> list[int]:
+    """Return how many windows each of `placed`, sorted by first op, is gathered early."""
+    firsts = [stay.first for stay in placed]
+    return [bisect_left(firsts, stay.first) - bisect_left(firsts, stay.gather) for stay in placed]
 
 
-def gradient_ends(facts: Facts, levels: Sequence[Level]) -> dict[int, int]:
-    """Return, per host bucket with gradients, the last op at which they are on the device.
+def spans(facts: Facts, bucket: int, level: Level) -> list[tuple[int, int]]:
+    """Return the first and the last op of each gathered copy of one bucket."""
+    windows = facts.windows[bucket]
+    if not windows or not is_gathered(facts.buckets[bucket], level):
+        return []
+    if level.is_released:
+        return [(window.first, window.last) for window in windows]
+    return [(windows[0].first, windows[-1].last)]
 
-    They leave while the next bucket's are produced: until the op that completes the next host bucket's gradients,
+
+def gradient_ends(facts: Facts, levels: Sequence[Level], lag: int = 1) -> dict[int, int]:
+    """Return, per bucket whose gradients leave or are shared out, the last op at which they are whole on the device.
+
+    They leave while those of the next `lag` such buckets are produced: until the op that completes the last of them,
     or the last of the backward. The keys are in the order in which gradients leave.
     """
     order = sorted(
         (gradients.complete, bucket)
         for bucket, gradients in enumerate(facts.gradients)
-        if gradients is not None and levels[bucket] >= Level.RESIDENT
+        if gradients is not None and is_gathered(facts.buckets[bucket], levels[bucket])
     )
-    ends = [complete for complete, _ in order] + [facts.num_run - 1]
-    return {bucket: end for (_, bucket), end in zip(order, ends[1:], strict=True)}
+    ends = [complete for complete, _ in order] + [facts.num_run - 1] * lag
+    return {bucket: end for (_, bucket), end in zip(order, ends[lag:], strict=True)}

@@ -1,7 +1,19 @@
 """Run a plan without tensors."""
 
 from elixir_compile.simulate.engine import play, simulate
-from elixir_compile.simulate.exposure import exposed_s, hidden_share
+from elixir_compile.simulate.exposure import critical_path, exposed_by_lane, exposed_s, hidden_share
+from elixir_compile.simulate.memory import MemoryWalk, walk_memory
 from elixir_compile.simulate.prices import Prices, prices
 
-__all__ = ["Prices", "exposed_s", "hidden_share", "play", "prices", "simulate"]
+__all__ = [
+    "MemoryWalk",
+    "Prices",
+    "critical_path",
+    "exposed_by_lane",
+    "exposed_s",
+    "hidden_share",
+    "play",
+    "prices",
+    "simulate",
+    "walk_memory",
+]

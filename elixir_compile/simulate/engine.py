@@ -1,49 +1,50 @@
 """Run a plan without tensors: when does every lane do what, and how long does the step take.
 
 Each lane runs one thing at a time, in the order of the program. Compute walks through the actions: `run` takes its
-seconds, `gather` and `offload` are issued where they stand and start when their lane is free, `wait` blocks compute
-until they end, `reduce` and `release` cost nothing on one rank.
+seconds, `gather`, `reduce` and `offload` are issued where they stand and start when their lane is free, `wait` blocks
+compute until they end, `release` costs nothing.
 
     compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
-    h2d       gather b1 ====| gather b2 ====|
+    h2d       b1 ====| b2 ====|                              one rank's share comes from the host
+    gather            b1 ==|   b2 ==|                        several ranks: and then, or only, an all-gather
 
-Where a link does not overlap compute, its copies run on the compute lane, and so do host updates when neither
-direction overlaps: device and host are then the same cores. Host updates start when the backward has ended; parameters
-on the device whose optimizer state is on the host travel there and back. Not modelled: contention for host memory,
-collectives, and the next step's forward overlapping this step's update.
+Where a link does not overlap compute, its copies run on the compute lane, and so do host updates when neither direction
+overlaps: device and host are then the same cores. Host updates start when the backward has ended; parameters on the
+device whose optimizer state is on the host travel there and back, unless the two are one memory. `optimizer.step()`
+returns when all is done, so every lane is drained when the next step begins, and one step is the whole cycle. Not
+modelled: contention for host memory, and of two collectives for one link.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.cost import Stretch
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import BucketId, Lane, RegionId, Tier, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.simulate.memory import walk_memory
 from elixir_compile.simulate.prices import Prices, prices
 
-_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.HOST)
 
-
-def simulate(graph: StepGraph, plan: Plan, cluster: Cluster) -> Record:
+def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Sequence[Stretch] = ()) -> Record:
     """Return what rank 0 does in one step of `plan`: spans, counts, step seconds and peaks in bytes."""
     index = {op.id: i for i, op in enumerate(graph.ops)}
-    price = prices(graph, plan.buckets, cluster)
+    price = prices(graph, plan.buckets, cluster, measured)
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
     placements = {placement.bucket: placement for placement in plan.placements}
     actions = plan.schedules[0].actions
     spans: list[Span] = []
     step_s = play(((action.verb, action.what) for action in actions), run_s, placements, price, spans)
-    timeline = plan_timeline(graph, plan)
+    memory = walk_memory(graph, plan)
     return Record(
         origin=Origin.SIMULATED,
         step_s=step_s,
-        device_peak_bytes=timeline.peak.nbytes,
-        host_peak_bytes=timeline.host_bytes,
+        device_peak_bytes=memory.peak_bytes,
+        host_peak_bytes=memory.host_bytes,
         spans=tuple(spans),
         counts=dict(sorted(Counter(action.verb.value for action in actions).items())),
     )
@@ -67,10 +68,11 @@ def play(
         elif verb is Verb.WAIT:
             lanes.wait(what)
         elif verb is Verb.GATHER:
-            lanes.ready_s[what] = lanes.issue(Lane.H2D, f"gather {what}", price.gather_s[what])
+            lanes.gather(what, placements[BucketId(what)])
+        elif verb is Verb.REDUCE:
+            lanes.reduce(what)
         elif verb is Verb.OFFLOAD:
-            bucket = what.removesuffix(".grad")
-            lanes.ready_s[what] = lanes.issue(Lane.D2H, f"offload {what}", price.offload_s[bucket])
+            lanes.offload(what)
         elif verb is Verb.UPDATE:
             lanes.update(what, placements[BucketId(what)])
     return max(lanes.free_s.values())
@@ -82,23 +84,13 @@ class _Lanes:
 
     price: Prices
     spans: list[Span] | None
-    free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(_LANES, 0.0))
+    free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     ready_s: dict[str, float] = field(default_factory=dict)
-    runs_on: dict[Lane, Lane] = field(init=False)
     backward_end_s: float | None = None
-
-    def __post_init__(self) -> None:
-        h2d, d2h = self.price.h2d_overlaps, self.price.d2h_overlaps
-        self.runs_on = {
-            Lane.COMPUTE: Lane.COMPUTE,
-            Lane.H2D: Lane.H2D if h2d else Lane.COMPUTE,
-            Lane.D2H: Lane.D2H if d2h else Lane.COMPUTE,
-            Lane.HOST: Lane.HOST if h2d or d2h else Lane.COMPUTE,
-        }
 
     def occupy(self, lane: Lane, label: str, after_s: float, seconds: float) -> float:
         """Take the lane for `seconds`, not before `after_s`; return when it ends."""
-        resource = self.runs_on[lane]
+        resource = self.price.lane_of[lane]
         start_s = max(self.free_s[resource], after_s)
         end_s = start_s + seconds
         self.free_s[resource] = end_s
@@ -106,9 +98,25 @@ class _Lanes:
             self.spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
         return end_s
 
-    def issue(self, lane: Lane, label: str, seconds: float) -> float:
-        """Start a transfer from where compute stands now; return when it ends."""
-        return self.occupy(lane, label, self.free_s[Lane.COMPUTE], seconds)
+    def gather(self, bucket: str, placement: Placement) -> None:
+        """From the host where it lives there, then from the other ranks where there are any."""
+        ready_s = self.free_s[Lane.COMPUTE]
+        if placement.param is not Tier.DEVICE:
+            ready_s = self.occupy(Lane.H2D, f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
+        if self.price.collective_s[bucket]:
+            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.collective_s[bucket])
+        self.ready_s[bucket] = ready_s
+
+    def reduce(self, bucket: str) -> None:
+        """Nothing to do on one rank."""
+        if self.price.collective_s[bucket]:
+            after_s, seconds = self.free_s[Lane.COMPUTE], self.price.collective_s[bucket]
+            self.ready_s[f"{bucket}.grad"] = self.occupy(Lane.REDUCE, f"reduce {bucket}", after_s, seconds)
+
+    def offload(self, what: str) -> None:
+        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(what, 0.0))
+        seconds = self.price.d2h_s[what.removesuffix(".grad")]
+        self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, seconds)
 
     def wait(self, what: str) -> None:
         self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], self.ready_s.pop(what))
@@ -121,9 +129,9 @@ class _Lanes:
         if placement.optim is Tier.DEVICE:
             self.occupy(Lane.COMPUTE, label, after_s, self.price.device_update_s[bucket])
             return
-        is_staged = placement.param is Tier.DEVICE
+        is_staged = placement.param is Tier.DEVICE and not self.price.is_one_memory
         if is_staged:
-            after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.offload_s[bucket])
+            after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.d2h_s[bucket])
         after_s = self.occupy(Lane.HOST, label, after_s, self.price.host_update_s[bucket])
         if is_staged:
-            self.occupy(Lane.H2D, f"gather {bucket}", after_s, self.price.gather_s[bucket])
+            self.occupy(Lane.H2D, f"gather {bucket}", after_s, self.price.h2d_s[bucket])

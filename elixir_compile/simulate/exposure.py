@@ -5,6 +5,7 @@ compute   ----      ------
 """
 
 from bisect import bisect_right
+from dataclasses import replace
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Record, Span
@@ -24,6 +25,35 @@ def exposed_s(record: Record) -> float:
         if span.lane in _TRANSFERS:
             total_s += span.end_s - span.start_s - _covered_s(span, compute, starts_s)
     return total_s
+
+
+def exposed_by_lane(record: Record) -> dict[Lane, float]:
+    """Return the seconds of each lane's transfers during which the compute lane is idle."""
+    lanes = sorted({span.lane for span in record.spans} & _TRANSFERS)
+    compute = tuple(span for span in record.spans if span.lane is Lane.COMPUTE)
+    return {
+        lane: exposed_s(replace(record, spans=(*compute, *(span for span in record.spans if span.lane is lane))))
+        for lane in lanes
+    }
+
+
+def critical_path(record: Record) -> tuple[Span, ...]:
+    """Return spans of a simulated step that follow on one another without a gap, the last of which ends it.
+
+    Shortening a span that is not among them does not shorten the step.
+    """
+    ends: dict[float, Span] = {}
+    for span in record.spans:
+        # Of two that end together, what computes is the one to look at.
+        is_first = span.end_s not in ends or span.lane is Lane.COMPUTE
+        if span.end_s > span.start_s and is_first:
+            ends[span.end_s] = span
+    path: list[Span] = []
+    at_s = max(ends, default=0.0)
+    while at_s in ends:
+        path.append(ends[at_s])
+        at_s = path[-1].start_s
+    return tuple(reversed(path))
 
 
 def hidden_share(record: Record) -> float:

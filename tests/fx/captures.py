@@ -49,15 +49,15 @@ def record_of(model: nn.Module, *inputs: torch.Tensor, **options: object) -> Com
     return record
 
 
-def tight(model: Callable[[], nn.Module], *inputs: torch.Tensor) -> Compilation:
+def tight(model: Callable[[], nn.Module], *inputs: torch.Tensor, **options: object) -> Compilation:
     """Return the record of a step under the smallest budget that has a plan."""
     with torch.random.fork_rng():
         try:
-            record_of(model(), *inputs, device_memory=1)
+            record_of(model(), *inputs, device_memory=1, **options)
         except elixir.NoFeasiblePlan as error:
             needed_bytes = error.needed_bytes
     torch._dynamo.reset()
-    return record_of(model(), *inputs, device_memory=needed_bytes)
+    return record_of(model(), *inputs, device_memory=needed_bytes, **options)
 
 
 def halves_of_torch(model: nn.Module, *inputs: torch.Tensor) -> Sequence[torch.fx.GraphModule]:

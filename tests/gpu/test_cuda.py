@@ -21,6 +21,7 @@ from elixir_compile.api import compilation
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Plan, Tier
 from elixir_compile.ir.record import Record
+from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import Slab, _pin, is_slab_memory
 from elixir_compile.search import Problem, plan
@@ -238,12 +239,12 @@ def test_bfloat16_autocast() -> None:
 def state_on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """Return what starts a run with parameters and gradients on the device and all state on the host."""
 
-    def decide(problem: Problem, planner: str) -> Plan:
-        kept = plan(problem, planner=planner)
+    def decide(problem: Problem, options: Options) -> Plan:
+        kept = plan(problem, planner=options.planner)
         return replace(kept, placements=tuple(replace(placement, optim=Tier.HOST) for placement in kept.placements))
 
     def start(model: nn.Module, batch: torch.Tensor) -> Run:
-        monkeypatch.setattr(compilation, "plan", decide)
+        monkeypatch.setattr(compilation, "plan_for", decide)
         got = by_elixir(model).train([batch])
         assert not on_host(got)
         return got

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = {"gpt2": ["--layers", "2", "--width", "64", "--length", "32", "--steps", "3", "--share", "0.9"]}
+TINY = ["--layers", "2", "--width", "64", "--length", "32"]
+SMALL = {
+    "gpt2": ("train.py", [*TINY, "--steps", "3", "--share", "0.9"]),
+    "plan_without_a_gpu": ("plan.py", [*TINY, "--batch", "2", "--budget", "40MiB", "--machines", "4 x a100-40g"]),
+}
+"""Each example's script and arguments; each prints two lines that say what was planned."""
 
 
 @pytest.mark.parametrize(
@@ -16,7 +21,8 @@ SMALL = {"gpt2": ["--layers", "2", "--width", "64", "--length", "32", "--steps",
 def test_an_example_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     assert (folder / "README.md").exists()
-    script = folder / "train.py"
-    monkeypatch.setattr(sys, "argv", [str(script), *SMALL[folder.name]])
+    name, arguments = SMALL[folder.name]
+    script = folder / name
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.count("planned") == 2

@@ -164,7 +164,12 @@ def _region(graph: StepGraph, buckets: Sequence[Bucket], first: int, last: int, 
 @st.composite
 def planned_graphs(draw: st.DrawFn, training: bool | None = None) -> tuple[StepGraph, Plan]:
     """Random graphs with a legal plan: buckets of one to three parameters, each anywhere it may live."""
-    graph = draw(step_graphs(training=training))
+    return draw(plans_of(draw(step_graphs(training=training))))
+
+
+@st.composite
+def plans_of(draw: st.DrawFn, graph: StepGraph) -> tuple[StepGraph, Plan]:
+    """`graph` with a random legal plan."""
     grads = {storage.of for storage in graph.storages}
     buckets: list[Bucket] = []
     for is_trained in (True, False):

@@ -9,11 +9,11 @@ Each layer is a matmul with its parameters and an elementwise op whose result it
 (embed and head), frozen, used by several layers, or unused.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
+from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -137,3 +137,39 @@ def step_graphs(draw: st.DrawFn, training: bool | None = None) -> StepGraph:
         training=draw(st.booleans()) if training is None else training,
         unused_numel=draw(st.sampled_from([0, 0, 7])),
     )
+
+
+def symbolic(
+    graph: StepGraph, pattern: str = "{numel}*s0", values: tuple[tuple[str, int], ...] = (("s0", 3),)
+) -> StepGraph:
+    """Return `graph` as captured dynamic: activations of `pattern` elements, where `{numel}` is what they had."""
+    storages = tuple(_grown(storage, pattern, dict(values)) for storage in graph.storages)
+    return replace(graph, storages=storages, symbols=values)
+
+
+def _grown(storage: Storage, pattern: str, values: dict[str, int]) -> Storage:
+    if storage.kind in (Kind.PARAM, Kind.GRAD):
+        return storage
+    item_bytes = ITEM_BYTES[storage.dtype]
+    size = sizes.canonical(f"{item_bytes}*({pattern.format(numel=storage.nbytes // item_bytes)})")
+    return replace(storage, size=size, nbytes=sizes.evaluate(size, values))
+
+
+PATTERNS = (
+    "{numel}*s0",
+    "{numel}*s0*s1",
+    "{numel}*s0*s1 - s0",
+    "{numel}*s0*s1**2 + 7",
+    "({numel} + s0)*(s1 + 2)",
+    "{numel}*((s0 + 7)//8)",
+    "Max({numel}, s0)*s1",
+)
+
+
+@st.composite
+def symbolic_graphs(draw: st.DrawFn, training: bool | None = None) -> StepGraph:
+    """Random chains whose activations have sizes of the symbols s0 and s1, each by one of several patterns."""
+    graph = draw(step_graphs(training=training))
+    values = (("s0", draw(st.integers(1, 9))), ("s1", draw(st.integers(1, 9))))
+    storages = tuple(_grown(storage, draw(st.sampled_from(PATTERNS)), dict(values)) for storage in graph.storages)
+    return replace(graph, storages=storages, symbols=values)

@@ -18,6 +18,11 @@ SAMPLES: list[ElixirError] = [
     errors.NotPrepared("Its parameters are on meta."),
     errors.StaleParameters("transformer.wte.weight"),
     errors.UnsupportedModel("Embedding8bit", "its parameters are integers."),
+    errors.InvalidProfile("link", "bytes_per_s", "a positive number", -1.0),
+    errors.ProfileFileError("nodes[0].h2d.bytes_per_s", "a positive number", -1.0),
+    errors.UnknownHardware("a100-40gb", ["a100-40g", "h100-80g"]),
+    errors.UnknownModel("gpt2-124", ["gpt2-124m", "llama-7b"], "there is no such file"),
+    errors.UnknownSubject("b9", ["b0", "fwd.0"]),
 ]
 
 
@@ -46,6 +51,20 @@ def test_the_tree_in_the_docstring_names_every_class() -> None:
 def test_unknown_option_suggests_the_nearest() -> None:
     assert "Did you mean 'device_memory'?" in str(SAMPLES[0])
     assert "Did you mean" not in str(UnknownOption("zzz", ["device_memory"]))
+
+
+def test_unknown_hardware_suggests_the_nearest() -> None:
+    known = ["a100-40g", "rtx4090-24g"]
+    assert "Did you mean 'a100-40g'?" in str(errors.UnknownHardware("A100-40GB", known))
+    assert errors.UnknownHardware("4090", known).nearest == "rtx4090-24g"
+    assert "Did you mean" not in str(errors.UnknownHardware("zzz", known))
+    assert "a100-40g, rtx4090-24g" in str(errors.UnknownHardware("zzz", known))
+
+
+def test_unknown_model_suggests_the_nearest_and_says_why() -> None:
+    error = errors.UnknownModel("GPT2-124", ["gpt2-124m", "llama-7b"], "there is no such file")
+    assert "unknown model 'GPT2-124' (there is no such file). Did you mean 'gpt2-124m'?" in str(error)
+    assert "Did you mean" not in str(errors.UnknownModel("zzz", ["gpt2-124m"]))
 
 
 def test_illegal_schedule_shows_the_line() -> None:

@@ -46,6 +46,9 @@ def compile_with(model: nn.Module, **options: object) -> Callable[..., torch.Ten
         ({"device_memory": -1}, elixir.InvalidOption, "device_memory"),
         ({"device_memory": 0}, elixir.InvalidOption, "device_memory"),
         ({"planner": "greddy"}, elixir.InvalidOption, "'greedy'"),
+        ({"search_timeout": 0}, elixir.InvalidOption, "positive number of seconds"),
+        ({"hardware": "a100-40gb"}, elixir.UnknownHardware, "Did you mean 'a100-40g'"),
+        ({"hardware": "4 x a100-40g"}, elixir.InvalidOption, "a machine with one device"),
         ({"inner": "nvcc"}, elixir.InvalidOption, "'aot_eager'"),
     ],
 )

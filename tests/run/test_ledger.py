@@ -24,25 +24,40 @@ def test_spans_are_kept_only_while_recording() -> None:
     ledger = Ledger(device_type="cpu")
     with ledger.span(Lane.H2D, "gather b0"):
         pass
-    ledger.start_recording()
+    recording = ledger.start_recording()
     assert ledger.is_recording
     with ledger.span(Lane.COMPUTE, "run fwd.0"), ledger.span(Lane.H2D, "gather b1"):
         time.sleep(0.01)
-    spans = ledger.stop_recording()
+    spans = recording.stop()
     with ledger.span(Lane.COMPUTE, "run fwd.1"):
         pass
     assert [(span.lane, span.label) for span in spans] == [(Lane.COMPUTE, "run fwd.0"), (Lane.H2D, "gather b1")]
     assert all(span.end_s - span.start_s >= 0.01 and span.start_s >= 0 for span in spans)
     assert not ledger.is_recording
-    assert ledger.stop_recording() == ()
+    assert recording.stop() == spans
+
+
+def test_two_recordings_keep_their_own_spans() -> None:
+    ledger = Ledger(device_type="cpu")
+    outer = ledger.start_recording()
+    with ledger.span(Lane.H2D, "gather b0"):
+        pass
+    inner = ledger.start_recording()
+    with ledger.span(Lane.H2D, "gather b1"):
+        pass
+    assert [span.label for span in inner.stop()] == ["gather b1"]
+    with ledger.span(Lane.H2D, "gather b2"):
+        pass
+    assert [span.label for span in outer.stop()] == ["gather b0", "gather b1", "gather b2"]
+    assert not ledger.is_recording
 
 
 def test_a_span_that_raises_is_kept_and_the_error_passes() -> None:
     ledger = Ledger(device_type="cpu")
-    ledger.start_recording()
+    recording = ledger.start_recording()
     with pytest.raises(KeyError), ledger.span(Lane.COMPUTE, "run fwd.0"):
         raise KeyError("x")
-    assert [span.label for span in ledger.stop_recording()] == ["run fwd.0"]
+    assert [span.label for span in recording.stop()] == ["run fwd.0"]
 
 
 def test_counts_from_several_threads_add_up() -> None:
@@ -74,13 +89,13 @@ def test_all_ledgers_holds_them_weakly() -> None:
 def test_device_spans_show_when_the_device_worked() -> None:
     ledger = Ledger(device_type="cuda")
     matrix = torch.ones(4096, 4096, device="cuda")
-    ledger.start_recording()
+    recording = ledger.start_recording()
     with ledger.span(Lane.COMPUTE, "run fwd.0"):
         for _ in range(20):
             matrix @ matrix
     with ledger.span(Lane.HOST, "update b0"):
         time.sleep(0.01)
-    by_label = {span.label: span for span in ledger.stop_recording()}
+    by_label = {span.label: span for span in recording.stop()}
     flops = 20 * 2 * 4096**3
     assert by_label["run fwd.0"].end_s - by_label["run fwd.0"].start_s > flops / 2e15
     assert by_label["update b0"].end_s - by_label["update b0"].start_s >= 0.01

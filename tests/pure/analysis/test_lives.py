@@ -8,11 +8,12 @@ from elixir_compile.analysis.lives import Event, Lifecycle, State
 PARAMS = {Event.RUN, Event.GATHER, Event.WAIT, Event.RELEASE}
 GRADS = {Event.RUN, Event.COMPLETE, Event.REDUCE, Event.OFFLOAD, Event.WAIT, Event.UPDATE}
 TABLES = {
-    "host params": (lives.HOST_PARAMS, PARAMS),
-    "resident params": (lives.RESIDENT_HOST_PARAMS, PARAMS),
+    "gathered params": (lives.GATHERED_PARAMS, PARAMS),
+    "resident params": (lives.RESIDENT_PARAMS, PARAMS),
     "device params": (lives.DEVICE_PARAMS, PARAMS),
     "host gradient": (lives.HOST_GRAD, GRADS),
     "device gradient": (lives.DEVICE_GRAD, GRADS),
+    "sharded gradient": (lives.SHARDED_GRAD, GRADS),
     "absent gradient": (lives.ABSENT_GRAD, GRADS - {Event.COMPLETE}),
     "frozen gradient": (lives.FROZEN_GRAD, GRADS),
 }

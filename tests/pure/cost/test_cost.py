@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.cost import gather_s, offload_s, op_s, update_s
+from elixir_compile.cost import Stretch, collective_s, copy_s, corrected_s, op_s, update_s
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.hardware import profile_for
+from elixir_compile.hardware import Cluster, profile_for
 from elixir_compile.ir import Bucket, BucketId, Op, OpId, Phase, StorageId, Tier
 from elixir_compile.units import GIB
 
 CUDA = profile_for("cuda", 8 * GIB, 8 * GIB, "cuda")
+FOUR = Cluster(nodes=(replace(CUDA.nodes[0], num_devices=4, peer=CUDA.h2d),))
 SIZES = st.integers(0, 2**40)
 
 
@@ -48,7 +49,34 @@ def test_op_s_is_the_roofline() -> None:
 
 def test_transfers_are_latency_plus_bytes_over_rate() -> None:
     link = replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)
-    assert gather_s(bucket(40), link) == offload_s(bucket(40), link) == 2 + 4
+    assert copy_s(bucket(40), link) == 2 + 4
+
+
+def test_a_collective_goes_round_the_ring() -> None:
+    """Three hops of 2 s; each rank receives 30 of 40 bytes, at 10 bytes per second."""
+    link = replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)
+    cluster = Cluster(nodes=(replace(CUDA.nodes[0], num_devices=4, peer=link),))
+    assert collective_s(40, cluster) == 6 + 3
+    assert collective_s(40, CUDA) == 0
+
+
+def test_ranks_of_a_node_share_its_host_and_own_a_part_of_each_bucket() -> None:
+    shared = replace(bucket(4000), shard_numels=(250,) * 4)
+    assert copy_s(shared, replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)) == 2 + 100
+    assert update_s(shared, Tier.HOST, FOUR) == 1000 / CUDA.host.update_elements_per_s
+
+
+def test_measured_seconds_are_shared_out_as_the_roofline_has_them() -> None:
+    index = {OpId(f"op{i}"): i for i in range(5)}
+    stretches = [
+        Stretch(first=OpId("op1"), last=OpId("op2"), run_s=8.0),
+        Stretch(first=OpId("op4"), last=OpId("op4"), run_s=1.0),
+    ]
+    assert corrected_s([1.0, 1.0, 3.0, 5.0, 0.0], index, stretches) == [1.0, 2.0, 6.0, 5.0, 1.0]
+    with pytest.raises(InvalidPlan, match="ops op1 to elsewhere"):
+        corrected_s([1.0] * 5, index, [Stretch(first=OpId("op1"), last=OpId("elsewhere"), run_s=1.0)])
+    with pytest.raises(InvalidPlan, match="said to take -1"):
+        Stretch(first=OpId("op1"), last=OpId("op2"), run_s=-1.0)
 
 
 def test_update_s_is_elements_over_rate() -> None:
@@ -64,7 +92,7 @@ def test_update_s_is_elements_over_rate() -> None:
 @given(SIZES, SIZES, SIZES, SIZES)
 def test_more_work_is_never_faster(flops: int, moved: int, more_flops: int, more_moved: int) -> None:
     assert op_s(op(flops, moved), CUDA.device) <= op_s(op(flops + more_flops, moved + more_moved), CUDA.device)
-    assert gather_s(bucket(moved), CUDA.h2d) <= gather_s(bucket(moved + more_moved), CUDA.h2d)
-    assert offload_s(bucket(moved), CUDA.d2h) <= offload_s(bucket(moved + more_moved), CUDA.d2h)
+    assert copy_s(bucket(moved), CUDA.h2d) <= copy_s(bucket(moved + more_moved), CUDA.h2d)
+    assert collective_s(moved, FOUR) <= collective_s(moved + more_moved, FOUR)
     for tier in (Tier.DEVICE, Tier.HOST):
         assert update_s(bucket(moved), tier, CUDA) <= update_s(bucket(moved + more_moved), tier, CUDA)

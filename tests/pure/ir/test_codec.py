@@ -73,9 +73,9 @@ def changed(path: list[str | int], value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "field", "expected"),
     [
-        (["format"], 2, "format", "1"),
-        (["format"], True, "format", "1"),
-        (["format"], ..., "format", "1"),
+        (["format"], 1, "format", "2"),
+        (["format"], True, "format", "2"),
+        (["format"], ..., "format", "2"),
         (["elixir"], "record", "elixir", "'plan'"),
         (["elixir"], ..., "elixir", "'plan'"),
         (["name"], ..., "name", "a value"),
@@ -92,8 +92,8 @@ def changed(path: list[str | int], value: Any) -> str:
         (["buckets", 0, "numel"], -1, "buckets[0]", "values that agree"),
         (["buckets", 0, "shard_numels"], 10, "buckets[0].shard_numels", "a list"),
         (["buckets", 0, "shard_numels", 0], "10", "buckets[0].shard_numels[0]", "a whole number"),
-        (["prediction", "step_s"], float("nan"), "a number", "a finite one"),
-        (["prediction", "step_s"], float("inf"), "a number", "a finite one"),
+        (["prediction", "step_s"], float("nan"), "prediction.step_s", "a finite number"),
+        (["prediction", "step_s"], float("inf"), "prediction.step_s", "a finite number"),
         (["prediction", "step_s"], True, "prediction.step_s", "a finite number"),
         (["prediction", "step_s"], 10**400, "prediction.step_s", "a finite number"),
         (["placements"], [], "the whole text", "values that agree"),
@@ -130,9 +130,12 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
 
 
 def test_records_and_graphs_have_a_format_too() -> None:
-    for text, read in ((record_to_json(RECORD), record_from_json), (graph_to_json(GRAPH), graph_from_json)):
-        with pytest.raises(PlanFileError, match="format: expected 1, got 7"):
-            read(text.replace('"format": 1', '"format": 7'))
+    for text, read, version in (
+        (record_to_json(RECORD), record_from_json, 1),
+        (graph_to_json(GRAPH), graph_from_json, 2),
+    ):
+        with pytest.raises(PlanFileError, match=f"format: expected {version}, got 7"):
+            read(text.replace(f'"format": {version}', '"format": 7'))
     with pytest.raises(PlanFileError, match=r"counts\.gather: expected a whole number"):
         record_from_json(record_to_json(RECORD).replace('"gather": 3', '"gather": "3"'))
     with pytest.raises(PlanFileError, match=r"aliases\[0\]: expected a list of 2"):

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from elixir_compile.ir import OpId, StepGraph, StorageId, fingerprint, graph_to_json
+from elixir_compile.ir import OpId, StepGraph, StorageId, fingerprint, graph_at, graph_to_json, sizes
 from elixir_compile.ir.kinds import Kind
-from tests.pure.strategies import Layer, chain, step_graphs
+from tests.pure.strategies import Layer, chain, step_graphs, symbolic, symbolic_graphs
 
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(3)])
 
@@ -72,6 +73,22 @@ def with_op(index: int, **changes: object) -> StepGraph:
 )
 def test_what_is_computed_counts(other: StepGraph) -> None:
     assert fingerprint(other) != fingerprint(GRAPH)
+
+
+@given(symbolic_graphs(), st.integers(1, 40))
+def test_a_dynamic_graph_is_the_same_at_any_size_and_with_other_names(graph: StepGraph, value: int) -> None:
+    assert fingerprint(graph_at(graph, {"s0": value})) == fingerprint(graph)
+    names = {"s0": "s77", "s1": "s5"}
+    storages = tuple(
+        dataclasses.replace(s, size=sizes.canonical(s.size, names) if s.size else "") for s in graph.storages
+    )
+    symbols = tuple((names[name], value) for name, value in graph.symbols)
+    assert fingerprint(dataclasses.replace(graph, storages=storages, symbols=symbols)) == fingerprint(graph)
+
+
+def test_the_expression_of_a_size_counts() -> None:
+    graphs = [GRAPH, symbolic(GRAPH), symbolic(GRAPH, "{numel}*s0 + 1"), symbolic(GRAPH, "{numel}*s0**2")]
+    assert len({fingerprint(graph) for graph in graphs}) == 4
 
 
 def test_it_is_the_same_in_every_process() -> None:

@@ -125,13 +125,13 @@ def test_comments_and_blank_lines_do_not_count() -> None:
     ("old", "new", "sentence"),
     [
         ("plan chain on", "plan chain at", "line 1: expected `on`, got 'at'"),
-        ("format 1", "format 2", "line 2: expected the number 1, got '2'"),
+        ("format 2", "format 1", "line 2: expected the number 2, got '1'"),
         ("step 0.2", "step nan", "line 3: expected a finite number, got 'nan'"),
         ("step 0.2", "step -1.0", "the prediction: expected values that agree"),
-        ("numel 10", "numel ten", "line 6: expected a whole number, got 'ten'"),
-        ("numel 10", "numel -10", "line 6: expected a whole number, got '-10'"),
-        ("param host", "param moon", "line 6: expected one of device, host, disk, got 'moon'"),
-        ("trainable", "trained", "line 6: expected `trainable` or `frozen`, got 'trained'"),
+        ("numel 10", "numel ten", "line 7: expected a whole number, got 'ten'"),
+        ("numel 10", "numel -10", "line 7: expected a whole number, got '-10'"),
+        ("param host", "param moon", "line 7: expected one of device, host, disk, got 'moon'"),
+        ("trainable", "trained", "line 7: expected `trainable` or `frozen`, got 'trained'"),
         ("gather    b0", "gather", "expected what to act on, got 'the end of the line'"),
         ("gather    b0", "gather b0 b1", "expected @<whole number>, got 'b1'"),
         ("gather    b0", "grab b0", "expected one of run, gather"),
@@ -139,7 +139,7 @@ def test_comments_and_blank_lines_do_not_count() -> None:
         ("because  ", "since ", "expected `because`, got 'since'"),
         ("regions\n", "regoins\n", "expected `regions`, got 'regoins'"),
         ("regions\n", "  regions\n", "expected a bucket, got 'regions'"),
-        ("params w0", "params w0 w0", "line 6: expected values that agree"),
+        ("params w0", "params w0 w0", "line 7: expected values that agree"),
     ],
 )
 def test_errors_name_the_line_and_what_was_expected(old: str, new: str, sentence: str) -> None:

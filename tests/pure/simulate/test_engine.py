@@ -10,7 +10,16 @@ from hypothesis import given, settings
 
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import BucketId, Lane, Origin, Placement, Plan, Record, RegionId, Span, StepGraph, Tier, Verb
-from elixir_compile.simulate import Prices, exposed_s, hidden_share, play, prices, simulate
+from elixir_compile.simulate import (
+    Prices,
+    critical_path,
+    exposed_by_lane,
+    exposed_s,
+    hidden_share,
+    play,
+    prices,
+    simulate,
+)
 from elixir_compile.units import GIB
 from tests.pure.plans import planned_graphs
 
@@ -18,19 +27,21 @@ R0, R1, B0, B1 = RegionId("fwd.0"), RegionId("fwd.1"), BucketId("b0"), BucketId(
 RUN_S = {R0: 10.0, R1: 10.0}
 PRICES = Prices(
     before_s=(0.0,),
-    gather_s={B0: 4.0, B1: 6.0},
-    offload_s={B0: 3.0, B1: 5.0},
+    h2d_s={B0: 4.0, B1: 6.0},
+    d2h_s={B0: 3.0, B1: 5.0},
+    collective_s={B0: 0.0, B1: 0.0},
     device_update_s={B0: 1.0, B1: 1.0},
     host_update_s={B0: 7.0, B1: 8.0},
-    h2d_overlaps=True,
-    d2h_overlaps=True,
+    lane_of={lane: lane for lane in Lane},
 )
-SERIAL = replace(PRICES, h2d_overlaps=False, d2h_overlaps=False)
+SERIAL = replace(PRICES, lane_of=dict.fromkeys(Lane, Lane.COMPUTE))
 G, W, R, L, OFF, U = Verb.GATHER, Verb.WAIT, Verb.RUN, Verb.RELEASE, Verb.OFFLOAD, Verb.UPDATE
 
 
 def step_s(
-    program: Sequence[tuple[Verb, str]], price: Prices = PRICES, homes: Sequence[tuple[Tier, Tier]] = ()
+    program: Sequence[tuple[Verb, str]],
+    price: Prices = PRICES,
+    homes: Sequence[tuple[Tier, Tier]] = ((Tier.HOST, Tier.HOST),) * 2,
 ) -> float:
     placements = {
         bucket: Placement(bucket=bucket, param=param, optim=optim, resident=param is Tier.DEVICE)
@@ -50,6 +61,16 @@ def test_a_gather_at_its_wait_is_exposed_and_one_ahead_is_hidden() -> None:
 def test_without_overlap_everything_adds_up() -> None:
     early = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1"), (R, R1)]
     assert step_s(early, SERIAL) == 4 + 6 + 10 + 10
+
+
+def test_several_ranks_gather_from_each_other_and_share_out_gradients() -> None:
+    """b0 from the host until 4, the ranks until 6; fwd.0 until 16; its gradient shared out until 18, gone at 21."""
+    price = replace(PRICES, collective_s={B0: 2.0, B1: 2.0})
+    program = [(G, "b0"), (W, "b0"), (R, R0), (L, "b0"), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (W, "b0.grad")]
+    assert step_s(program, price) == 21
+    # Parameters on the device come from the other ranks only, and the gradient stays.
+    device = ((Tier.DEVICE, Tier.DEVICE),) * 2
+    assert step_s([*program[:5], (W, "b0.grad")], price, device) == 2 + 10 + 2
 
 
 def test_a_lane_takes_its_transfers_in_order() -> None:
@@ -120,3 +141,16 @@ def test_simulated_records_obey_lanes_and_bounds(planned: tuple[StepGraph, Plan]
         for lanes in [list(Lane)] if device_type == "cpu" else [[lane] for lane in Lane]:
             spans = sorted((span.start_s, span.end_s) for span in made.spans if span.lane in lanes)
             assert all(before[1] <= after[0] + 1e-12 for before, after in pairwise(spans))
+
+
+def test_the_critical_path_has_no_gaps_and_ends_the_step() -> None:
+    """A gather of 4 s is waited for, then 10 s of compute, then nothing: what is hidden is not on the path."""
+    spans: list[Span] = []
+    homes = {b: Placement(bucket=b, param=Tier.HOST, optim=Tier.HOST, resident=False) for b in (B0, B1)}
+    program = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1")]
+    step_s = play(program, RUN_S, homes, PRICES, spans)
+    record = Record(origin=Origin.SIMULATED, step_s=step_s, device_peak_bytes=0, host_peak_bytes=0, spans=tuple(spans))
+    path = critical_path(record)
+    assert [span.label for span in path] == ["gather b0", R0]
+    assert sum(span.end_s - span.start_s for span in path) == step_s == 14
+    assert exposed_by_lane(record) == {Lane.H2D: 4.0}

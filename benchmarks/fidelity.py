@@ -1,0 +1,186 @@
+"""Does a step take what its plan says, in bytes and seconds, and is the chosen plan the fastest there is?
+
+    python benchmarks/fidelity.py                          # CPU, half an hour on one thread; the machine must be quiet
+    python benchmarks/fidelity.py --models llama --shares 60          # one budget; saves nothing
+
+GPT-2 124M and a small Llama, each under 100, 80, 60 and 45 % of what it takes without a budget. The machine is measured
+first, into a cache of this run's own. Each plan trains in a process of its own, which stays until its budget is done:
+
+    worker milp     compile, measure the peak, 5 steps, re-plan, 5 steps | step         step
+    worker elixir   compile, 2 steps                                     |      step         step     in turn
+    ...
+
+So every rule meets the chosen plan on the same machine in the same minute, and memory is that of one training only.
+A step is forward, backward, HybridAdamW and zero_grad. Exit code 1 when a claim does not hold.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import quiet  # noqa: F401  before torch
+import torch
+from machine import save
+from worker import Worker
+
+from elixir_compile.api.machines import store_machine
+from elixir_compile.measure.machine import measure_machine
+
+MODELS = ("llama", "gpt2")
+SHARES = (100, 80, 60, 45)
+NUM_ROUNDS = 5
+PEAK_LIMIT, STEP_LIMIT, BEATEN_LIMIT = 0.03, 0.15, 1.03
+
+
+def off(predicted: float, measured: float) -> float:
+    """Return how far a prediction is off, as a share of what was measured; negative where it is too low."""
+    return predicted / measured - 1
+
+
+def phase_row(phase: dict) -> dict[str, object]:
+    """Return the errors of one prediction, with the noise of the steps."""
+    wall_s = phase["steps"]["wall_s"]
+    median_s = statistics.median(wall_s)
+    return {
+        **phase,
+        "median_s": median_s,
+        "quartiles_s": statistics.quantiles(wall_s, n=4),
+        "peak_off": off(phase["plan"]["peak_bytes"], phase["peak_bytes"]),
+        "step_off": off(phase["plan"]["step_s"], median_s),
+    }
+
+
+def against_rules(model: str, budget_bytes: int, chosen: Worker) -> dict[str, object]:
+    """Return, by rule, how its step compares; "same_as" where another plan does the same, "shortfall" where the rule
+    does not fit."""
+    found: dict[str, object] = {}
+    rivals: dict[str, Worker] = {}
+    known = {chosen.first["phases"][-1]["plan"]["does"]: "milp"}
+    try:
+        for rule, does in chosen.first["rules"].items():
+            if does is None or does in known:
+                found[rule] = {"shortfall": "does not fit"} if does is None else {"same_as": known[does]}
+                continue
+            known[does] = rule
+            rivals[rule] = Worker(model, rule, budget_bytes)
+        return {**found, **in_turn(chosen, rivals)}
+    finally:
+        for worker in rivals.values():
+            worker.stop()
+
+
+def in_turn(chosen: Worker, rivals: dict[str, Worker]) -> dict[str, object]:
+    """Let all take a step in turn, forward and then backward through the list; return, by rule, the median over the
+    rounds of the chosen plan's step over the rule's."""
+    runners = {"milp": chosen, **rivals}
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for index in range(NUM_ROUNDS if rivals else 0):
+        for name in list(runners) if index % 2 == 0 else reversed(runners):
+            seconds[name] += runners[name].steps(1)["wall_s"]
+    ratios = {
+        rule: [ours / theirs for ours, theirs in zip(seconds["milp"], seconds[rule], strict=True)] for rule in rivals
+    }
+    return {
+        rule: {
+            "ratio": statistics.median(ratios[rule]),
+            "ratio_quartiles": statistics.quantiles(ratios[rule], n=4),
+            "wall_s": seconds[rule],
+            "chosen_wall_s": seconds["milp"],
+            "plan": worker.first["phases"][0]["plan"],
+        }
+        for rule, worker in rivals.items()
+    }
+
+
+def run_budget(model: str, share: int | None, budget_bytes: int | None, until_s: float) -> dict[str, object]:
+    """Return the figures of one budget; rules are left out once `until_s`, a monotonic clock's second, is over."""
+    chosen = Worker(model, "milp", budget_bytes)
+    try:
+        row: dict[str, object] = {"model": model, "share": share, "budget_bytes": budget_bytes}
+        if "shortfall" in chosen.first:
+            return {**row, **chosen.first}
+        row["num_threads"] = chosen.first["num_threads"]
+        row["before"], row["after"] = map(phase_row, chosen.first["phases"])
+        if budget_bytes is not None and time.monotonic() < until_s:
+            row["rules"] = against_rules(model, budget_bytes, chosen)
+        return row
+    finally:
+        chosen.stop()
+
+
+def claims(row: dict) -> dict[str, bool]:
+    """Return what must hold for one budget, by name."""
+    name = f"{row['model']} {'free' if row['share'] is None else str(row['share']) + ' %'}"
+    if "shortfall" in row:
+        return {f"{name}: {row['shortfall']}": False}
+    found = {}
+    for phase in ("before", "after"):
+        peak_off, step_off = row[phase]["peak_off"], row[phase]["step_off"]
+        found[f"{name}: peak {phase} correction off by {peak_off:+.1%}"] = abs(peak_off) <= PEAK_LIMIT
+        found[f"{name}: step {phase} correction off by {step_off:+.1%}"] = abs(step_off) <= STEP_LIMIT
+    for rule, figures in row.get("rules", {}).items():
+        if "ratio" in figures:
+            found[f"{name}: {figures['ratio']:.3f} of the step of {rule}"] = figures["ratio"] <= BEATEN_LIMIT
+    return found
+
+
+def show(row: dict) -> None:
+    """Print one budget."""
+    for claim, holds in claims(row).items():
+        print(f"{'holds' if holds else 'FAILS'}  {claim}")
+    if "shortfall" not in row:
+        for phase in ("before", "after"):
+            low_s, median_s, high_s = row[phase]["quartiles_s"]
+            predicted = row[phase]["plan"]
+            print(
+                f"       {phase}: planned {predicted['step_s']:.3f} s, took {median_s:.3f} s ({low_s:.3f} to "
+                f"{high_s:.3f}); planned {predicted['peak_bytes'] / 1e6:.1f} MB, took "
+                f"{row[phase]['peak_bytes'] / 1e6:.1f} MB"
+            )
+        for rule, figures in row.get("rules", {}).items():
+            if "ratio" not in figures:
+                print(f"       {rule}: " + (figures.get("shortfall") or f"the same plan as {figures['same_as']}"))
+    sys.stdout.flush()
+
+
+def run_all(models: Sequence[str], shares: Sequence[int], minutes: float) -> Iterator[dict]:
+    """Measure the machine, then every budget of every model; yield the rows."""
+    until_s = time.monotonic() + 60 * minutes
+    device = torch.device("cpu")
+    store_machine(measure_machine(device), device)
+    for model in models:
+        free = run_budget(model, None, None, until_s)
+        yield free
+        for share in shares:
+            yield run_budget(model, share, share * free["after"]["peak_bytes"] // 100, until_s)
+
+
+def main() -> int:
+    """Run every budget, print the claims, save the figures; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--shares", nargs="+", type=int, default=SHARES)
+    parser.add_argument("--minutes", type=float, default=25.0, help="after which no more rules are run")
+    arguments = parser.parse_args()
+    is_whole = (tuple(arguments.models), tuple(arguments.shares)) == (MODELS, SHARES)
+    rows: list[dict] = []
+    loads = [os.getloadavg()]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ELIXIR_CACHE_DIR"] = folder  # of the workers too: nothing measured on a busier day
+        for row in run_all(arguments.models, arguments.shares, arguments.minutes):
+            show(row)
+            rows.append(row)
+            loads.append(os.getloadavg())
+            if is_whole:  # after each, so that an hour's end loses nothing
+                save("fidelity_cpu", {"load_averages": loads, "rows": rows})
+    left_out = [f"{row['model']} {row['share']} %" for row in rows if row["share"] is not None and "rules" not in row]
+    print(f"rules left out for lack of time: {', '.join(left_out) or 'none'}")
+    return int(not all(all(claims(row).values()) for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,168 @@
+"""One process that trains under one plan, and the handle by which another process makes it take steps.
+
+    worker = Worker("llama", "elixir", budget_bytes)     starts it; `first` is what its plan says and what it took
+    worker.steps(1)                                      its next step, in seconds
+
+Answers are lines of JSON.
+"""
+
+import hashlib
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import quiet  # noqa: F401  before torch
+import torch
+
+import elixir_compile as elixir
+from elixir_compile.search import Problem
+from elixir_compile.search import plan as search_plan
+from elixir_compile.search.rules import RULES
+
+BATCH, LENGTH = 2, 256
+NUM_STEPS = 5
+NUM_WATCHED = 7  # steps before the plan is corrected: two skipped, five timed
+LIMIT_S = 300.0
+
+
+def build(name: str) -> torch.nn.Module:
+    """Return GPT-2 124M or a small Llama, with random weights from seed 0."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1376, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=16000, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+def stepper(compiled: Callable, model: torch.nn.Module) -> Callable[[], None]:
+    """Return a function that takes one training step."""
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
+    tokens = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(step: Callable[[], None], times: int) -> dict[str, list[float]]:
+    """Take steps; return the wall seconds of each, and the seconds that this process's own threads worked."""
+    wall_s, own_s = [], []
+    for _ in range(times):
+        began_s, began_own_s = time.perf_counter(), time.process_time()
+        step()
+        wall_s.append(time.perf_counter() - began_s)
+        own_s.append(time.process_time() - began_own_s)
+    return {"wall_s": wall_s, "own_s": own_s}
+
+
+def digest(plan: elixir.Plan) -> str:
+    """Return a text that is equal for plans that do the same."""
+    does = repr((plan.buckets, plan.placements, plan.regions, plan.schedules))
+    return hashlib.sha256(does.encode()).hexdigest()[:16]
+
+
+def rule_digests(problem: Problem) -> dict[str, str | None]:
+    """Return what each rule would do; None where it does not fit."""
+    found: dict[str, str | None] = {}
+    for rule in RULES:
+        try:
+            found[rule] = digest(search_plan(problem, rule))
+        except elixir.NoFeasiblePlan:
+            found[rule] = None
+    return found
+
+
+def plan_figures(plan: elixir.Plan) -> dict[str, object]:
+    """Return what a plan says, and what it does."""
+    return {
+        "step_s": plan.prediction.step_s,
+        "peak_bytes": plan.prediction.device_peak_bytes,
+        "host_peak_bytes": plan.prediction.host_peak_bytes,
+        "bound_s": plan.bound_s,
+        "does": digest(plan),
+    }
+
+
+def work(name: str, planner: str, budget_bytes: int | None) -> None:
+    """Train under one plan as the other side of the pipe asks: a number of steps per line.
+
+    The first answer is what the plan says and what its first steps took; of the default planner, before and after the
+    correction. A rule keeps its plan.
+    """
+    is_default = planner == "milp"
+    options = {
+        "planner": planner, "device_memory": budget_bytes, "profile_regions": True, "plan_cache": False,
+        "replan": is_default, "report": False,
+    }  # fmt: skip
+    model = elixir.prepare(build(name))
+    compiled = torch.compile(model, backend="elixir", options=options)
+    step = stepper(compiled, model)
+    try:
+        step()
+    except elixir.NoFeasiblePlan as error:
+        print(json.dumps({"shortfall": str(error)}), flush=True)
+        return
+    (compilation,) = elixir.compilations(compiled)
+    # The question as it was asked: there is no public name for it, and asking it anew would need a second capture.
+    rules = rule_digests(compilation._problem) if is_default else {}
+    # The second step, which no figure of the watch counts: the optimizer has its state, and nothing compiles.
+    phases = [{"plan": plan_figures(compilation.plan), "peak_bytes": elixir.measure_step(step).device_peak_bytes}]
+    if is_default:
+        phases[0]["steps"] = timed(step, NUM_WATCHED - 2)
+        step()  # corrects the plan
+        step()
+        phases.append({"plan": plan_figures(compilation.plan), "steps": timed(step, NUM_STEPS)})
+        phases[1]["peak_bytes"] = elixir.measure_step(step).device_peak_bytes
+    else:
+        step()
+    print(json.dumps({"phases": phases, "rules": rules, "num_threads": torch.get_num_threads()}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(timed(step, int(line))), flush=True)
+
+
+class Worker:
+    """A process that trains under one plan."""
+
+    def __init__(self, model: str, planner: str, budget_bytes: int | None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, model, planner, str(budget_bytes or 0)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+        )  # fmt: skip
+        self.first = self._answer()
+
+    def steps(self, times: int) -> dict[str, list[float]]:
+        """Take steps; return their seconds."""
+        self._process.stdin.write(f"{times}\n".encode())
+        return self._answer()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict:
+        deadline_s = time.monotonic() + LIMIT_S
+        while select.select([self._process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+            line = self._process.stdout.readline()
+            if line.startswith(b"{"):
+                return json.loads(line)
+            if not line:
+                raise RuntimeError(f"a worker ended with exit code {self._process.wait()}")
+        self.stop()
+        raise TimeoutError(f"a worker did not answer within {LIMIT_S:.0f} s")
+
+
+if __name__ == "__main__":
+    own_model, own_planner, own_budget = sys.argv[1:]
+    work(own_model, own_planner, int(own_budget) or None)

@@ -1,0 +1,70 @@
+"""The device peak of a plan as a formula of the graph's symbols: `Max(4*s0*s1 + 1024, 8*s0 + 2048)`.
+
+```text
+  op         1     s0    s0*s1      one row of coefficients per op, by running sums as in `timeline`
+  fwd.mm   1024     8      4
+  bwd.mm   2048     8      0        rows that are nowhere the largest, for symbols of 0 or more, are left out
+```
+
+The constant of a row is what the timeline counts at that op less what the symbolic storages have there. Only values
+that the step computes are symbolic, and those live as `liveness` says under every plan.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.analysis.liveness import liveness
+from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.ir import Plan, StepGraph, sizes
+
+
+def peak_formula(graph: StepGraph, plan: Plan) -> str:
+    """Return the highest device bytes of any op under `plan`, as text that sympy reads; empty where no size is
+    symbolic."""
+    growing = [storage for storage in graph.storages if storage.size]
+    if not growing:
+        return ""
+    products = list(dict.fromkeys(name for storage in growing for name, _ in sizes.terms(storage.size) if name))
+    column = {name: number for number, name in enumerate(products, start=1)}
+    lives = liveness(graph).lives
+    changes = np.zeros((len(graph.ops) + 1, len(products) + 1), dtype=np.int64)
+    numbers = np.zeros(len(graph.ops) + 1, dtype=np.int64)
+    for storage in growing:
+        life = lives.get(storage.id)
+        if life is None:
+            continue
+        for name, coefficient in sizes.terms(storage.size):
+            changes[life.first, column.get(name, 0)] += coefficient
+            changes[life.last + 1, column.get(name, 0)] -= coefficient
+        numbers[life.first] += storage.nbytes
+        numbers[life.last + 1] -= storage.nbytes
+    rows = np.cumsum(changes[:-1], axis=0)
+    # Bytes that are not symbolic; the constants of symbolic sizes are in the first column already.
+    rows[:, 0] += np.array(plan_timeline(graph, plan).live_bytes, dtype=np.int64) - np.cumsum(numbers[:-1])
+    highest = _undominated(rows)
+    texts = [sizes.sum_text([*zip(products, row[1:].tolist(), strict=True), ("", int(row[0]))]) for row in highest]
+    return texts[0] if len(texts) == 1 else f"Max({', '.join(texts)})"
+
+
+def plan_at(graph: StepGraph, plan: Plan) -> Plan:
+    """Return `plan` with the peak that it has at the sizes of `graph`, a graph of the same fingerprint.
+
+    Its seconds stay those of the sizes that it was planned for.
+    """
+    if plan.symbols == graph.symbols:
+        return plan
+    peak = plan_timeline(graph, plan).peak
+    prediction = replace(plan.prediction, device_peak_bytes=peak.nbytes, device_peak_at=peak.op)
+    return replace(plan, prediction=prediction, formula=peak_formula(graph, plan), symbols=graph.symbols)
+
+
+def _undominated(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the distinct rows that no other row is at least as large as in every column, the largest first."""
+    found: list[NDArray[np.int64]] = []
+    # In falling order a row is dominated, if at all, by one before it.
+    for row in np.unique(rows, axis=0)[::-1]:
+        if not found or not (np.array(found) >= row).all(axis=1).any():
+            found.append(row)
+    return found

@@ -1,0 +1,69 @@
+"""`elixir_compile.plan(model, example_inputs)`: the plan that training would get, without training."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, machine
+from elixir_compile.api.cache import plan_for
+from elixir_compile.api.capture import Capture, Inputs, capture_step
+from elixir_compile.errors import InvalidOption
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import Plan
+from elixir_compile.options import Options, parse_options
+from elixir_compile.search import Problem
+
+
+def plan(
+    model: "nn.Module | Callable[[], nn.Module]",
+    example_inputs: Inputs,
+    *,
+    hardware: "Cluster | str | None" = None,
+    options: "Mapping[str, object] | Options | None" = None,
+    state_bytes_per_element: int | None = None,
+    dynamic: bool = False,
+) -> Plan:
+    """Return the plan for training `model` with HybridAdamW on batches like `example_inputs`.
+
+    No weights are allocated, no GPU is needed, nothing is compiled or run, and `model` stays as it is: it may be real,
+    on `meta`, or a function that makes it. `example_inputs` are positional or by name, on any device; only their
+    shapes and dtypes count. What the model returns decides nothing: the backward starts from every output that carries
+    a gradient, as in training.
+
+    `hardware` is a `Cluster`, a name such as `"4 x a100-40g"`, or the path of a profile; None is this machine with the
+    memory that is free now. The step is captured on the device of the model, `cpu` where it has none and there is no
+    GPU, whatever `hardware` is: the kernels that a plan for another machine counts are those of this one.
+    `state_bytes_per_element` are bytes of optimizer state, by default what HybridAdamW keeps; 12 stands for fp32 master
+    weights and moments. `dynamic` leaves the batch, the first dimension of every input, open.
+
+    Raises NoFeasiblePlan with the shortfall, UnsupportedModel, and UnknownHardware.
+    """
+    chosen = options if isinstance(options, Options) else parse_options(options)
+    if chosen.plan is not None:
+        raise InvalidOption("plan", str(chosen.plan), "None: a new plan is made here")
+    cluster = named_cluster(hardware or chosen.hardware)  # before the capture, which takes seconds
+    capture = capture_step(model, example_inputs, options=chosen, dynamic=dynamic)
+    return plan_for(*question(capture, chosen, cluster, state_bytes_per_element=state_bytes_per_element))
+
+
+def named_cluster(hardware: "Cluster | str | None") -> Cluster | None:
+    """Return the machine that `hardware` names, None for this one; raises what `machine` raises."""
+    return machine(torch.device("cpu"), hardware) if isinstance(hardware, str) else hardware
+
+
+def question(
+    capture: Capture, options: Options, cluster: Cluster | None, *, state_bytes_per_element: int | None = None
+) -> tuple[Problem, Options]:
+    """Return what `plan_for` is asked: the problem on `cluster`, or on this machine with the memory that is free, and
+    the options that go with it."""
+    here = machine(capture.device) if cluster is None else cluster
+    problem = capture.problem(here, options, state_bytes_per_element=state_bytes_per_element)
+    if cluster is not None:
+        # The memory of a profile is as good as a budget that the user gave: it does not change from run to run.
+        return problem, replace(
+            options, device_memory=problem.budget_bytes, host_memory=problem.host_budget_bytes, hardware=None
+        )
+    budget_bytes = device_budget_bytes(options, here, capture.device, capture.held_bytes)
+    return replace(problem, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes(options)), options

@@ -1,0 +1,91 @@
+"""The early steps of one compilation, timed and recorded; after them a watch costs nothing.
+
+forward   0        1        2      3      4      5      6      7
+          compile  capture  |<---- five steps, recorded ---->|  seen
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from elixir_compile.api.budget import library_bytes
+from elixir_compile.ir import Span
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.ledger import Recording
+
+STEPS_SKIPPED = 2  # the first compiles, the second captures the prepared model again
+STEPS_TIMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the watched steps took."""
+
+    period_s: float
+    """Median seconds from the beginning of one forward to that of the next."""
+    spans: tuple[Span, ...] = ()
+    """Of all watched steps; empty where they were only timed."""
+    device_peak_bytes: int | None = None
+    """Most bytes allocated at once; None on a CPU, whose allocator keeps no such figure."""
+    foreign_bytes: int = 0
+    """Of these, what was there before a forward and is neither this model's nor its optimizer's."""
+
+
+class Watch:
+    """Told of every forward of one compilation, it says once what the first ones took."""
+
+    def __init__(self, executor: Executor, *, is_on: bool, records: bool) -> None:
+        self._executor = executor
+        self._device = executor.device
+        self._is_on = is_on
+        self._records = records
+        self._recording: Recording | None = None
+        self._began_s: list[float] = []
+        self._foreign_bytes = 0
+
+    def forward_begins(self) -> Seen | None:
+        """Note the beginning of a step; return what was seen once, when enough steps went by."""
+        if not self._is_on:
+            return None
+        self._began_s.append(time.perf_counter())
+        if len(self._began_s) == STEPS_SKIPPED + 1 and self._records:
+            self._begin()
+        if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
+            return None
+        return self._end()
+
+    def stop(self) -> None:
+        """Give up: steps of this compilation cannot be told apart from those of another."""
+        self._is_on = False
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+
+    def _begin(self) -> None:
+        if self._device.type == "cuda":
+            # Compiling allocates more than a step does, and the figure is for the steps.
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._foreign_bytes = max(0, torch.cuda.memory_allocated(self._device) - self._own_bytes())
+        self._recording = self._executor.ledger.start_recording()
+        self._began_s[-1] = time.perf_counter()
+
+    def _own_bytes(self) -> int:
+        """Parameters, gradients and optimizer state on the device, and the workspaces of libraries."""
+        grads = (slot.param.grad for slot in self._executor.slots.values())
+        grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == self._device)
+        return self._executor.device_bytes() + grads_bytes + library_bytes(self._device)
+
+    def _end(self) -> Seen:
+        self._is_on = False
+        spans = () if self._recording is None else self._recording.stop()
+        self._recording = None
+        is_cuda = self._device.type == "cuda"
+        return Seen(
+            period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
+            spans=spans,
+            device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
+            foreign_bytes=self._foreign_bytes,
+        )

@@ -1,0 +1,123 @@
+"""A prepared model and example inputs -> the halves of its training step, before anything is compiled or run.
+
+    Dynamo -> AOTAutograd's joint graph -> torch's partitioner -> stop
+
+The same front end, passes and partitioner as in training, so that the step is the same, op for op. Inputs need their
+shape, strides, dtype and device only: Dynamo makes fake tensors of them, and the stop comes before the graph runs.
+"""
+
+import contextlib
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from elixir_compile import compat
+from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.joint import gather_keys, parameter, partition_hidden
+from elixir_compile.capture.rewire import split_gathers
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.registry import slot_by_key
+
+
+class _Stopped(BaseException):
+    """Leaves the compiler with what was found; no `Exception`, which Dynamo would wrap."""
+
+    def __init__(self, found: "Captured | UnsupportedModel") -> None:
+        super().__init__()
+        self.found = found
+
+
+def trace_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, inner: str) -> Captured:
+    """Return the training step of prepared `model` on the inputs, as `torch.compile(..., backend="elixir")` captures
+    it.
+
+    Raises UnsupportedModel where Dynamo cannot trace it as one graph and where nothing in it is trained.
+    """
+    compat.trace_past_logging()
+    # Dynamo keeps nothing of a compile that its backend left, so the user's next one of this model starts afresh.
+    compiled = torch.compile(model, backend=_backend(name, inner), fullgraph=True)
+    with torch.enable_grad(), _shapes_apart(), _uncollected():
+        try:
+            compiled(*args, **kwargs)
+        except _Stopped as stopped:
+            found = stopped.found
+        except Exception as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = " ".join(lines[:3]) or type(error).__name__
+            raise UnsupportedModel(name, f"its forward cannot be traced as one graph. {reason}") from error
+        else:
+            found = UnsupportedModel(name, "its forward computes nothing from its parameters")
+    if isinstance(found, UnsupportedModel):
+        raise found
+    return found
+
+
+def captured_step(
+    name: str, forward: fx.GraphModule, backward: fx.GraphModule | None, *, num_outputs: int, inner: str
+) -> Captured:
+    """Return the two halves with the names of the parameters that they read."""
+    halves = [half for half in (forward, backward) if half is not None]
+    markers = [node for half in halves for node in half.graph.find_nodes(op="call_function", target=parameter)]
+    return Captured(
+        name=name,
+        forward=forward,
+        backward=backward,
+        num_outputs=num_outputs,
+        param_names={key: slot_by_key(key).name for key in dict.fromkeys(node.args[0] for node in markers)},
+        fused=inner == "inductor",
+    )
+
+
+def _backend(name: str, inner: str) -> Callable[..., Any]:
+    """Return a backend of `torch.compile` that stops where the training graph is partitioned."""
+
+    def partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+        if not gather_keys(joint.graph):
+            raise _Stopped(UnsupportedModel(name, "its forward reads no parameter that requires a gradient"))
+        num_outputs = options["num_fwd_outputs"]
+        halves = partition_hidden(joint, joint_inputs, compat.min_cut_partition, **options)
+        raise _Stopped(captured_step(name, *halves, num_outputs=num_outputs, inner=inner))
+
+    def lower(gm: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+        raise _Stopped(UnsupportedModel(name, "none of its outputs depends on a parameter that requires a gradient"))
+
+    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        split_gathers(gm)
+        front_end = compat.compile_with_inductor if inner == "inductor" else compat.compile_with_aot_eager
+        return front_end(gm, inputs, partition, lower)
+
+    return compile_graph
+
+
+@contextlib.contextmanager
+def _shapes_apart() -> Iterator[None]:
+    """Keep the shapes that Dynamo sees here from those it remembers of training: a size that changed between two calls
+    of one forward becomes symbolic in the second.
+
+    `torch._dynamo.pgo._CODE_STATE`, torch 2.11 to 2.13. Gone: AttributeError at the first plan without training.
+    """
+    from torch._dynamo import pgo  # no public name: `torch._dynamo.reset()` would forget the user's compiled code too
+
+    remembered = pgo._CODE_STATE
+    pgo._CODE_STATE = defaultdict(pgo.CodeState)
+    try:
+        yield
+    finally:
+        pgo._CODE_STATE = remembered
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which looks again and again at a million objects that all stay: 24.3 s to 21.7 s
+    for 32 layers of Llama."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

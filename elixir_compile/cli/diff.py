@@ -1,0 +1,22 @@
+"""`elixir-compile diff a.json b.json`: what differs between two plans, or between a plan and what a step took."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from elixir_compile.api.saved import load_plan, load_plan_or_record
+from elixir_compile.errors import ElixirError
+from elixir_compile.report.diff import diff_text, difference
+
+
+def run_diff(*, first: Path, second: Path, as_json: bool) -> int:
+    """Print the difference, and return the exit code: 1 for a file that cannot be read."""
+    try:
+        found = difference(load_plan(first), load_plan_or_record(second))
+    except ElixirError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 1
+    typer.echo(json.dumps(asdict(found), indent=1) if as_json else diff_text(found))
+    return 0

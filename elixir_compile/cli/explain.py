@@ -1,0 +1,24 @@
+"""`elixir-compile explain plan.json layers.3`: why something of a saved plan is where it is."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from elixir_compile.api.saved import load_plan
+from elixir_compile.errors import ElixirError
+from elixir_compile.report.explain import answer, answer_text
+
+
+def run_explain(*, plan: Path, subject: str, as_json: bool) -> int:
+    """Print what the plan says about `subject`, and return the exit code: 1 for what cannot be read or found."""
+    try:
+        made = load_plan(plan)
+        found = answer(made, subject)
+    except ElixirError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 1
+    text = json.dumps(asdict(found), indent=1) if as_json else answer_text(found, made.prediction.device_peak_at)
+    typer.echo(text)
+    return 0

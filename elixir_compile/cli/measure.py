@@ -1,0 +1,126 @@
+"""`elixir-compile measure`: the machine it runs on, measured, shown, saved and remembered."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import distributed
+
+from elixir_compile.api.machines import store_machine
+from elixir_compile.hardware import Cluster, Link, cluster_to_json
+from elixir_compile.measure.machine import measure_machine
+from elixir_compile.units import format_bytes, format_s
+
+
+def run_measure(*, output: Path | None, as_json: bool, seconds: float) -> int:
+    """Measure for about `seconds`, write the profile to `output` and to the cache, print it; return the exit code.
+
+    With `as_json` the profile is all that stdout gets. Under `torchrun` every rank measures and the first one writes.
+    """
+    notes = Console(stderr=True)
+    with _ranks() as (device, is_first):
+        with _progress_bar(notes, is_shown=is_first) as progress:
+            cluster = measure_machine(device, progress=progress, seconds=seconds)
+        return _tell(cluster, device, output, as_json, notes) if is_first else 0
+
+
+def _tell(cluster: Cluster, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:
+    text = cluster_to_json(cluster)
+    if as_json:
+        sys.stdout.write(text + "\n")
+    else:
+        Console().print(machine_table(cluster))
+    exit_code = 0
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+            notes.print(f"profile: {output}", soft_wrap=True, highlight=False)
+        except OSError as error:
+            notes.print(f"cannot write {output}: {error.strerror}", soft_wrap=True, highlight=False)
+            exit_code = 1
+    try:
+        notes.print(f"used from now on: {store_machine(cluster, device)}", soft_wrap=True, highlight=False)
+    except OSError as error:  # a read-only home is no reason to lose what was measured
+        notes.print(f"not remembered, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
+    return exit_code
+
+
+@contextmanager
+def _ranks() -> Iterator[tuple[torch.device, bool]]:
+    """Give the device of this process, and whether it is the first; a process group is up where `torchrun` started
+    several."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), True
+        return
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+    try:
+        yield device, distributed.get_rank() == 0
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def _progress_bar(notes: Console, *, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, disable=not is_shown) as bar:
+        task = bar.add_task("measuring", total=1.0)
+        yield lambda title, over: bar.update(task, description=title, completed=over)
+
+
+def machine_table(cluster: Cluster) -> Table:
+    """Return the numbers of `cluster` as a table of two columns."""
+    table = Table(title=cluster.name, show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    device, host = cluster.device, cluster.host
+    table.add_row(
+        "device memory", f"{format_bytes(device.memory_bytes)}, {format_bytes(device.reserve_bytes)} reserved"
+    )
+    for dtype, flops_per_s in device.flops_per_s.items():
+        table.add_row(f"matrix products, {dtype}", f"{_count(flops_per_s)}FLOP/s")
+    table.add_row("pointwise kernels", f"{_count(device.memory_bytes_per_s)}B/s")
+    table.add_row("launch of one op", format_s(device.launch_s))
+    table.add_row("Adam on the device", f"{_count(device.update_elements_per_s)}elements/s")
+    table.add_section()
+    table.add_row("host memory", f"{format_bytes(host.memory_bytes)}, {format_bytes(host.pinned_bytes)} pinned at most")
+    table.add_row("host cores", str(host.cores))
+    table.add_row("host DRAM", f"{_count(host.memory_bytes_per_s)}B/s")
+    table.add_row("Adam on the host", f"{_count(host.update_elements_per_s)}elements/s")
+    if host.busy_update_elements_per_s is not None:
+        table.add_row("  while copies run", f"{_count(host.busy_update_elements_per_s)}elements/s")
+    table.add_section()
+    links = (
+        ("host to device", cluster.h2d),
+        ("device to host", cluster.d2h),
+        ("between devices", cluster.nodes[0].peer),
+        ("between nodes", cluster.network),
+    )
+    for name, link in links:
+        if link is not None:
+            _add_link(table, name, link)
+    return table
+
+
+def _add_link(table: Table, name: str, link: Link) -> None:
+    table.add_row(name, f"{_count(link.bytes_per_s)}B/s, {format_s(link.latency_s)} latency")
+    if link.busy_bytes_per_s is not None:
+        table.add_row("  while the other direction copies", f"{_count(link.busy_bytes_per_s)}B/s")
+
+
+def _count(rate: float) -> str:
+    """Return `rate` in decimal units, as links and FLOPs are sold: `18.1 G`."""
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if rate >= factor:
+            return f"{rate / factor:.3g} {prefix}"
+    return f"{rate / 1e3:.3g} k"

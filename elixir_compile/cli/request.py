@@ -1,0 +1,68 @@
+"""What `plan` and `verify` say about a model and a machine -> the model, its inputs and the machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from elixir_compile.api.capture import Capture, capture_step
+from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.api.plan import named_cluster
+from elixir_compile.errors import InvalidOption
+from elixir_compile.hardware import Cluster
+from elixir_compile.options import Options, parse_options
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The words of one command line, as typed."""
+
+    model: str
+    batch: int
+    seq: int
+    dtype: str
+    recompute: bool
+    hardware: str | None
+    ranks: int
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Options of the backend; None stands for the default."""
+
+    def parsed_options(self) -> Options:
+        """Return the options; raises InvalidOption."""
+        return parse_options({name: value for name, value in self.options.items() if value is not None})
+
+    def cluster(self) -> Cluster | None:
+        """Return the machine, None for this one; raises UnknownHardware, ProfileFileError and InvalidOption."""
+        if self.hardware is None or self.ranks == 1:
+            if self.ranks != 1:
+                raise InvalidOption("ranks", self.ranks, "1 without --hardware: this machine is planned for alone")
+            return named_cluster(self.hardware)
+        if Path(self.hardware).suffix != ".json":
+            return named_cluster(f"{self.ranks} x {self.hardware}")
+        cluster = named_cluster(self.hardware)
+        if cluster is not None and cluster.num_ranks != self.ranks:
+            raise InvalidOption("ranks", self.ranks, f"{cluster.num_ranks}, as {self.hardware} has devices")
+        return cluster
+
+    def capture(self, *, dynamic: bool = False) -> Capture:
+        """Return the step of the model; raises UnknownModel and UnsupportedModel."""
+        if self.dtype not in DTYPES:
+            raise InvalidOption("dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        # A dimension of 1 is never symbolic.
+        batch = max(self.batch, 2) if dynamic else self.batch
+        text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
+        capture = capture_step(*load_model(self.model, text), options=self.parsed_options(), dynamic=dynamic)
+        return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
+
+
+def _title(model: str) -> str:
+    """Return how a plan names `model`: a named shape as it is, of a path its last part."""
+    return Path(model.rpartition(":")[0] or model).stem or model

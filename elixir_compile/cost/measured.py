@@ -1,0 +1,41 @@
+"""Seconds that were measured in place of those that the roofline gives.
+
+A stretch of ops ran as one on the machine at hand. What it took is shared out over its ops as the roofline sees them,
+so that a plan that cuts elsewhere still has a price for each of its regions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.kinds import OpId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive ops, `first` to `last` with both ends included, that took `run_s` seconds together."""
+
+    first: OpId
+    last: OpId
+    run_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.run_s < float("inf"):
+            raise InvalidPlan(f"the ops from {self.first} to {self.last} are said to take {self.run_s} s.")
+
+
+def corrected_s(seconds: Sequence[float], index: Mapping[OpId, int], stretches: Sequence[Stretch]) -> list[float]:
+    """Return the seconds of every op, those of each stretch scaled to what the stretch took.
+
+    `index` gives the place of each op in `seconds`; a stretch that names an op it lacks raises `InvalidPlan`.
+    """
+    found = list(seconds)
+    for stretch in stretches:
+        if stretch.first not in index or stretch.last not in index:
+            raise InvalidPlan(f"measured seconds are of ops {stretch.first} to {stretch.last}, not all in this graph.")
+        first, end = index[stretch.first], index[stretch.last] + 1
+        priced_s = sum(seconds[first:end])
+        for i in range(first, end):
+            share = seconds[i] / priced_s if priced_s > 0 else 1 / (end - first)
+            found[i] = stretch.run_s * share
+    return found

@@ -1,0 +1,80 @@
+"""Two rough machines for a device nobody has named or measured: good enough to rank choices, predicts nothing.
+
+`cpu`   the device is the host: copies and updates are work for the same cores, so nothing overlaps compute
+`cuda`  one data-centre GPU behind PCIe 4 x16, as the Elixir paper measured it
+"""
+
+from elixir_compile.errors import InvalidOption
+from elixir_compile.hardware.cluster import Cluster
+from elixir_compile.hardware.device import DeviceProfile, HostProfile
+from elixir_compile.hardware.link import Link
+from elixir_compile.hardware.node import Node
+from elixir_compile.units import GIB
+
+# Adam in float32 reads parameter, gradient and two moments and writes all but the gradient: 7 words of 4 bytes.
+_ADAM_BYTES_PER_ELEMENT = 28
+
+_PAPER = "Elixir (arXiv 2212.05339), measured rates for one A100"
+_DATA_SHEET = "NVIDIA A100 data sheet, half of the peak"
+_CPU = "order of magnitude of one server core with AVX2 and one DDR4 channel; ranks choices, predicts nothing"
+
+
+def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
+    """Return the built-in profile for `cpu` or `cuda` with the memory sizes, in bytes, and the name given.
+
+    Raises `InvalidOption` for another device type.
+    """
+    if device_type == "cpu":
+        return _cpu(memory_bytes, host_memory_bytes, name)
+    if device_type == "cuda":
+        return _cuda(memory_bytes, host_memory_bytes, name)
+    raise InvalidOption("device", device_type, "'cpu' or 'cuda'")
+
+
+def _cpu(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
+    dram_bytes_per_s = 10e9  # _CPU
+    update_elements_per_s = dram_bytes_per_s / _ADAM_BYTES_PER_ELEMENT
+    # A copy reads and writes the same DRAM, so it moves at half the rate.
+    copy = Link(bytes_per_s=dram_bytes_per_s / 2, latency_s=1e-6, overlaps_compute=False, source=_CPU)
+    device = DeviceProfile(
+        name=name,
+        memory_bytes=memory_bytes,
+        reserve_bytes=0,  # host and device are one memory; the reserve is the host's
+        flops_per_s={"float32": 50e9, "float64": 25e9, "bfloat16": 25e9, "float16": 25e9},  # _CPU
+        memory_bytes_per_s=dram_bytes_per_s,
+        launch_s=2e-6,  # _CPU
+        update_elements_per_s=update_elements_per_s,
+        source=_CPU,
+    )
+    host = _host(host_memory_bytes, dram_bytes_per_s, update_elements_per_s, _CPU)
+    return Cluster(nodes=(Node(device=device, host=host, h2d=copy, d2h=copy),))
+
+
+def _cuda(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
+    device = DeviceProfile(
+        name=name,
+        memory_bytes=memory_bytes,
+        # CUDA context and libraries take 0.5-0.8 GiB, but never more than a tenth of a small share of a device.
+        reserve_bytes=min(GIB, memory_bytes // 10),
+        flops_per_s={"float32": 9.7e12, "float64": 4.8e12, "bfloat16": 156e12, "float16": 156e12},  # _DATA_SHEET
+        memory_bytes_per_s=1.55e12 / 2,  # _DATA_SHEET
+        launch_s=5e-6,  # typical kernel launch on PCIe machines
+        update_elements_per_s=50e9,  # _PAPER: v_gpu = 50 n Gelem/s
+        source=f"{_DATA_SHEET}; {_PAPER}",
+    )
+    host = _host(host_memory_bytes, 100e9, 5.15e9, _PAPER)  # v_cpu = 1.66 ln n + 5.15 Gelem/s
+    h2d = Link(bytes_per_s=25.0e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # c2g = 16.3 n + 8.7
+    d2h = Link(bytes_per_s=18.1e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # g2c = 15.8 n + 2.3
+    return Cluster(nodes=(Node(device=device, host=host, h2d=h2d, d2h=d2h),))
+
+
+def _host(memory_bytes: int, bytes_per_s: float, update_elements_per_s: float, source: str) -> HostProfile:
+    return HostProfile(
+        memory_bytes=memory_bytes,
+        pinned_bytes=memory_bytes,
+        reserve_bytes=memory_bytes // 20,
+        cores=1,
+        memory_bytes_per_s=bytes_per_s,
+        update_elements_per_s=update_elements_per_s,
+        source=source,
+    )

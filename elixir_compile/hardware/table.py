@@ -1,0 +1,213 @@
+"""Data sheets of common machines, as published: peaks, not what programs reach. `presets` turns them into profiles.
+
+A row names its source; a number whose source is another one says so beside it. Rates of links are of one direction: a
+data sheet that adds both directions ("600 GB/s NVLink") is halved.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One device."""
+
+    memory_mib: int
+    """Total that `nvidia-smi` prints: the GiB of the name, less what error correction and firmware take."""
+    memory_bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    """Dense, by dtype: matrix units that add in float32 for 16 bits, plain units without TF32 for float32, as torch
+    multiplies by default."""
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """A connection of one device, in one direction."""
+
+    bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """A host: processors and memory."""
+
+    cores: int
+    memory_bytes: int
+    memory_bytes_per_s: float
+    source: str
+    is_per_device: bool = False
+    """Whether every device brings one, as on a Grace Hopper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A chip, the host it is commonly found in, and how both are connected."""
+
+    chip: Chip
+    board: Board
+    lane: Wire
+    """Between host memory and one device."""
+    peer: Wire
+    """Between one device and the others of a node."""
+    network: Wire
+    """One network adapter."""
+    bounces: bool = False
+    """Whether `peer` passes through host memory, twice: devices whose driver allows no peer access."""
+    has_adapter_per_device: bool = True
+    has_papers_rates: bool = False
+    """Whether the Elixir paper measured its rates on this machine."""
+
+
+def _tflops(float32: float, float64: float, half: float) -> Mapping[str, float]:
+    rates = {"float32": float32, "float64": float64, "bfloat16": half, "float16": half}
+    return MappingProxyType({dtype: rate * 1e12 for dtype, rate in rates.items()})
+
+
+_GB = 10**9
+_GIB = 2**30
+_SMI = "memory as nvidia-smi prints it"
+
+# 16 or 32 GT/s x 16 lanes x 128/130 / 8 bits
+_PCIE_4 = Wire(bytes_per_s=31.5e9, source="PCI Express 4.0 specification, x16")
+_PCIE_5 = Wire(bytes_per_s=63.0e9, source="PCI Express 5.0 specification, x16")
+_HDR = Wire(bytes_per_s=25e9, source="200 Gb/s HDR InfiniBand per device, DGX A100 data sheet")
+_NDR = Wire(bytes_per_s=50e9, source="400 Gb/s NDR InfiniBand per device, DGX H100 data sheet")
+_NDR_GRACE = Wire(bytes_per_s=50e9, source="400 Gb/s NDR InfiniBand per device, GH200 white paper, one ConnectX-7")
+_ETHERNET = Wire(bytes_per_s=12.5e9, source="100 Gb/s Ethernet per node: assumed, common in clouds")
+_NVLINK_3 = Wire(bytes_per_s=300e9, source="NVLink 3, 12 links of 25 GB/s, A100 data sheet: 600 GB/s both ways")
+_NVLINK_4 = Wire(bytes_per_s=450e9, source="NVLink 4, 18 links of 25 GB/s, H100 data sheet: 900 GB/s both ways")
+_C2C = Wire(bytes_per_s=450e9, source="NVLink-C2C, GH200 data sheet: 900 GB/s both ways")
+
+# DRAM rates are channels x transfers per second x 8 bytes: 16 x 3.2 GT/s x 8 = 409.6 GB/s.
+_DGX_A100_320 = Board(
+    cores=128,
+    memory_bytes=1024 * _GIB,
+    memory_bytes_per_s=409.6e9,
+    source="DGX A100 320GB data sheet: 2 x EPYC 7742, 1 TB, 16 channels DDR4-3200",
+)
+_DGX_A100_640 = Board(
+    cores=128,
+    memory_bytes=2048 * _GIB,
+    memory_bytes_per_s=409.6e9,
+    source="DGX A100 640GB data sheet: 2 x EPYC 7742, 2 TB, 16 channels DDR4-3200",
+)
+_DGX_H100 = Board(
+    cores=112,
+    memory_bytes=2048 * _GIB,
+    memory_bytes_per_s=614.4e9,
+    source="DGX H100 and H200 data sheets: 2 x Xeon 8480C, 2 TB, 16 channels DDR5-4800",
+)
+_EPYC_DDR4 = Board(
+    cores=64,
+    memory_bytes=256 * _GIB,
+    memory_bytes_per_s=204.8e9,
+    source="AMD EPYC 7003 data sheet, one socket: 8 channels DDR4-3200, 128 lanes PCIe 4; 8 x 32 GiB assumed",
+)
+_EPYC_DDR5 = Board(
+    cores=64,
+    memory_bytes=384 * _GIB,
+    memory_bytes_per_s=460.8e9,
+    source="AMD EPYC 9004 data sheet, one socket: 12 channels DDR5-4800, 128 lanes PCIe 5; 12 x 32 GiB assumed",
+)
+_CLOUD_L4 = Board(
+    cores=96,
+    memory_bytes=768 * _GIB,
+    memory_bytes_per_s=409.6e9,
+    source="AWS g6.48xlarge: 2 x EPYC 7R13, 768 GiB; 16 channels DDR4-3200 of EPYC 7003",
+)
+_GRACE = Board(
+    cores=72,
+    memory_bytes=480 * _GB,
+    memory_bytes_per_s=512e9,
+    source="GH200 data sheet: 72 cores, 480 GB LPDDR5X, up to 512 GB/s",
+    is_per_device=True,
+)
+
+_A100_FLOPS = _tflops(19.5, 9.7, 312)
+_H100_FLOPS = _tflops(67, 34, 989)
+_A100_40G = Chip(
+    memory_mib=40960,
+    memory_bytes_per_s=1555e9,
+    flops_per_s=_A100_FLOPS,
+    source=f"NVIDIA A100 SXM 40GB data sheet; {_SMI}",
+)
+_A100_80G = Chip(
+    memory_mib=81920,
+    memory_bytes_per_s=2039e9,
+    flops_per_s=_A100_FLOPS,
+    source=f"NVIDIA A100 SXM 80GB data sheet; {_SMI}",
+)
+_H100_80G = Chip(
+    memory_mib=81559,
+    memory_bytes_per_s=3350e9,
+    flops_per_s=_H100_FLOPS,
+    source=f"NVIDIA H100 SXM data sheet, half of the rates with sparsity; {_SMI}",
+)
+_H200_141G = Chip(
+    memory_mib=143771,
+    memory_bytes_per_s=4800e9,
+    flops_per_s=_H100_FLOPS,
+    source=f"NVIDIA H200 SXM data sheet, half of the rates with sparsity; {_SMI}",
+)
+_GH200 = Chip(
+    memory_mib=97871,
+    memory_bytes_per_s=4000e9,
+    flops_per_s=_H100_FLOPS,
+    source=f"NVIDIA GH200 data sheet, 96 GB HBM3, half of the rates with sparsity; {_SMI}",
+)
+# The white papers of GeForce chips give float64 as 1/64 of float32.
+_RTX_3090 = Chip(
+    memory_mib=24576,
+    memory_bytes_per_s=936e9,
+    flops_per_s=_tflops(35.6, 35.6 / 64, 71),
+    source=f"NVIDIA Ampere GA102 white paper, GeForce RTX 3090; {_SMI}",
+)
+_RTX_4090 = Chip(
+    memory_mib=24564,
+    memory_bytes_per_s=1008e9,
+    flops_per_s=_tflops(82.6, 82.6 / 64, 165.2),
+    source=f"NVIDIA Ada white paper, GeForce RTX 4090; {_SMI}",
+)
+_RTX_5090 = Chip(
+    memory_mib=32607,
+    memory_bytes_per_s=1792e9,
+    flops_per_s=_tflops(104.8, 104.8 / 64, 209.5),
+    source=f"NVIDIA RTX Blackwell white paper, GeForce RTX 5090; {_SMI}",
+)
+_L4 = Chip(
+    memory_mib=23034,
+    memory_bytes_per_s=300e9,
+    flops_per_s=_tflops(30.3, 30.3 / 64, 121),
+    source=f"NVIDIA L4 data sheet, half of the rates with sparsity, float64 as 1/64 of float32; {_SMI}",
+)
+
+
+def _dgx_a100(chip: Chip, board: Board) -> Machine:
+    return Machine(chip=chip, board=board, lane=_PCIE_4, peer=_NVLINK_3, network=_HDR, has_papers_rates=True)
+
+
+def _geforce(chip: Chip, board: Board, lane: Wire) -> Machine:
+    return Machine(
+        chip=chip, board=board, lane=lane, peer=lane, network=_ETHERNET, bounces=True, has_adapter_per_device=False
+    )
+
+
+MACHINES: Mapping[str, Machine] = MappingProxyType(
+    {
+        "a100-40g": _dgx_a100(_A100_40G, _DGX_A100_320),
+        "a100-80g": _dgx_a100(_A100_80G, _DGX_A100_640),
+        "gh200": Machine(chip=_GH200, board=_GRACE, lane=_C2C, peer=_NVLINK_4, network=_NDR_GRACE),
+        "h100-80g": Machine(chip=_H100_80G, board=_DGX_H100, lane=_PCIE_5, peer=_NVLINK_4, network=_NDR),
+        "h200-141g": Machine(chip=_H200_141G, board=_DGX_H100, lane=_PCIE_5, peer=_NVLINK_4, network=_NDR),
+        "l4-24g": Machine(
+            chip=_L4, board=_CLOUD_L4, lane=_PCIE_4, peer=_PCIE_4, network=_ETHERNET, has_adapter_per_device=False
+        ),
+        "rtx3090-24g": _geforce(_RTX_3090, _EPYC_DDR4, _PCIE_4),
+        "rtx4090-24g": _geforce(_RTX_4090, _EPYC_DDR4, _PCIE_4),
+        "rtx5090-32g": _geforce(_RTX_5090, _EPYC_DDR5, _PCIE_5),
+    }
+)
+"""In alphabetical order."""

@@ -1,0 +1,210 @@
+"""Sizes that depend on a dynamic dimension: text as sympy prints it, evaluated and written as a sum of products.
+
+```text
+  "4*s0*(s1 - 1) + 4*s0"   terms -> s0*s1: 4
+  "8*Max(1, s0)"           terms -> (8 * Max(1, s0)): 1      no polynomial: the whole text is one opaque term
+```
+
+Python's own grammar reads the text and only the nodes below are understood, so a file cannot run code: sympy's reader
+calls `eval`. sympy can read what is written here.
+"""
+
+import ast
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from typing import Any
+
+from elixir_compile.errors import InvalidPlan
+
+Terms = tuple[tuple[str, int], ...]
+"""(product of symbols, coefficient) of a sum, the highest degree first; the product of the constant is empty."""
+
+_Number = int | Fraction
+_Polynomial = dict[tuple[str, ...], int]
+_MAX_EXPONENT = 16
+_MAX_VALUE = 1 << 62
+
+# Those of sympy and those that torch adds to it for the sizes of tensors.
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "Abs": abs,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "CeilToInt": math.ceil,
+    "CleanDiv": lambda a, b: a // b,
+    "FloorDiv": lambda a, b: a // b,
+    "FloorToInt": math.floor,
+    "IntTrueDiv": lambda a, b: Fraction(a) / b,
+    "Max": max,
+    "Min": min,
+    "Mod": lambda a, b: a % b,
+    "ModularIndexing": lambda a, b, c: a // b % c,
+    "PythonMod": lambda a, b: a % b,
+    "TruncToInt": math.trunc,
+    "ceiling": math.ceil,
+    "floor": math.floor,
+}
+_OPERATORS: Mapping[type[ast.operator], Callable[..., Any]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: Fraction(a) / b,
+    ast.FloorDiv: lambda a, b: a // b,
+    ast.Mod: lambda a, b: a % b,
+    ast.Pow: lambda a, b: a**b,
+}
+
+
+class _NotPolynomialError(Exception):
+    """An expression that is no sum of products of symbols."""
+
+
+def evaluate(text: str, values: Mapping[str, int]) -> int:
+    """Return the size at `values`; InvalidPlan when a symbol has none, or the size is no whole number."""
+    try:
+        number = _number(_parsed(text), values)
+    except (ZeroDivisionError, KeyError, TypeError, OverflowError) as error:
+        raise InvalidPlan(f"the size {text!r} has no value at {dict(values)}: {error}.") from error
+    if number != int(number):
+        raise InvalidPlan(f"the size {text!r} is {number} at {dict(values)}; expected a whole number.")
+    return int(number)
+
+
+@functools.lru_cache(maxsize=4096)
+def symbols_of(text: str) -> tuple[str, ...]:
+    """Return the names of the symbols in `text`, sorted."""
+    functions = {id(node.func) for node in ast.walk(_parsed(text)) if isinstance(node, ast.Call)}
+    names = {node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name) and id(node) not in functions}
+    return tuple(sorted(names))
+
+
+@functools.lru_cache(maxsize=4096)
+def terms(text: str) -> Terms:
+    """Return `text` as a sum of products; one opaque term where it is no polynomial."""
+    parsed = _parsed(text)
+    try:
+        expanded = _expanded(parsed)
+    except _NotPolynomialError:
+        return ((f"({ast.unparse(parsed)})", 1),)
+    ordered = sorted(expanded.items(), key=lambda item: (-len(item[0]), item[0]))
+    return tuple((_product(factors), coefficient) for factors, coefficient in ordered if coefficient)
+
+
+def sum_text(summands: Iterable[tuple[str, int]]) -> str:
+    """Return the sum of `summands`, (product, coefficient) each, as text: `4*s0*s1 - 8`; those of 0 are left out."""
+    parts: list[str] = []
+    for product, coefficient in summands:
+        if coefficient == 0:
+            continue
+        number = abs(coefficient)
+        factors = ([] if number == 1 and product else [str(number)]) + ([product] if product else [])
+        sign = "-" if coefficient < 0 else "+"
+        parts += [sign, "*".join(factors)] if parts else [("-" if coefficient < 0 else "") + "*".join(factors)]
+    return " ".join(parts) or "0"
+
+
+def canonical(text: str, names: Mapping[str, str] | None = None) -> str:
+    """Return the one text of all that expand to the same sum, its symbols renamed by `names`."""
+    if names:
+        text = re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found.group(), found.group()), text)
+    return sum_text(terms(text))
+
+
+def largest(text: str, symbol: str, values: Mapping[str, int], limit_bytes: int) -> int | None:
+    """Return the largest value of `symbol` at which the size is at most `limit_bytes`, the others at `values`.
+
+    0 when not even 1 is, None when every value is. Exact for sizes that do not shrink as the symbol grows, as bytes do
+    not: bisection on whole numbers, where a root of the polynomial would have to be rounded.
+    """
+
+    def fits(value: int) -> bool:
+        return evaluate(text, {**values, symbol: value}) <= limit_bytes
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _MAX_VALUE:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> ast.expr:
+    """Return the tree of `text`; InvalidPlan when it is no size."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidPlan(f"the size {text[:200]!r} is no expression.") from error
+    for node in ast.walk(tree):
+        if not _is_known(node):
+            raise InvalidPlan(f"the size {text[:200]!r} holds {ast.unparse(node) or type(node).__name__!r}.")
+    return tree
+
+
+def _is_known(node: ast.AST) -> bool:
+    match node:
+        case ast.Constant(value=value):
+            return type(value) is int
+        case ast.BinOp(op=ast.Pow(), right=ast.Constant(value=int(exponent))):
+            return exponent <= _MAX_EXPONENT
+        case ast.BinOp(op=op):
+            return type(op) in _OPERATORS and not isinstance(op, ast.Pow)
+        case ast.Call(func=ast.Name(id=name), keywords=[], args=args):
+            return name in _FUNCTIONS and bool(args) and not any(isinstance(arg, ast.Starred) for arg in args)
+    return isinstance(node, ast.Name | ast.UnaryOp | ast.USub | ast.Load | ast.operator)
+
+
+def _number(node: ast.expr, values: Mapping[str, int]) -> _Number:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name):
+            return values[name]
+        case ast.UnaryOp(operand=operand):
+            return -_number(operand, values)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _OPERATORS[type(op)](_number(left, values), _number(right, values))
+        case ast.Call(func=ast.Name(id=name), args=args):
+            return _FUNCTIONS[name](*(_number(arg, values) for arg in args))
+    raise TypeError(ast.unparse(node))
+
+
+def _expanded(node: ast.expr) -> _Polynomial:
+    match node:
+        case ast.Constant(value=int(value)):
+            return {(): value}
+        case ast.Name(id=name):
+            return {(name,): 1}
+        case ast.UnaryOp(operand=operand):
+            return _times({(): -1}, _expanded(operand))
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _plus(_expanded(left), _expanded(right))
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _plus(_expanded(left), _times({(): -1}, _expanded(right)))
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _times(_expanded(left), _expanded(right))
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(exponent))):
+            return functools.reduce(_times, [_expanded(left)] * exponent, {(): 1})
+    raise _NotPolynomialError
+
+
+def _plus(left: _Polynomial, right: _Polynomial) -> _Polynomial:
+    return {factors: left.get(factors, 0) + right.get(factors, 0) for factors in (*left, *right)}
+
+
+def _times(left: _Polynomial, right: _Polynomial) -> _Polynomial:
+    product: _Polynomial = {}
+    for one, times in left.items():
+        for other, coefficient in right.items():
+            factors = tuple(sorted((*one, *other)))
+            product[factors] = product.get(factors, 0) + times * coefficient
+    return product
+
+
+def _product(factors: tuple[str, ...]) -> str:
+    counts = {factor: factors.count(factor) for factor in factors}
+    return "*".join(factor if count == 1 else f"{factor}**{count}" for factor, count in counts.items())

@@ -1,0 +1,58 @@
+"""Seconds of one thing: the median of several runs that are warm, alone or beside something else."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+MIN_REPEATS = 3
+MAX_REPEATS = 50
+
+
+def median_s(run: Callable[[], object], device: torch.device, at_most_s: float) -> float:
+    """Return the median seconds of `run` and of the compute that it queued on `device`.
+
+    The first run is not counted. It is repeated until `at_most_s` are over, but `MIN_REPEATS` times at least.
+    """
+    _timed_s(run, device)
+    ends_s = time.perf_counter() + at_most_s
+    seconds: list[float] = []
+    while len(seconds) < MIN_REPEATS or (len(seconds) < MAX_REPEATS and time.perf_counter() < ends_s):
+        seconds.append(_timed_s(run, device))
+    return statistics.median(seconds)
+
+
+def _timed_s(run: Callable[[], object], device: torch.device) -> float:
+    began_s = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        # Not the whole device: what runs beside it has a stream of its own.
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - began_s
+
+
+@contextmanager
+def beside(run: Callable[[], object]) -> Iterator[None]:
+    """Repeat `run` in a second thread while the block runs; an exception of `run` is raised at the end of the block."""
+    is_over, has_begun = threading.Event(), threading.Event()
+
+    def repeat() -> None:
+        try:
+            while not is_over.is_set():
+                run()
+                has_begun.set()
+        finally:
+            has_begun.set()
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        repeating = pool.submit(repeat)
+        has_begun.wait()
+        try:
+            yield
+        finally:
+            is_over.set()
+        repeating.result()

@@ -1,0 +1,126 @@
+"""Rates and sizes -> the `Cluster` that this process, or its process group, runs on."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import distributed
+
+from elixir_compile.hardware import Cluster, Link, Node, profile_for
+from elixir_compile.measure.machine.collectives import measure_collectives
+from elixir_compile.measure.machine.rounds import Progress, measure_rates
+from elixir_compile.measure.machine.sizes import memory_sizes_bytes, pinned_limit_bytes
+
+
+@torch.no_grad()
+def measure_machine(device: torch.device, *, progress: Progress | None = None, seconds: float = 30.0) -> Cluster:
+    """Return the machine with `device`, a CPU or a CUDA device, measured for about `seconds`.
+
+    Threads are as torch has them set. Where a process group is up, every rank must call this, and all get what rank 0
+    measured while the others did too.
+    """
+    told = progress or _untold
+    ranks = _Ranks.present()
+    rates = measure_rates(device, seconds, told)
+    # A public name, underscores and all.
+    source = f"measured, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
+    node = _node(device, rates, ranks.num_local, source)
+    network: Link | None = None
+    if ranks.num_ranks > 1:
+        told("collectives", 1.0)
+        peer, network = _collective_links(device, ranks, source)
+        node = replace(node, peer=peer, num_devices=ranks.num_local)
+    cluster = Cluster(nodes=(node,) * (ranks.num_ranks // ranks.num_local), network=network)
+    told("done", 1.0)
+    if ranks.num_ranks == 1:
+        return cluster
+    of_first = [cluster]
+    distributed.broadcast_object_list(of_first, src=0, device=device)
+    return of_first[0]
+
+
+def _untold(title: str, over: float) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranks:
+    """How many ranks there are, and how many share a host."""
+
+    num_ranks: int = 1
+    num_local: int = 1
+
+    @classmethod
+    def present(cls) -> "_Ranks":
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        num_ranks = distributed.get_world_size()
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        # Unequal nodes are not planned for: then all ranks count as one node.
+        return cls(num_ranks=num_ranks, num_local=num_local if num_ranks % num_local == 0 else num_ranks)
+
+
+def _node(device: torch.device, rates: Mapping[str, float], num_local: int, source: str) -> Node:
+    """Return a node of one device: name and reserves of the rough profile, memory and rates of this machine."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    rough = profile_for(device.type, *memory_sizes_bytes(device), name).nodes[0]
+    dtypes = [key.removeprefix("flops_per_s.") for key in rates if key.startswith("flops_per_s.")]
+    profile = replace(
+        rough.device,
+        flops_per_s={dtype: _rounded(rates[f"flops_per_s.{dtype}"]) for dtype in dtypes},
+        memory_bytes_per_s=_rounded(rates["pointwise_bytes_per_s"]),
+        launch_s=_rounded(rates["launch_s"]),
+        update_elements_per_s=_rounded(rates["update.device"]),
+        source=source,
+    )
+    # The profile is of the whole host; each of its ranks measured a share while the others measured theirs.
+    host = replace(
+        rough.host,
+        pinned_bytes=pinned_limit_bytes(device),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes_per_s=_rounded(num_local * rates["dram_bytes_per_s"]),
+        update_elements_per_s=_rounded(num_local * rates["update.host"]),
+        busy_update_elements_per_s=_rounded(num_local * min(rates["update.busy_host"], rates["update.host"])),
+        source=source,
+    )
+    h2d, d2h = (_copy_link(device, rates, name, source) for name in ("h2d", "d2h"))
+    return replace(rough, device=profile, host=host, h2d=h2d, d2h=d2h)
+
+
+def _copy_link(device: torch.device, rates: Mapping[str, float], name: str, source: str) -> Link:
+    alone, busy = rates[f"{name}.bytes_per_s"], rates[f"{name}.busy_bytes_per_s"]
+    return Link(
+        bytes_per_s=_rounded(alone),
+        latency_s=_rounded(rates[f"{name}.latency_s"]),
+        overlaps_compute=device.type == "cuda",
+        source=source,
+        # A direction that the other one does not disturb measures as much faster as slower.
+        busy_bytes_per_s=_rounded(min(busy, alone)),
+    )
+
+
+def _collective_links(device: torch.device, ranks: _Ranks, source: str) -> tuple[Link | None, Link | None]:
+    """Return the link between the devices of a node, and between nodes; None for one that there is not."""
+    over_all = _collective_link(device, None, source)
+    if ranks.num_local == ranks.num_ranks:
+        return over_all, None
+    if ranks.num_local == 1:
+        return None, over_all
+    own, _ = distributed.new_subgroups(group_size=ranks.num_local)
+    return _collective_link(device, own, source), over_all
+
+
+def _collective_link(device: torch.device, group: "distributed.ProcessGroup | None", source: str) -> Link:
+    latency_s, bytes_per_s = measure_collectives(device, group)
+    return Link(
+        bytes_per_s=_rounded(bytes_per_s),
+        latency_s=_rounded(latency_s),
+        overlaps_compute=device.type == "cuda",
+        source=source,
+    )
+
+
+def _rounded(rate: float) -> float:
+    """Return `rate` with the four digits that a measurement may carry."""
+    return float(f"{rate:.4g}")

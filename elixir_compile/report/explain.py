@@ -1,0 +1,194 @@
+"""A plan and a name -> why things are as they are: where a bucket lives, who decided it, what was rejected.
+
+```text
+b3  11 parameters, 7087872 elements of float32
+  size      27.0 MiB of parameters, 54.1 MiB of optimizer state
+  lives     parameters, gradients and optimizer state on the host
+  copy      gathered for each use, released after it
+  why       param host  optim host: device short by 3.1 GiB at bwd.mm_2; costs 0 s, saves 81.1 MiB
+  rejected  b2 param host  optim host (saves 81.1 MiB, costs 1.2 ms)
+  schedule  gather for fwd.3, 2 regions ahead
+            release after fwd.3
+```
+"""
+
+from collections.abc import Sequence
+
+from elixir_compile.errors import PlanMismatch
+from elixir_compile.ir.fingerprint import fingerprint
+from elixir_compile.ir.graph import StepGraph
+from elixir_compile.ir.kinds import Tier, Verb
+from elixir_compile.ir.plan import Decision, Plan
+from elixir_compile.report.answer import (
+    Answer,
+    BucketAnswer,
+    Move,
+    PlanAnswer,
+    RegionAnswer,
+    bucket_answer,
+    home_text,
+    plan_answer,
+    region_answer,
+)
+from elixir_compile.report.entry import entry_text
+from elixir_compile.report.subject import find_subject
+from elixir_compile.units import format_bytes, format_s
+
+_MOST_NAMES = 6
+
+
+def explain(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> str:
+    """Return why `subject` is where it is and what was rejected, as text.
+
+    `subject` is a bucket (`b3`), a region (`fwd.2`), a parameter, or a part of module paths (`layers.3`); left out,
+    the whole plan. With the `graph` of the plan the text also says what is live at the peak. Raises `UnknownSubject`
+    with the nearest names, and `PlanMismatch` for another graph.
+    """
+    return answer_text(answer(plan, subject, graph), plan.prediction.device_peak_at)
+
+
+def answer(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> Answer:
+    """Return what `explain` says, as a value."""
+    if graph is not None and plan.graph != fingerprint(graph):
+        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    if not subject:
+        return Answer(subject=subject, plan=plan_answer(plan))
+    found = find_subject(plan, subject)
+    if found.region is not None:
+        return Answer(subject=subject, region=region_answer(plan, found.region, graph))
+    buckets = tuple(bucket_answer(plan, bucket, found, graph) for bucket in found.buckets)
+    return Answer(subject=subject, buckets=buckets)
+
+
+def answer_text(found: Answer, peak_at: str) -> str:
+    """Return the answer as text; `peak_at` is the op of the step's peak."""
+    entries = [] if found.plan is None else [_plan_text(found.plan)]
+    entries += [] if found.region is None else [_region_text(found.region, peak_at)]
+    entries += [_bucket_text(one, peak_at) for one in found.buckets]
+    return "\n\n".join(entries)
+
+
+def _plan_text(found: PlanAnswer) -> str:
+    made = found.prediction
+    share = f" ({made.device_peak_bytes / found.budget_bytes:.0%})" if found.budget_bytes else ""
+    base = f", of which {format_bytes(found.base_bytes)} are held outside the graph" if found.base_bytes else ""
+    bound = "none is proved" if found.bound_s is None else f"{format_s(found.bound_s)} for every plan"
+    gap = "" if found.gap is None else f", so a better one saves {found.gap:.2%} at most"
+    moved = f"{_count_text(found.num_moved, 'bucket')} by decisions of their own; ask for one by its name"
+    return entry_text(
+        f"plan {found.name} on {found.cluster}, chosen by {found.planner}",
+        [
+            ("budget", [format_bytes(found.budget_bytes) + base]),
+            ("peak", [f"{format_bytes(made.device_peak_bytes)}{share} at {made.device_peak_at}"]),
+            ("host", [format_bytes(made.host_peak_bytes)]),
+            ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
+            ("bound", [bound + gap]),
+            ("binding", found.binding),
+            ("one more GiB", [] if found.gib_saves_s is None else [f"saves {format_s(found.gib_saves_s)} per step"]),
+            ("peak formula", [found.formula] if found.formula else []),
+            ("buckets", [f"{count}: {home}" for home, count in sorted(found.num_buckets.items())]),
+            ("schedule", [", ".join(f"{verb} {count}" for verb, count in sorted(found.counts.items()))]),
+            ("why", [_decision_text(decision, decision.subject) for decision in found.decisions]),
+            ("moved", [moved] if found.num_moved else []),
+        ],
+    )
+
+
+def _region_text(found: RegionAnswer, peak_at: str) -> str:
+    region = found.region
+    num_ops = "" if found.num_ops is None else f", {found.num_ops} ops"
+    live = f"the step's peak is at {peak_at}"
+    if found.peak_bytes is not None:
+        live = f"{format_bytes(found.peak_bytes)} live at most; {live}"
+    return entry_text(
+        f"{region.id}  region of the {region.phase}, {region.first} to {region.last}{num_ops}",
+        [
+            (
+                "reads",
+                [f"{_names_text(region.buckets)}; {found.on_host} of them from the host"] if region.buckets else [],
+            ),
+            ("before", [", ".join(found.before)] if found.before else []),
+            ("after", [", ".join(found.after)] if found.after else []),
+            ("memory", [live]),
+        ],
+    )
+
+
+def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
+    bucket = found.bucket
+    state = f", {format_bytes(bucket.state_nbytes)} of optimizer state" if bucket.state_nbytes else ""
+    each = (
+        f"; each of {len(bucket.shard_numels)} ranks owns {format_bytes(bucket.shard_nbytes())}"
+        if bucket.is_sharded
+        else ""
+    )
+    why = [
+        _decision_text(decision, "" if decision.subject == bucket.id else decision.subject)
+        for decision in found.decisions
+    ]
+    return entry_text(
+        f"{bucket.id}  {_count_text(len(bucket.params), 'parameter')}, {bucket.numel} elements of {bucket.dtype}",
+        [
+            ("asked for", [_names_text(found.asked)] if found.asked else []),
+            ("holds", [] if len(found.asked) == len(bucket.params) else [_names_text(bucket.params)]),
+            ("size", [f"{format_bytes(bucket.nbytes)} of parameters{state}{each}"]),
+            ("lives", [home_text(bucket, found.placement)]),
+            ("copy", [_copy_text(found)]),
+            ("why", why or [_undecided_text(found)]),
+            ("rejected", [other for decision in found.decisions for other in decision.rejected]),
+            ("passed over", found.passed_over),
+            ("schedule", [_move_text(move, found) for move in found.moves] or ["nothing moves"]),
+            ("at the peak", [_peak_text(found, peak_at)]),
+        ],
+    )
+
+
+def _count_text(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _names_text(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _decision_text(decision: Decision, subject: str = "") -> str:
+    effect = []
+    if decision.cost_s or decision.saves_bytes:
+        effect = [f"; costs {format_s(decision.cost_s)}, saves {format_bytes(decision.saves_bytes)}"]
+    return "".join([f"{subject}: " if subject else "", f"{decision.choice}: {decision.because}", *effect])
+
+
+def _undecided_text(found: BucketAnswer) -> str:
+    if found.placement.param is Tier.DEVICE and found.placement.optim is Tier.DEVICE:
+        return "it fits where it is: no decision moved it"
+    return "no decision of this plan: it stays where an earlier plan put it"
+
+
+def _copy_text(found: BucketAnswer) -> str:
+    if found.placement.param is Tier.DEVICE and not found.bucket.is_sharded:
+        return "none is needed: the parameters are on the device"
+    if not found.copy_bytes:
+        return "never gathered: no region reads it"
+    return (
+        "gathered once, stays to the backward" if found.placement.resident else "gathered for each use, then released"
+    )
+
+
+def _move_text(move: Move, found: BucketAnswer) -> str:
+    regions = _count_text(move.num_ahead, "region")
+    if move.verb is Verb.GATHER:
+        return f"gather for {move.region}, " + (f"{regions} ahead" if move.num_ahead else "right before it")
+    if move.verb is Verb.OFFLOAD:
+        return f"offload the gradient after {move.region}, waited for {regions} later"
+    if move.verb is Verb.UPDATE:
+        return f"update on the {found.placement.optim}"
+    return f"{move.verb} after {move.region}"
+
+
+def _peak_text(found: BucketAnswer, peak_at: str) -> str:
+    if found.peak_bytes is not None:
+        kinds = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in found.peak_bytes.items())
+        return f"{peak_at}: it holds {kinds or 'nothing'} on the device"
+    copy = f", {format_bytes(found.copy_bytes)} more while it is gathered" if found.copy_bytes else ""
+    return f"{peak_at}: it holds {format_bytes(found.always_bytes)} on the device at every op{copy}"

@@ -1,0 +1,141 @@
+"""The default planner: the best plan that the time allows, with what is proved about all others.
+
+Greedy and the rules give the first answers, so that this planner is never slower than any of them; the program of
+`milp` gives better ones and the bound; single flips judged by the simulator give the rest.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from elixir_compile.search.because import decisions
+from elixir_compile.search.draft import Certificate, Draft
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.levels import Level
+from elixir_compile.search.milp import gib_saves_s, relaxed, whole
+from elixir_compile.search.prefetch import raise_prefetch
+from elixir_compile.search.program import Program, Solution
+from elixir_compile.units import format_s
+
+log = logging.getLogger("elixir_compile")
+
+TOLERANCE = 1e-3
+"""The search ends when nothing untried can be faster by more than this share of the step."""
+_MAX_FLIPS = 400
+_SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.7
+"""Of the time: when the solver has to stop, and when flips have to; the rest is for the reasons."""
+_FREE_SHARES = tuple(quarters / 4 for quarters in range(21))
+"""Memory kept free for prefetch, in units of the widest bucket."""
+
+
+@dataclass(slots=True)
+class _Search:
+    judge: Judge
+    deadline_s: float
+    best: Draft
+    found: dict[tuple[Level, ...], Draft] = field(default_factory=dict)
+    """What was played and fits, by levels."""
+
+    def try_levels(self, levels: Sequence[Level]) -> None:
+        """Play `levels`, if they fit, and keep them if they are the best so far: the shortest, then the fewest bytes on
+        the host."""
+        key = tuple(levels)
+        if key in self.found or not self.judge.fits(key, ahead=0):
+            return
+        moves = raise_prefetch(self.judge, key)
+        step_s = self.judge.step_s(key, moves)
+        self.found[key] = Draft(levels=key, moves=moves, step_s=step_s, decisions=(), planner="milp")
+        if (step_s, self.judge.host_bytes(key)) < (self.best.step_s, self.judge.host_bytes(self.best.levels)):
+            self.best = self.found[key]
+
+    def round(self, program: Program, good_s: float) -> None:
+        """Try the rounded optima with more and more memory kept free, in which gathers can be early, until a step of
+        `good_s` is found."""
+        widest_bytes = max(bucket.nbytes for bucket in self.judge.facts.buckets)
+        overlaps = self.judge.facts.problem.cluster.h2d.overlaps_compute
+        for share in _FREE_SHARES if overlaps else _FREE_SHARES[:1]:
+            solution = relaxed(program, self.deadline_s, -int(share * widest_bytes))
+            if solution is None:
+                break
+            self.try_levels(program.rounded(solution.x))
+            if self.best.step_s <= good_s:
+                break
+
+    def solve(self, program: Program, deadline_s: float, tolerance: float) -> float:
+        """Try whole solutions, best first, until nothing untried can be better; return the bound in seconds."""
+        bound_s, proved_s = 0.0, float("inf")
+        for levels, rest_s in whole(program, deadline_s, tolerance / 2):
+            # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
+            bound_s = max(bound_s, min(rest_s, proved_s))
+            self.try_levels(levels)
+            proved_s = min(proved_s, program.lower_s(program.vector(levels)))
+            if self.best.step_s <= rest_s * (1 + tolerance):
+                break
+        return bound_s
+
+    def leanest(self, longest_s: float, tolerance: float) -> Draft:
+        """Return the draft with the fewest bytes on the host among those that are as good as the best, and no longer
+        than `longest_s`: a move for less than the tolerance is none."""
+        limit_s = min(longest_s, self.best.step_s * (1 + tolerance))
+        equals = [draft for draft in self.found.values() if draft.step_s <= limit_s]
+        return min(equals, key=lambda draft: (self.judge.host_bytes(draft.levels), draft.step_s))
+
+    def flip(self) -> None:
+        """Move single buckets to other levels as long as that makes the step shorter, or the host emptier."""
+        judge, num_flips = self.judge, 0
+        is_better = True
+        while is_better and num_flips < _MAX_FLIPS and time.monotonic() < self.deadline_s:
+            before = self.best
+            for bucket, level in list(enumerate(before.levels)):
+                for other in judge.facts.choices[bucket]:
+                    if other is level or num_flips >= _MAX_FLIPS or time.monotonic() > self.deadline_s:
+                        continue
+                    num_flips += 1
+                    self.try_levels([*self.best.levels[:bucket], other, *self.best.levels[bucket + 1 :]])
+            is_better = self.best is not before
+
+
+def place_best(
+    judge: Judge,
+    first: Draft,
+    others: Iterable[Sequence[Level]],
+    timeout_s: float,
+    tolerance: float = TOLERANCE,
+) -> Draft:
+    """Return the best draft found in `timeout_s` seconds, with its certificate; `first` fits, `others` may."""
+    if not judge.facts.buckets:
+        return first
+    began_s = time.monotonic()
+    search = _Search(judge, began_s + timeout_s * _SEARCH_SHARE, replace(first, planner="milp"))
+    candidates = [first.levels, *others]
+    for levels in candidates:
+        search.try_levels(levels)
+    shortest_s = search.best.step_s
+    program = Program(judge, max(search.best.step_s, 1e-12))
+    for levels in candidates:
+        program.add_paths(program.vector(levels))
+    start = relaxed(program, search.deadline_s)
+    if start is None:
+        return replace(search.best, decisions=decisions(program, search.best))
+    if candidates[0] == judge.facts.start_levels:
+        # What fits stays: a machine's profile is not so exact that a faster update elsewhere is a reason to move.
+        return replace(search.found[first.levels], certificate=_certificate(program, start, search))
+    bound_s = program.seconds(start.bound)
+    search.round(program, bound_s * (1 + tolerance))
+    if search.best.step_s > bound_s * (1 + tolerance):
+        bound_s = max(bound_s, search.solve(program, began_s + timeout_s * _SOLVER_SHARE, tolerance))
+    if search.best.step_s > bound_s * (1 + tolerance):
+        search.flip()
+    log.debug("searched %s in %s", judge.facts.problem.name, format_s(time.monotonic() - began_s))
+    best = search.leanest(shortest_s, tolerance)
+    certificate = replace(_certificate(program, start, search), bound_s=min(bound_s, best.step_s))
+    return replace(best, certificate=certificate, decisions=decisions(program, best))
+
+
+def _certificate(program: Program, start: Solution, search: _Search) -> Certificate:
+    return Certificate(
+        bound_s=min(program.seconds(start.bound), search.best.step_s),
+        binding=program.binding(start),
+        gib_saves_s=gib_saves_s(program, start, time.monotonic() + 1.0),
+    )

@@ -1,0 +1,273 @@
+"""The program of one problem as rows of numbers: x[bucket, level], the seconds of each phase, and what limits them.
+
+Rows come and go as the search goes on; `milp` says which it asks for. Everything is scaled, so that the best known step
+and the budgets are `_SCALE`: the solver's tolerances are absolute.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from elixir_compile.search.flow import Choice, Path, Phase, phases, updates
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.levels import Level, is_gathered
+
+_SCALE = 1000.0
+TOLERANCE = 1e-7
+"""Below this share of the step or the budget, a row counts as kept."""
+_DIVIDED = 1e-3
+"""A share of a bucket below this is none."""
+Vector = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Row:
+    """coefficients @ (x, T, z) <= limit, in scaled units; sparse, because later rows bring new columns."""
+
+    columns: Indices
+    values: Vector
+    limit: float
+    label: str
+    is_memory: bool = False
+
+
+@dataclass(slots=True)
+class Solution:
+    x: Vector
+    bound: float
+    """Of the objective, scaled."""
+
+
+class Program:
+    """The program of one problem, and the rows it has so far; `reference_s`, the seconds of a known step, is the unit
+    of time."""
+
+    def __init__(self, judge: Judge, reference_s: float) -> None:
+        self.judge = judge
+        self.reference_s = reference_s
+        self.rows: list[_Row] = []
+        self.num_extra = 0
+        """Columns beyond x and T: gradients that stay because no later bucket's leave."""
+        facts = judge.facts
+        pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
+        self.choices: dict[Choice, int] = {pair: column for column, pair in enumerate(pairs)}
+        self.phases: list[list[Phase]] = [[phase] for phase in phases(facts, self.judge.prices, self.choices)]
+        self.phases += [found] if (found := updates(facts, self.judge.prices, self.choices)) else []
+        own_bytes = self.judge.memory.own_bytes()
+        self.bytes_of = np.stack([own_bytes[i, level] for i, level in pairs], axis=1).astype(np.float64)
+        self.rest_bytes = self.judge.memory.rest_bytes.astype(np.float64)
+        self._seen: set[tuple[object, ...]] = set()
+        self._host_bytes = host_bytes = np.array(
+            [self.judge.host_bytes_of(i, level) for i, level in pairs], dtype=np.float64
+        )
+        limit_bytes = max(facts.problem.host_budget_bytes, 1)
+        columns = np.flatnonzero(host_bytes)
+        scaled = host_bytes[columns] / limit_bytes * _SCALE
+        self.rows.append(_Row(columns, scaled, _SCALE, "host memory is full"))
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.choices)
+
+    def vector(self, levels: Sequence[Level]) -> Vector:
+        """Return x for whole `levels`."""
+        x = np.zeros(self.num_choices)
+        x[[self.choices[i, level] for i, level in enumerate(levels)]] = 1.0
+        return x
+
+    def levels(self, x: Vector) -> tuple[Level, ...]:
+        """Return the levels of a whole x."""
+        return tuple(
+            max(own, key=lambda level: (x[self.choices[i, level]], -level))
+            for i, own in enumerate(self.judge.facts.choices)
+        )
+
+    def rounded(self, x: Vector) -> tuple[Level, ...]:
+        """Return whole levels near x: where a bucket is divided between several, the one with the fewest bytes."""
+        return tuple(
+            max(level for level in own if x[self.choices[i, level]] > _DIVIDED)
+            for i, own in enumerate(self.judge.facts.choices)
+        )
+
+    def peak_bytes(self, x: Vector) -> int:
+        """Return the bytes of the fullest segment at x, transfers at their use."""
+        return int((self.rest_bytes + self.bytes_of @ x).max())
+
+    def host_bytes(self, x: Vector) -> int:
+        """Return the bytes on the host at x."""
+        return int(self._host_bytes @ x)
+
+    def lower_s(self, x: Vector) -> float:
+        """Return the seconds below which no step at x can be: the longest path of every phase."""
+        return sum(max(phase.longest(x).seconds for phase in side) for side in self.phases)
+
+    # Rows.
+
+    def add_paths(self, x: Vector) -> bool:
+        """Add the longest path of each phase at x; return whether any was new."""
+        added = False
+        for number, side in enumerate(self.phases):
+            for phase in side:
+                added |= self._add_path(number, phase.longest(x))
+        return added
+
+    def _add_path(self, number: int, path: Path) -> bool:
+        key = ("path", number, path.constant_s, path.coefficients_s.tobytes())
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        unit = _SCALE / self.reference_s
+        columns = np.flatnonzero(path.coefficients_s)
+        values = path.coefficients_s[columns] * unit
+        row = _Row(
+            np.append(columns, self.num_choices + number), np.append(values, -1.0), -path.constant_s * unit, path.label
+        )
+        self.rows.append(row)
+        return True
+
+    def add_memory(self, x: Vector, more_bytes: int = 0) -> bool:
+        """Add the rows of the fullest segments at x that are over the budget and `more_bytes`; say whether any was."""
+        budget_bytes = self.judge.facts.problem.budget_bytes + more_bytes
+        live_bytes = self.rest_bytes + self.bytes_of @ x
+        over = np.flatnonzero(live_bytes > budget_bytes * (1 + TOLERANCE))
+        fullest = over[np.argsort(-live_bytes[over], kind="stable")][:8]
+        return sum(self._add_segment(int(segment)) for segment in fullest) > 0
+
+    def _add_segment(self, segment: int) -> bool:
+        if ("segment", segment) in self._seen:
+            return False
+        self._seen.add(("segment", segment))
+        columns = np.flatnonzero(self.bytes_of[segment])
+        self._append_memory(segment, columns, self.bytes_of[segment][columns])
+        return True
+
+    def _append_memory(self, segment: int, columns: Indices, nbytes: Vector) -> None:
+        budget_bytes = max(self.judge.facts.problem.budget_bytes, 1)
+        limit = (budget_bytes - self.rest_bytes[segment]) / budget_bytes * _SCALE
+        op = self.judge.facts.problem.graph.ops[self.judge.memory.highest_op(segment)]
+        label = f"device memory is full at {op.id}"
+        self.rows.append(_Row(columns, nbytes / budget_bytes * _SCALE, limit, label, is_memory=True))
+
+    def add_leaving(self, levels: Sequence[Level]) -> bool:
+        """Add exact rows for the segments that `levels` break in truth; return whether any is new.
+
+        A gradient that leaves is on the device until the next bucket whose gradients leave completes them: bucket i's
+        is there in segment s when i leaves and nothing between i and s does. A column z >= leaves[i] - sum of leaves
+        in between says so.
+        """
+        judge = self.judge
+        live_bytes = judge.memory.live_bytes(levels, judge.at_use(levels))
+        over = np.flatnonzero(live_bytes > judge.facts.problem.budget_bytes)
+        added = False
+        for segment in over[np.argsort(-live_bytes[over], kind="stable")][:4]:
+            if ("leaving", int(segment)) not in self._seen:
+                self._seen.add(("leaving", int(segment)))
+                self._add_exact_segment(int(segment))
+                added = True
+        return added
+
+    def _add_exact_segment(self, segment: int) -> None:
+        facts = self.judge.facts
+        before = self.judge.memory.completed_before(segment)
+        columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
+        nbytes[0] = nbytes[0][columns[0]]
+        # The one right before is in `bytes_of` already: nothing is between it and the segment.
+        for place, i in enumerate(before[:-1]):
+            gradients = facts.gradients[i]
+            assert gradients is not None
+            z = self.num_choices + len(self.phases) + self.num_extra
+            self.num_extra += 1
+            columns.append(np.array([z]))
+            nbytes.append(np.array([float(sum(size for _, size in gradients.births))]))
+            own = self._leaving_columns(i)
+            between = np.array([c for j in before[place + 1 :] for c in self._leaving_columns(j)], dtype=np.int64)
+            self.rows.append(
+                _Row(
+                    np.concatenate([own, between, [z]]).astype(np.int64),
+                    np.concatenate([np.ones(len(own)), -np.ones(len(between)), [-1.0]]),
+                    0.0,
+                    "",
+                )
+            )
+        self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
+
+    def _leaving_columns(self, i: int) -> list[int]:
+        facts = self.judge.facts
+        return [self.choices[i, level] for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
+
+    def forbid(self, levels: Sequence[Level]) -> None:
+        """Add a row that no solution at exactly `levels` satisfies."""
+        columns = np.array([self.choices[i, level] for i, level in enumerate(levels)], dtype=np.int64)
+        self.rows.append(_Row(columns, np.ones(len(columns)), len(columns) - 1.0, ""))
+
+    # Solving.
+
+    def solve(self, *, is_whole: bool, limit_s: float, gap: float, more_bytes: int = 0) -> Solution | None:
+        """Return the best x under the rows so far, None when there is none or the time is up before one is found.
+
+        `more_bytes` is device memory on top of the budget.
+        """
+        num_columns = self.num_choices + len(self.phases) + self.num_extra
+        budget_bytes = max(self.judge.facts.problem.budget_bytes, 1)
+        objective = np.zeros(num_columns)
+        objective[self.num_choices : self.num_choices + len(self.phases)] = 1.0
+        limits = np.array([row.limit + more_bytes / budget_bytes * _SCALE * row.is_memory for row in self.rows])
+        whole = np.arange(num_columns) < self.num_choices
+        result = milp(
+            objective,
+            constraints=[
+                LinearConstraint(self._matrix(num_columns), ub=limits),  # pyright: ignore[reportArgumentType] (stubs)
+                LinearConstraint(self._one_each(num_columns), 1.0, 1.0),
+            ],
+            bounds=Bounds(0.0, np.where(whole, 1.0, np.inf)),  # pyright: ignore[reportArgumentType] (stubs)
+            integrality=whole.astype(np.int64) if is_whole else None,
+            options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "presolve": True},
+        )
+        if result.x is None:
+            return None
+        found = result.mip_dual_bound if is_whole else result.fun
+        bound = 0.0 if found is None or not np.isfinite(found) else float(found)
+        return Solution(x=np.asarray(result.x[: self.num_choices]), bound=bound)
+
+    def is_short(self, solution: Solution) -> bool:
+        """Return whether the objective at `solution` is below what its longest paths add up to."""
+        return self.lower_s(solution.x) * _SCALE / self.reference_s > solution.bound * (1 + TOLERANCE)
+
+    def seconds(self, bound: float) -> float:
+        """Return a scaled objective in seconds, rounded down by more than the solver's tolerances."""
+        return bound * self.reference_s / _SCALE * (1 - 1e-6)
+
+    def binding(self, solution: Solution) -> tuple[str, ...]:
+        """Return the rows that are full at `solution`, in words, each once."""
+        live_bytes = self.rest_bytes + self.bytes_of @ solution.x
+        budget_bytes = self.judge.facts.problem.budget_bytes
+        labels = [
+            max((phase.longest(solution.x) for phase in side), key=lambda path: path.seconds).label
+            for side in self.phases
+        ]
+        fullest = int(live_bytes.argmax())
+        if live_bytes[fullest] >= budget_bytes * (1 - 1e-3):
+            op = self.judge.facts.problem.graph.ops[self.judge.memory.highest_op(fullest)]
+            labels.append(f"device memory is full at {op.id}")
+        host = self.rows[0]
+        if host.values @ solution.x[host.columns] >= _SCALE * (1 - 1e-3):
+            labels.append(host.label)
+        return tuple(dict.fromkeys(labels))
+
+    def _matrix(self, num_columns: int) -> sparse.csr_array:
+        lengths = [len(row.columns) for row in self.rows]
+        columns = np.concatenate([row.columns for row in self.rows])
+        values = np.concatenate([row.values for row in self.rows])
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        return sparse.csr_array((values, columns, starts), shape=(len(self.rows), num_columns))
+
+    def _one_each(self, num_columns: int) -> sparse.csr_array:
+        """Ones for the levels of each bucket, one row per bucket."""
+        buckets = [i for i, _ in self.choices]
+        shape = (len(self.judge.facts.buckets), num_columns)
+        return sparse.csr_array((np.ones(len(buckets)), (buckets, np.arange(len(buckets)))), shape=shape)

@@ -1,0 +1,78 @@
+"""A draft as a plan: regions cut, actions in order, predictions from the simulator, and the reasons."""
+
+from collections import Counter
+from dataclasses import replace
+
+from elixir_compile.analysis.formula import peak_formula
+from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.ir import Decision, OpId, Plan, Prediction, fingerprint
+from elixir_compile.search.draft import Draft
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.levels import placement_of
+from elixir_compile.search.schedule import cut_regions, program, regions, schedule
+from elixir_compile.search.stays import num_ahead
+from elixir_compile.simulate import exposed_s, hidden_share, simulate
+from elixir_compile.units import format_bytes
+
+
+def write_out(judge: Judge, draft: Draft) -> Plan:
+    """Return the draft as a plan, with its decisions and what it predicts."""
+    facts, problem, proved = judge.facts, judge.facts.problem, draft.certificate
+    cuts = cut_regions(facts, draft.levels, draft.moves.stays)
+    actions = program(facts, draft.levels, draft.moves, cuts)
+    buckets = zip(facts.buckets, draft.levels, strict=True)
+    unpredicted = Plan(
+        name=problem.name,
+        graph=fingerprint(problem.graph),
+        cluster=problem.cluster.name,
+        budget_bytes=problem.budget_bytes,
+        base_bytes=problem.base_bytes,
+        buckets=facts.buckets,
+        placements=tuple(placement_of(bucket, level) for bucket, level in buckets),
+        regions=regions(facts, cuts),
+        schedules=(schedule(actions),),
+        decisions=(),
+        prediction=_NOTHING,
+        planner=draft.planner,
+        bound_s=proved.bound_s if proved else None,
+        binding=proved.binding if proved else (),
+        gib_saves_s=proved.gib_saves_s if proved else None,
+    )
+    peak = plan_timeline(problem.graph, unpredicted).peak
+    record = simulate(problem.graph, unpredicted, problem.cluster, problem.measured)
+    prediction = Prediction(
+        step_s=record.step_s,
+        exposed_s=exposed_s(record),
+        hidden_share=hidden_share(record),
+        device_peak_bytes=peak.nbytes,
+        device_peak_at=peak.op,
+        host_peak_bytes=record.host_peak_bytes,
+    )
+    return replace(
+        unpredicted,
+        prediction=prediction,
+        decisions=_decisions(draft, unpredicted, prediction),
+        formula=peak_formula(problem.graph, unpredicted),
+        symbols=problem.graph.symbols,
+    )
+
+
+_NOTHING = Prediction(
+    step_s=0.0, exposed_s=0.0, hidden_share=1.0, device_peak_bytes=0, device_peak_at=OpId(""), host_peak_bytes=0
+)
+
+
+def _decisions(draft: Draft, made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
+    decisions = list(draft.decisions)
+    if not decisions:
+        fit = f"the peak of {format_bytes(prediction.device_peak_bytes)} fits {format_bytes(made.budget_bytes)}"
+        decisions.append(Decision(subject="every bucket", choice="stays where it is", because=fit))
+    distances = Counter(num_ahead(draft.moves.stays))
+    if draft.moves.stays:
+        choice = ", ".join(
+            f"{distances[ahead]} of {len(draft.moves.stays)} gathers {ahead} windows early"
+            for ahead in sorted(distances, reverse=True)
+        )
+        because = "as far as memory allows"
+        decisions.append(Decision(subject="prefetch", choice=choice, because=because))
+    return tuple(decisions)

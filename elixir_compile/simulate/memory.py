@@ -1,0 +1,128 @@
+"""Device bytes of one step, counted by carrying it out: allocate, free, and look at what is there.
+
+`analysis.plan_timeline` counts the same step as sums of intervals. This one keeps a set of what is allocated while it
+walks through actions and ops, and shares no code with that one, so that a test can compare the two.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from elixir_compile.ir.bucket import Bucket
+from elixir_compile.ir.graph import StepGraph
+from elixir_compile.ir.kinds import Kind, Phase, RegionId, Tier, Verb
+from elixir_compile.ir.plan import Plan
+from elixir_compile.ir.schedule import grad_of
+
+_PASSING = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
+"""Kinds that are allocated during the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryWalk:
+    """Live bytes at every op, in order, and what the host of rank 0 holds."""
+
+    live_bytes: tuple[int, ...]
+    host_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live_bytes)
+
+
+def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
+    """Return the bytes of rank 0 of `plan`, whose names must be those of `graph`."""
+    walk = _Walk(graph, plan)
+    regions = {region.id: region for region in plan.regions}
+    index = {op.id: i for i, op in enumerate(graph.ops)}
+    for action in plan.schedules[0].actions:
+        if action.verb is Verb.RUN:
+            region = regions[RegionId(action.what)]
+            for i in range(index[region.first], index[region.last] + 1):
+                walk.run(i)
+        else:
+            walk.act(action.verb, action.what)
+    for i, op in enumerate(graph.ops):
+        if op.phase is Phase.UPDATE:
+            walk.run(i)
+    return MemoryWalk(live_bytes=tuple(walk.seen), host_bytes=walk.host_bytes())
+
+
+class _Walk:
+    """What is allocated after the actions so far."""
+
+    def __init__(self, graph: StepGraph, plan: Plan) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.held: dict[tuple[str, str], int] = {}
+        """Bytes by (what for, name)."""
+        self.total_bytes = 0
+        self.seen: list[int] = []
+        self.uses_left: Counter[str] = Counter()
+        self.buckets: dict[str, Bucket] = {bucket.id: bucket for bucket in self.plan.buckets}
+        self.homes = {placement.bucket: placement for placement in self.plan.placements}
+        self.owner = {param: bucket for bucket in self.plan.buckets for param in bucket.params}
+        self.storages = {storage.id: storage for storage in self.graph.storages}
+        self.num_forward = sum(op.phase is Phase.FORWARD for op in self.graph.ops)
+        for op in self.graph.ops:
+            self.uses_left.update({*op.reads, *op.writes})
+        self.take("base", "", self.plan.base_bytes)
+        for storage in self.graph.storages:
+            if storage.kind not in _PASSING and storage.id not in self.owner:
+                self.take("storage", storage.id, storage.nbytes)
+        for bucket in self.plan.buckets:
+            if self.homes[bucket.id].param is Tier.DEVICE:
+                self.take("param", bucket.id, bucket.shard_nbytes())
+            if self.homes[bucket.id].optim is Tier.DEVICE:
+                self.take("state", bucket.id, bucket.shard_state_nbytes())
+
+    def take(self, what: str, name: str, nbytes: int) -> None:
+        if (what, name) not in self.held:
+            self.held[what, name] = nbytes
+            self.total_bytes += nbytes
+
+    def drop(self, what: str, name: str) -> None:
+        self.total_bytes -= self.held.pop((what, name), 0)
+
+    def run(self, i: int) -> None:
+        """One op: what it writes appears, what nobody needs any more goes."""
+        op = self.graph.ops[i]
+        touched = {*op.reads, *op.writes}
+        for name in touched:
+            storage = self.storages[name]
+            # A gradient that left for the host or was shared out does not come back.
+            has_left = storage.kind is Kind.GRAD and ("left", name) in self.held
+            if storage.kind in _PASSING and not has_left:
+                self.take("storage", name, storage.nbytes)
+        self.seen.append(self.total_bytes)
+        self.uses_left.subtract(touched)
+        done = touched if i != self.num_forward - 1 else {*touched, *self.graph.outputs}
+        for name in done:
+            is_kept = i < self.num_forward - 1 and name in self.graph.outputs
+            if self.uses_left[name] == 0 and self.storages[name].kind in (Kind.TEMP, Kind.SAVED) and not is_kept:
+                self.drop("storage", name)
+
+    def act(self, verb: Verb, what: str) -> None:
+        if verb is Verb.GATHER:
+            self.take("copy", what, self.buckets[what].nbytes)
+        elif verb is Verb.RELEASE:
+            self.drop("copy", what)
+        elif verb is Verb.REDUCE and self.buckets[what].is_sharded:
+            self.take("shard", what, self.buckets[what].shard_nbytes())
+        elif verb is Verb.WAIT and what not in self.buckets:
+            bucket = next(bucket for bucket in self.plan.buckets if grad_of(bucket.id) == what)
+            for storage in self.graph.storages:
+                if storage.of in bucket.params:
+                    self.drop("storage", storage.id)
+                    self.take("left", storage.id, 0)
+            if self.homes[bucket.id].param is Tier.HOST:
+                self.drop("shard", bucket.id)
+
+    def host_bytes(self) -> int:
+        total_bytes = 0
+        for bucket in self.plan.buckets:
+            home = self.homes[bucket.id]
+            if home.optim is Tier.HOST:
+                # Parameters or their staging; gradients or theirs; state.
+                copies = 2 if bucket.trainable else 1
+                total_bytes += copies * bucket.shard_nbytes() + bucket.shard_state_nbytes()
+        return total_bytes

@@ -1,0 +1,191 @@
+"""Dynamic captures: sizes as expressions, evaluated elsewhere, and the same ops as a static capture has."""
+
+import operator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from elixir_compile.analysis import keep_everything_timeline, peak_formula, plan_at, plan_timeline, verify
+from elixir_compile.api.compilation import Compilation
+from elixir_compile.capture.convert import step_graph
+from elixir_compile.capture.fusion import absorbed_nodes
+from elixir_compile.capture.joint import _Hidden, _rebuild_view, _view_chain, parameter
+from elixir_compile.capture.views import is_view, viewed
+from elixir_compile.ir import Kind, StepGraph, fingerprint, graph_at, graph_from_json, graph_to_json, parse_graph, sizes
+from tests.fx.captures import Pair, record_of, tight
+
+
+class Folded(nn.Module):
+    """Batch and length are one dimension for the layers between; a table of positions is cut to the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 16)
+        self.positions = nn.Parameter(torch.zeros(32, 16))
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        hidden = (self.up(x) * self.positions[:length]).view(batch * length, 16).relu()
+        return self.down(hidden.view(batch, length, 16)).square().sum()
+
+
+def dynamic(*shape: int, dims: int = 1) -> torch.Tensor:
+    """Return a tensor whose first `dims` dimensions are symbols."""
+    x = torch.randn(*shape)
+    for dim in range(dims):
+        torch._dynamo.mark_dynamic(x, dim)  # documented under this name
+    return x
+
+
+def sizes_of(graph: StepGraph, kind: Kind) -> list[str]:
+    return sorted({storage.size for storage in graph.storages if storage.kind is kind})
+
+
+def test_sizes_worked_out_by_hand() -> None:
+    """x is n x 4, `relu` saves n x 8, the last layer takes 2 * n * 8 * 4 operations, each product as many."""
+    graph = record_of(Pair(), dynamic(3, 4)).graph
+    ((symbol, value),) = graph.symbols
+    assert value == 3
+    assert sizes_of(graph, Kind.INPUT) == [f"16*{symbol}"]
+    assert sizes_of(graph, Kind.SAVED) == [f"32*{symbol}"]
+    assert sizes_of(graph, Kind.PARAM) == sizes_of(graph, Kind.GRAD) == [""]
+    products = [op for op in graph.ops if op.target in ("aten.addmm.default", "aten.mm.default")]
+    assert {op.flops_size for op in products} == {f"64*{symbol}"}
+    assert {op.flops for op in products} == {192}
+
+
+def static_and_dynamic(
+    model: type[nn.Module], small: torch.Tensor, large: torch.Tensor
+) -> tuple[Compilation, StepGraph]:
+    """Return the dynamic record of a step on `small`, and the static graph of one on `large`."""
+    record = record_of(model(), small)
+    torch.compiler.reset()
+    return record, record_of(model(), large).graph
+
+
+def test_the_graph_elsewhere_is_that_of_a_static_capture_there() -> None:
+    record, static = static_and_dynamic(Folded, dynamic(2, 3, 4, dims=2), torch.randn(5, 7, 4))
+    graph = record.graph
+    there = {name: {2: 5, 3: 7}[value] for name, value in graph.symbols}
+    grown = graph_at(graph, there)
+    assert grown == step_graph(record._captured, there, [])
+    assert graph_at(grown, dict(graph.symbols)) == graph
+    one = {graph.symbols[0][0]: 9}
+    assert step_graph(record._captured, one, []) == graph_at(graph, one)
+    targets = [op.target for op in grown.ops if not op.target.startswith("_operator.")]
+    assert targets == [op.target for op in static.ops]
+    assert sum(op.flops for op in grown.ops) == sum(op.flops for op in static.ops)
+    assert keep_everything_timeline(grown, {}).peak.nbytes == keep_everything_timeline(static, {}).peak.nbytes
+
+
+def test_no_name_of_an_op_differs_between_processes() -> None:
+    graph = record_of(Folded(), dynamic(2, 3, 4, dims=2)).graph
+    assert any(op.target == "_operator.mul" for op in graph.ops)
+    assert not any("0x" in op.target or "<" in op.target for op in graph.ops)
+
+
+def test_the_fingerprint_is_the_same_at_another_batch() -> None:
+    """The static graphs of two batches are different graphs."""
+    record, static = static_and_dynamic(Pair, dynamic(3, 4), torch.randn(6, 4))
+    torch.compiler.reset()
+    other = record_of(Pair(), dynamic(6, 4)).graph
+    assert fingerprint(other) == fingerprint(record.graph)
+    assert fingerprint(static) != fingerprint(record.graph)
+
+
+def test_a_dynamic_graph_reads_back() -> None:
+    graph = record_of(Folded(), dynamic(2, 3, 4, dims=2)).graph
+    assert parse_graph(str(graph)) == graph
+    assert graph_from_json(graph_to_json(graph)) == graph
+
+
+def test_a_plan_for_another_batch_claims_the_peak_it_has_here() -> None:
+    record = tight(Folded, dynamic(2, 3, 4, dims=2))
+    smaller = graph_at(record.graph, {record.graph.symbols[0][0]: 1})
+    moved = plan_at(smaller, record.plan)
+    assert moved.prediction.device_peak_bytes < record.plan.prediction.device_peak_bytes
+    verify(smaller, moved)
+    formula = peak_formula(record.graph, record.plan)
+    assert moved.prediction.device_peak_bytes == sizes.evaluate(formula, dict(smaller.symbols))
+
+
+def test_the_largest_batch_of_a_captured_plan() -> None:
+    """The smallest budget for batch 2 holds no batch of 3; twice the budget holds more."""
+    record = tight(Folded, dynamic(2, 3, 4, dims=2))
+    graph, budget_bytes = record.graph, record.plan.budget_bytes
+    plan = replace(record.plan, formula=peak_formula(graph, record.plan), symbols=graph.symbols)
+    batch = next(name for name, value in graph.symbols if value == 2)
+    assert plan.largest_batch(batch) == 2
+    most = plan.largest_batch(batch, budget_bytes=2 * budget_bytes)
+    at = [plan_timeline(graph_at(graph, {batch: most + more}), plan).peak.nbytes for more in (0, 1)]
+    assert at[0] <= 2 * budget_bytes < at[1]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_size_that_regions_share_is_known_in_each(inner: str) -> None:
+    """Under the smallest budget every layer is a region of its own; `batch * length` is made in the first."""
+    record = tight(Folded, dynamic(2, 3, 4, dims=2), inner=inner)
+    assert len(record.plan.regions) > 4
+    makers = [op.id for op in record.graph.ops if op.target == "_operator.mul"]
+    assert makers[0] not in [region.first for region in record.plan.regions[1:]]
+
+
+def call(graph: fx.Graph, target: object, args: tuple, value: object) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = value
+    return node
+
+
+def test_a_view_looks_at_its_tensor_whatever_sizes_it_takes() -> None:
+    length = symbolic_length()
+    graph = fx.Graph()
+    x, size = graph.placeholder("x"), graph.placeholder("size")
+    x.meta["val"], size.meta["val"] = torch.empty(4), length
+    doubled = call(graph, operator.mul, (size, 2), length * 2)
+    relu = call(graph, torch.ops.aten.relu.default, (x,), torch.empty(4))
+    view = call(graph, torch.ops.aten.view.default, (relu, [size, doubled]), torch.empty(4))
+    first = call(
+        graph,
+        operator.getitem,
+        (call(graph, torch.ops.aten.split.Tensor, (x, size), [x.meta["val"]]), 0),
+        x.meta["val"],
+    )
+    out = call(graph, torch.ops.aten.add.Tensor, (view, first), torch.empty(4))
+    graph.output((out,))
+    assert viewed(view) is relu
+    assert is_view(first)
+    assert not any(is_view(node) for node in (x, doubled, relu, out))
+    # The kernel of the sum computes the ReLU and its view.
+    assert {relu, view} <= set(absorbed_nodes(graph))
+
+
+def symbolic_length() -> torch.SymInt:
+    """Return the length of a dynamic input, as a capture sees it."""
+    record = record_of(Pair(), dynamic(3, 4))
+    placeholders = record._captured.forward.graph.find_nodes(op="placeholder")
+    return next(node.meta["val"] for node in placeholders if isinstance(node.meta["val"], torch.SymInt))
+
+
+def test_a_saved_view_of_a_parameter_is_made_again_where_its_sizes_are_saved_too() -> None:
+    """Saved, it would keep the gathered copy alive, which the plan counts as released."""
+    length = symbolic_length()
+    graph = fx.Graph()
+    table, size = graph.placeholder("table"), graph.placeholder("size")
+    table.meta["val"], size.meta["val"] = torch.empty(8, 4), length
+    cut = call(graph, torch.ops.aten.slice.Tensor, (table, 0, 0, size), torch.empty(3, 4))
+    turned = call(graph, torch.ops.aten.t.default, (cut,), torch.empty(4, 3))
+    assert _view_chain(turned, {"table"}, [turned, size]) == [table, cut, turned]
+    assert _view_chain(turned, {"table"}, [turned]) is None
+    assert _view_chain(turned, set(), [turned, size]) is None
+    backward = fx.Graph()
+    saved, known = backward.placeholder("t"), backward.placeholder("size")
+    known.meta["val"] = length
+    backward.output((call(backward, torch.ops.aten.relu.default, (saved,), torch.empty(4, 3)),))
+    _rebuild_view(backward, saved, _Hidden(inputs={5: "table"}, saved_views={"t": [table, cut, turned]}))
+    (again,) = backward.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+    assert again.args[0].target is parameter
+    assert again.args[3] is known
+    assert not saved.users

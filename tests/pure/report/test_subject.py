@@ -1,0 +1,70 @@
+"""`subject`: whole parts of a path are matched, and a name that is not there suggests the nearest."""
+
+import pytest
+
+from elixir_compile.errors import UnknownSubject
+from elixir_compile.ir import Plan
+from elixir_compile.report.subject import find_subject
+from tests.pure.plans import bucket_of, make_plan
+from tests.pure.strategies import Layer, chain
+
+NAMES = ["model.layers.3.up", "model.layers.3.down", "model.layers.30.up"]
+
+
+def plan_of_layers() -> Plan:
+    """Return a plan whose bucket `b0` holds layer 3 and whose bucket `b1` holds layer 30."""
+    layers = [Layer(module=f"m{n}", params=((name, 10),), frozen=False, act_numel=4) for n, name in enumerate(NAMES)]
+    graph = chain(layers)
+    params = {storage.id: storage for storage in graph.storages}
+    buckets = [
+        bucket_of(graph, "b0", [params[name] for name in NAMES[:2]]),
+        bucket_of(graph, "b1", [params[NAMES[2]]]),
+    ]
+    return make_plan(graph, buckets, ["host", "device"])
+
+
+@pytest.mark.parametrize(
+    ("name", "buckets", "params"),
+    [
+        ("b1", ["b1"], []),
+        ("model.layers.3.up", ["b0"], ["model.layers.3.up"]),
+        ("layers.3", ["b0"], NAMES[:2]),
+        ("3", ["b0"], NAMES[:2]),
+        ("up", ["b0", "b1"], [NAMES[0], NAMES[2]]),
+        ("model", ["b0", "b1"], NAMES),
+    ],
+)
+def test_a_name_finds_buckets_and_what_was_meant_of_them(name: str, buckets: list[str], params: list[str]) -> None:
+    found = find_subject(plan_of_layers(), name)
+    assert [bucket.id for bucket in found.buckets] == buckets
+    assert found.params == set(params)
+    assert found.region is None
+
+
+def test_a_region_is_found_by_its_id() -> None:
+    plan = plan_of_layers()
+    found = find_subject(plan, plan.regions[1].id)
+    assert found.region == plan.regions[1]
+    assert found.buckets == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("layers.33", "layers.3"), ("b2", "b1"), ("fwd.9", "fwd.0"), ("model.layer.30", "model.layers.30")],
+)
+def test_an_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownSubject, match=f"no bucket, region, parameter or module '{name}'") as caught:
+        find_subject(plan_of_layers(), name)
+    assert nearest in caught.value.nearest
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", ".", "layers.", "ayers.3", "layers.3.u"])
+def test_a_part_of_a_part_is_not_found(name: str) -> None:
+    with pytest.raises(UnknownSubject):
+        find_subject(plan_of_layers(), name)
+
+
+def test_where_nothing_is_near_some_names_are_shown() -> None:
+    with pytest.raises(UnknownSubject, match="It has names such as 'b0', 'b1'"):
+        find_subject(plan_of_layers(), "zzzzzzzzzz")

@@ -1,0 +1,52 @@
+"""`simulate.memory`: the second count of the bytes, which shares no code with the first."""
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir_compile.analysis import plan_timeline
+from elixir_compile.ir import Plan, Schedule, StepGraph, Verb
+from elixir_compile.search import Problem, plan
+from elixir_compile.search.draft import Draft
+from elixir_compile.search.facts import gather_facts
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.prefetch import raise_prefetch
+from elixir_compile.search.stays import moves_at_use
+from elixir_compile.search.writing import write_out
+from elixir_compile.simulate import walk_memory
+from tests.pure.plans import planned_graphs
+from tests.pure.problems import tight_problem
+from tests.pure.search.test_planner import problems
+
+
+@given(planned_graphs())
+@settings(deadline=None)
+def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan]) -> None:
+    graph, plan = planned
+    timeline, walk = plan_timeline(graph, plan), walk_memory(graph, plan)
+    assert walk.live_bytes == timeline.live_bytes
+    assert walk.host_bytes == timeline.host_bytes
+    assert walk.peak_bytes == timeline.peak.nbytes
+
+
+@given(problems(), st.integers(0, 2**32), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_they_agree_for_any_levels_and_any_moves(problem: Problem, seed: int, is_spread: bool) -> None:
+    """On one rank and on two, transfers at their use and as far out as memory allows."""
+    judge = Judge(gather_facts(problem))
+    draw = random.Random(seed)
+    levels = tuple(draw.choice(own) for own in judge.facts.choices)
+    moves = raise_prefetch(judge, levels) if is_spread else moves_at_use(judge.facts, levels, draw.randint(0, 2))
+    made = write_out(judge, Draft(levels=levels, moves=moves, step_s=0.0, decisions=()))
+    assert walk_memory(problem.graph, made).live_bytes == plan_timeline(problem.graph, made).live_bytes
+
+
+def test_a_copy_that_is_never_released_counts_to_the_end() -> None:
+    problem = tight_problem()
+    made = plan(problem)
+    kept = tuple(action for action in made.schedules[0].actions if action.verb is not Verb.RELEASE)
+    leaking = replace(made, schedules=(Schedule(rank=0, actions=kept),))
+    assert walk_memory(problem.graph, leaking).peak_bytes > walk_memory(problem.graph, made).peak_bytes
+    assert walk_memory(problem.graph, made).peak_bytes == made.prediction.device_peak_bytes

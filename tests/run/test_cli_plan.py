@@ -1,0 +1,219 @@
+"""`elixir-compile plan` and `verify`: what they print, what they write, and how they fail."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.api.shapes import model_named, model_names
+from elixir_compile.cli.main import app
+from elixir_compile.errors import UnknownModel, UnsupportedModel
+from elixir_compile.ir import plan_from_json, plan_to_json
+
+MODEL = '''
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    """Two layers; returns the loss."""
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+def make():
+    return Net(), (torch.empty(16, 64),)
+
+def fail():
+    raise RuntimeError("no such weights")
+
+def number():
+    return 5
+'''
+FAST = ("--planner", "greedy", "--dtype", "float32", "--hardware", "a100-40g")
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    file = tmp_path / "net.py"
+    file.write_text(MODEL, encoding="utf-8")
+    return f"{file}:make"
+
+
+def cli(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_a_plan_is_shown_and_saved(net: str, tmp_path: Path) -> None:
+    done = cli("plan", net, *FAST, "-o", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.stderr
+    made = plan_from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert (made.cluster, made.name) == ("1 x a100-40g", "net")
+    assert "net on 1 x a100-40g" in done.stdout
+    assert "planned   peak" in done.stdout
+
+
+def test_json_is_the_plan_and_nothing_else(net: str) -> None:
+    done = cli("plan", net, *FAST, "--json")
+    made = plan_from_json(done.stdout)
+    assert json.loads(done.stdout)["prediction"]["step_s"] == made.prediction.step_s > 0
+
+
+def test_the_words_reach_the_plan(net: str) -> None:
+    done = cli("plan", net, *FAST, "--ranks", 2, "--device-memory", "1GiB", "--state-bytes", 12, "--json")
+    made = plan_from_json(done.stdout)
+    numel = sum(bucket.numel for bucket in made.buckets)
+    assert (made.cluster, made.budget_bytes) == ("2 x a100-40g", 1 << 30)
+    assert sum(bucket.state_nbytes for bucket in made.buckets) == 12 * numel
+
+
+def test_what_does_not_fit_exits_with_2(net: str) -> None:
+    done = cli("plan", net, *FAST, "--device-memory", "50KB")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: needs ")
+    told = json.loads(cli("plan", net, *FAST, "--device-memory", "50KB", "--json").stdout)
+    assert told["budget_bytes"] == 50_000 < told["needed_bytes"]
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(net: str, tmp_path: Path) -> None:
+    budget = ("--device-memory", "1MiB")
+    done = cli("plan", net, *FAST, *budget, "--largest-batch", "-o", tmp_path / "plan.json")
+    batch = int(re.findall(r"largest batch +(\d+)", done.stdout)[0])
+    made = plan_from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert batch > 16
+    assert made.prediction.device_peak_bytes <= 1 << 20
+    assert made.largest_batch() >= batch
+    assert "file and graph hold" in cli("verify", tmp_path / "plan.json", "--model", net, "--dtype", "float32").stdout
+    larger = Path(net.rpartition(":")[0])
+    for rows, code in ((batch, 0), (batch + 1, 2)):
+        larger.write_text(MODEL.replace("torch.empty(16, 64)", f"torch.empty({rows}, 64)"), encoding="utf-8")
+        assert cli("plan", net, *FAST, *budget).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("gpt2-124",), "Did you mean 'gpt2-124m'"),
+        (("gpt2-124m", "--hardware", "a100-40gb"), "Did you mean 'a100-40g'"),
+        (("gpt2-124m", "--hardware", "nowhere.json"), "nowhere.json"),
+        (("gpt2-124m", "--device-memory", "lots"), "option device_memory"),
+        (("gpt2-124m", "--planner", "best"), "option planner"),
+        (("gpt2-124m", "--dtype", "int7"), "option dtype"),
+        (("gpt2-124m", "--ranks", "2"), "option ranks"),
+        (("nowhere.py:make",), "there is no file nowhere.py"),
+        (("folder/config.json",), "there is no such file or folder"),
+        (("{net}:fail",), "its code raised RuntimeError: no such weights"),
+        (("{net}:none",), "has no function 'none'"),
+        (("{net}:number",), "a function that returns a torch.nn.Module"),
+        (("{half}:make",), "its code raised SyntaxError"),
+        (("{config}",), "is no JSON file"),
+    ],
+)
+def test_a_mistake_is_one_line_without_a_traceback(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    files = {"net": tmp_path / "net.py", "half": tmp_path / "half.py", "config": tmp_path / "config.json"}
+    for name, text in (("net", MODEL), ("half", "def make("), ("config", '{"model_type": ')):
+        files[name].write_text(text, encoding="utf-8")
+    done = cli("plan", *(word.format(**files) for word in words))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert sentence in done.stderr
+    assert isinstance(done.exception, SystemExit)
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_plan_verifies_for_its_model_and_for_no_other(net: str, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    assert cli("plan", net, *FAST, "-o", saved).exit_code == 0
+    assert cli("verify", saved).exit_code == 0
+    same = ("--dtype", "float32", "--hardware", "a100-40g")
+    assert "file and graph hold" in cli("verify", saved, "--model", net, *same).stdout
+    other = cli("verify", saved, "--model", net, "--dtype", "float64")
+    assert other.exit_code == 1
+    assert "another graph" in other.stderr
+    elsewhere = cli("verify", saved, "--model", net, "--dtype", "float32", "--hardware", "h100-80g")
+    assert elsewhere.exit_code == 1
+    assert "another machine" in elsewhere.stderr
+
+
+def test_half_a_plan_does_not_verify(net: str, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    cli("plan", net, *FAST, "-o", saved)
+    text = saved.read_text(encoding="utf-8")
+    saved.write_text(text[: len(text) // 2], encoding="utf-8")
+    done = cli("verify", saved)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: plan file")
+    assert "error" in json.loads(cli("verify", tmp_path / "none.json", "--json").stdout)
+
+
+def test_a_plan_over_its_own_budget_does_not_verify(net: str, tmp_path: Path) -> None:
+    made = plan_from_json(cli("plan", net, *FAST, "--json").stdout)
+    object.__setattr__(made, "budget_bytes", made.prediction.device_peak_bytes - 1)
+    saved = tmp_path / "plan.json"
+    saved.write_text(plan_to_json(made), encoding="utf-8")
+    assert "over its budget" in cli("verify", saved).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("gpt2-124m", 124), ("gpt2-350m", 355), ("gpt2-774m", 774), ("gpt2-1.5b", 1558), ("gpt2-4b", 3783),
+        ("gpt2-10b", 9876), ("gpt2-15b", 14918), ("gpt2-20b", 19750), ("llama-7b", 6738), ("llama-13b", 13016),
+        ("llama-70b", 68977),
+    ],
+)  # fmt: skip
+def test_a_named_shape_has_as_many_parameters_as_its_source_says(name: str, millions: int) -> None:
+    pytest.importorskip("transformers")
+    model, inputs = load_model(name, TextBatch(batch=2, seq=8, dtype=torch.bfloat16))
+    assert {param.device.type for param in model.parameters()} == {"meta"}
+    assert round(sum(param.numel() for param in model.parameters()) / 1e6) == millions
+    assert inputs["input_ids"].shape == (2, 8)
+
+
+def test_the_table_above_names_every_shape() -> None:
+    assert len(model_names()) == 11
+    assert {model_named(name.upper()).name for name in model_names()} == set(model_names())
+
+
+def test_a_hugging_face_folder_makes_its_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    for name in (tmp_path, tmp_path / "config.json"):
+        model, _ = load_model(str(name), TextBatch(batch=1, seq=8))
+        assert model.config.n_embd == 32
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    with pytest.raises(UnsupportedModel, match="no causal language model"):
+        load_model(str(tmp_path), TextBatch(batch=1, seq=8))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UnknownModel, match="no field model_type"):
+        load_model(str(tmp_path), TextBatch(batch=1, seq=8))
+
+
+def test_without_transformers_a_named_shape_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = cli("plan", "gpt2-124m", *FAST)
+    assert done.exit_code == 1
+    assert "pip install elixir-compile[hf]" in done.stderr
+
+
+def test_recompute_saves_less(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    fields = {"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"bos_token_id": 0, "eos_token_id": 0}), encoding="utf-8")
+    sizes = [
+        plan_from_json(cli("plan", tmp_path, *FAST, "--batch", 4, "--seq", 64, flag, "--json").stdout)
+        for flag in ("--recompute", "--no-recompute")
+    ]
+    assert sizes[0].prediction.device_peak_bytes < sizes[1].prediction.device_peak_bytes
+
+
+def test_recompute_of_a_model_that_cannot_is_refused(net: str) -> None:
+    assert "cannot be told to recompute" in cli("plan", net, *FAST, "--recompute").stderr

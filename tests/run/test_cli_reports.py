@@ -1,0 +1,71 @@
+"""`elixir-compile explain` and `diff`: text or JSON on stdout, a mistake as one line on stderr."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import elixir_compile as elixir
+from elixir_compile.cli.main import app
+from elixir_compile.ir import Origin, Record, record_to_json
+from elixir_compile.search import plan
+from tests.pure.problems import tight_problem
+from tests.pure.search.test_planner import chain_of, problem_of
+
+PLAN = plan(tight_problem(), "greedy")
+WIDE = plan(problem_of(chain_of(6)), "greedy")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Return a folder with two plans, a record, half a plan and something else."""
+    elixir.save_plan(PLAN, tmp_path / "plan.json")
+    elixir.save_plan(WIDE, tmp_path / "wide.json")
+    record = Record(origin=Origin.MEASURED, step_s=1.0, device_peak_bytes=1, host_peak_bytes=1)
+    (tmp_path / "record.json").write_text(record_to_json(record))
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "half.json").write_text(text[: len(text) // 2])
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    return tmp_path
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_explain_prints_what_the_function_says(files: Path) -> None:
+    assert run("explain", files / "plan.json").stdout == elixir.explain(PLAN) + "\n"
+    assert run("explain", files / "plan.json", "p2").stdout == elixir.explain(PLAN, "p2") + "\n"
+    found = json.loads(run("explain", files / "plan.json", "b2", "--json").stdout)
+    assert found["buckets"][0]["bucket"]["id"] == "b2"
+
+
+def test_diff_takes_plans_and_records(files: Path) -> None:
+    assert run("diff", files / "plan.json", files / "wide.json").stdout == elixir.diff(PLAN, WIDE) + "\n"
+    assert run("diff", files / "plan.json", files / "plan.json").stdout == "the plans are equal\n"
+    assert "measured" in run("diff", files / "plan.json", files / "record.json").stdout
+    found = json.loads(run("diff", files / "plan.json", files / "record.json", "--json").stdout)
+    assert found["comparisons"][0]["what"] == "step_s"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["explain", "plan.json", "b77"], "no bucket, region, parameter or module 'b77'"),
+        (["explain", "half.json"], "plan file"),
+        (["explain", "binary.json"], "a text file"),
+        (["explain", "nowhere.json"], "a file that can be read"),
+        (["explain", "record.json"], "expected 'plan'"),
+        (["diff", "plan.json", "half.json"], "plan file"),
+        (["diff", "record.json", "plan.json"], "expected 'plan'"),
+        (["diff", "plan.json", "binary.json", "--json"], "a text file"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr(files: Path, args: list[str], said: str) -> None:
+    done = run(args[0], *[files / arg if arg.endswith(".json") else arg for arg in args[1:]])
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1

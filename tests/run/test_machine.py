@@ -1,0 +1,278 @@
+"""A measured machine is one that could be, comes back from the cache as it went in, and is found in the right order."""
+
+import json
+import multiprocessing
+import sys
+import threading
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import distributed
+from typer.testing import CliRunner
+
+from elixir_compile.api.budget import machine
+from elixir_compile.api.machines import cached_machine, machine_path, store_machine, with_memory
+from elixir_compile.cli.main import app
+from elixir_compile.errors import ElixirWarning, ProfileFileError, UnknownHardware
+from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, preset, profile_for
+from elixir_compile.measure.machine import measure_machine, memory_sizes_bytes, rounds, sizes
+from elixir_compile.measure.machine.clock import MIN_REPEATS, beside, median_s
+from elixir_compile.measure.machine.collectives import fitted_line
+from elixir_compile.measure.machine.copies import copies_of
+from elixir_compile.measure.machine.sizes import available_host_bytes, group_limit_bytes, host_memory_bytes
+from elixir_compile.runtime.slab import is_slab_memory
+from elixir_compile.units import GIB, MIB
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def measured() -> Cluster:
+    return measure_machine(CPU, seconds=1.0)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def remembered() -> Cluster:
+    """A profile that cannot be the rough one, with the memory of this machine."""
+    rough = profile_for("cpu", *memory_sizes_bytes(CPU), "cpu")
+    device = replace(rough.device, launch_s=0.125, source="measured, for a test")
+    return Cluster(nodes=(replace(rough.nodes[0], device=device),))
+
+
+def test_a_measured_cpu_is_one_that_could_be(measured: Cluster) -> None:
+    device, host = measured.device, measured.host
+    assert measured.num_ranks == 1
+    assert (device.memory_bytes, host.memory_bytes) == memory_sizes_bytes(CPU)
+    assert host.pinned_bytes == host.memory_bytes
+    # From a slow laptop to a large server, with the load of other programs.
+    assert set(device.flops_per_s) == {"float32", "bfloat16", "float16", "float64"}
+    assert 1e9 < device.flops_per_s["float32"] < 1e14
+    assert device.flops_per_s["float64"] < 1e13
+    for bytes_per_s in (device.memory_bytes_per_s, host.memory_bytes_per_s):
+        assert 1e8 < bytes_per_s < 1e13
+    for elements_per_s in (device.update_elements_per_s, host.update_elements_per_s):
+        assert 1e7 < elements_per_s < 1e11
+    assert host.busy_update_elements_per_s is not None
+    assert host.busy_update_elements_per_s <= host.update_elements_per_s
+    assert 1e-8 < device.launch_s < 1e-3
+    assert device.source == f"measured, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_a_measured_link_of_a_cpu_hides_nothing(measured: Cluster, direction: str) -> None:
+    link = getattr(measured, direction)
+    assert 1e7 < link.bytes_per_s < 1e12
+    assert 1e-8 < link.latency_s < 1e-2
+    assert link.busy_bytes_per_s is not None
+    assert link.busy_bytes_per_s <= link.bytes_per_s
+    assert not link.overlaps_compute
+
+
+def test_a_measured_profile_is_text_without_a_date(measured: Cluster) -> None:
+    text = cluster_to_json(measured)
+    assert cluster_from_json(text) == measured
+    rates = measured.device.flops_per_s.values()
+    assert all(float(f"{rate:.4g}") == rate for rate in rates)
+
+
+def test_progress_names_what_is_measured_and_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, float]] = []
+    stages = tuple((name, 0.5, lambda device, at_most_s: {"rate": at_most_s}) for name in ("one", "two"))
+    monkeypatch.setattr(rounds, "_STAGES", stages)
+    rounds.measure_rates(CPU, 15.0, lambda title, over: told.append((title, over)))
+    assert [title for title, _ in told] == ["one", "two"] * 3
+    assert [over for _, over in told] == sorted(over for _, over in told)
+    assert told[-1][1] == pytest.approx(5 / 6)
+
+
+def test_rates_are_the_median_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = iter((5.0, 100.0, 4.0))
+    monkeypatch.setattr(rounds, "_STAGES", (("one", 1.0, lambda device, at_most_s: {"rate": next(found)}),))
+    assert rounds.measure_rates(CPU, 19.0, lambda title, over: None) == {"rate": 5.0}
+
+
+def test_the_first_run_does_not_count_and_three_others_do() -> None:
+    calls: list[int] = []
+    assert median_s(lambda: calls.append(1), CPU, at_most_s=0.0) < 0.1
+    assert len(calls) == 1 + MIN_REPEATS
+
+
+def test_what_runs_beside_runs_in_another_thread_and_its_exception_arrives() -> None:
+    threads: set[int] = set()
+    with beside(lambda: threads.add(threading.get_ident())):
+        pass
+    assert threads
+    assert threading.get_ident() not in threads
+
+    def fails() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"), beside(fails):
+        pass
+
+
+def test_copies_carry_every_byte_between_a_slab_and_memory_of_the_device() -> None:
+    copies = copies_of(CPU, 3 * MIB)
+    arrived, landed = copies.h2d(), copies.d2h()
+    assert arrived.numel() == landed.numel() == 3 * MIB
+    assert bool((arrived == 1).all())
+    assert bool((landed == 2).all())
+    assert not is_slab_memory(arrived.data_ptr())
+    assert is_slab_memory(landed.data_ptr())
+    assert copies.h2d().data_ptr() != arrived.data_ptr()
+
+
+@pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(1e-4, 1e9), (0.0, 5e8)])
+def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
+    points = [(float(size), latency_s + size / bytes_per_s) for size in (1e4, 1e6, 1e7)]
+    assert fitted_line(points) == (pytest.approx(latency_s, abs=1e-12), pytest.approx(bytes_per_s))
+
+
+def test_noise_gives_no_negative_latency_or_rate() -> None:
+    assert fitted_line([(1e4, 1e-9), (1e6, 1e-3), (1e7, 2e-2)])[0] == 0.0
+    latency_s, bytes_per_s = fitted_line([(1e4, 2e-3), (1e6, 1e-3), (1e7, 5e-4)])
+    assert latency_s >= 0
+    assert bytes_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/", "memory.max"),
+        ("0::/user/job", "user/memory.max"),
+        ("4:cpu,memory:/job", "memory/job/memory.limit_in_bytes"),
+    ],
+)
+def test_a_control_group_limits_the_memory(tmp_path: Path, line: str, file: str) -> None:
+    memberships, groups = tmp_path / "cgroup", tmp_path / "groups"
+    memberships.write_text(f"{line}\n7:blkio:/\n")
+    (groups / file).parent.mkdir(parents=True)
+    (groups / file).write_text(f"{4 * GIB}\n")
+    assert group_limit_bytes(memberships, groups) == 4 * GIB
+
+
+def test_no_control_group_no_limit(tmp_path: Path) -> None:
+    assert group_limit_bytes(tmp_path / "missing", tmp_path) is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert group_limit_bytes(tmp_path / "cgroup", tmp_path) is None
+
+
+def test_what_is_free_is_less_than_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < available_host_bytes() < host_memory_bytes()
+    monkeypatch.setattr(sizes, "host_memory_bytes", lambda: psutil.Process().memory_info().rss + MIB)
+    assert available_host_bytes() < 64 * MIB
+
+
+def test_the_cache_gives_back_what_was_stored() -> None:
+    assert cached_machine(CPU) is None
+    path = store_machine(remembered(), CPU)
+    assert cached_machine(CPU) == remembered()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_another_number_of_threads_is_another_machine() -> None:
+    store_machine(remembered(), CPU)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads + 1)
+    try:
+        assert cached_machine(CPU) is None
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"elixir": "machine", "form', b"\xff\xfe", b'{"elixir": "plan"}'])
+def test_a_broken_cache_file_is_named_and_ignored(content: bytes) -> None:
+    path = machine_path(CPU)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.warns(ElixirWarning, match=path.name):
+        assert machine(CPU) == profile_for("cpu", *memory_sizes_bytes(CPU), "cpu")
+
+
+def test_memory_is_that_of_now() -> None:
+    cluster = with_memory(preset("a100-40g", num_devices=2), 8 * GIB, 4 * GIB)
+    assert cluster.num_ranks == 2
+    assert cluster.device.memory_bytes == 8 * GIB
+    assert cluster.host.memory_bytes == 4 * GIB
+    assert cluster.host.pinned_bytes <= 4 * GIB
+    assert cluster.host.reserve_bytes < 4 * GIB
+
+
+def test_a_name_or_file_comes_before_the_cache_and_the_cache_before_the_rough_profile(tmp_path: Path) -> None:
+    assert machine(CPU) == profile_for("cpu", *memory_sizes_bytes(CPU), "cpu")
+    store_machine(remembered(), CPU)
+    assert machine(CPU) == remembered()
+    assert machine(CPU, "2 x a100-40g") == preset("a100-40g", num_devices=2)
+    profile = tmp_path / "machine.json"
+    profile.write_text(cluster_to_json(preset("l4-24g")))
+    assert machine(CPU, str(profile)) == preset("l4-24g")
+
+
+def test_hardware_that_is_neither_name_nor_profile(tmp_path: Path) -> None:
+    with pytest.raises(UnknownHardware, match="a100-40g"):
+        machine(CPU, "a100-40gb")
+    with pytest.raises(ProfileFileError, match=r"missing\.json"):
+        machine(CPU, str(tmp_path / "missing.json"))
+    broken = tmp_path / "broken.json"
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(ProfileFileError, match=r"broken\.json"):
+        machine(CPU, str(broken))
+
+
+def test_the_command_prints_the_profile_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
+) -> None:
+    monkeypatch.setattr("elixir_compile.cli.measure.measure_machine", lambda device, **_: measured)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    saved = tmp_path / "machine.json"
+    done = CliRunner().invoke(app, ["measure", "-o", str(saved), "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["elixir"] == "machine"
+    assert cluster_from_json(done.stdout) == cluster_from_json(saved.read_text()) == measured
+    assert cached_machine(CPU) == measured
+    shown = CliRunner().invoke(app, ["measure"])
+    for words in ("host to device", "Adam on the host", "matrix products, float32", "while copies run"):
+        assert words in shown.stdout
+
+
+def test_the_command_says_what_it_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
+) -> None:
+    monkeypatch.setattr("elixir_compile.cli.measure.measure_machine", lambda device, **_: measured)
+    done = CliRunner().invoke(app, ["measure", "-o", str(tmp_path / "missing" / "machine.json")])
+    assert done.exit_code == 1
+    assert "cannot write" in done.stderr
+    assert cached_machine(CPU) == measured
+
+
+def rank_measures(rank: int, file: str) -> Cluster:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # as pytest has it; this process is a new one
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        return measure_machine(CPU, seconds=1.0)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="gloo over a file")
+def test_two_ranks_share_a_profile_with_a_link_between_them(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=2, mp_context=spawn) as pool:
+        first, second = pool.map(rank_measures, (0, 1), (str(tmp_path / "group"),) * 2)
+    assert first == second
+    assert first.num_ranks == first.num_local_ranks == 2
+    assert first.collective is not None
+    assert 1e6 < first.collective.bytes_per_s < 1e12
+    assert 0 <= first.collective.latency_s < 1.0

@@ -1,0 +1,280 @@
+"""After the first steps a plan is corrected: once, without a capture, with the same weights."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from models import Stack, seeded, vectors
+from torch import nn
+from training import Run, assert_same, by_elixir, on_host, planned_peak_bytes
+
+import elixir_compile as elixir
+from elixir_compile import search
+from elixir_compile.api import compilation as compiling
+from elixir_compile.api import planning
+from elixir_compile.api.correction import Correction, correct
+from elixir_compile.api.replan import Outcome, replan
+from elixir_compile.api.watch import STEPS_SKIPPED, STEPS_TIMED, Seen, Watch
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import Lane, Plan, Span, Tier
+from elixir_compile.options import Options
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+from elixir_compile.simulate import prices
+
+WIDTH = 128
+NUM_WATCHED = STEPS_SKIPPED + STEPS_TIMED
+PLAIN = {"planner": "greedy", "plan_cache": False}
+# The budget under which links a hundred times slower lead to a plan that is worth changing.
+SHARE = 0.5
+
+
+def slowed(cluster: Cluster, factor: float) -> Cluster:
+    """Return `cluster` with links that overlap compute and are `factor` times slower."""
+    nodes = tuple(
+        replace(
+            node,
+            h2d=replace(node.h2d, bytes_per_s=node.h2d.bytes_per_s / factor, overlaps_compute=True),
+            d2h=replace(node.d2h, bytes_per_s=node.d2h.bytes_per_s / factor, overlaps_compute=True),
+        )
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
+
+
+def seen_on(cluster: Cluster, problem: Problem, plan: Plan, *, device_peak_bytes: int | None = None) -> Seen:
+    """Return what two steps of `plan` would show on `cluster`."""
+    price = prices(problem.graph, plan.buckets, cluster)
+    index = {op.id: i for i, op in enumerate(problem.graph.ops)}
+    seconds = {
+        **{f"run {r.id}": (Lane.COMPUTE, price.run_s(index[r.first], index[r.last])) for r in plan.regions},
+        **{f"gather {name}": (Lane.H2D, own_s) for name, own_s in price.h2d_s.items()},
+        **{f"offload {name}": (Lane.D2H, own_s) for name, own_s in price.d2h_s.items()},
+    }
+    for bucket, home in zip(plan.buckets, plan.placements, strict=True):
+        if home.optim is Tier.DEVICE:
+            seconds[f"update {bucket.id}"] = (Lane.COMPUTE, price.device_update_s[bucket.id])
+        else:
+            staged_s = price.h2d_s[bucket.id] + price.d2h_s[bucket.id] if home.param is Tier.DEVICE else 0.0
+            seconds[f"update {bucket.id}"] = (Lane.HOST, price.host_update_s[bucket.id] + staged_s)
+    spans = [
+        Span(lane=lane, label=label, start_s=step, end_s=step + own_s)
+        for step in (0.0, 1000.0)
+        for label, (lane, own_s) in seconds.items()
+    ]
+    return Seen(period_s=1.0, spans=tuple(spans), device_peak_bytes=device_peak_bytes)
+
+
+@dataclass
+class Machine:
+    """A machine that the profile calls a hundred times slower than it is; steps take what it really needs."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def truth(self) -> Cluster:
+        return slowed(self.problems[0].cluster, 0.01)
+
+
+@pytest.fixture
+def mistaken(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Plan for links a hundred times too slow, and let spans show the truth."""
+    machine, real_machine, real_plan_for = Machine(), planning.machine, compiling.plan_for
+
+    def plan_for(problem: Problem, options: Options) -> Plan:
+        machine.problems.append(problem)
+        return real_plan_for(problem, options)
+
+    def correct_by_truth(problem: Problem, plan: Plan, seen: Seen) -> Correction | None:
+        assert {span.label for span in seen.spans} >= {f"run {region.id}" for region in plan.regions}
+        return correct(problem, plan, seen_on(machine.truth, problem, plan))
+
+    monkeypatch.setattr(planning, "machine", lambda *args: slowed(real_machine(*args), 100))
+    monkeypatch.setattr(compiling, "plan_for", plan_for)
+    monkeypatch.setattr(compiling, "correct", correct_by_truth)
+    return machine
+
+
+def model() -> torch.nn.Module:
+    return seeded(Stack, WIDTH, 8)
+
+
+def batches(num_batches: int) -> list[torch.Tensor]:
+    return vectors(num_batches, rows=32, width=WIDTH)
+
+
+@pytest.fixture(scope="module")
+def tight() -> int:
+    """A budget under which half of the model has to move."""
+    run = by_elixir(model(), **PLAIN).train(batches(1))
+    return int(SHARE * planned_peak_bytes(run))
+
+
+def homes(run: Run) -> dict[str, tuple[Tier, Tier]]:
+    placed = executor_of(run.model).buckets_in_force(for_training=True)
+    return {bucket.id: (placement.param, placement.optim) for bucket, placement in placed}
+
+
+def test_a_wrong_profile_leads_to_one_more_search_and_no_capture(
+    mistaken: Machine, tight: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="elixir_compile")
+    run = by_elixir(model(), device_memory=tight, report=True, **PLAIN).train(batches(NUM_WATCHED))
+    (record,) = elixir.compilations(run.model)
+    before, before_homes, num_searches = record.plan, homes(run), len(mistaken.problems)
+    run.train(batches(NUM_WATCHED + 3)[NUM_WATCHED:])
+    assert elixir.compilations(run.model) == [record]
+    assert len(executor_of(run.model).compilations) == 1
+    assert len(mistaken.problems) == num_searches + 1
+    (line,) = [line for line in caplog.messages if line.startswith("replanned: step was")]
+    assert "regions measured" in line
+    assert homes(run) != before_homes
+    assert record.plan.prediction.step_s < before.prediction.step_s
+    again = by_elixir(model(), device_memory=tight, replan=False, **PLAIN).train(batches(NUM_WATCHED + 3))
+    assert homes(again) == before_homes
+    assert_same(again, run)
+
+
+def test_the_new_plan_stays_inside_the_budget(mistaken: Machine, tight: int) -> None:
+    run = by_elixir(model(), device_memory=tight, **PLAIN).train(batches(NUM_WATCHED + 2))
+    assert len(mistaken.problems) == 2
+    record = elixir.measure_step(lambda: run.train(batches(1)))
+    (compilation,) = elixir.compilations(run.model)
+    verbs = ("gather", "release", "reduce", "offload", "run")
+    planned = [action.verb for action in compilation.plan.schedules[0].actions]
+    assert {verb: record.counts[verb] for verb in verbs} == {verb: planned.count(verb) for verb in verbs}
+    assert on_host(run)
+
+
+def test_a_plan_that_moves_nothing_is_only_repriced() -> None:
+    # Nothing here computes as fast as that.
+    run = by_elixir(model(), **PLAIN, hardware="h100-80g").train(batches(NUM_WATCHED))
+    (record,) = elixir.compilations(run.model)
+    before, programs = record.plan, (record.forward, record.backward)
+    run.train(batches(1))
+    assert (record.forward, record.backward) == programs
+    assert record.plan.placements == before.placements
+    assert record.plan.prediction.step_s != before.prediction.step_s
+    assert not executor_of(run.model).ledger.is_recording
+
+
+class Turned(nn.Module):
+    """Saves results whose strides are transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x).t())
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_plan_of_several_regions_becomes_one_of_one(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets and their optimizer state come back; the whole backward reads what a whole forward saves."""
+    monkeypatch.setattr(compiling, "replan", lambda problem, plan, correction, search: _whole(problem, search))
+    options = {"inner": inner, "replan": True, **PLAIN}
+    whole = by_elixir(seeded(Turned), **{**options, "replan": False}).train(vectors(NUM_WATCHED + 2, rows=64))
+    run = by_elixir(seeded(Turned), device_memory=int(SHARE * planned_peak_bytes(whole)), **options)
+    run.train(vectors(NUM_WATCHED, rows=64))
+    (record,) = elixir.compilations(run.model)
+    assert len(record.plan.regions) > 2
+    assert on_host(run)
+    run.train(vectors(NUM_WATCHED + 2, rows=64)[NUM_WATCHED:])
+    assert len(record.plan.regions) == 2
+    assert not on_host(run)
+    if inner == "aot_eager":
+        assert_same(whole, run)
+    for want, got in zip(whole.losses, run.losses, strict=True):
+        # Inductor fuses a whole phase differently from its pieces.
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def _whole(problem: Problem, search: Callable[[Problem], Plan]) -> Outcome:
+    free = replace(problem, budget_bytes=2**40, buckets=(), placements=())
+    return Outcome(plan=search(free), is_new=True, line="")
+
+
+def test_a_right_profile_changes_nothing(mistaken: Machine, tight: int) -> None:
+    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
+    (problem,) = mistaken.problems
+    plan = search.plan(problem)
+    correction = correct(problem, plan, seen_on(problem.cluster, problem, plan))
+    assert correction.cluster.h2d.bytes_per_s == pytest.approx(problem.cluster.h2d.bytes_per_s)
+    assert correction.cluster.host.update_elements_per_s == pytest.approx(problem.cluster.host.update_elements_per_s)
+    assert replan(problem, plan, correction, None) is None
+
+
+def test_rates_become_those_of_the_machine(mistaken: Machine, tight: int) -> None:
+    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
+    (problem,) = mistaken.problems
+    plan = search.plan(problem)
+    correction = correct(problem, plan, seen_on(mistaken.truth, problem, plan))
+    assert correction.cluster.h2d.bytes_per_s == pytest.approx(mistaken.truth.h2d.bytes_per_s, rel=0.05)
+    assert correction.cluster.d2h.bytes_per_s == pytest.approx(mistaken.truth.d2h.bytes_per_s, rel=0.05)
+    assert correction.cluster.name == problem.cluster.name
+
+
+def test_a_peak_above_the_plan_becomes_base_bytes(mistaken: Machine, tight: int) -> None:
+    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
+    (problem,) = mistaken.problems
+    plan = search.plan(problem)
+    peak_bytes = plan.budget_bytes + 1000
+    correction = correct(problem, plan, seen_on(problem.cluster, problem, plan, device_peak_bytes=peak_bytes))
+    assert correction.excess_bytes == peak_bytes - plan.prediction.device_peak_bytes
+    foreign = replace(seen_on(problem.cluster, problem, plan, device_peak_bytes=peak_bytes), foreign_bytes=1000)
+    assert correct(problem, plan, foreign).excess_bytes == 0
+    outcome = replan(problem, plan, correction, search.plan)
+    assert outcome.is_new
+    assert outcome.plan.base_bytes == plan.base_bytes + correction.excess_bytes
+    assert outcome.plan.prediction.device_peak_bytes <= plan.budget_bytes
+    assert "above the plan" in outcome.line
+
+
+def test_where_nothing_fits_any_more_the_plan_stays_and_says_so(mistaken: Machine, tight: int) -> None:
+    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
+    (problem,) = mistaken.problems
+    plan = search.plan(problem)
+    correction = correct(problem, plan, seen_on(problem.cluster, problem, plan, device_peak_bytes=2**40))
+    outcome = replan(problem, plan, correction, search.plan)
+    assert not outcome.is_new
+    assert outcome.plan.placements == plan.placements
+    assert outcome.plan.prediction.device_peak_bytes == 2**40
+
+
+def test_an_unseen_region_corrects_nothing(mistaken: Machine, tight: int) -> None:
+    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
+    (problem,) = mistaken.problems
+    plan = search.plan(problem)
+    seen = seen_on(problem.cluster, problem, plan)
+    spans = tuple(span for span in seen.spans if span.label != f"run {plan.regions[-1].id}")
+    assert correct(problem, plan, replace(seen, spans=spans)) is None
+
+
+def test_a_watch_speaks_once_and_then_records_no_more() -> None:
+    executor = Executor(torch.device("cpu"), "m")
+    watch = Watch(executor, is_on=True, records=True)
+    answers = []
+    for _ in range(NUM_WATCHED + 3):
+        answers.append(watch.forward_begins())
+        with executor.ledger.span(Lane.COMPUTE, "run fwd.0"):
+            pass
+    assert [answer is not None for answer in answers] == [False] * NUM_WATCHED + [True, False, False]
+    assert len(answers[NUM_WATCHED].spans) == STEPS_TIMED
+    assert not executor.ledger.is_recording
+
+
+def test_a_stopped_watch_is_silent() -> None:
+    executor = Executor(torch.device("cpu"), "m")
+    watch = Watch(executor, is_on=True, records=True)
+    for _ in range(STEPS_SKIPPED + 1):
+        assert watch.forward_begins() is None
+    assert executor.ledger.is_recording
+    watch.stop()
+    assert not executor.ledger.is_recording
+    assert all(watch.forward_begins() is None for _ in range(NUM_WATCHED))

@@ -1,0 +1,61 @@
+"""`saved`: a plan for something else is refused, and the error names both."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import elixir_compile as elixir
+from elixir_compile.api.saved import load_plan_for, load_plan_or_record
+from elixir_compile.hardware import Cluster, profile_for
+from elixir_compile.ir import Origin, Record, record_to_json
+from elixir_compile.search import plan
+from elixir_compile.units import GIB
+from tests.pure.search.test_planner import chain_of, problem_of
+
+GRAPH = chain_of(3)
+PLAN = plan(problem_of(GRAPH), "greedy")
+HERE = profile_for("cuda", GIB, GIB, "cuda")
+
+
+def pair() -> Cluster:
+    """Return two of the same device on one host."""
+    return replace(HERE, nodes=(replace(HERE.nodes[0], num_devices=2, peer=HERE.h2d),))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    elixir.save_plan(PLAN, tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_plan_for_this_is_read(path: Path) -> None:
+    assert load_plan_for(path, GRAPH, HERE) == PLAN
+
+
+def test_another_graph_names_what_it_was_made_for_first(path: Path) -> None:
+    with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
+        load_plan_for(path, chain_of(2), HERE)
+    assert caught.value.expected == PLAN.graph
+    assert caught.value.got != PLAN.graph
+
+
+def test_another_machine_names_both(path: Path) -> None:
+    with pytest.raises(elixir.PlanMismatch, match="another machine: it was made for 1 x cuda, here is 1 x a100"):
+        load_plan_for(path, GRAPH, profile_for("cuda", GIB, GIB, "a100"))
+
+
+def test_another_number_of_ranks_names_both(path: Path) -> None:
+    with pytest.raises(elixir.PlanMismatch, match=r"made for 1 \(1 x cuda\), here is 2 \(2 x cuda\)") as caught:
+        load_plan_for(path, GRAPH, pair())
+    assert caught.value.what == "number of ranks"
+
+
+def test_a_file_is_read_as_what_it_says_it_is(path: Path, tmp_path: Path) -> None:
+    record = Record(origin=Origin.MEASURED, step_s=1.0, device_peak_bytes=1, host_peak_bytes=1)
+    (tmp_path / "record.json").write_text(record_to_json(record))
+    assert load_plan_or_record(path) == PLAN
+    assert load_plan_or_record(tmp_path / "record.json") == record
+    (tmp_path / "other.json").write_text('{"elixir": "machine"}')
+    with pytest.raises(elixir.PlanFileError, match="expected 'plan'"):
+        load_plan_or_record(tmp_path / "other.json")
