@@ -72,6 +72,8 @@ def cached_plan(problem: Problem, options: Options) -> Plan | None:
         if not _holds(kept, problem, options):
             return None
         found = replace(kept, name=problem.name, budget_bytes=problem.budget_bytes)
+        if problem.budget_bytes > kept.budget_bytes and not _keeps_all(kept):
+            found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # proved for less memory
         verify(problem.graph, found)
     except ElixirError as error:
         _drop(path, error)

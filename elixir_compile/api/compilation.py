@@ -1,7 +1,7 @@
 """One captured graph on its way from capture to a running program, and its record after."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -230,8 +230,11 @@ class Compilation:
     # Running.
 
     def _run_forward(self, args: list[Any]) -> Any:
-        if not self.is_inference:
-            self._look_back()
+        if self.is_inference:
+            for other in self._executor.compilations:
+                other._watch.restart()  # It runs the same buckets, and regions of the same labels.
+        else:
+            self._look_back(args)
         self._keep_current(args)
         self._executor.begin()
         try:
@@ -254,11 +257,14 @@ class Compilation:
             self._executor.abandon()
             raise
 
-    def _look_back(self) -> None:
+    def _look_back(self, args: Sequence[Any]) -> None:
         """Before a forward: once enough steps went by, say what they took, and correct the plan where it was wrong."""
         for other in self._executor.compilations:
             if other is not self and not other.is_inference:
                 other._watch.stop()  # Spans of two graphs have the same labels.
+        if any(value != self._planned_size(name, example) for name, example, value in self._sizes_of(args)):
+            self._watch.restart()
+            return
         seen = self._watch.forward_begins()
         if seen is not None:
             self._progress.measured(self.plan, seen)
@@ -278,13 +284,18 @@ class Compilation:
             outcome = replan(self._problem, self.plan, self._correction, search)
             if outcome is None:
                 return
+            before = self.plan, self.forward, self.backward
             self.plan = outcome.plan
             self._progress.say(outcome.line)
             if outcome.is_new:
                 self._progress.planned(self.plan)
-                self._write_forward()
-                if self._wants_backward:
-                    self._write_backward()
+                try:
+                    self._write_forward()
+                    if self._wants_backward:
+                        self._write_backward()
+                except BaseException:
+                    self.plan, self.forward, self.backward = before
+                    raise
                 self._executor.move(self.plan.buckets, self.plan.placements)
                 self._generation = self._executor.generation
 
@@ -325,15 +336,24 @@ class Compilation:
 
     def _grown(self, args: Sequence[Any]) -> Mapping[str, int]:
         """Return the symbols whose value exceeds what was planned for."""
+        return {
+            name: value
+            for name, example, value in self._sizes_of(args)
+            if value > self._sizes.setdefault(name, self._planned_size(name, example))
+        }
+
+    def _planned_size(self, name: str, example: torch.SymInt) -> int:
+        return self._sizes.get(name, compat.evaluate_size(example, {}))
+
+    def _sizes_of(self, args: Sequence[Any]) -> Iterator[tuple[str, torch.SymInt, int]]:
+        """Yield each input that is a symbol: its name, its value in the capture, and its value now."""
         placeholders = self._captured.forward.graph.find_nodes(op="placeholder")
-        grown: dict[str, int] = {}
         for node, value in zip(placeholders, args, strict=True):
             example = node.meta.get("val")
             if isinstance(example, torch.SymInt):
                 name, _ = compat.expression_of(example)
-                if name.isidentifier() and value > self._sizes.setdefault(name, compat.evaluate_size(example, {})):
-                    grown[name] = value
-        return grown
+                if name.isidentifier():
+                    yield name, example, value
 
 
 def _placeholders(half: fx.GraphModule) -> list[fx.Node]:

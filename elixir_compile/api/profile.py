@@ -10,8 +10,10 @@ measures nothing.
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -132,15 +134,19 @@ class Profiler:
             return False
         self._known[key] = took
         self._num_run += 1
-        write_cached(_path(key), json.dumps(asdict(took)))
+        with suppress(OSError):  # a folder that may only be read: the next start measures again
+            write_cached(_path(key), json.dumps(asdict(took)))
         return True
 
     def _is_known(self, key: str) -> bool:
         if key not in self._known:
             try:
-                self._known[key] = RegionTime(**json.loads(_path(key).read_text(encoding="utf-8")))
+                known = RegionTime(**json.loads(_path(key).read_text(encoding="utf-8")))
+                if not 0 <= known.run_s < math.inf:
+                    return False
             except (OSError, ValueError, TypeError):
                 return False  # measured again, and the file with it
+            self._known[key] = known
         return True
 
 

@@ -57,6 +57,13 @@ class Watch:
             return None
         return self._end()
 
+    def restart(self) -> None:
+        """Forget the steps so far: what ran in between has the same labels, or was of another size."""
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+        del self._began_s[STEPS_SKIPPED:]
+
     def stop(self) -> None:
         """Give up: steps of this compilation cannot be told apart from those of another."""
         self._is_on = False

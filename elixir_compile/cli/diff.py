@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from elixir_compile.api.saved import load_plan, load_plan_or_record
+from elixir_compile.cli.failure import fail
 from elixir_compile.errors import ElixirError
 from elixir_compile.report.diff import diff_text, difference
 
@@ -16,7 +17,6 @@ def run_diff(*, first: Path, second: Path, as_json: bool) -> int:
     try:
         found = difference(load_plan(first), load_plan_or_record(second))
     except ElixirError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 1
+        return fail(error, as_json=as_json)
     typer.echo(json.dumps(asdict(found), indent=1) if as_json else diff_text(found))
     return 0

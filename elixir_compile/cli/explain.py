@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from elixir_compile.api.saved import load_plan
+from elixir_compile.cli.failure import fail
 from elixir_compile.errors import ElixirError
 from elixir_compile.report.explain import answer, answer_text
 
@@ -17,8 +18,7 @@ def run_explain(*, plan: Path, subject: str, as_json: bool) -> int:
         made = load_plan(plan)
         found = answer(made, subject)
     except ElixirError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 1
+        return fail(error, as_json=as_json)
     text = json.dumps(asdict(found), indent=1) if as_json else answer_text(found, made.prediction.device_peak_at)
     typer.echo(text)
     return 0

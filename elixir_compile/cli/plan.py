@@ -30,10 +30,11 @@ def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, out
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         made, batch = _made(request, notes, state_bytes=state_bytes, is_largest=is_largest)
-        if output is not None:
-            save_plan(made, output)
     except ElixirError as error:
         return fail(error, as_json=as_json)
+    try:
+        if output is not None:
+            save_plan(made, output)
     except OSError as error:
         notes.print(f"error: cannot write {output}: {error.strerror}", markup=False)
         return 1

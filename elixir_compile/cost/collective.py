@@ -1,6 +1,6 @@
 """Seconds of a ring collective over all ranks of a cluster.
 
-    gather_whole_s = (ranks - 1) * latency_s + bytes * (ranks - 1) / ranks / bytes_per_s
+    collective_s = (ranks - 1) * latency_s + bytes * (ranks - 1) / ranks / bytes_per_s
 
 A reduce-scatter moves as many bytes the other way round. Not modelled: trees, and a network and a peer link at once.
 """

@@ -26,8 +26,9 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """How plans name it: `4 x a100-40g`."""
-        return f"{self.num_ranks} x {self.device.name}"
+        """How plans name it: `4 x a100-40g`, and `2 x 4 x a100-40g` for two nodes of four."""
+        nodes = f"{len(self.nodes)} x " if len(self.nodes) > 1 else ""
+        return f"{nodes}{self.num_local_ranks} x {self.device.name}"
 
     @property
     def num_ranks(self) -> int:

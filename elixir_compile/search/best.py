@@ -105,7 +105,8 @@ def place_best(
 ) -> Draft:
     """Return the best draft found in `timeout_s` seconds, with its certificate; `first` fits, `others` may."""
     if not judge.facts.buckets:
-        return first
+        certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
+        return replace(first, certificate=certificate)
     began_s = time.monotonic()
     search = _Search(judge, began_s + timeout_s * _SEARCH_SHARE, replace(first, planner="milp"))
     candidates = [first.levels, *others]
@@ -118,10 +119,12 @@ def place_best(
     start = relaxed(program, search.deadline_s)
     if start is None:
         return replace(search.best, decisions=decisions(program, search.best))
+    proved = _certificate(program, start)
     if candidates[0] == judge.facts.start_levels:
         # What fits stays: a machine's profile is not so exact that a faster update elsewhere is a reason to move.
-        return replace(search.found[first.levels], certificate=_certificate(program, start, search))
-    bound_s = program.seconds(start.bound)
+        stays = search.found[first.levels]
+        return replace(stays, certificate=replace(proved, bound_s=min(proved.bound_s, stays.step_s)))
+    bound_s = proved.bound_s
     search.round(program, bound_s * (1 + tolerance))
     if search.best.step_s > bound_s * (1 + tolerance):
         bound_s = max(bound_s, search.solve(program, began_s + timeout_s * _SOLVER_SHARE, tolerance))
@@ -129,13 +132,14 @@ def place_best(
         search.flip()
     log.debug("searched %s in %s", judge.facts.problem.name, format_s(time.monotonic() - began_s))
     best = search.leanest(shortest_s, tolerance)
-    certificate = replace(_certificate(program, start, search), bound_s=min(bound_s, best.step_s))
+    certificate = replace(proved, bound_s=min(bound_s, best.step_s))
     return replace(best, certificate=certificate, decisions=decisions(program, best))
 
 
-def _certificate(program: Program, start: Solution, search: _Search) -> Certificate:
+def _certificate(program: Program, start: Solution) -> Certificate:
+    """What the relaxed optimum proves; asked before other rows come in, or one more GiB would not compare."""
     return Certificate(
-        bound_s=min(program.seconds(start.bound), search.best.step_s),
+        bound_s=program.seconds(start.bound),
         binding=program.binding(start),
         gib_saves_s=gib_saves_s(program, start, time.monotonic() + 1.0),
     )

@@ -23,6 +23,7 @@ updates are compute. Source of the formula: flow shops, Johnson 1954.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,29 +189,62 @@ def updates(facts: Facts, prices: Prices, choices: Mapping[Choice, int]) -> list
 
 
 def _run_phase(name: str, facts: Facts, prices: Prices, choices: Mapping[Choice, int], first: int, end: int) -> Phase:
-    places = _events(facts, first, end)
-    table = _Table(name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(places), choices)
-    row = table.lanes.index(Lane.COMPUTE)
-    for event, (start, stop) in enumerate(zip(places, [*places[1:], end], strict=True)):
-        table.constants_s[row, event] = prices.run_s(start, stop - 1) if stop > start else 0.0
-    event_of = {place: event for event, place in enumerate(places)}
+    events = _events(facts, first, end)
+    table = _Table(name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(events), choices)
+    _fill_compute(table, prices, events, end)
+    event_of = {(event.place, event.gathers, event.bucket): number for number, event in enumerate(events)}
     for i, level in choices:
         if not is_gathered(facts.buckets[i], level):
             continue
         for stay_first, _ in spans(facts, i, level):
             if first <= stay_first < end:
-                _add_gather(table, prices, facts, (i, level), event_of[stay_first])
+                _add_gather(table, prices, facts, (i, level), event_of[stay_first, True, i])
         gradients = facts.gradients[i]
         if gradients is not None and first <= gradients.complete < end:
-            _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1])
+            _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1, False, i])
     return table.phase()
+
+
+class _Event(NamedTuple):
+    """One bucket at one place; in the order in which the lanes take them."""
+
+    place: int
+    """Index of the op before which it stands."""
+    gathers: bool
+    """Whether its uses begin here; else its gradients are complete, which comes first."""
+    bucket: int
+
+
+def _events(facts: Facts, first: int, end: int) -> list[_Event]:
+    """Every place where the uses of a bucket begin or its gradients are complete, and the beginning of the phase.
+
+    Two buckets at one place are two events: the copy of the second may run beside the all-gather of the first.
+    """
+    found = {_Event(first, False, -1)}
+    for i, (windows, gradients) in enumerate(zip(facts.windows, facts.gradients, strict=True)):
+        found.update(_Event(window.first, True, i) for window in windows if first <= window.first < end)
+        if gradients is not None and first <= gradients.complete < end:
+            found.add(_Event(gradients.complete + 1, False, i))
+    return sorted(found)
+
+
+def _fill_compute(table: _Table, prices: Prices, events: Sequence[_Event], end: int) -> None:
+    """The ops from one place to the next stand at the last event of the place."""
+    row = table.lanes.index(Lane.COMPUTE)
+    for number, event in enumerate(events):
+        stop = events[number + 1].place if number + 1 < len(events) else end
+        if stop > event.place:
+            table.constants_s[row, number] = prices.run_s(event.place, stop - 1)
 
 
 def _add_gather(table: _Table, prices: Prices, facts: Facts, choice: Choice, event: int) -> None:
     bucket = facts.buckets[choice[0]].id
+    copies_compute = prices.lane_of[Lane.H2D] is Lane.COMPUTE
     if choice[1].has_param_on_host:
         _add(table, prices, Lane.H2D, event, choice, prices.h2d_s[bucket])
-    _add(table, prices, Lane.GATHER, event, choice, prices.collective_s[bucket])
+    # A copy that is work for compute can be early, and no path here says that the all-gather comes after it.
+    if not (copies_compute and prices.lane_of[Lane.GATHER] is not Lane.COMPUTE):
+        _add(table, prices, Lane.GATHER, event, choice, prices.collective_s[bucket])
 
 
 def _add_leaving(table: _Table, prices: Prices, facts: Facts, choice: Choice, event: int) -> None:
@@ -222,13 +256,3 @@ def _add_leaving(table: _Table, prices: Prices, facts: Facts, choice: Choice, ev
 
 def _add(table: _Table, prices: Prices, lane: Lane, event: int, choice: Choice, seconds: float) -> None:
     table.add(prices.lane_of[lane], event, choice, seconds)
-
-
-def _events(facts: Facts, first: int, end: int) -> list[int]:
-    """Op indices at which uses begin or gradients are complete; one past the last op where gradients complete there."""
-    places = {first}
-    for windows, gradients in zip(facts.windows, facts.gradients, strict=True):
-        places.update(window.first for window in windows if first <= window.first < end)
-        if gradients is not None and first <= gradients.complete < end:
-            places.add(gradients.complete + 1)
-    return sorted(places)

@@ -88,9 +88,15 @@ class Program:
         )
 
     def rounded(self, x: Vector) -> tuple[Level, ...]:
-        """Return whole levels near x: where a bucket is divided between several, the one with the fewest bytes."""
+        """Return whole levels near x: where a bucket is divided between several, the one with the fewest bytes where
+        memory is fullest."""
+        fullest = int((self.rest_bytes + self.bytes_of @ x).argmax())
+        nbytes = self.bytes_of[fullest]
         return tuple(
-            max(level for level in own if x[self.choices[i, level]] > _DIVIDED)
+            min(
+                (level for level in own if x[self.choices[i, level]] > _DIVIDED),
+                key=lambda level, i=i: (nbytes[self.choices[i, level]], -level),
+            )
             for i, own in enumerate(self.judge.facts.choices)
         )
 

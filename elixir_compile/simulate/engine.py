@@ -119,7 +119,7 @@ class _Lanes:
         self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, seconds)
 
     def wait(self, what: str) -> None:
-        self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], self.ready_s.pop(what))
+        self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], self.ready_s.pop(what, 0.0))
 
     def update(self, bucket: str, placement: Placement) -> None:
         """Update one bucket where its state lives; device updates do not hold up those of the host."""

@@ -59,7 +59,7 @@ def test_diff_takes_plans_and_records(files: Path) -> None:
         (["explain", "record.json"], "expected 'plan'"),
         (["diff", "plan.json", "half.json"], "plan file"),
         (["diff", "record.json", "plan.json"], "expected 'plan'"),
-        (["diff", "plan.json", "binary.json", "--json"], "a text file"),
+        (["diff", "plan.json", "binary.json"], "a text file"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr(files: Path, args: list[str], said: str) -> None:
@@ -69,3 +69,10 @@ def test_a_mistake_is_one_line_on_stderr(files: Path, args: list[str], said: str
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["explain", "half.json"], ["diff", "plan.json", "half.json"]])
+def test_a_mistake_is_an_object_where_json_is_asked_for(files: Path, command: list[str]) -> None:
+    done = run(command[0], *[files / arg for arg in command[1:]], "--json")
+    assert done.exit_code == 1
+    assert "plan file" in json.loads(done.stdout)["error"]

@@ -147,7 +147,7 @@ def test_under_free_memory_a_plan_is_used_while_it_fits_and_is_about_the_best(
     device_share: float, host_share: float, is_used: bool
 ) -> None:
     """A plan that offloads fits any larger device, where there would be a quicker one."""
-    made = plan(PROBLEM, "greedy")
+    made = replace(plan(PROBLEM, "greedy"), bound_s=0.0)
     problem = replace(PROBLEM, budget_bytes=made.prediction.device_peak_bytes + 500)
     store_plan(replace(made, budget_bytes=problem.budget_bytes), problem, FREE)
     budget_bytes = int(device_share * problem.budget_bytes)
@@ -155,6 +155,9 @@ def test_under_free_memory_a_plan_is_used_while_it_fits_and_is_about_the_best(
     found = cached_plan(replace(problem, budget_bytes=budget_bytes, host_budget_bytes=host_bytes), FREE)
     assert (found is not None) == is_used
     assert found is None or found.budget_bytes == budget_bytes
+    if found is not None:
+        # What was proved for less memory is not proved here.
+        assert (found.bound_s is None) == (device_share > 1)
 
 
 def test_under_free_memory_a_plan_that_moves_nothing_is_used_on_any_larger_device() -> None:
