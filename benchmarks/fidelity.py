@@ -97,19 +97,30 @@ def in_turn(chosen: Worker, rivals: dict[str, Worker]) -> dict[str, object]:
 
 
 def run_budget(model: str, share: int | None, budget_bytes: int | None, until_s: float) -> dict[str, object]:
-    """Return the figures of one budget; rules are left out once `until_s`, a monotonic clock's second, is over."""
-    chosen = Worker(model, "milp", budget_bytes)
+    """Return the figures of one budget; rules are left out once `until_s`, a monotonic clock's second, is over.
+
+    A worker that fails or hangs takes nothing but its own budget with it.
+    """
+    row: dict[str, object] = {"model": model, "share": share, "budget_bytes": budget_bytes}
     try:
-        row: dict[str, object] = {"model": model, "share": share, "budget_bytes": budget_bytes}
-        if "shortfall" in chosen.first:
-            return {**row, **chosen.first}
-        row["num_threads"] = chosen.first["num_threads"]
-        row["before"], row["after"] = map(phase_row, chosen.first["phases"])
-        if budget_bytes is not None and time.monotonic() < until_s:
-            row["rules"] = against_rules(model, budget_bytes, chosen)
-        return row
-    finally:
-        chosen.stop()
+        chosen = Worker(model, "milp", budget_bytes)
+        try:
+            return {**row, **budget_figures(model, budget_bytes, chosen, until_s)}
+        finally:
+            chosen.stop()
+    except (RuntimeError, TimeoutError) as error:
+        return {**row, "shortfall": str(error)}
+
+
+def budget_figures(model: str, budget_bytes: int | None, chosen: Worker, until_s: float) -> dict[str, object]:
+    """Return what the chosen plan took and how each rule compares, or why there is no plan."""
+    if "shortfall" in chosen.first:
+        return chosen.first
+    before, after = map(phase_row, chosen.first["phases"])
+    figures = {"num_threads": chosen.first["num_threads"], "before": before, "after": after}
+    if budget_bytes is not None and time.monotonic() < until_s:
+        figures["rules"] = against_rules(model, budget_bytes, chosen)
+    return figures
 
 
 def claims(row: dict) -> dict[str, bool]:
@@ -155,7 +166,7 @@ def run_all(models: Sequence[str], shares: Sequence[int], minutes: float) -> Ite
     for model in models:
         free = run_budget(model, None, None, until_s)
         yield free
-        for share in shares:
+        for share in shares if "after" in free else ():
             yield run_budget(model, share, share * free["after"]["peak_bytes"] // 100, until_s)
 
 
