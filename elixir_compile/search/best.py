@@ -81,6 +81,20 @@ class _Search:
         equals = [draft for draft in self.found.values() if draft.step_s <= limit_s]
         return min(equals, key=lambda draft: (self.judge.host_bytes(draft.levels), draft.step_s))
 
+    def bring_back(self, draft: Draft, longest_s: float, tolerance: float) -> None:
+        """Try to move single buckets of `draft` back towards the device: what need not move stays."""
+        limit_s = min(longest_s, self.best.step_s * (1 + tolerance))
+        levels = list(draft.levels)
+        for bucket, choices in enumerate(self.judge.facts.choices):
+            for nearer in choices[: choices.index(levels[bucket])]:
+                if time.monotonic() > self.deadline_s:
+                    return
+                tried = (*levels[:bucket], nearer, *levels[bucket + 1 :])
+                self.try_levels(tried)
+                if tried in self.found and self.found[tried].step_s <= limit_s:
+                    levels[bucket] = nearer
+                    break
+
     def flip(self) -> None:
         """Move single buckets to other levels as long as that makes the step shorter, or the host emptier."""
         judge, num_flips = self.judge, 0
@@ -131,6 +145,7 @@ def place_best(
     if search.best.step_s > bound_s * (1 + tolerance):
         search.flip()
     log.debug("searched %s in %s", judge.facts.problem.name, format_s(time.monotonic() - began_s))
+    search.bring_back(search.leanest(shortest_s, tolerance), shortest_s, tolerance)
     best = search.leanest(shortest_s, tolerance)
     certificate = replace(proved, bound_s=min(bound_s, best.step_s))
     return replace(best, certificate=certificate, decisions=decisions(program, best))

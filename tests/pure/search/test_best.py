@@ -10,6 +10,7 @@ import pytest
 from elixir_compile.analysis import verify
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import Cluster, Link, profile_for
+from elixir_compile.ir import Tier
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
 from elixir_compile.search.exhaustive import place_exhaustively
@@ -152,10 +153,14 @@ def test_the_count_of_memory_by_rows_is_never_too_high() -> None:
 
 
 def test_more_memory_or_bandwidth_is_never_slower() -> None:
+    """Up to where everything fits: then it stays, though the host could take a part of the update."""
     for _, problem in instances(12):
         before_s = solved_s(problem)
-        more = replace(problem, budget_bytes=problem.budget_bytes * 2)
+        judge = Judge(gather_facts(problem))
+        kept_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)
+        more = replace(problem, budget_bytes=(problem.budget_bytes + kept_bytes) // 2)
         assert solved_s(more) <= before_s * (1 + 1e-9)
+        assert {home.optim for home in plan(replace(problem, budget_bytes=kept_bytes)).placements} == {Tier.DEVICE}
         node = problem.cluster.nodes[0]
         faster = replace(node, h2d=replace(node.h2d, bytes_per_s=node.h2d.bytes_per_s * 3))
         assert solved_s(replace(problem, cluster=Cluster(nodes=(faster,)))) <= before_s * (1 + 1e-9)
@@ -178,6 +183,15 @@ def test_it_is_never_slower_than_a_rule_and_says_what_holds_it_up() -> None:
             num_rules += 1
             assert made.prediction.step_s <= other.prediction.step_s * (1 + 1e-9), rule
     assert num_rules > 12
+
+
+def test_what_need_not_move_stays() -> None:
+    """On a CPU state on the host is updated as fast as anywhere: only as much leaves as the budget asks for."""
+    layers = [Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=8) for i in range(12)]
+    problem = problem_of(chain(layers), profile_for("cpu", GIB, GIB, "cpu"))
+    kept = plan(problem, "keep_all").prediction.device_peak_bytes
+    made = plan(replace(problem, budget_bytes=kept - 1))
+    assert sum(placement.optim is Tier.HOST for placement in made.placements) == 1
 
 
 def test_time_up_gives_the_best_so_far_with_an_honest_gap() -> None:
