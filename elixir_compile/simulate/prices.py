@@ -45,8 +45,8 @@ def prices(graph: StepGraph, buckets: Sequence[Bucket], cluster: Cluster, measur
     seconds = [op_s(op, cluster.device, dtypes[op.writes[0]] if op.writes else "float32") for op in graph.ops]
     index = {op.id: i for i, op in enumerate(graph.ops)} if measured else {}
     lane_of = _lanes(cluster)
-    device_update_s = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
-    host_update_s = {bucket.id: update_s(bucket, Tier.HOST, cluster) for bucket in buckets}
+    device_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
+    host_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.HOST, cluster) for bucket in buckets}
     if lane_of[Lane.HOST] is Lane.COMPUTE:
         # The same cores: that an update is faster for being called the host's is noise of the measurement.
         host_update_s = {name: max(seconds, device_update_s[name]) for name, seconds in host_update_s.items()}
