@@ -42,7 +42,7 @@ def test_training_takes_the_plan_of_an_mlp(tmp_path: Path, run: Callable[..., An
     assert any(placement.param is Tier.HOST for placement in made.placements)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_training_takes_the_plan_of_a_gpt2(tmp_path: Path, inner: str) -> None:
     pytest.importorskip("transformers")
     model, (batch, *_) = small_gpt2(), hf_batches()
