@@ -5,21 +5,14 @@ Nothing else in the package touches `torch._*`, except for public re-exports tha
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo import OptimizedModule
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` is the wrapper that `torch.compile` returned.
-
-    `torch._dynamo.OptimizedModule`, torch 2.11 to 2.13. Gone: ImportError at import.
-    """
-    return isinstance(module, OptimizedModule)
 
 
 def trace_past_logging() -> None:
@@ -32,6 +25,24 @@ def trace_past_logging() -> None:
     once = getattr(logging.Logger, "warning_once", None)  # transformers adds it to the class when it is imported
     if once is not None:
         torch._dynamo.config.ignore_logging_functions.add(once)
+
+
+@contextmanager
+def shapes_apart() -> Iterator[None]:
+    """Keep the shapes that Dynamo sees inside from those it remembers of training: a size that changed between two
+    calls of one forward becomes symbolic in the second.
+
+    `torch._dynamo.pgo._CODE_STATE`, torch 2.11 to 2.13; `torch._dynamo.reset()` would forget the user's compiled code
+    too. Gone: AttributeError at the first plan without training.
+    """
+    from torch._dynamo import pgo
+
+    remembered = pgo._CODE_STATE
+    pgo._CODE_STATE = defaultdict(pgo.CodeState)
+    try:
+        yield
+    finally:
+        pgo._CODE_STATE = remembered
 
 
 def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
@@ -293,17 +304,6 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     first backward.
     """
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
-
-
-def placeholder_source(node: fx.Node) -> str:
-    """Return where Dynamo found a graph input: `L['self']._modules['a']._parameters['weight']`.
-
-    `node._dynamo_source.name`, a property in torch 2.13 and a method before. Gone: the node's own name.
-    """
-    source = getattr(node, "_dynamo_source", None)
-    if source is None:
-        return node.name
-    return source.name() if callable(source.name) else source.name
 
 
 def has_cpp_compiler() -> bool:

@@ -3,15 +3,17 @@
 ```text
 Exception
 └── ElixirError
-    ├── UnknownOption      (ValueError)     an option nobody knows
+    ├── _UnknownName       (ValueError)     a name that is none of those known
+    │   ├── UnknownOption                   an option nobody knows
+    │   ├── UnknownHardware                 a machine that no built-in profile describes
+    │   └── UnknownModel                    a model that is no named shape, function or configuration
+    ├── _FileError         (ValueError)     text that is not what its file should hold
+    │   ├── PlanFileError                   text that is not a plan
+    │   └── ProfileFileError                text that is not a hardware profile
     ├── InvalidOption      (ValueError)     a known option with a value that makes no sense
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
     │   ├── IllegalSchedule                 actions in an order that would compute the wrong thing
     │   └── InvalidProfile                  a number of a hardware profile that no machine has
-    ├── PlanFileError      (ValueError)     text that is not a plan
-    ├── ProfileFileError   (ValueError)     text that is not a hardware profile
-    ├── UnknownHardware    (ValueError)     a machine that no built-in profile describes
-    ├── UnknownModel       (ValueError)     a model that is no named shape, function or configuration
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
     ├── UnknownSubject     (ValueError)     a name that a plan does not have
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
@@ -32,6 +34,7 @@ Each error keeps its facts as fields and as `args`, so it survives pickling betw
 
 import difflib
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from elixir_compile.units import format_bytes
 
@@ -40,19 +43,28 @@ class ElixirError(Exception):
     """The root of every error raised by the package."""
 
 
-class UnknownOption(ElixirError, ValueError):
-    """An option that does not exist."""
+class _UnknownName(ElixirError, ValueError):
+    """A `name` that is none of `known`; `nearest` is the one that looks most like it, or None."""
 
-    def __init__(self, name: str, known: Sequence[str]) -> None:
-        super().__init__(name, tuple(known))
+    def __init__(self, name: str, known: Sequence[str], *facts: object) -> None:
+        super().__init__(name, tuple(known), *facts)
         self.name = name
         self.known = tuple(known)
-        near = difflib.get_close_matches(str(name), self.known, n=1)
-        self.nearest: str | None = near[0] if near else None
+        self.nearest: str | None = next(iter(self._near()), None)
+
+    def _near(self) -> Sequence[str]:
+        """The known names that may be meant, nearest first."""
+        return difflib.get_close_matches(str(self.name), self.known, n=1)
+
+    def _hint(self) -> str:
+        return f"Did you mean {self.nearest!r}? " if self.nearest else ""
+
+
+class UnknownOption(_UnknownName):
+    """An option that does not exist."""
 
     def __str__(self) -> str:
-        hint = f"Did you mean {self.nearest!r}? " if self.nearest else ""
-        return f"unknown option {self.name!r}. {hint}The options are: {', '.join(self.known)}."
+        return f"unknown option {self.name!r}. {self._hint()}The options are: {', '.join(self.known)}."
 
 
 class InvalidOption(ElixirError, ValueError):
@@ -103,71 +115,66 @@ class InvalidProfile(InvalidPlan):
         self.got = got
 
 
-class PlanFileError(ElixirError, ValueError):
+class _FileError(ElixirError, ValueError):
+    """Text that is not what its file should hold."""
+
+    _FILE: ClassVar[str]
+    """What the file should be, in words."""
+
+    def __init__(self, field: str, expected: str, got: object) -> None:
+        super().__init__(field, expected, got)
+        self.field = field
+        self.expected = expected
+        self.got = got
+
+    def __str__(self) -> str:
+        return f"{self._FILE}, {self.field}: expected {self.expected}, got {self.got!r}."
+
+
+class PlanFileError(_FileError):
     """Text that is not a plan: `field` is the path or line at fault."""
 
-    def __init__(self, field: str, expected: str, got: object) -> None:
-        super().__init__(field, expected, got)
-        self.field = field
-        self.expected = expected
-        self.got = got
-
-    def __str__(self) -> str:
-        return f"plan file, {self.field}: expected {self.expected}, got {self.got!r}."
+    _FILE = "plan file"
 
 
-class ProfileFileError(ElixirError, ValueError):
+class ProfileFileError(_FileError):
     """Text that is not a hardware profile: `field` is the path or line at fault, `nodes[0].h2d.bytes_per_s`."""
 
-    def __init__(self, field: str, expected: str, got: object) -> None:
-        super().__init__(field, expected, got)
-        self.field = field
-        self.expected = expected
-        self.got = got
-
-    def __str__(self) -> str:
-        return f"hardware profile, {self.field}: expected {self.expected}, got {self.got!r}."
+    _FILE = "hardware profile"
 
 
-class UnknownHardware(ElixirError, ValueError):
+class UnknownHardware(_UnknownName):
     """A machine that no built-in profile describes; `nearest` is the name that looks most like it, or None."""
 
-    def __init__(self, name: str, known: Sequence[str]) -> None:
-        super().__init__(name, tuple(known))
-        self.name = name
-        self.known = tuple(known)
-        start = str(name).lower()
+    def _near(self) -> Sequence[str]:
+        start = str(self.name).lower()
         # By letters alone "h200" would be nearer to "gh200" than to "h200-141g".
         near = [other for other in self.known if start and other.startswith(start)]
         # 0.5 and not the usual 0.6, so that "4090" finds "rtx4090-24g": 2 * 4 of 4 + 11 letters are 0.53.
-        near = near or difflib.get_close_matches(start, self.known, n=1, cutoff=0.5)
-        self.nearest: str | None = near[0] if near else None
+        return near or difflib.get_close_matches(start, self.known, n=1, cutoff=0.5)
 
     def __str__(self) -> str:
-        hint = f"Did you mean {self.nearest!r}? " if self.nearest else ""
         return (
-            f"unknown hardware {self.name!r}. {hint}The names are: {', '.join(self.known)}. Any other machine: run "
-            f"`elixir-compile measure -o machine.json` on it and pass that file."
+            f"unknown hardware {self.name!r}. {self._hint()}The names are: {', '.join(self.known)}. Any other machine: "
+            f"run `elixir-compile measure -o machine.json` on it and pass that file."
         )
 
 
-class UnknownModel(ElixirError, ValueError):
+class UnknownModel(_UnknownName):
     """A model that cannot be found: `name` is neither a named shape nor something that `because` would accept."""
 
     def __init__(self, name: str, known: Sequence[str], because: str = "") -> None:
-        super().__init__(name, tuple(known), because)
-        self.name = name
-        self.known = tuple(known)
+        super().__init__(name, known, because)
         self.because = because
-        near = difflib.get_close_matches(str(name).lower(), self.known, n=1)
-        self.nearest: str | None = near[0] if near else None
+
+    def _near(self) -> Sequence[str]:
+        return difflib.get_close_matches(str(self.name).lower(), self.known, n=1)
 
     def __str__(self) -> str:
         why = f" ({self.because})" if self.because else ""
-        hint = f"Did you mean {self.nearest!r}? " if self.nearest else ""
         return (
-            f"unknown model {self.name!r}{why}. {hint}The named shapes are: {', '.join(self.known)}. Any other model: "
-            f"`path.py:function` for a function that returns it, or a Hugging Face config file or folder."
+            f"unknown model {self.name!r}{why}. {self._hint()}The named shapes are: {', '.join(self.known)}. Any other "
+            f"model: `path.py:function` for a function that returns it, or a Hugging Face config file or folder."
         )
 
 

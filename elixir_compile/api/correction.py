@@ -137,11 +137,10 @@ def _ratio(seconds: Mapping[str, float], verb: str, price_s: Mapping[str, float]
 def _slowed_link(link: Link, ratio: float | None) -> Link:
     if ratio is None:
         return link
-    busy = link.busy_bytes_per_s
     return replace(
         link,
         bytes_per_s=link.bytes_per_s / ratio,
-        busy_bytes_per_s=None if busy is None else busy / ratio,
+        busy_bytes_per_s=_slowed_rate(link.busy_bytes_per_s, ratio),
         latency_s=link.latency_s * ratio,
         source="the first steps of a run",
     )
@@ -156,9 +155,13 @@ def _slowed_device(device: DeviceProfile, ratio: float | None) -> DeviceProfile:
 def _slowed_host(host: HostProfile, ratio: float | None) -> HostProfile:
     if ratio is None:
         return host
-    busy = host.busy_update_elements_per_s
     return replace(
         host,
         update_elements_per_s=host.update_elements_per_s / ratio,
-        busy_update_elements_per_s=None if busy is None else busy / ratio,
+        busy_update_elements_per_s=_slowed_rate(host.busy_update_elements_per_s, ratio),
     )
+
+
+def _slowed_rate(rate_per_s: float | None, ratio: float) -> float | None:
+    """A rate that may not be known."""
+    return None if rate_per_s is None else rate_per_s / ratio

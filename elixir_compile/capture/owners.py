@@ -15,7 +15,9 @@ from elixir_compile import compat
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
     """Return the outermost modules that hold any of `params`; a parameter outside every module is in none of them."""
     modules = [
-        thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and not compat.is_compiled(thing)
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), nn.Module) and compat.undo_compile(thing) is thing
     ]
     children = {id(child) for module in modules for child in module.children()}
     wanted = {id(param) for param in params}

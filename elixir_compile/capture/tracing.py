@@ -8,7 +8,6 @@ shape, strides, dtype and device only: Dynamo makes fake tensors of them, and th
 
 import contextlib
 import gc
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ def trace_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
     compat.trace_past_logging()
     # Dynamo keeps nothing of a compile that its backend left, so the user's next one of this model starts afresh.
     compiled = torch.compile(model, backend=_backend(name, inner), fullgraph=True)
-    with torch.enable_grad(), _shapes_apart(), _uncollected():
+    with torch.enable_grad(), compat.shapes_apart(), _uncollected():
         try:
             compiled(*args, **kwargs)
         except _Stopped as stopped:
@@ -91,23 +90,6 @@ def _backend(name: str, inner: str) -> Callable[..., Any]:
         return front_end(gm, inputs, partition, lower)
 
     return compile_graph
-
-
-@contextlib.contextmanager
-def _shapes_apart() -> Iterator[None]:
-    """Keep the shapes that Dynamo sees here from those it remembers of training: a size that changed between two calls
-    of one forward becomes symbolic in the second.
-
-    `torch._dynamo.pgo._CODE_STATE`, torch 2.11 to 2.13. Gone: AttributeError at the first plan without training.
-    """
-    from torch._dynamo import pgo  # no public name: `torch._dynamo.reset()` would forget the user's compiled code too
-
-    remembered = pgo._CODE_STATE
-    pgo._CODE_STATE = defaultdict(pgo.CodeState)
-    try:
-        yield
-    finally:
-        pgo._CODE_STATE = remembered
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ The shares below and the Elixir paper's rates make a plan without the machine at
 them. They do not model how devices share PCIe switches, nor NUMA.
 """
 
-import math
 import re
 
 from elixir_compile.errors import InvalidOption, UnknownHardware
@@ -17,12 +16,19 @@ from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
 from elixir_compile.hardware.node import Node
+from elixir_compile.hardware.paper import (
+    ADAM_BYTES_PER_ELEMENT,
+    D2H_FIT,
+    DEVICE_UPDATE_FIT,
+    H2D_FIT,
+    HOST_UPDATE_FIT,
+    SOURCE,
+    paper_rates,
+)
 from elixir_compile.hardware.table import MACHINES, Machine
 from elixir_compile.units import GIB, MIB
 
 MAX_DEVICES_PER_NODE = 8
-
-_PAPER = "Elixir (arXiv 2212.05339), measured rates"
 
 _FLOPS_SHARE = 0.5
 """Of the dense peak. Megatron-LM (arXiv 2104.04473) trains GPT at 44-52 % of an A100's."""
@@ -33,8 +39,6 @@ _DRAM_SHARE = 0.8
 _LINK_SHARE = 0.8
 """The paper's 25.0 GB/s from host to one device are 79 % of PCIe 4 x16; nccl-tests report 75-80 % of NVLink."""
 
-# Adam in float32 reads parameter, gradient and two moments and writes all but the gradient: 7 words of 4 bytes.
-_ADAM_BYTES_PER_ELEMENT = 28
 _PAPER_DRAM_BYTES_PER_S = 409.6e9
 """Of the paper's host, taken to be that of a DGX A100; other hosts update as much faster as their DRAM is."""
 
@@ -100,12 +104,12 @@ def parse_hardware(text: str) -> Cluster:
 def _device(name: str, machine: Machine) -> DeviceProfile:
     chip = machine.chip
     memory_bytes_per_s = _DEVICE_MEMORY_SHARE * chip.memory_bytes_per_s
-    update_elements_per_s = memory_bytes_per_s / _ADAM_BYTES_PER_ELEMENT
+    update_elements_per_s = memory_bytes_per_s / ADAM_BYTES_PER_ELEMENT
     shares = f"{_FLOPS_SHARE:.0%} of the peak, {_DEVICE_MEMORY_SHARE:.0%} of the memory rate"
-    update = f"Adam at {_ADAM_BYTES_PER_ELEMENT} bytes per element"
+    update = f"Adam at {ADAM_BYTES_PER_ELEMENT} bytes per element"
     if machine.has_papers_rates:
-        update_elements_per_s = 50e9
-        update = f"Adam v_gpu = 50 n: {_PAPER}"
+        update_elements_per_s = paper_rates(1).device_update_elements_per_s
+        update = f"Adam {DEVICE_UPDATE_FIT}: {SOURCE}"
     return DeviceProfile(
         name=name,
         memory_bytes=chip.memory_mib * MIB,
@@ -122,8 +126,8 @@ def _host(machine: Machine, num_devices: int) -> HostProfile:
     board = machine.board
     num_boards = num_devices if board.is_per_device else 1
     memory_bytes = num_boards * board.memory_bytes
-    papers_elements_per_s = (1.66e9 * math.log(num_devices // num_boards) + 5.15e9) * num_boards
-    update = f"Adam v_cpu = 1.66 ln n + 5.15: {_PAPER}"
+    papers_elements_per_s = paper_rates(num_devices // num_boards).host_update_elements_per_s * num_boards
+    update = f"Adam {HOST_UPDATE_FIT}: {SOURCE}"
     if not machine.has_papers_rates:
         update += ", scaled by DRAM rate"
     return HostProfile(
@@ -145,8 +149,9 @@ def _dram_bytes_per_s(machine: Machine, num_devices: int) -> float:
 def _copies(machine: Machine, num_devices: int) -> tuple[Link, Link]:
     """Return the links from host to device and back, while all devices of the node use theirs."""
     if machine.has_papers_rates:
-        h2d = _link(16.3e9 + 8.7e9 / num_devices, _COPY_LATENCY_S, f"c2g = 16.3 n + 8.7: {_PAPER}")
-        d2h = _link(15.8e9 + 2.3e9 / num_devices, _COPY_LATENCY_S, f"g2c = 15.8 n + 2.3: {_PAPER}")
+        rates = paper_rates(num_devices)
+        h2d = _link(rates.h2d_bytes_per_s / num_devices, _COPY_LATENCY_S, f"{H2D_FIT}: {SOURCE}")
+        d2h = _link(rates.d2h_bytes_per_s / num_devices, _COPY_LATENCY_S, f"{D2H_FIT}: {SOURCE}")
         return h2d, d2h
     alone_bytes_per_s = _LINK_SHARE * machine.lane.bytes_per_s
     # The devices' copies share the host's DRAM.

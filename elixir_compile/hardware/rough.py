@@ -9,12 +9,10 @@ from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
 from elixir_compile.hardware.node import Node
+from elixir_compile.hardware.paper import ADAM_BYTES_PER_ELEMENT, SOURCE, paper_rates
 from elixir_compile.units import GIB
 
-# Adam in float32 reads parameter, gradient and two moments and writes all but the gradient: 7 words of 4 bytes.
-_ADAM_BYTES_PER_ELEMENT = 28
-
-_PAPER = "Elixir (arXiv 2212.05339), measured rates for one A100"
+_PAPER = f"{SOURCE} for one A100"
 _DATA_SHEET = "NVIDIA A100 data sheet, half of the peak"
 _CPU = "order of magnitude of one server core with AVX2 and one DDR4 channel; ranks choices, predicts nothing"
 
@@ -33,7 +31,7 @@ def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, nam
 
 def _cpu(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
     dram_bytes_per_s = 10e9  # _CPU
-    update_elements_per_s = dram_bytes_per_s / _ADAM_BYTES_PER_ELEMENT
+    update_elements_per_s = dram_bytes_per_s / ADAM_BYTES_PER_ELEMENT
     # A copy reads and writes the same DRAM, so it moves at half the rate.
     copy = Link(bytes_per_s=dram_bytes_per_s / 2, latency_s=1e-6, overlaps_compute=False, source=_CPU)
     device = DeviceProfile(
@@ -51,6 +49,7 @@ def _cpu(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
 
 
 def _cuda(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
+    rates = paper_rates(1)
     device = DeviceProfile(
         name=name,
         memory_bytes=memory_bytes,
@@ -59,12 +58,12 @@ def _cuda(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
         flops_per_s={"float32": 9.7e12, "float64": 4.8e12, "bfloat16": 156e12, "float16": 156e12},  # _DATA_SHEET
         memory_bytes_per_s=1.55e12 / 2,  # _DATA_SHEET
         launch_s=5e-6,  # typical kernel launch on PCIe machines
-        update_elements_per_s=50e9,  # _PAPER: v_gpu = 50 n Gelem/s
+        update_elements_per_s=rates.device_update_elements_per_s,
         source=f"{_DATA_SHEET}; {_PAPER}",
     )
-    host = _host(host_memory_bytes, 100e9, 5.15e9, _PAPER)  # v_cpu = 1.66 ln n + 5.15 Gelem/s
-    h2d = Link(bytes_per_s=25.0e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # c2g = 16.3 n + 8.7
-    d2h = Link(bytes_per_s=18.1e9, latency_s=10e-6, overlaps_compute=True, source=_PAPER)  # g2c = 15.8 n + 2.3
+    host = _host(host_memory_bytes, 100e9, rates.host_update_elements_per_s, _PAPER)
+    h2d = Link(bytes_per_s=rates.h2d_bytes_per_s, latency_s=10e-6, overlaps_compute=True, source=_PAPER)
+    d2h = Link(bytes_per_s=rates.d2h_bytes_per_s, latency_s=10e-6, overlaps_compute=True, source=_PAPER)
     return Cluster(nodes=(Node(device=device, host=host, h2d=h2d, d2h=d2h),))
 
 

@@ -34,6 +34,7 @@ class _Search:
     judge: Judge
     deadline_s: float
     best: Draft
+    tolerance: float
     found: dict[tuple[Level, ...], Draft] = field(default_factory=dict)
     """What was played and fits, by levels."""
 
@@ -49,9 +50,13 @@ class _Search:
         if (step_s, self.judge.host_bytes(key)) < (self.best.step_s, self.judge.host_bytes(self.best.levels)):
             self.best = self.found[key]
 
-    def round(self, program: Program, good_s: float) -> None:
-        """Try the rounded optima with more and more memory kept free, in which gathers can be early, until a step of
-        `good_s` is found."""
+    def is_good(self, bound_s: float) -> bool:
+        """Whether steps of `bound_s` or more are no better than the best, but for the tolerance."""
+        return self.best.step_s <= bound_s * (1 + self.tolerance)
+
+    def round(self, program: Program, bound_s: float) -> None:
+        """Try the rounded optima with more and more memory kept free, in which gathers can be early, until a step is
+        found that is good for `bound_s`."""
         widest_bytes = max(bucket.nbytes for bucket in self.judge.facts.buckets)
         overlaps = self.judge.facts.problem.cluster.h2d.overlaps_compute
         for share in _FREE_SHARES if overlaps else _FREE_SHARES[:1]:
@@ -59,31 +64,31 @@ class _Search:
             if solution is None:
                 break
             self.try_levels(program.rounded(solution.x))
-            if self.best.step_s <= good_s:
+            if self.is_good(bound_s):
                 break
 
-    def solve(self, program: Program, deadline_s: float, tolerance: float) -> float:
+    def solve(self, program: Program, deadline_s: float) -> float:
         """Try whole solutions, best first, until nothing untried can be better; return the bound in seconds."""
         bound_s, proved_s = 0.0, float("inf")
-        for levels, rest_s in whole(program, deadline_s, tolerance / 2):
+        for levels, rest_s in whole(program, deadline_s, self.tolerance / 2):
             # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
             bound_s = max(bound_s, min(rest_s, proved_s))
             self.try_levels(levels)
             proved_s = min(proved_s, program.lower_s(program.vector(levels)))
-            if self.best.step_s <= rest_s * (1 + tolerance):
+            if self.is_good(rest_s):
                 break
         return bound_s
 
-    def leanest(self, longest_s: float, tolerance: float) -> Draft:
+    def leanest(self, longest_s: float) -> Draft:
         """Return the draft with the fewest bytes on the host among those that are as good as the best, and no longer
         than `longest_s`: a move for less than the tolerance is none."""
-        limit_s = min(longest_s, self.best.step_s * (1 + tolerance))
+        limit_s = min(longest_s, self.best.step_s * (1 + self.tolerance))
         equals = [draft for draft in self.found.values() if draft.step_s <= limit_s]
         return min(equals, key=lambda draft: (self.judge.host_bytes(draft.levels), draft.step_s))
 
-    def bring_back(self, draft: Draft, longest_s: float, tolerance: float) -> None:
+    def bring_back(self, draft: Draft, longest_s: float) -> None:
         """Try to move single buckets of `draft` back towards the device: what need not move stays."""
-        limit_s = min(longest_s, self.best.step_s * (1 + tolerance))
+        limit_s = min(longest_s, self.best.step_s * (1 + self.tolerance))
         levels = list(draft.levels)
         for bucket, choices in enumerate(self.judge.facts.choices):
             for nearer in choices[: choices.index(levels[bucket])]:
@@ -117,13 +122,18 @@ def place_best(
     timeout_s: float,
     tolerance: float = TOLERANCE,
 ) -> Draft:
-    """Return the best draft found in `timeout_s` seconds, with its certificate; `first` fits, `others` may."""
+    """Return the best draft found in `timeout_s` seconds, with its certificate; `first` fits, `others` may.
+
+    `others` are not asked for where `first` leaves everything where it starts.
+    """
     if not judge.facts.buckets:
         certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
         return replace(first, certificate=certificate)
+    # What fits stays: a machine's profile is not so exact that a faster update elsewhere is a reason to move.
+    stays = first.levels == judge.facts.start_levels
+    candidates = [first.levels] if stays else [first.levels, *others]
     began_s = time.monotonic()
-    search = _Search(judge, began_s + timeout_s * _SEARCH_SHARE, replace(first, planner="milp"))
-    candidates = [first.levels, *others]
+    search = _Search(judge, began_s + timeout_s * _SEARCH_SHARE, replace(first, planner="milp"), tolerance)
     for levels in candidates:
         search.try_levels(levels)
     shortest_s = search.best.step_s
@@ -134,19 +144,18 @@ def place_best(
     if start is None:
         return replace(search.best, decisions=decisions(program, search.best))
     proved = _certificate(program, start)
-    if candidates[0] == judge.facts.start_levels:
-        # What fits stays: a machine's profile is not so exact that a faster update elsewhere is a reason to move.
-        stays = search.found[first.levels]
-        return replace(stays, certificate=replace(proved, bound_s=min(proved.bound_s, stays.step_s)))
+    if stays:
+        kept = search.found[first.levels]
+        return replace(kept, certificate=replace(proved, bound_s=min(proved.bound_s, kept.step_s)))
     bound_s = proved.bound_s
-    search.round(program, bound_s * (1 + tolerance))
-    if search.best.step_s > bound_s * (1 + tolerance):
-        bound_s = max(bound_s, search.solve(program, began_s + timeout_s * _SOLVER_SHARE, tolerance))
-    if search.best.step_s > bound_s * (1 + tolerance):
+    search.round(program, bound_s)
+    if not search.is_good(bound_s):
+        bound_s = max(bound_s, search.solve(program, began_s + timeout_s * _SOLVER_SHARE))
+    if not search.is_good(bound_s):
         search.flip()
     log.debug("searched %s in %s", judge.facts.problem.name, format_s(time.monotonic() - began_s))
-    search.bring_back(search.leanest(shortest_s, tolerance), shortest_s, tolerance)
-    best = search.leanest(shortest_s, tolerance)
+    search.bring_back(search.leanest(shortest_s), shortest_s)
+    best = search.leanest(shortest_s)
     certificate = replace(proved, bound_s=min(bound_s, best.step_s))
     return replace(best, certificate=certificate, decisions=decisions(program, best))
 

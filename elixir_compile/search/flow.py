@@ -172,7 +172,7 @@ def updates(facts: Facts, prices: Prices, choices: Mapping[Choice, int]) -> list
     device = _Table("update", (Lane.COMPUTE,), num_events, choices)
     host = _Table("update", _ROUND_TRIP, num_events, choices)
     is_serial = prices.is_one_memory
-    for (i, level), _ in choices.items():
+    for i, level in choices:
         bucket = facts.buckets[i]
         if not bucket.trainable:
             continue

@@ -52,7 +52,7 @@ def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
         return draft
     if planner == "greedy":
         return _greedy(judge)
-    return place_best(judge, _first(judge), [rule(judge) for rule in RULES.values()], timeout_s)
+    return place_best(judge, _first(judge), (rule(judge) for rule in RULES.values()), timeout_s)
 
 
 def _first(judge: Judge) -> Draft:

@@ -32,7 +32,6 @@ class _Row:
     columns: Indices
     values: Vector
     limit: float
-    label: str
     is_memory: bool = False
 
 
@@ -68,7 +67,8 @@ class Program:
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         columns = np.flatnonzero(host_bytes)
         scaled = host_bytes[columns] / limit_bytes * _SCALE
-        self.rows.append(_Row(columns, scaled, _SCALE, "host memory is full"))
+        self._host = _Row(columns, scaled, _SCALE)
+        self.rows.append(self._host)
 
     @property
     def num_choices(self) -> int:
@@ -130,9 +130,7 @@ class Program:
         unit = _SCALE / self.reference_s
         columns = np.flatnonzero(path.coefficients_s)
         values = path.coefficients_s[columns] * unit
-        row = _Row(
-            np.append(columns, self.num_choices + number), np.append(values, -1.0), -path.constant_s * unit, path.label
-        )
+        row = _Row(np.append(columns, self.num_choices + number), np.append(values, -1.0), -path.constant_s * unit)
         self.rows.append(row)
         return True
 
@@ -155,9 +153,7 @@ class Program:
     def _append_memory(self, segment: int, columns: Indices, nbytes: Vector) -> None:
         budget_bytes = max(self.judge.facts.problem.budget_bytes, 1)
         limit = (budget_bytes - self.rest_bytes[segment]) / budget_bytes * _SCALE
-        op = self.judge.facts.problem.graph.ops[self.judge.memory.highest_op(segment)]
-        label = f"device memory is full at {op.id}"
-        self.rows.append(_Row(columns, nbytes / budget_bytes * _SCALE, limit, label, is_memory=True))
+        self.rows.append(_Row(columns, nbytes / budget_bytes * _SCALE, limit, is_memory=True))
 
     def add_leaving(self, levels: Sequence[Level]) -> bool:
         """Add exact rows for the segments that `levels` break in truth; return whether any is new.
@@ -197,7 +193,6 @@ class Program:
                     np.concatenate([own, between, [z]]).astype(np.int64),
                     np.concatenate([np.ones(len(own)), -np.ones(len(between)), [-1.0]]),
                     0.0,
-                    "",
                 )
             )
         self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
@@ -209,7 +204,7 @@ class Program:
     def forbid(self, levels: Sequence[Level]) -> None:
         """Add a row that no solution at exactly `levels` satisfies."""
         columns = np.array([self.choices[i, level] for i, level in enumerate(levels)], dtype=np.int64)
-        self.rows.append(_Row(columns, np.ones(len(columns)), len(columns) - 1.0, ""))
+        self.rows.append(_Row(columns, np.ones(len(columns)), len(columns) - 1.0))
 
     # Solving.
 
@@ -260,9 +255,8 @@ class Program:
         if live_bytes[fullest] >= budget_bytes * (1 - 1e-3):
             op = self.judge.facts.problem.graph.ops[self.judge.memory.highest_op(fullest)]
             labels.append(f"device memory is full at {op.id}")
-        host = self.rows[0]
-        if host.values @ solution.x[host.columns] >= _SCALE * (1 - 1e-3):
-            labels.append(host.label)
+        if self._host.values @ solution.x[self._host.columns] >= self._host.limit * (1 - 1e-3):
+            labels.append("host memory is full")
         return tuple(dict.fromkeys(labels))
 
     def _matrix(self, num_columns: int) -> sparse.csr_array:

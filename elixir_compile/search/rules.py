@@ -11,34 +11,13 @@ On several ranks what is on the device is sharded; `keep_all` and `zero_offload`
 backward, `fsdp_offload` releases them, as FSDP does.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+from elixir_compile.hardware.paper import PaperRates, paper_rates
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
 
 Levels = tuple[Level, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaperRates:
-    """What the paper measured on its machine with A100s, for n of them; its section 5."""
-
-    copy_to_device_gb_per_s: float
-    copy_to_host_gb_per_s: float
-    device_update_gelem_per_s: float
-    host_update_gelem_per_s: float
-
-
-def paper_rates(num_ranks: int) -> PaperRates:
-    """Return the paper's fits of its measurements for `num_ranks` devices together."""
-    return PaperRates(
-        copy_to_device_gb_per_s=16.3 * num_ranks + 8.7,
-        copy_to_host_gb_per_s=15.8 * num_ranks + 2.3,
-        device_update_gelem_per_s=50.0 * num_ranks,
-        host_update_gelem_per_s=1.66 * math.log(num_ranks) + 5.15,
-    )
 
 
 def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, master_bytes: int = 4) -> bool:
@@ -52,9 +31,9 @@ def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, mas
     with e_p and e_o bytes of an element and of its master copy, and r_os bytes of optimizer state per byte of the
     parameter: 7 for Adam in mixed precision.
     """
-    to_device, to_host = rates.copy_to_device_gb_per_s, rates.copy_to_host_gb_per_s
+    to_device, to_host = rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
     gathered_s = item_bytes / to_device + item_bytes / to_host
-    update_s = 1 / rates.host_update_gelem_per_s - 1 / rates.device_update_gelem_per_s
+    update_s = 1 / rates.host_update_elements_per_s - 1 / rates.device_update_elements_per_s
     state_s = num_ranks / 7 * (master_bytes / to_device + gathered_s + item_bytes / to_host + update_s)
     return gathered_s > state_s
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 
 import elixir_compile as elixir
 from elixir_compile.api.compilation import Compilation
-from elixir_compile.compat import boxed, min_cut_partition
+from elixir_compile.compat import boxed, compile_with_aot_eager, min_cut_partition
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -64,10 +63,12 @@ def halves_of_torch(model: nn.Module, *inputs: torch.Tensor) -> Sequence[torch.f
     """Return the forward and the backward that torch's own partitioner makes of the same step."""
     halves: list[torch.fx.GraphModule] = []
 
-    def keep(gm: torch.fx.GraphModule, examples: object) -> Callable[..., object]:
+    def keep(gm: torch.fx.GraphModule, examples: object, **options: object) -> Callable[..., object]:
         halves.append(gm)
         return boxed(lambda args: gm(*args))
 
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_partition)
+    def backend(gm: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Callable[..., object]:
+        return compile_with_aot_eager(gm, examples, min_cut_partition, keep)
+
     torch.compile(model, backend=backend)(*inputs).backward()
     return halves
