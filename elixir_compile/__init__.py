@@ -32,6 +32,7 @@ _HOME = {
     "save_plan": "api.saved",
 }
 _ERRORS = (
+    "ActivationsGone",
     "ElixirError",
     "ElixirWarning",
     "IllegalSchedule",

@@ -4,6 +4,7 @@ without it.
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -87,23 +88,6 @@ def expression_of(size: "int | torch.SymInt") -> tuple[str, Mapping[str, int]]:
     return str(expression), {symbol.name: int(known[symbol]) for symbol in symbols if symbol in known}
 
 
-def flops_of(node: fx.Node) -> "int | torch.SymInt":
-    """Return the floating-point operations of one ATen call, 0 where torch has no formula.
-
-    `torch.utils.flop_counter.flop_registry`, torch 2.11 to 2.13. Gone: ImportError at import.
-    """
-    from torch.utils.flop_counter import flop_registry
-
-    packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    value = lambda argument: argument.meta.get("val") if isinstance(argument, fx.Node) else argument  # noqa: E731
-    args = fx.node.map_aggregate(node.args, value)
-    kwargs = fx.node.map_aggregate(node.kwargs, value)
-    return formula(*args, **kwargs, out_val=node.meta.get("val"))
-
-
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
     """Return torch's own forward and backward for `joint`.
 
@@ -127,16 +111,17 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+    # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache nothing,
+    # neither of a half nor of the regions that are compiled while the step is planned, to time them.
     class Partitioner(CustomPartitionerFn):
         def __call__(self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
-            return partition(joint, joint_inputs, **options)
+            with inductor_config.patch(custom_partitioner_fn=None):
+                return partition(joint, joint_inputs, **options)
 
         def uuid(self) -> None:
             return None
 
     def lower_without_partitioner(graph: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable:
-        # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache
-        # nothing.
         with inductor_config.patch(custom_partitioner_fn=None):
             return lower(graph, examples, **options)
 
@@ -304,6 +289,21 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     first backward.
     """
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of `gm`, a graph of Dynamo, that reads the same constants and can be edited and compiled.
+
+    `node._dynamo_source`, by which AOTAutograd names inputs and which a copy of a graph lacks, torch 2.11 to 2.13.
+    Gone: AOTAutograd does not ask for it.
+    """
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta = dict(gm.meta)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for node, twin in zip(placeholders, copied.graph.find_nodes(op="placeholder"), strict=True):
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source
+    return copied
 
 
 def has_cpp_compiler() -> bool:

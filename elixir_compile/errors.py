@@ -19,6 +19,7 @@ Exception
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
     ├── NotPrepared        (RuntimeError)   the model was not prepared and cannot be here
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
+    ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
     ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
     └── NestedMeasurement  (RuntimeError)   a step measured inside a step that is being measured
 
@@ -195,7 +196,7 @@ class PlanMismatch(ElixirError, ValueError):
 
 
 class UnknownSubject(ElixirError, ValueError):
-    """A name that is neither a bucket, a region, a parameter nor part of one's path; `nearest` may be meant."""
+    """A name of no bucket, region, parameter or activations, and no part of a path; `nearest` may be meant."""
 
     def __init__(self, subject: str, known: Sequence[str]) -> None:
         super().__init__(subject, tuple(known))
@@ -207,7 +208,7 @@ class UnknownSubject(ElixirError, ValueError):
     def __str__(self) -> str:
         names = ", ".join(repr(name) for name in self.nearest or self.known[:3])
         hint = f" Did you mean {names}?" if self.nearest else f" It has names such as {names}." if names else ""
-        return f"the plan has no bucket, region, parameter or module {self.subject!r}.{hint}"
+        return f"the plan has no bucket, region, parameter, module or activations {self.subject!r}.{hint}"
 
 
 class NoFeasiblePlan(ElixirError, MemoryError):
@@ -274,6 +275,21 @@ class StaleParameters(ElixirError, RuntimeError):
         return (
             f"parameter {self.parameter} changed after the forward that saved it, so its backward would be wrong. "
             f"Call `loss.backward()` before `optimizer.step()`, or run the forward again."
+        )
+
+
+class ActivationsGone(ElixirError, RuntimeError):
+    """A backward asks for activations that its forward sent to the host and that are gone from there."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__(group)
+        self.group = group
+
+    def __str__(self) -> str:
+        return (
+            f"the activations {self.group} of this forward are not on the host any more: its graph was freed, or "
+            "saved-tensor hooks packed what it saved. Run the forward again before the backward, and outside of "
+            "`torch.autograd.graph.saved_tensors_hooks`."
         )
 
 

@@ -14,6 +14,7 @@ from elixir_compile.units import BYTES_EXAMPLE, parse_bytes
 
 Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "zero_offload", "fsdp_offload", "keep_all"]
 Inner = Literal["inductor", "aot_eager"]
+Activations = Literal["any", "keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class Options:
     """`milp` proves how good its plan is, `greedy` is quicker, `exhaustive` tries each placement of a few buckets. The
     others are rules to compare with: `elixir` (the paper's), `zero3_offload`, `zero_offload`, `fsdp_offload`,
     `keep_all`."""
+    activations: Activations = "any"
+    """What may happen to saved activations besides staying: `recompute`, `offload`, `any` of both, or nothing (`keep`).
+    """
     search_timeout: float = 10.0
     """Seconds after which `milp` returns the best plan so far, with the gap it has proved."""
     hardware: str | None = None
@@ -109,6 +113,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "device_memory": _memory,
     "host_memory": _memory,
     "planner": _one_of(*get_args(Planner)),
+    "activations": _one_of(*get_args(Activations)),
     "search_timeout": _seconds,
     "hardware": _text,
     "plan": _path,

@@ -1,23 +1,33 @@
 """Facts about a graph and a plan: what is live when, which buckets are used where, and whether a plan is legal."""
 
+from elixir_compile.analysis.activations import Depth, Group, activation_groups
 from elixir_compile.analysis.formula import peak_formula, plan_at
+from elixir_compile.analysis.fusion import fused
 from elixir_compile.analysis.liveness import Life, Liveness, liveness
+from elixir_compile.analysis.recompute import Repeat, as_run, repeats
 from elixir_compile.analysis.timeline import MemoryTimeline, Peak, host_bytes, keep_everything_timeline, plan_timeline
 from elixir_compile.analysis.verify import verify
 from elixir_compile.analysis.windows import Window, use_windows
 
 __all__ = [
+    "Depth",
+    "Group",
     "Life",
     "Liveness",
     "MemoryTimeline",
     "Peak",
+    "Repeat",
     "Window",
+    "activation_groups",
+    "as_run",
+    "fused",
     "host_bytes",
     "keep_everything_timeline",
     "liveness",
     "peak_formula",
     "plan_at",
     "plan_timeline",
+    "repeats",
     "use_windows",
     "verify",
 ]

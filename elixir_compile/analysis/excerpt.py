@@ -25,6 +25,11 @@ def illegal_bucket(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
     return illegal(sentence, "buckets", [bucket_text(bucket, placement) for bucket, placement in placed], at)
 
 
+def illegal_activations(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
+    """Return the error about group number `at` of the plan's activations."""
+    return illegal(sentence, "activations", _texts(plan.activations), at)
+
+
 def illegal_region(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
     """Return the error about region number `at` of the plan."""
     return illegal(sentence, "regions", _texts(plan.regions), at)

@@ -6,8 +6,8 @@
   bwd.mm   2048     8      0        rows that are nowhere the largest, for symbols of 0 or more, are left out
 ```
 
-The constant of a row is what the timeline counts at that op less what the symbolic storages have there. Only values
-that the step computes are symbolic, and those live as `liveness` says under every plan.
+The constant of a row is what the timeline counts at that op less what the symbolic storages have there. Ops are those
+that run: repeated ones have rows, and what is offloaded is in no row while it is away.
 """
 
 from dataclasses import replace
@@ -15,31 +15,32 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.liveness import liveness
-from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.timeline import device_stays, plan_timeline
 from elixir_compile.ir import Plan, StepGraph, sizes
 
 
 def peak_formula(graph: StepGraph, plan: Plan) -> str:
     """Return the highest device bytes of any op under `plan`, as text that sympy reads; empty where no size is
     symbolic."""
-    growing = [storage for storage in graph.storages if storage.size]
+    step = as_run(graph, plan.activations)
+    growing = [storage for storage in step.storages if storage.size]
     if not growing:
         return ""
     products = list(dict.fromkeys(name for storage in growing for name, _ in sizes.terms(storage.size) if name))
     column = {name: number for number, name in enumerate(products, start=1)}
-    lives = liveness(graph).lives
-    changes = np.zeros((len(graph.ops) + 1, len(products) + 1), dtype=np.int64)
-    numbers = np.zeros(len(graph.ops) + 1, dtype=np.int64)
+    stays = device_stays(graph, plan)
+    changes = np.zeros((len(step.ops) + 1, len(products) + 1), dtype=np.int64)
+    numbers = np.zeros(len(step.ops) + 1, dtype=np.int64)
     for storage in growing:
-        life = lives.get(storage.id)
-        if life is None:
-            continue
-        for name, coefficient in sizes.terms(storage.size):
-            changes[life.first, column.get(name, 0)] += coefficient
-            changes[life.last + 1, column.get(name, 0)] -= coefficient
-        numbers[life.first] += storage.nbytes
-        numbers[life.last + 1] -= storage.nbytes
+        for stay in stays.get(storage.id, ()):
+            if stay.last < stay.first:
+                continue
+            for name, coefficient in sizes.terms(storage.size):
+                changes[stay.first, column.get(name, 0)] += coefficient
+                changes[stay.last + 1, column.get(name, 0)] -= coefficient
+            numbers[stay.first] += storage.nbytes
+            numbers[stay.last + 1] -= storage.nbytes
     rows = np.cumsum(changes[:-1], axis=0)
     # Bytes that are not symbolic; the constants of symbolic sizes are in the first column already.
     rows[:, 0] += np.array(plan_timeline(graph, plan).live_bytes, dtype=np.int64) - np.cumsum(numbers[:-1])
@@ -49,14 +50,22 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
 
 
 def plan_at(graph: StepGraph, plan: Plan) -> Plan:
-    """Return `plan` with the peak that it has at the sizes of `graph`, a graph of the same fingerprint.
+    """Return `plan` with the bytes that it has at the sizes of `graph`, a graph of the same fingerprint.
 
     Its seconds stay those of the sizes that it was planned for.
     """
     if plan.symbols == graph.symbols:
         return plan
-    peak = plan_timeline(graph, plan).peak
-    prediction = replace(plan.prediction, device_peak_bytes=peak.nbytes, device_peak_at=peak.op)
+    nbytes = {storage.id: storage.nbytes for storage in graph.storages}
+    groups = (replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in plan.activations)
+    plan = replace(plan, activations=tuple(groups))
+    timeline = plan_timeline(graph, plan)
+    prediction = replace(
+        plan.prediction,
+        device_peak_bytes=timeline.peak.nbytes,
+        device_peak_at=timeline.peak.op,
+        host_peak_bytes=timeline.host_bytes,
+    )
     return replace(plan, prediction=prediction, formula=peak_formula(graph, plan), symbols=graph.symbols)
 
 

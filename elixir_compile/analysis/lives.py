@@ -1,14 +1,17 @@
-"""The legal lives of a bucket's parameters and of its gradient, as tables, with a sentence for every way to break them.
+"""The legal lives of a bucket's parameters, of its gradient and of saved activations, as tables, with a sentence for
+every way to break them.
 
 ```text
   parameters  SHARDED --gather--> GATHERING --wait--> GATHERED --release--> RELEASED --gather--> GATHERING ...
   gradient    EMPTY --run--> FILLING --run--> FULL --reduce--> REDUCED --update--> UPDATED     parameters on the device
               ... FULL --reduce--> REDUCING --wait--> REDUCED --update--> UPDATED              the same, in shards
               ... REDUCED --offload--> LEAVING --wait--> ON_HOST --update--> UPDATED           parameters on the host
+  activations EMPTY --run--> FILLING --run--> FULL --offload--> LEAVING --wait--> ON_HOST      offloaded
+              ... ON_HOST --prefetch--> ARRIVING --wait--> ON_DEVICE --run--> ON_DEVICE
 ```
 
-A pair of state and event that is in no table is a fault. Sentences name the bucket as `{bucket}` and the running region
-as `{region}`.
+A pair of state and event that is in no table is a fault. Sentences name the bucket as `{bucket}`, the group of
+activations as `{group}` and the running region as `{region}`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +20,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where a bucket's parameters or its gradient are in their life."""
+    """Where a bucket's parameters, its gradient or a group of activations are in their life."""
 
     ON_DEVICE = "on device"
     SHARDED = "sharded"
@@ -25,7 +28,7 @@ class State(StrEnum):
     GATHERED = "gathered"
     RELEASED = "released"
     ABSENT = "absent"
-    """A gradient that no op of the graph writes."""
+    """A gradient that no op of the graph writes, or activations that are made again."""
     FROZEN = "frozen"
     EMPTY = "empty"
     FILLING = "filling"
@@ -34,21 +37,23 @@ class State(StrEnum):
     REDUCED = "reduced"
     LEAVING = "leaving"
     ON_HOST = "on host"
+    ARRIVING = "arriving"
     UPDATED = "updated"
 
 
 class Event(StrEnum):
-    """What an action does to a bucket's parameters or to its gradient."""
+    """What an action does to a bucket's parameters, to its gradient or to a group of activations."""
 
     RUN = "run"
-    """A region reads the parameters, or touches the gradient and does not complete it."""
+    """A region reads the parameters, or touches the gradient or the activations and does not complete them."""
     COMPLETE = "complete"
-    """A region writes the gradient for the last time."""
+    """A region writes the gradient, or the forward touches the activations, for the last time."""
     GATHER = "gather"
     WAIT = "wait"
     RELEASE = "release"
     REDUCE = "reduce"
     OFFLOAD = "offload"
+    PREFETCH = "prefetch"
     UPDATE = "update"
 
 
@@ -212,5 +217,61 @@ FROZEN_GRAD = Lifecycle(
         (E.REDUCE, E.OFFLOAD, E.WAIT, E.UPDATE),
         "{bucket} has no gradient to act on: it is frozen, or the graph has no update.",
     ),
+    unfinished={},
+)
+
+_ACTIVATION_FAULTS = {
+    **{
+        (state, E.OFFLOAD): "{group} is offloaded before the forward is done with it." for state in (S.EMPTY, S.FILLING)
+    },
+    (S.FULL, E.RUN): "The plan offloads {group}, but {region} reads it before that.",
+    (S.LEAVING, E.RUN): "{region} reads {group}, which is on its way to the host.",
+    (S.ON_HOST, E.RUN): "{region} reads {group}, which is on the host.",
+    (S.ARRIVING, E.RUN): "{region} reads {group} before its prefetch was waited for.",
+    (S.ON_HOST, E.WAIT): "The offload of {group} is waited for twice.",
+    (S.ON_DEVICE, E.WAIT): "The prefetch of {group} is waited for twice.",
+    (S.LEAVING, E.PREFETCH): "{group} is prefetched before its offload was waited for.",
+    **{(state, E.PREFETCH): "{group} is prefetched twice." for state in (S.ARRIVING, S.ON_DEVICE)},
+}
+OFFLOADED_ACTIVATIONS = Lifecycle(
+    start=S.EMPTY,
+    moves={
+        (S.EMPTY, E.RUN): S.FILLING,
+        (S.EMPTY, E.COMPLETE): S.FULL,
+        (S.FILLING, E.RUN): S.FILLING,
+        (S.FILLING, E.COMPLETE): S.FULL,
+        (S.FULL, E.OFFLOAD): S.LEAVING,
+        (S.LEAVING, E.WAIT): S.ON_HOST,
+        (S.ON_HOST, E.PREFETCH): S.ARRIVING,
+        (S.ARRIVING, E.WAIT): S.ON_DEVICE,
+        (S.ON_DEVICE, E.RUN): S.ON_DEVICE,
+    },
+    faults=_ACTIVATION_FAULTS,
+    always={
+        E.OFFLOAD: "{group} is offloaded twice.",
+        E.WAIT: "{group} is waited for, but neither an offload nor a prefetch of it is under way.",
+        E.PREFETCH: "{group} is prefetched, but was not offloaded.",
+    },
+    unfinished={
+        S.FULL: "The plan offloads {group}, but the schedule never does.",
+        S.LEAVING: "The offload of {group} is never waited for.",
+        S.ON_HOST: "{group} is offloaded and never comes back.",
+        S.ARRIVING: "The prefetch of {group} is never waited for.",
+    },
+)
+KEPT_ACTIVATIONS = Lifecycle(
+    start=S.ON_DEVICE,
+    moves={},
+    faults={},
+    always=dict.fromkeys(
+        (E.OFFLOAD, E.WAIT, E.PREFETCH), "{group} has nothing to carry: the plan keeps it on the device."
+    ),
+    unfinished={},
+)
+RECOMPUTED_ACTIVATIONS = Lifecycle(
+    start=S.ABSENT,
+    moves={},
+    faults={},
+    always=dict.fromkeys((E.OFFLOAD, E.WAIT, E.PREFETCH), "{group} has nothing to carry: the plan recomputes it."),
     unfinished={},
 )

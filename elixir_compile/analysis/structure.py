@@ -1,11 +1,15 @@
-"""What of a plan can be wrong apart from its actions: buckets, placements, regions, ranks, and its claims of memory."""
+"""What of a plan can be wrong apart from its actions: buckets, placements, activations, regions, ranks, and its claims
+of memory."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from elixir_compile.analysis.excerpt import illegal_bucket, illegal_claim, illegal_region
+from elixir_compile.analysis.excerpt import illegal_activations, illegal_bucket, illegal_claim, illegal_region
+from elixir_compile.analysis.recompute import makers, repeats, saved_storages
 from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.errors import IllegalSchedule
+from elixir_compile.errors import IllegalSchedule, InvalidPlan
 from elixir_compile.ir import (
+    Activations,
     Bucket,
     BucketId,
     Kind,
@@ -15,10 +19,12 @@ from elixir_compile.ir import (
     Placement,
     Plan,
     Region,
+    Saving,
     StepGraph,
     Storage,
     StorageId,
     Tier,
+    grad_of,
 )
 from elixir_compile.units import format_bytes
 
@@ -74,9 +80,76 @@ def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
     return None
 
 
-def check_regions(graph: StepGraph, plan: Plan) -> None:
-    """Raise IllegalSchedule unless the regions cover the forward and backward ops, in order, each once."""
-    todo = [op for op in graph.ops if op.phase is not Phase.UPDATE]
+def check_activations(graph: StepGraph, plan: Plan) -> None:
+    """Raise IllegalSchedule unless every group holds activations of the graph that can be treated as it says."""
+    storages = {storage.id: storage for storage in graph.storages}
+    saved, made, outputs = saved_storages(graph), _made(storages, graph), frozenset(graph.outputs)
+    owners: dict[StorageId, str] = {}
+    names = {name for bucket in plan.buckets for name in (bucket.id, grad_of(bucket.id))}
+    for at, group in enumerate(plan.activations):
+        sentence = _group_fault(group, storages, owners)
+        if group.id in names:
+            sentence = f"The activations {group.id} have the name of something else."
+        elif sentence is None:
+            sentence = _saving_fault(group, saved if group.saving is Saving.RECOMPUTE else made, outputs)
+        if sentence is not None:
+            raise illegal_activations(sentence, plan, at)
+        names.add(group.id)
+        owners |= dict.fromkeys(group.storages, group.id)
+    _check_repeats(graph, plan)
+
+
+def _made(storages: Mapping[StorageId, Storage], graph: StepGraph) -> frozenset[StorageId]:
+    """What the forward makes, saved or not; a buffer that it overwrites is no activation."""
+    return frozenset(name for name in makers(graph) if storages[name].kind in (Kind.TEMP, Kind.SAVED))
+
+
+def _group_fault(
+    group: Activations, storages: Mapping[StorageId, Storage], owners: Mapping[StorageId, str]
+) -> str | None:
+    for name in group.storages:
+        if name not in storages:
+            return f"{group.id} holds {name}, which is no storage of the graph."
+        if name in owners:
+            return f"{name} is in two groups, {owners[name]} and {group.id}."
+    nbytes = sum(storages[name].nbytes for name in group.storages)
+    if nbytes != group.nbytes:
+        return f"{group.id} claims {group.nbytes} bytes, but its storages have {nbytes}."
+    return None
+
+
+def _saving_fault(group: Activations, there: frozenset[StorageId], outputs: frozenset[StorageId]) -> str | None:
+    for name in group.storages:
+        if name in outputs:
+            return f"{group.id} holds {name}, which the caller gets: it is kept."
+        if name not in there:
+            saved = "the forward does not save" if group.saving is Saving.RECOMPUTE else "the forward does not make"
+            return f"{group.id} holds {name}, which {saved}."
+    return None
+
+
+def _check_repeats(graph: StepGraph, plan: Plan) -> None:
+    """The first group that cannot be made again together with those before it is at fault."""
+    if _repeat_fault(graph, plan.activations) is None:
+        return
+    for at, group in enumerate(plan.activations):
+        later = (replace(other, saving=Saving.KEEP) for other in plan.activations[at + 1 :])
+        sentence = _repeat_fault(graph, (*plan.activations[: at + 1], *later))
+        if sentence is not None:
+            raise illegal_activations(f"{group.id}: {sentence}", plan, at)
+
+
+def _repeat_fault(graph: StepGraph, activations: Sequence[Activations]) -> str | None:
+    try:
+        repeats(graph, activations)
+    except InvalidPlan as error:
+        return error.sentence
+    return None
+
+
+def check_regions(step: StepGraph, plan: Plan) -> None:
+    """Raise IllegalSchedule unless the regions cover the forward and backward ops that run, in order, each once."""
+    todo = [op for op in step.ops if op.phase is not Phase.UPDATE]
     index = {op.id: number for number, op in enumerate(todo)}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
     seen: set[str] = set()

@@ -5,8 +5,16 @@
 ```
 
 Each storage adds its bytes at its first op and takes them away after its last, so one running sum per kind counts the
-step: O(ops + storages + actions). Not modelled: what a kernel allocates for itself, the allocator's rounding, and the
-moment between two ops in which a gather that comes before a release in the schedule holds both.
+step: O(ops + storages + actions). An offloaded activation does so twice:
+
+```text
+  op           fwd.mm  fwd.gelu  fwd.sum  bwd.mm  bwd.gelu
+  activation   ----------------                   --------
+  schedule             offload^  ^wait    ^prefetch  (the first wait ends it, the prefetch begins it again)
+```
+
+Not modelled: what a kernel allocates for itself, the allocator's rounding, and the moment between two ops in which a
+gather that comes before a release in the schedule holds both.
 """
 
 import functools
@@ -16,8 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.liveness import liveness
-from elixir_compile.ir import BucketId, Kind, OpId, Plan, RegionId, StepGraph, StorageId, Tier, Verb, grad_of
+from elixir_compile.analysis.liveness import Life, liveness
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.ir import BucketId, Kind, OpId, Plan, RegionId, Saving, StepGraph, StorageId, Tier, Verb, grad_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,34 +59,34 @@ class MemoryTimeline:
 
 
 def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, int]) -> MemoryTimeline:
-    """Return the timeline with all parameters, gradients and optimizer state on the device.
+    """Return the timeline with all parameters, gradients, optimizer state and saved activations on the device.
 
     `state_nbytes` holds the bytes of optimizer state of each trainable parameter.
     """
-    tally = _Tally(len(graph.ops))
-    storages = {storage.id: storage for storage in graph.storages}
-    for name, life in liveness(graph).lives.items():
+    step = as_run(graph)
+    tally = _Tally(len(step.ops))
+    storages = {storage.id: storage for storage in step.storages}
+    for name, life in liveness(step).lives.items():
         tally.add(storages[name].kind, storages[name].nbytes, life.first, life.last)
-    tally.add(Kind.MOMENT, sum(state_nbytes.values()), 0, len(graph.ops) - 1)
-    return tally.timeline(graph, host_bytes=0)
+    tally.add(Kind.MOMENT, sum(state_nbytes.values()), 0, len(step.ops) - 1)
+    return tally.timeline(step, host_bytes=0)
 
 
 def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline:
-    """Return the timeline of one rank under `plan`, whose names must be those of `graph`."""
+    """Return the timeline of one rank under `plan`, whose names must be those of `graph`.
+
+    Its ops are those that run.
+    """
+    step = as_run(graph, plan.activations)
     placements = {placement.bucket: placement for placement in plan.placements}
-    moves = _moves(graph, plan, rank)
-    end = len(graph.ops) - 1
-    tally = _Tally(len(graph.ops))
-    owners = {param: bucket for bucket in plan.buckets for param in bucket.params}
-    storages = {storage.id: storage for storage in graph.storages}
-    for name, life in liveness(graph).lives.items():
-        storage, last = storages[name], life.last
-        if storage.kind is Kind.PARAM and name in owners:
-            continue
-        owner = None if storage.of is None else owners.get(storage.of)
-        if owner is not None and owner.id in moves.grad_ends:
-            last = moves.grad_ends[owner.id]
-        tally.add(storage.kind, storage.nbytes, life.first, last)
+    moves = _moves(step, plan, rank)
+    end = len(step.ops) - 1
+    tally = _Tally(len(step.ops))
+    owned = {param for bucket in plan.buckets for param in bucket.params}
+    storages = {storage.id: storage for storage in step.storages}
+    for name, stays in _stays(step, plan, moves).items():
+        for stay in () if storages[name].kind is Kind.PARAM and name in owned else stays:
+            tally.add(storages[name].kind, storages[name].nbytes, stay.first, stay.last)
     for bucket in plan.buckets:
         for first, last in moves.gathered.get(bucket.id, ()):
             tally.add(Kind.GATHERED, bucket.nbytes, first, last)
@@ -91,12 +100,21 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
             tally.add(Kind.GRAD, bucket.shard_nbytes(rank), moves.reduced_at[bucket.id], last)
     # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
     tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
-    return tally.timeline(graph, host_bytes(plan, rank))
+    return tally.timeline(step, host_bytes(plan, rank))
+
+
+def device_stays(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[StorageId, tuple[Life, ...]]:
+    """Return when each storage of the step that `plan` runs is on the device of one rank, as ops of that step.
+
+    The parameters of buckets are listed as if they never moved.
+    """
+    step = as_run(graph, plan.activations)
+    return _stays(step, plan, _moves(step, plan, rank))
 
 
 def host_bytes(plan: Plan, rank: int = 0) -> int:
-    """Return the bytes that the host holds for `rank`: parameters, gradients, optimizer state and staging."""
-    total = 0
+    """Return the bytes that the host holds for `rank`: parameters, gradients, optimizer state, staging, activations."""
+    total = sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
         nbytes = bucket.shard_nbytes(rank)
         if placement.param is Tier.HOST:
@@ -118,15 +136,37 @@ class _Moves:
     """Last op at which a gradient that leaves, or is shared out, is whole on the device."""
     reduced_at: dict[BucketId, int]
     """First op at which the reduced gradient is there."""
+    left_at: dict[str, int]
+    """By group: last op at which offloaded activations are still on the device."""
+    back_at: dict[str, int]
+    """By group: first op at which they are there again."""
 
 
-def _moves(graph: StepGraph, plan: Plan, rank: int) -> _Moves:
-    """A gather and a reduce count from the first op of the next `run`, a release or a wait to the last op of the `run`
-    before it."""
-    index = {op.id: number for number, op in enumerate(graph.ops)}
+def _stays(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tuple[Life, ...]]:
+    lives = liveness(step).lives
+    stays: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in lives.items()}
+    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+    for storage in step.storages:
+        owner = None if storage.of is None else owners.get(storage.of)
+        if owner is not None and owner in moves.grad_ends and storage.id in lives:
+            stays[storage.id] = (Life(first=lives[storage.id].first, last=moves.grad_ends[owner]),)
+    for group in plan.activations:
+        for name in group.storages if group.id in moves.left_at else ():
+            back_at = moves.back_at.get(group.id, len(step.ops))
+            if name in lives:
+                there = Life(first=lives[name].first, last=moves.left_at[group.id])
+                stays[name] = (there, Life(first=back_at, last=lives[name].last))
+    return stays
+
+
+def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
+    """A gather, a reduce and a prefetch count from the first op of the next `run`, a release or a wait to the last op
+    of the `run` before it."""
+    index = {op.id: number for number, op in enumerate(step.ops)}
     spans = {region.id: (index[region.first], index[region.last]) for region in plan.regions}
     grads = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
-    moves = _Moves({}, {}, {})
+    offloaded = {group.id for group in plan.activations if group.saving is Saving.OFFLOAD}
+    moves = _Moves({}, {}, {}, {}, {})
     starts: dict[str, int] = {}
     done = -1
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
@@ -141,8 +181,12 @@ def _moves(graph: StepGraph, plan: Plan, rank: int) -> _Moves:
             moves.reduced_at[BucketId(action.what)] = done + 1
         elif action.verb is Verb.WAIT and action.what in grads:
             moves.grad_ends[grads[action.what]] = done
+        elif action.verb is Verb.WAIT and action.what in offloaded:
+            moves.left_at.setdefault(action.what, done)
+        elif action.verb is Verb.PREFETCH:
+            moves.back_at[action.what] = done + 1
     for bucket, first in starts.items():
-        moves.gathered.setdefault(BucketId(bucket), []).append((first, len(graph.ops) - 1))
+        moves.gathered.setdefault(BucketId(bucket), []).append((first, len(step.ops) - 1))
     return moves
 
 

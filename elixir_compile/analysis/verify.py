@@ -1,7 +1,8 @@
-"""Whether a plan is legal for a graph: buckets and regions live as they must, and memory is what the plan claims.
+"""Whether a plan is legal for a graph: buckets, activations and regions live as they must, and memory is what the plan
+claims.
 
-`verify` walks the actions of each rank in order and moves the parameters and the gradient of each bucket through the
-tables of `lives`. The first move that no table has is the fault:
+`verify` walks the actions of each rank in order and moves the parameters and the gradient of each bucket, and each
+group of activations, through the tables of `lives`. The first move that no table has is the fault:
 
 ```text
 IllegalSchedule: bwd.0 reads b1, which was released before.
@@ -20,17 +21,25 @@ from typing import NoReturn
 from elixir_compile.analysis import lives
 from elixir_compile.analysis.excerpt import illegal_action
 from elixir_compile.analysis.lives import Event, Lifecycle, State
-from elixir_compile.analysis.structure import check_buckets, check_peak, check_ranks, check_regions
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.structure import (
+    check_activations,
+    check_buckets,
+    check_peak,
+    check_ranks,
+    check_regions,
+)
 from elixir_compile.errors import PlanMismatch
 from elixir_compile.ir import (
     Action,
     Bucket,
-    BucketId,
     Phase,
     Placement,
     Plan,
     RegionId,
+    Saving,
     StepGraph,
+    StorageId,
     Tier,
     Verb,
     fingerprint,
@@ -39,6 +48,12 @@ from elixir_compile.ir import (
 
 _PARAM_EVENTS = {Verb.GATHER: Event.GATHER, Verb.RELEASE: Event.RELEASE}
 _GRAD_EVENTS = {Verb.REDUCE: Event.REDUCE, Verb.UPDATE: Event.UPDATE}
+_ACTIVATION_EVENTS = {Verb.OFFLOAD: Event.OFFLOAD, Verb.PREFETCH: Event.PREFETCH, Verb.WAIT: Event.WAIT}
+_ACTIVATION_LIVES = {
+    Saving.KEEP: lives.KEPT_ACTIVATIONS,
+    Saving.RECOMPUTE: lives.RECOMPUTED_ACTIVATIONS,
+    Saving.OFFLOAD: lives.OFFLOADED_ACTIVATIONS,
+}
 
 
 def verify(graph: StepGraph, plan: Plan) -> None:
@@ -51,42 +66,54 @@ def verify(graph: StepGraph, plan: Plan) -> None:
         raise PlanMismatch("graph", plan.graph, here)
     check_ranks(plan)
     check_buckets(graph, plan)
-    check_regions(graph, plan)
-    touches = _region_touches(graph, plan)
+    check_activations(graph, plan)
+    step = as_run(graph, plan.activations)
+    check_regions(step, plan)
+    touches = _region_touches(step, plan)
     for rank_index in range(len(plan.schedules)):
-        _Walk(graph, plan, rank_index, touches).check()
+        _Walk(step, plan, rank_index, touches).check()
     check_peak(graph, plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Touch:
-    """What one region does to the gradients of buckets."""
+    """What one region does to the gradient of a bucket, or to offloaded activations."""
 
     event: Event
-    bucket: BucketId
+    what: str
+    """The name that actions have for it."""
 
 
-def _region_touches(graph: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_Touch, ...]]:
-    """Per region, the gradients that its ops touch and whether it writes them for the last time."""
-    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    grads = {
-        storage.id: owners[storage.of] for storage in graph.storages if storage.of is not None and storage.of in owners
-    }
-    index = {op.id: number for number, op in enumerate(graph.ops)}
-    touched: dict[RegionId, list[BucketId]] = {}
-    last_writes: dict[BucketId, RegionId] = {}
+def _region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_Touch, ...]]:
+    """Per region, the gradients and the offloaded activations that its ops touch, and whether it completes them: no
+    later region writes the gradient, and no later one of the forward touches the activations."""
+    grads, groups = _gradient_owners(step, plan), _offloaded(plan)
+    owners = {**grads, **groups}
+    index = {op.id: number for number, op in enumerate(step.ops)}
+    touched: dict[RegionId, list[str]] = {}
+    completed_by: dict[str, RegionId] = {}
     for region in plan.regions:
-        ops = graph.ops[index[region.first] : index[region.last] + 1]
-        names = [name for op in ops for name in (*op.reads, *op.writes) if name in grads]
-        touched[region.id] = list(dict.fromkeys(grads[name] for name in names))
-        last_writes |= {grads[name]: region.id for op in ops for name in op.writes if name in grads}
+        ops = step.ops[index[region.first] : index[region.last] + 1]
+        names = [name for op in ops for name in (*op.reads, *op.writes) if name in owners]
+        touched[region.id] = list(dict.fromkeys(owners[name] for name in names))
+        completed_by |= {grads[name]: region.id for op in ops for name in op.writes if name in grads}
+        if region.phase is Phase.FORWARD:
+            completed_by |= {groups[name]: region.id for name in names if name in groups}
     return {
         region: tuple(
-            _Touch(event=Event.COMPLETE if last_writes.get(bucket) == region else Event.RUN, bucket=bucket)
-            for bucket in buckets
+            _Touch(event=Event.COMPLETE if completed_by.get(what) == region else Event.RUN, what=what) for what in found
         )
-        for region, buckets in touched.items()
+        for region, found in touched.items()
     }
+
+
+def _gradient_owners(step: StepGraph, plan: Plan) -> Mapping[StorageId, str]:
+    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+    return {s.id: grad_of(owners[s.of]) for s in step.storages if s.of is not None and s.of in owners}
+
+
+def _offloaded(plan: Plan) -> Mapping[StorageId, str]:
+    return {name: group.id for group in plan.activations if group.saving is Saving.OFFLOAD for name in group.storages}
 
 
 def _param_life(bucket: Bucket, placement: Placement) -> Lifecycle:
@@ -108,8 +135,9 @@ def _grad_life(bucket: Bucket, placement: Placement, is_written: bool, is_traini
 class _Life:
     """One life on its way through its table."""
 
-    def __init__(self, bucket: BucketId, table: Lifecycle) -> None:
-        self.bucket = bucket
+    def __init__(self, subject: str, table: Lifecycle) -> None:
+        self.subject = subject
+        """The bucket or the group of activations."""
         self.table = table
         self.state = table.start
         self.moved_at = 0
@@ -120,7 +148,7 @@ class _Walk:
     """The actions of one rank, applied one after another."""
 
     def __init__(
-        self, graph: StepGraph, plan: Plan, rank_index: int, touches: Mapping[RegionId, tuple[_Touch, ...]]
+        self, step: StepGraph, plan: Plan, rank_index: int, touches: Mapping[RegionId, tuple[_Touch, ...]]
     ) -> None:
         self._plan = plan
         self._rank_index = rank_index
@@ -130,15 +158,20 @@ class _Walk:
         self._num_run = 0
         self._last_forward_at = -1
         self._at = 0
-        complete = {touch.bucket for found in touches.values() for touch in found if touch.event is Event.COMPLETE}
-        is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
+        self._num_forward = sum(region.phase is Phase.FORWARD for region in plan.regions)
+        complete = {touch.what for found in touches.values() for touch in found if touch.event is Event.COMPLETE}
+        is_training = any(op.phase is Phase.UPDATE for op in step.ops)
         self._params: dict[str, _Life] = {}
         self._grads: dict[str, _Life] = {}
-        self._grad_owners = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
+        self._groups: dict[str, _Life] = {
+            group.id: _Life(group.id, _ACTIVATION_LIVES[group.saving]) for group in plan.activations
+        }
+        self._carried: dict[str, _Life] = dict(self._groups)
+        """Gradients and activations by the name that actions have for them."""
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
             self._params[bucket.id] = _Life(bucket.id, _param_life(bucket, placement))
-            table = _grad_life(bucket, placement, bucket.id in complete, is_training)
-            self._grads[bucket.id] = _Life(bucket.id, table)
+            table = _grad_life(bucket, placement, grad_of(bucket.id) in complete, is_training)
+            self._grads[bucket.id] = self._carried[grad_of(bucket.id)] = _Life(bucket.id, table)
 
     def check(self) -> None:
         """Raise IllegalSchedule at the first action that is not legal, or at the first life that does not end."""
@@ -147,10 +180,10 @@ class _Walk:
             self._act(action)
         if self._num_run < len(self._plan.regions):
             self._fail(f"{self._plan.regions[self._num_run].id} is never run.")
-        for life in (*self._params.values(), *self._grads.values()):
+        for life in (*self._params.values(), *self._grads.values(), *self._groups.values()):
             if life.state in life.table.unfinished:
                 self._at = life.moved_at
-                self._fail(life.table.unfinished[life.state].format(bucket=life.bucket))
+                self._fail(life.table.unfinished[life.state].format(bucket=life.subject, group=life.subject))
 
     def _act(self, action: Action) -> None:
         if action.verb is Verb.RUN:
@@ -163,10 +196,11 @@ class _Walk:
             self._move(life, _GRAD_EVENTS[action.verb])
         elif action.verb is Verb.WAIT and action.what in self._params:
             self._move(self._params[action.what], Event.WAIT)
+        elif action.what in self._groups and action.verb in _ACTIVATION_EVENTS:
+            self._move(self._groups[action.what], _ACTIVATION_EVENTS[action.verb])
+            self._check_half(action)
         elif action.verb in (Verb.WAIT, Verb.OFFLOAD):
-            life = self._gradient(action)
-            self._check_turn(action)
-            self._move(life, Event.WAIT if action.verb is Verb.WAIT else Event.OFFLOAD)
+            self._move(self._gradient(action), Event.WAIT if action.verb is Verb.WAIT else Event.OFFLOAD)
         else:
             self._fail(f"`{action.verb}` is not part of a step on these placements.")
 
@@ -184,7 +218,7 @@ class _Walk:
         for bucket in region.buckets:
             self._move(self._params[bucket], Event.RUN, region.id)
         for touch in self._touches[region.id]:
-            self._move(self._grads[touch.bucket], touch.event, region.id)
+            self._move(self._carried[touch.what], touch.event, region.id)
 
     def _check_residents(self, phase: Phase) -> None:
         """A copy gathered before the last forward run stays for the backward only if its bucket is resident."""
@@ -194,11 +228,11 @@ class _Walk:
         for life in self._params.values():
             is_copied = life.table is lives.GATHERED_PARAMS and life.state in (State.GATHERING, State.GATHERED)
             if is_copied and self._gathered_at(life) < self._last_forward_at:
-                self._fail(f"{life.bucket} is not resident, but its copy from the forward is kept for the backward.")
+                self._fail(f"{life.subject} is not resident, but its copy from the forward is kept for the backward.")
 
     def _gathered_at(self, life: _Life) -> int:
         gathers = (
-            at for at in range(self._at, -1, -1) if self._actions[at] == Action(verb=Verb.GATHER, what=life.bucket)
+            at for at in range(self._at, -1, -1) if self._actions[at] == Action(verb=Verb.GATHER, what=life.subject)
         )
         return next(gathers)
 
@@ -207,21 +241,29 @@ class _Walk:
         if action.verb is Verb.UPDATE and self._num_run < len(self._plan.regions):
             self._fail(f"{action.what} is updated before {self._plan.regions[self._num_run].id} is run.")
 
+    def _check_half(self, action: Action) -> None:
+        """Activations leave in the forward's program and come back in the backward's."""
+        regions = self._plan.regions
+        if action.verb is Verb.OFFLOAD and self._num_run > self._num_forward:
+            self._fail(f"{action.what} is offloaded in the backward, after {regions[self._num_run - 1].id}.")
+        if action.verb is Verb.PREFETCH and self._num_run < self._num_forward:
+            self._fail(f"{action.what} is prefetched in the forward, before {regions[self._num_run].id} is run.")
+
     def _named(self, found: Mapping[str, _Life], what: str) -> _Life:
         if what not in found:
             self._fail(f"No bucket is called {what}.")
         return found[what]
 
     def _gradient(self, action: Action) -> _Life:
-        owner = self._grad_owners.get(action.what)
-        if owner is None:
-            self._fail(f"{action.what} is neither a bucket nor the gradient of one.")
-        return self._grads[owner]
+        if action.what not in self._carried:
+            self._fail(f"{action.what} is neither a bucket nor the gradient of one, nor a group of activations.")
+        return self._carried[action.what]
 
     def _move(self, life: _Life, event: Event, region: str = "") -> None:
         target = life.table.moves.get((life.state, event))
         if target is None:
-            self._fail(life.table.fault(life.state, event).format(bucket=life.bucket, region=region))
+            sentence = life.table.fault(life.state, event)
+            self._fail(sentence.format(bucket=life.subject, group=life.subject, region=region))
         if target is not life.state:
             life.moved_at = self._at
         life.state = target

@@ -20,11 +20,15 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
+from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.prepare import new_executor, swap_modules
+from elixir_compile.api.saved import load_plan
+from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
 from elixir_compile.capture.rewire import rewire, split_gathers
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
+from elixir_compile.ir import Plan
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.runtime.executor import Executor
@@ -76,8 +80,69 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
 def _compile_gathers(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor
 ) -> Callable[..., Any]:
+    """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
+    chunks = chunks_of(gm, options) if torch.is_grad_enabled() else None
+    if options.plan is not None:
+        num_chunks = load_plan(options.plan).loss_chunks
+        if chunks is not None and num_chunks > 1:
+            chunk_loss(gm, chunks.region, num_chunks)
+            return _compile_as(gm, inputs, options, executor, lambda plan: replace(plan, loss_chunks=num_chunks))
+        chunks = None
+    if chunks is None:
+        return _compile_as(gm, inputs, options, executor)
+    try:
+        return _compile_as(compat.copy_of(gm), inputs, options, executor, _unpressed)
+    except NoFeasiblePlan as error:
+        whole: Whole = error
+    except Pressed as pressed:
+        whole = pressed.plan
+    found = _compile_chunked(gm, inputs, options, executor, chunks, whole)
+    if found is not None:
+        return found
+    if isinstance(whole, NoFeasiblePlan):
+        raise whole
+    return _compile_as(gm, inputs, options, executor)
+
+
+def _unpressed(plan: Plan) -> Plan:
+    """Return `plan` where it keeps everything."""
+    if is_pressed(plan):
+        raise Pressed(plan)
+    return plan
+
+
+def _compile_chunked(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor, chunks: Chunks, whole: Whole
+) -> Callable[..., Any] | None:
+    """Compile a copy of the graph with its loss in chunks; None where the plan is no better than `whole`."""
+
+    def review(plan: Plan) -> Plan:
+        found = better(chunks, plan, whole)
+        if found is None:
+            raise Pressed(plan)
+        return found
+
+    chunked = compat.copy_of(gm)
+    chunk_loss(chunked, chunks.region, chunks.num_chunks)
+    try:
+        return _compile_as(chunked, inputs, options, executor, review)
+    except NoFeasiblePlan as error:
+        least_short(whole, error)
+    except Pressed:
+        pass
+    return None
+
+
+def _compile_as(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    executor: Executor,
+    review: Callable[[Plan], Plan] | None = None,
+) -> Callable[..., Any]:
+    """Compile the graph as it is; `review` gets its first plan and returns the one to use."""
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
-    compilation = Compilation(executor, executor.regions_for(options.inner), options, name)
+    compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     compiled = front_end(gm, inputs, compilation.partition, compilation.lower)
     executor.compilations.append(compilation)

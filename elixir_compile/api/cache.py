@@ -126,7 +126,9 @@ def _path(problem: Problem, options: Options) -> Path:
 
 
 def _canonical(value: object) -> object:
-    """Mappings in one order, whatever order they were filled in."""
+    """Mappings and sets in one order, whatever order they were filled in."""
+    if isinstance(value, frozenset):
+        return sorted(value)
     return sorted(value.items()) if isinstance(value, dict) else value
 
 

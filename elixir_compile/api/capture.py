@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from elixir_compile.api.backend import with_compiler
 from elixir_compile.api.budget import library_bytes
-from elixir_compile.api.planning import STATE_COPIES, graph_of
+from elixir_compile.api.loss import Chunks, chunks_of
+from elixir_compile.api.planning import STATE_COPIES, graph_of, savings_of
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
 from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.tracing import trace_step
 from elixir_compile.errors import InvalidOption, UnsupportedModel
 from elixir_compile.hardware import Cluster
@@ -42,6 +44,10 @@ class Capture:
     """Bytes of parameters that are on the device now; 0 for a model on `meta`."""
     base_bytes: int
     """Device bytes that no plan can move: parameters that the step does not read, and what matrix products leave."""
+    chunks: Chunks | None = None
+    """How the loss could be chunked; None where it could not, or is."""
+    loss_chunks: int = 1
+    """In how many chunks the graph computes its loss."""
     batch_symbol: str | None = None
     """The symbol of the first dimension of the inputs, where the step was captured dynamic."""
 
@@ -76,6 +82,7 @@ class Capture:
             budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
             host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
             state_nbytes=self.state_nbytes(state_bytes_per_element),
+            savings=savings_of(options),
             hybrid=bool(self.numels),
             base_bytes=self.base_bytes,
         )
@@ -88,12 +95,14 @@ def capture_step(
     device: "torch.device | str | None" = None,
     options: Options | None = None,
     dynamic: bool = False,
+    chunks: Chunks | None = None,
 ) -> Capture:
     """Return the training step of `model` on `example_inputs`, positional or by name, of which only shapes count.
 
     `device` is by default that of the model's first parameter that has one, else `cuda` where there is one, else
-    `cpu`. With `dynamic` the first dimension of every input is symbolic. Raises UnsupportedModel for a model that
-    cannot be traced as one graph or trains nothing.
+    `cpu`. With `dynamic` the first dimension of every input is symbolic; `chunks`, of an earlier capture, are those in
+    which the loss is computed. Raises UnsupportedModel for a model that cannot be traced as one graph or trains
+    nothing.
     """
     model = built(model)
     target = _device_of(model) if device is None else torch.device(device)
@@ -101,12 +110,20 @@ def capture_step(
     executor = new_executor([own], target)
     swap_modules([own], executor)
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
-    inner = with_compiler(options or Options()).inner
-    captured = trace_step(own, args, kwargs, name=executor.name, inner=inner)
+    options = with_compiler(options or Options())
+    could: list[Chunks | None] = []
+
+    def edit(gm: fx.GraphModule) -> None:
+        could.append(chunks_of(gm, options) if chunks is None else None)
+        if chunks is not None:
+            chunk_loss(gm, chunks.region, chunks.num_chunks)
+
+    captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)
     batch = _batch_of((*args, *kwargs.values())) if dynamic else None
     on_device = {id(param): param for param in model.parameters() if param.device == target}
     held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
-    return _capture(captured, executor, held_bytes, batch)
+    made = _capture(captured, executor, held_bytes, batch)
+    return replace(made, chunks=could[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
 
 
 def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int | None) -> Capture:

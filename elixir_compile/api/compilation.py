@@ -14,21 +14,22 @@ from elixir_compile.api.cache import plan_for
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.planning import graph_of, may_move_back, problem_of
 from elixir_compile.api.profile import Profiler, RegionProfile
+from elixir_compile.api.programs import Programs, is_one_region_each, ticket_position
 from elixir_compile.api.progress import Progress
 from elixir_compile.api.replan import replan
 from elixir_compile.api.saved import load_plan_for
 from elixir_compile.api.watch import Seen, Watch
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import gather_keys, partition_hidden, show_in_inference
+from elixir_compile.capture.spare import add_spares
 from elixir_compile.capture.tracing import captured_step
-from elixir_compile.ir import Kind, Phase, Plan, StepGraph
+from elixir_compile.cost import Measured
+from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.options import Options
-from elixir_compile.rewrite.check import check
-from elixir_compile.rewrite.program import write_program
-from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.rewrite.show import program_text
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
+from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.runtime.saved import number_of
 from elixir_compile.search import Problem
 
 _compile_lock = threading.RLock()
@@ -37,7 +38,15 @@ _compile_lock = threading.RLock()
 class Compilation:
     """One captured graph, its plan and the programs that obey it. Made by the backend; the user reads it."""
 
-    def __init__(self, executor: Executor, regions: RegionCompiler, options: Options, name: str) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        regions: RegionCompiler,
+        options: Options,
+        name: str,
+        review: Callable[[Plan], Plan] | None = None,
+    ) -> None:
+        """`review` gets the first plan and returns the one to use."""
         self.name = name
         self.graph: StepGraph | None = None
         """The captured step, torch-free."""
@@ -52,6 +61,8 @@ class Compilation:
         self._executor = executor
         self._regions = regions
         self._options = options
+        self._review = review
+        self._loss_chunks = 1
         self._captured: Captured | None = None
         self._progress = Progress(is_on=options.report)
         self._watch = Watch(executor, is_on=options.report or options.replan, records=self._may_replan())
@@ -62,12 +73,12 @@ class Compilation:
         self._generation = -1
         self._beside_bytes = 0
         self._wants_backward = False
-        self._traced: list[Any] = []
-        self._restrided: list[Any] = []
+        self._programs: list[tuple[int, Programs]] = []
+        """The programs so far that save differently, each with the number of the first forward that may run them."""
+        self._ticket_at = -1
         self._chose_strides: bool | None = None
         self.is_superseded = False
         """Whether a later capture of the same step took its place."""
-        self._strides: dict[fx.Node, compat.Strides] = {}
 
     @property
     def timeline(self) -> MemoryTimeline:
@@ -117,7 +128,6 @@ class Compilation:
         if not is_backward:
             self._write_forward()
             return compat.boxed(self._run_forward)
-        self._restrided = list(examples)
         self._wants_backward = True
         self._write_backward()
         return compat.boxed(self._run_backward)
@@ -126,22 +136,27 @@ class Compilation:
 
     def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
         self._captured = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
-        self._traced = [] if backward is None else [node.meta.get("val") for node in _placeholders(backward)]
+        if backward is not None:
+            add_spares(self._captured)
+            self._ticket_at = ticket_position(self._captured)
         self._replan()
+        if self._review is not None:
+            self.plan = self._review(self.plan)
+            self._loss_chunks = self.plan.loss_chunks
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
     def _replan(self) -> None:
         """Plan for the sizes at hand, on top of what is in force."""
-        self._beside_bytes = self._executor.outstanding_bytes()
+        self._beside_bytes = self._executor.saved.device_bytes()
         self.graph = graph_of(self._captured, self._executor, self._sizes)
         self._problem = problem_of(self._captured, self.graph, self._executor, self._options, self._beside_bytes)
         in_force = self._plan_in_force()
         if self._correction is not None:
             self._problem = self._correction.applied_to(self._problem)
         elif self._options.profile_regions and in_force is None and not self.is_inference:
-            self._problem = replace(self._problem, measured=self._profiled(self._problem).stretches)
-        self.plan = in_force or self._saved_plan(self._problem) or plan_for(self._problem, self._options)
+            self._problem = replace(self._problem, measured=self._profiled(self._problem).measured)
+        self.plan = in_force or self._saved_plan(self._problem) or self._searched(self._problem, self._options)
 
     def _profiled(self, problem: Problem) -> RegionProfile:
         """Time the regions, at the sizes of this plan."""
@@ -152,7 +167,11 @@ class Compilation:
 
     def _search_again(self, problem: Problem) -> Plan:
         # No other run measures the very same seconds, so none would find this plan.
-        return plan_for(problem, replace(self._options, plan_cache=False))
+        return self._searched(problem, replace(self._options, plan_cache=False))
+
+    def _searched(self, problem: Problem, options: Options) -> Plan:
+        found = plan_for(problem, options)
+        return found if self._loss_chunks == 1 else replace(found, loss_chunks=self._loss_chunks)
 
     def _plan_in_force(self) -> Plan | None:
         """Return the plan in force of an earlier capture of the same step: the first call of a plain model made it."""
@@ -178,54 +197,42 @@ class Compilation:
 
     # Programs.
 
-    def _is_one_region_each(self) -> bool:
-        return all(
-            sum(region.phase is phase for region in self.plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD)
-        )
-
-    def _lets_inductor_choose(self) -> bool:
-        """Whether Inductor may choose the strides of what the forward saves.
-
-        Not under a plan of one region each that follows one of several: autograd's strides are those of the first.
-        """
-        return bool(self._chose_strides) and self._is_one_region_each()
-
     def _write_forward(self) -> None:
-        if self._chose_strides is None:
-            self._chose_strides = self._is_one_region_each() and not self.is_inference
-        self.forward = self._write(Phase.FORWARD)
-        if self._lets_inductor_choose():
-            outputs = self._captured.forward.graph.output_node().args[0]
-            compat.report_output_strides([self._strides.get(node) for node in outputs])
+        is_first = self._chose_strides is None
+        if is_first:
+            self._chose_strides = is_one_region_each(self.plan) and not self.is_inference
+        # Not under a plan of one region each that follows one of several: autograd's strides are those of the first.
+        programs = Programs(
+            self._captured,
+            self.graph,
+            self.plan,
+            self._executor,
+            self._regions,
+            may_choose_strides=bool(self._chose_strides),
+        )
+        if is_first and programs.chooses_strides:
+            compat.report_output_strides(programs.output_strides)
+        self._take(programs)
+
+    def _take(self, programs: Programs) -> None:
+        """Let the next forward run `programs`."""
+        if self._programs and self._programs[-1][1].saves_as(programs):
+            self._programs[-1] = (self._programs[-1][0], programs)
+        else:
+            self._programs.append((self._executor.saved.next_number, programs))
+        self.forward, self.backward = programs.forward, None
 
     def _write_backward(self) -> None:
-        # A forward of one region saves in the strides its kernels chose, one of several in those of the capture.
-        examples = self._restrided if self._lets_inductor_choose() else self._traced
-        for node, example in zip(_placeholders(self._captured.backward), examples, strict=True):
-            node.meta["val"] = example
-        self.backward = self._write(Phase.BACKWARD)
+        self.backward = self._programs[-1][1].backward
 
-    def _write(self, phase: Phase) -> fx.GraphModule:
-        keys = {name: key for key, name in self._captured.param_names.items()}
-        program = write_program(self._captured, self.plan, phase, keys, self._lower_region, self._executor)
-        check(program, self.plan, phase)
-        return program
-
-    def _lower_region(self, region: RegionGraph) -> PlacedRegion:
-        visible = list(range(len(region.outputs)))
-        if region.is_whole and region.phase is Phase.FORWARD and self._lets_inductor_choose():
-            visible = self._visible_to_the_user(region)
-        compiled = self._regions.lower(region, visible, is_inference=self.is_inference)
-        if region.is_whole and region.phase is Phase.FORWARD:
-            self._strides = dict(zip(region.outputs, compiled.strides, strict=False))
-        return PlacedRegion(compiled, self._executor.ledger, f"run {region.id}")
-
-    def _visible_to_the_user(self, region: RegionGraph) -> list[int]:
-        """Return the outputs of a whole forward that the user sees; Inductor may choose the strides of the rest."""
-        output = self._captured.forward.graph.output_node()
-        seen = output.meta.get("user_visible_output_idxs", range(self._captured.num_outputs))
-        nodes = {output.args[0][index] for index in seen}
-        return [index for index, node in enumerate(region.outputs) if node in nodes]
+    def _backward_of(self, ticket: torch.Tensor) -> fx.GraphModule:
+        """Return the program that follows the forward of `ticket`."""
+        number = number_of(ticket)
+        programs = next(programs for first, programs in reversed(self._programs) if first <= number)
+        if programs is self._programs[-1][1]:
+            return self.backward
+        with _compile_lock:
+            return programs.backward
 
     # Running.
 
@@ -244,15 +251,13 @@ class Compilation:
             self._executor.abandon()
             raise
         if not self.is_inference:
-            self._executor.note_forward(results[self._captured.num_outputs], self._saved_bytes())
+            ticket = results[self._captured.num_outputs]
+            self._executor.saved.note(ticket, self._programs[-1][1].device_bytes)
         return results
-
-    def _saved_bytes(self) -> int:
-        return sum(storage.nbytes for storage in self.graph.storages if storage.kind is Kind.SAVED)
 
     def _run_backward(self, args: list[Any]) -> Any:
         try:
-            return self.backward.forward(args)
+            return self._backward_of(args[self._ticket_at]).forward(args)
         except BaseException:
             self._executor.abandon()
             raise
@@ -270,7 +275,7 @@ class Compilation:
             self._progress.measured(self.plan, seen)
             self._seen = seen if self._may_replan() else None
         # Parameters do not move while a forward still waits for its backward.
-        if self._seen is not None and self._executor.outstanding_bytes() <= self._beside_bytes:
+        if self._seen is not None and self._executor.saved.device_bytes() <= self._beside_bytes:
             seen, self._seen = self._seen, None
             if self._executor.generation == self._generation:
                 self._learn(seen)
@@ -284,7 +289,7 @@ class Compilation:
             outcome = replan(self._problem, self.plan, self._correction, search)
             if outcome is None:
                 return
-            before = self.plan, self.forward, self.backward
+            before = self.plan, list(self._programs), self.forward, self.backward
             self.plan = outcome.plan
             self._progress.say(outcome.line)
             if outcome.is_new:
@@ -294,7 +299,7 @@ class Compilation:
                     if self._wants_backward:
                         self._write_backward()
                 except BaseException:
-                    self.plan, self.forward, self.backward = before
+                    self.plan, self._programs, self.forward, self.backward = before
                     raise
                 self._executor.move(self.plan.buckets, self.plan.placements)
                 self._generation = self._executor.generation
@@ -313,7 +318,7 @@ class Compilation:
         """
         executor = self._executor
         grown = self._grown(args)
-        has_company = not self.is_inference and executor.outstanding_bytes() > self._beside_bytes
+        has_company = not self.is_inference and executor.saved.device_bytes() > self._beside_bytes
         if not grown and not has_company and executor.generation == self._generation:
             return
         with _compile_lock:
@@ -325,7 +330,7 @@ class Compilation:
                 self._sizes.update(grown)
                 if grown and self._correction is not None:
                     # The regions were measured at other sizes; the links and the optimizer are the same.
-                    self._correction = replace(self._correction, measured=())
+                    self._correction = replace(self._correction, measured=Measured())
                 self._replan()
                 self._progress.planned(self.plan)
                 self._write_forward()
@@ -354,7 +359,3 @@ class Compilation:
                 name, _ = compat.expression_of(example)
                 if name.isidentifier():
                     yield name, example, value
-
-
-def _placeholders(half: fx.GraphModule) -> list[fx.Node]:
-    return half.graph.find_nodes(op="placeholder")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elixir_compile.api.watch import Seen
-from elixir_compile.cost import Stretch
+from elixir_compile.cost import Measured, Stretch
 from elixir_compile.hardware import Cluster, DeviceProfile, HostProfile, Link
 from elixir_compile.ir import Bucket, Placement, Plan, Span, Tier
 from elixir_compile.search import Problem
@@ -32,7 +32,7 @@ class Correction:
     """What the first steps taught about the machine."""
 
     cluster: Cluster
-    measured: tuple[Stretch, ...]
+    measured: Measured
     excess_bytes: int = 0
     """Device bytes at the peak that the plan had not foreseen."""
 
@@ -55,7 +55,7 @@ def correct(problem: Problem, plan: Plan, seen: Seen) -> Correction | None:
     cluster = _with_links(problem, plan, seconds)
     return Correction(
         cluster=_with_updates(replace(problem, cluster=cluster), plan, seconds),
-        measured=stretches,
+        measured=Measured(stretches=stretches, activations=plan.activations),
         excess_bytes=_excess_bytes(plan, seen),
     )
 
@@ -84,9 +84,12 @@ def _excess_bytes(plan: Plan, seen: Seen) -> int:
 
 
 def _with_links(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
-    price = prices(problem.graph, plan.buckets, problem.cluster)
-    h2d = _ratio(seconds, "gather", price.h2d_s)
-    d2h = _ratio(seconds, "offload", price.d2h_s)
+    price = prices(problem.graph, plan.buckets, problem.cluster, activations=plan.activations)
+    groups = {group.id for group in plan.activations}
+    h2d = _ratio(
+        seconds, {f"{'prefetch' if name in groups else 'gather'} {name}": s for name, s in price.h2d_s.items()}
+    )
+    d2h = _ratio(seconds, {f"offload {name}": s for name, s in price.d2h_s.items()})
     nodes = tuple(
         replace(node, h2d=_slowed_link(node.h2d, h2d or d2h), d2h=_slowed_link(node.d2h, d2h or h2d))
         for node in problem.cluster.nodes
@@ -98,8 +101,8 @@ def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) ->
     """The problem's cluster, links corrected before, with the update rates that were seen."""
     cluster = problem.cluster
     price = prices(problem.graph, plan.buckets, cluster)
-    device = _ratio(_updates(plan, price, seconds, Tier.DEVICE), "update", price.device_update_s)
-    host = _ratio(_updates(plan, price, seconds, Tier.HOST), "update", price.host_update_s)
+    device = _ratio(_updates(plan, price, seconds, Tier.DEVICE), _labelled(price.device_update_s))
+    host = _ratio(_updates(plan, price, seconds, Tier.HOST), _labelled(price.host_update_s))
     if not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
         device, host = device or host, host or device
     nodes = tuple(
@@ -125,10 +128,14 @@ def _placed(plan: Plan, seconds: Mapping[str, float]) -> list[tuple[Bucket, Plac
     return [(bucket, placement) for bucket, placement in pairs if f"update {bucket.id}" in seconds]
 
 
-def _ratio(seconds: Mapping[str, float], verb: str, price_s: Mapping[str, float]) -> float | None:
-    """How many times its price everything that `verb` did took; None when it did nothing."""
-    measured_s = {name: seconds[f"{verb} {name}"] for name in price_s if f"{verb} {name}" in seconds}
-    priced_s = sum(price_s[name] for name in measured_s)
+def _labelled(update_s: Mapping[str, float]) -> Mapping[str, float]:
+    return {f"update {name}": seconds for name, seconds in update_s.items()}
+
+
+def _ratio(seconds: Mapping[str, float], price_s: Mapping[str, float]) -> float | None:
+    """How many times its price everything took together that has a label in `price_s`; None when nothing ran."""
+    measured_s = {label: seconds[label] for label in price_s if label in seconds}
+    priced_s = sum(price_s[label] for label in measured_s)
     if priced_s == 0:
         return None
     return min(max(sum(measured_s.values()) / priced_s, 1 / _MAX_RATIO), _MAX_RATIO)

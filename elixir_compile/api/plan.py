@@ -9,7 +9,8 @@ from torch import nn
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, machine
 from elixir_compile.api.cache import plan_for
 from elixir_compile.api.capture import Capture, Inputs, capture_step
-from elixir_compile.errors import InvalidOption
+from elixir_compile.api.loss import Chunks, Whole, better, is_pressed, least_short
+from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan
 from elixir_compile.options import Options, parse_options
@@ -44,8 +45,36 @@ def plan(
     if chosen.plan is not None:
         raise InvalidOption("plan", str(chosen.plan), "None: a new plan is made here")
     cluster = named_cluster(hardware or chosen.hardware)  # before the capture, which takes seconds
-    capture = capture_step(model, example_inputs, options=chosen, dynamic=dynamic)
-    return plan_for(*question(capture, chosen, cluster, state_bytes_per_element=state_bytes_per_element))
+
+    def plan_of(capture: Capture) -> Plan:
+        return plan_for(*question(capture, chosen, cluster, state_bytes_per_element=state_bytes_per_element))
+
+    def capture_with(chunks: Chunks | None) -> Capture:
+        return capture_step(model, example_inputs, options=chosen, dynamic=dynamic, chunks=chunks)
+
+    return plan_with_loss(capture_with, plan_of)
+
+
+def plan_with_loss(capture_with: Callable[[Chunks | None], Capture], plan_of: Callable[[Capture], Plan]) -> Plan:
+    """Return the plan of the step as it is, or of the step with its loss in chunks where that one is better.
+
+    Raises NoFeasiblePlan where neither fits.
+    """
+    capture = capture_with(None)
+    try:
+        whole: Whole = plan_of(capture)
+    except NoFeasiblePlan as error:
+        whole = error
+    if capture.chunks is not None and (isinstance(whole, NoFeasiblePlan) or is_pressed(whole)):
+        try:
+            found = better(capture.chunks, plan_of(capture_with(capture.chunks)), whole)
+            if found is not None:
+                return found
+        except NoFeasiblePlan as error:
+            least_short(whole, error)
+    if isinstance(whole, NoFeasiblePlan):
+        raise whole
+    return whole
 
 
 def named_cluster(hardware: "Cluster | str | None") -> Cluster | None:

@@ -19,19 +19,21 @@ from pathlib import Path
 
 import torch
 
-from elixir_compile.analysis import liveness
+from elixir_compile.analysis.liveness import liveness
+from elixir_compile.analysis.recompute import as_run
 from elixir_compile.api.cache_dir import cache_dir, write_cached
 from elixir_compile.api.machines import machine_path
 from elixir_compile.capture.convert import Captured
-from elixir_compile.cost import Stretch
+from elixir_compile.cost import Measured, Stretch
 from elixir_compile.ir import OpId, Phase, Region, StepGraph
 from elixir_compile.measure.regions import RegionTime, measure_region
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
+from elixir_compile.rewrite.repeat import Halves, halves_of
 from elixir_compile.runtime.lowering import RegionCompiler, region_key
 from elixir_compile.search import Problem
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.schedule import cut_regions, regions
-from elixir_compile.search.stays import stays
+from elixir_compile.search.stays import moves_at_use
 from elixir_compile.units import format_bytes, format_s
 
 log = logging.getLogger("elixir_compile")
@@ -69,9 +71,10 @@ class RegionProfile:
     took_s: float
 
     @property
-    def stretches(self) -> tuple[Stretch, ...]:
+    def measured(self) -> Measured:
         """The regions as the planner takes them."""
-        return tuple(Stretch(first=one.first, last=one.last, run_s=one.run_s) for one in self.regions)
+        stretches = tuple(Stretch(first=one.first, last=one.last, run_s=one.run_s) for one in self.regions)
+        return Measured(stretches=stretches)
 
     def __str__(self) -> str:
         num_distinct = len({one.key for one in self.regions})
@@ -103,7 +106,8 @@ class Profiler:
         began_s = time.perf_counter()
         found: list[ProfiledRegion] = []
         finest = _finest_regions(problem)
-        for region, graph in _with_graphs(captured, finest):
+        step = as_run(problem.graph)
+        for region, graph in _with_graphs(halves_of(captured, problem.graph, ()), finest):
             key = hashlib.sha256(f"{self._machine}\n{sorted(sizes.items())}\n{region_key(graph)}".encode()).hexdigest()
             if self._is_known(key) or (time.perf_counter() - began_s < LIMIT_S and self._measure(key, graph, sizes)):
                 took = self._known[key]
@@ -114,7 +118,7 @@ class Profiler:
                         last=region.last,
                         run_s=took.run_s,
                         peak_bytes=took.peak_bytes,
-                        live_bytes=made_bytes(problem.graph, region),
+                        live_bytes=made_bytes(step, region),
                     )
                 )
         return RegionProfile(
@@ -177,13 +181,14 @@ def _finest_regions(problem: Problem) -> tuple[Region, ...]:
     """The regions of the plan that cuts wherever a plan could."""
     facts = gather_facts(problem)
     levels = facts.furthest_levels
-    return regions(facts, cut_regions(facts, levels, stays(facts, levels, 0)))
+    return regions(facts, cut_regions(facts, levels, moves_at_use(facts, levels)))
 
 
-def _with_graphs(captured: Captured, spans: tuple[Region, ...]) -> Iterator[tuple[Region, RegionGraph]]:
+def _with_graphs(halves: Halves, spans: tuple[Region, ...]) -> Iterator[tuple[Region, RegionGraph]]:
+    captured = halves.captured
     for phase, source in ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward)):
         if source is not None:
-            graphs = split_regions(source, spans, phase)
+            graphs = split_regions(source, spans, phase, inline=halves.inline)
             yield from ((region, graphs[region.id]) for region in spans if region.phase is phase)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.api.correction import TOLERANCE, Correction
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Placement, Plan, Tier, Verb
+from elixir_compile.ir import Placement, Plan, Saving, Tier, Verb
 from elixir_compile.search import Problem
 from elixir_compile.simulate import exposed_s, hidden_share, simulate
 from elixir_compile.units import format_bytes, format_s
@@ -56,6 +56,8 @@ def replan(
         return Outcome(plan=repriced, is_new=False, line=f"measured: {told}no better plan found")
     num_moved = _num_moved(plan, better)
     moved = f"{num_moved} {'bucket' if num_moved == 1 else 'buckets'} moved"
+    num_changed = _num_changed(plan, better)
+    moved += f", {num_changed} groups of activations treated otherwise" if num_changed else ""
     line = f"replanned: {told}{moved}, planned step now {format_s(better.prediction.step_s)}"
     return Outcome(plan=better, is_new=True, line=line)
 
@@ -84,7 +86,8 @@ def _repriced(corrected: Problem, plan: Plan, excess_bytes: int) -> Plan:
 def _moves_anything(plan: Plan) -> bool:
     verbs = {action.verb for schedule in plan.schedules for action in schedule.actions}
     is_all_on_device = all(placement.optim is Tier.DEVICE for placement in plan.placements)
-    return not (is_all_on_device and verbs.isdisjoint({Verb.GATHER, Verb.OFFLOAD}))
+    is_all_kept = all(group.saving is Saving.KEEP for group in plan.activations)
+    return not (is_all_on_device and is_all_kept and verbs.isdisjoint({Verb.GATHER, Verb.OFFLOAD}))
 
 
 def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan]) -> Plan | None:
@@ -101,6 +104,14 @@ def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan])
         return search(replace(corrected, buckets=tuple(buckets.values()), placements=placements))
     except NoFeasiblePlan:
         return None
+
+
+def _num_changed(before: Plan, after: Plan) -> int:
+    """How many groups of activations are kept, recomputed or offloaded in one plan only."""
+    then, now = (
+        {(g.id, g.saving) for g in plan.activations if g.saving is not Saving.KEEP} for plan in (before, after)
+    )
+    return len({group for group, _ in then ^ now})
 
 
 def _num_moved(before: Plan, after: Plan) -> int:

@@ -13,19 +13,25 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from elixir_compile import compat
-from elixir_compile.capture.fusion import absorbed_nodes, overwritten_input
+from elixir_compile.capture.flops import flops_of
+from elixir_compile.capture.fusion import kernel_of, overwritten_input, runs_once
 from elixir_compile.capture.joint import gradient, parameter, ticket
 from elixir_compile.capture.source import module_path, source_line
 from elixir_compile.capture.views import is_number, is_view, viewed
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
+from elixir_compile.errors import InvalidPlan, UnsupportedModel
+from elixir_compile.ir import Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
 from elixir_compile.ir.graph import UPDATE_OP
 from elixir_compile.ops.registry import Slot
 
 _PREFIX = {Phase.FORWARD: "fwd.", Phase.BACKWARD: "bwd."}
 MARKERS = (gradient, parameter, ticket)
+_DATA_DEPENDENT = (
+    "the shape of a value in its forward depends on what tensors hold, as that of `nonzero` does, so its bytes cannot "
+    "be planned. Compiled without fullgraph=True it is planned in several graphs, which begin behind such values"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,7 @@ class Captured:
     """Leading outputs of the forward that go to the caller; the rest is saved for the backward."""
     param_names: Mapping[int, str]
     fused: bool
-    """Whether regions run through Inductor, which never materialises most pointwise results."""
+    """Whether regions run through Inductor, which fuses kernels."""
 
 
 def ops_of(graph: fx.Graph) -> list[fx.Node]:
@@ -81,6 +87,11 @@ def step_graph(captured: Captured, values: Mapping[str, int], siblings: Sequence
         storage = StorageId(slot.name)
         builder.drafts[storage] = _Draft(storage, slot.nbytes, Kind.PARAM, _dtype(slot.param))
     return builder.build()
+
+
+def storages_behind(captured: Captured) -> Mapping[fx.Node, tuple[StorageId, ...]]:
+    """Return the storages behind each node of the forward that has any, under the names of its `StepGraph`."""
+    return _Builder(captured, {})._walk(captured.forward.graph, Phase.FORWARD, {})
 
 
 @dataclass(slots=True)
@@ -136,6 +147,8 @@ class _Builder:
         A size made of functions that `sizes` does not know, or of symbols that are no inputs, is constant: the state of
         a random generator has a symbol for its size.
         """
+        if free_unbacked_symbols(size):
+            raise UnsupportedModel(self.captured.name, _DATA_DEPENDENT)
         text, here = compat.expression_of(size)
         at = {name: self.values.get(name, value) for name, value in here.items()}
         number = compat.evaluate_size(size, at)
@@ -152,8 +165,8 @@ class _Builder:
         saved = {node.name: node for node in output[self.captured.num_outputs :] if isinstance(node, fx.Node)}
         known: dict[fx.Node, tuple[StorageId, ...]] = {}
         for node in self.captured.backward.graph.find_nodes(op="placeholder"):
-            source = saved.get(node.name)
-            if source is not None and source in forward:
+            source = saved.get(str(node.target))
+            if source is not None and source in forward and node.users:  # a spare value has no readers
                 known[node] = forward[source]
                 for storage in forward[source]:
                     if self.drafts[storage].kind is Kind.TEMP:
@@ -198,7 +211,6 @@ class _Builder:
         by_key: dict[int, StorageId] = {}
         for node, ids in known.items():
             by_key.update(zip(_keys(node), ids, strict=False))
-        absorbed = absorbed_nodes(graph) if self.captured.fused else {}
         ops = set(ops_of(graph))
         for node in graph.nodes:
             if node.op == "placeholder" and node not in known and node.users:
@@ -208,7 +220,7 @@ class _Builder:
             elif node.op == "call_function" and node.target is parameter:
                 storages[node] = self._enter_parameter(node, by_key)
             elif node.op == "call_function" and node.target not in MARKERS:
-                op = self._enter_call(node, phase, storages, by_key, absorbed)
+                op = self._enter_call(node, phase, storages, by_key)
                 if node in ops:
                     self.ops.append(op)
         return storages
@@ -244,7 +256,6 @@ class _Builder:
         phase: Phase,
         storages: dict[fx.Node, tuple[StorageId, ...]],
         by_key: dict[int, StorageId],
-        absorbed: Mapping[fx.Node, None],
     ) -> Op:
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
         base = overwritten_input(node) if self.captured.fused else None
@@ -254,21 +265,15 @@ class _Builder:
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: each gather of one parameter left a fake storage of its own.
             by_key.update((key, storages[base][0]) for key in _keys(node))
-        if node in absorbed:
-            # Never materialised: whoever reads it reads its inputs.
-            storages[node] = tuple(inputs)
-            reads: tuple[StorageId, ...] = ()
-            writes: tuple[StorageId, ...] = ()
-        else:
-            before = set(self.drafts)
-            storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
-            made = [s for s in dict.fromkeys(storages[node]) if s not in before]
-            mutated = _mutated(node, storages)
-            if is_overwrite:
-                mutated.extend(storages[base])
-            reads = tuple(inputs) if made or mutated else ()
-            writes = tuple(dict.fromkeys([*made, *mutated]))
-        flops, flops_size = self._count(compat.flops_of(node))
+        before = set(self.drafts)
+        storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
+        made = [s for s in dict.fromkeys(storages[node]) if s not in before]
+        mutated = _mutated(node, storages)
+        if is_overwrite:
+            mutated.extend(storages[base])
+        reads = tuple(inputs) if made or mutated else ()
+        writes = tuple(dict.fromkeys([*made, *mutated]))
+        flops, flops_size = self._count(flops_of(node))
         moved = sum(self.drafts[s].nbytes for s in (*reads, *writes))
         return Op(
             id=op_id(phase, node),
@@ -281,6 +286,8 @@ class _Builder:
             module=module_path(node),
             source=source_line(node),
             flops_size=flops_size,
+            kernel=kernel_of(node) if self.captured.fused else Kernel.OPAQUE,
+            once=bool(mutated) or runs_once(node),
         )
 
 

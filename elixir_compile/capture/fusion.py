@@ -1,17 +1,12 @@
-"""Which values Inductor never writes to memory.
-
-Inductor computes a pointwise result inside the kernels that read it. It allocates a buffer only where something needs
-one: an opaque kernel (a matrix product, an attention kernel), a graph output, or readers in kernels that cannot be
-one. This is a model of that rule, not a copy of the scheduler: `docs/memory.md` has the measured error.
-"""
-
-from collections.abc import Mapping
+"""What Inductor can fuse of an op, whether it may run twice, and what a scatter overwrites."""
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from elixir_compile import compat
-from elixir_compile.capture.views import is_view, viewed
+from elixir_compile.capture.views import is_number
+from elixir_compile.ir import Kernel
 
 _ALLOCATES_NOTHING = {
     torch.ops.aten.full.default,
@@ -37,14 +32,36 @@ _WRITES_INTO_FIRST = {
 }
 
 
-def absorbed_nodes(graph: fx.Graph) -> Mapping[fx.Node, None]:
-    """Return the nodes of `graph` whose value is computed inside its readers."""
-    absorbed: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        is_view_of_absorbed = viewed(node) in absorbed
-        if is_view_of_absorbed or (_is_fusible(node) and not _needs_memory(node)):
-            absorbed[node] = None
-    return absorbed
+def kernel_of(node: fx.Node) -> Kernel:
+    """Return what Inductor can fuse of `node`."""
+    tags = getattr(node.target, "tags", ())
+    if node.target in _ALLOCATES_NOTHING or node.target in compat.inductor_random_ops() or torch.Tag.pointwise in tags:
+        return Kernel.POINTWISE
+    return Kernel.REDUCTION if torch.Tag.reduction in tags else Kernel.OPAQUE
+
+
+def runs_once(node: fx.Node) -> bool:
+    """Return whether `node` must not be computed a second time.
+
+    It draws random numbers (those that Inductor draws come from saved seeds, and do so again), writes what it is given,
+    is no plain operator, or is what the user's checkpoint policy saves. A node that takes a dynamic size is not moved
+    to the other half either.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):  # the type of every ATen op has no public name
+        return not is_number(node)
+    schema = node.target._schema  # pyright: ignore
+    is_random = torch.Tag.nondeterministic_seeded in node.target.tags and _dropout_p(node) != 0.0
+    is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+    return is_random or is_saved or schema.is_mutable or any(is_number(source) for source in node.all_input_nodes)
+
+
+def _dropout_p(node: fx.Node) -> object:
+    """Return by how much an attention kernel drops; None for an op that takes no such argument."""
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            default = node.kwargs.get("dropout_p", argument.default_value)
+            return node.args[place] if place < len(node.args) else default
+    return None
 
 
 def overwritten_input(node: fx.Node) -> fx.Node | None:
@@ -56,29 +73,3 @@ def overwritten_input(node: fx.Node) -> fx.Node | None:
         return None
     base = node.args[0]
     return base if len(base.users) == 1 and base.op == "call_function" else None
-
-
-def _is_fusible(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    is_inline = node.target in _ALLOCATES_NOTHING or node.target in compat.inductor_random_ops()
-    return is_inline or torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _needs_memory(node: fx.Node) -> bool:
-    """Whether a reader of `node`, seen through views, cannot compute it for itself."""
-    pending, seen = [node], {node}
-    while pending:
-        for user in pending.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if is_view(user):
-                pending.append(user)
-            elif not _reads_inline(user):
-                return True
-    return False
-
-
-def _reads_inline(user: fx.Node) -> bool:
-    return _is_fusible(user) or torch.Tag.reduction in getattr(user.target, "tags", ())

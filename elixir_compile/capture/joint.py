@@ -33,8 +33,8 @@ def gradient(grad: torch.Tensor, key: int) -> None:
 
 
 def ticket(keys: tuple[int, ...]) -> torch.Tensor:
-    """Marker: the versions of parameters `keys`, by which the backward knows that none of those it reads has
-    changed."""
+    """Marker: which forward this was, and the versions of parameters `keys`, by which the backward knows that none of
+    those it reads has changed."""
     raise AssertionError("a marker is replaced before a graph runs")
 
 
@@ -75,6 +75,7 @@ def partition_hidden(
     static = [*known, *range(num_primals - len(hidden.inputs), num_primals)]
     forward, backward = partition(joint, joint_inputs, static_lifetime_input_indices=static, **options)
     num_saved_from = options["num_fwd_outputs"]
+    _name_random_states(forward.graph, backward.graph)
     _show_in_forward(forward, hidden, num_saved_from)
     _show_in_backward(backward, hidden)
     for module in (forward, backward):
@@ -83,13 +84,33 @@ def partition_hidden(
     return forward, backward
 
 
+def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
+    """Let the backward take each saved state of the random generator under the name it has in the forward.
+
+    The partitioner saves one for each random op of a `checkpoint` region, and names these inputs, alone among what is
+    saved, by a count: `rng_state_output_0`. Both halves have them in the same order.
+    """
+    draws = forward.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state)
+    repeated = backward.find_nodes(op="call_function", target=torch.ops.higher_order.run_with_rng_state)
+    taken = {node.args[0] for node in repeated}
+    saved = [node for node in forward.output_node().args[0] if isinstance(node, fx.Node) and node.args]
+    states = [node for node in saved if node.args[0] in draws and node.args[1] == 0]
+    inputs = [node for node in backward.find_nodes(op="placeholder") if node in taken]
+    for state, given in zip(states, inputs, strict=True):
+        with backward.inserting_before(given):
+            named = backward.placeholder(state.name)
+        named.meta = dict(given.meta)
+        given.replace_all_uses_with(named)
+        backward.erase_node(given)
+
+
 def show_in_inference(module: fx.GraphModule) -> None:
     """Replace every gather of an inference graph by its marker, one per parameter."""
     for node in module.graph.find_nodes(op="call_function", target=GATHER):
         with module.graph.inserting_before(node):
-            node.replace_all_uses_with(_marker_node(module.graph, parameter, (node.args[3],), node.meta))
+            node.replace_all_uses_with(marker_node(module.graph, parameter, (node.args[3],), node.meta))
         module.graph.erase_node(node)
-    _merge_markers(module.graph)
+    merge_markers(module.graph)
     module.recompile()
 
 
@@ -161,7 +182,7 @@ def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: 
     kept = [node for node in saved if getattr(node, "name", None) not in hidden.saved_views]
     keys = tuple(dict.fromkeys(_key_of(chain[0], hidden) for chain in hidden.saved_views.values()))
     with graph.inserting_before(output):
-        stamp = _marker_node(graph, ticket, (keys,), {"val": _ticket_example(graph, len(keys))})
+        stamp = marker_node(graph, ticket, (keys,), {"val": _ticket_example(graph, len(keys))})
     output.args = ((*outputs, stamp, *kept),)
     _replace_inputs(graph, hidden)
 
@@ -213,8 +234,8 @@ def _rebuild_view(graph: fx.Graph, saved: fx.Node, hidden: _Hidden) -> None:
     """Make the saved view anew in the backward: saving it would keep the whole gathered bucket alive."""
     base, *views = hidden.saved_views[saved.name]
     sizes = {node.name: node for node in graph.find_nodes(op="placeholder") if is_number(node)}
-    with graph.inserting_before(_first_op(graph)):
-        made = _marker_node(graph, parameter, (_key_of(base, hidden),), base.meta)
+    with graph.inserting_before(first_op(graph)):
+        made = marker_node(graph, parameter, (_key_of(base, hidden),), base.meta)
         for view in views:
             source = made
             made = graph.node_copy(view, lambda node, source=source: sizes.get(node.name, source))
@@ -225,7 +246,8 @@ def _key_of(placeholder: fx.Node, hidden: _Hidden) -> int:
     return next(key for key, name in hidden.inputs.items() if name == placeholder.name)
 
 
-def _first_op(graph: fx.Graph) -> fx.Node:
+def first_op(graph: fx.Graph) -> fx.Node:
+    """Return the first node behind the placeholders."""
     return next(node for node in graph.nodes if node.op != "placeholder")
 
 
@@ -238,11 +260,11 @@ def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidd
         value = grad.meta["val"]
         storage = compat.storage_key(value)
         owns = compat.evaluate_size(value.untyped_storage().nbytes(), {}) == value.numel() * value.element_size()
-        before = _first_op(graph) if grad.op == "placeholder" else grad.next
+        before = first_op(graph) if grad.op == "placeholder" else grad.next
         with graph.inserting_before(before):
             if storage in claimed or not owns or value.stride() != hidden.strides[key]:
                 grad = _own_copy(graph, grad)
-            _marker_node(graph, gradient, (grad, key), {"val": None})
+            marker_node(graph, gradient, (grad, key), {"val": None})
         claimed.add(storage)
 
 
@@ -266,13 +288,13 @@ def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
         if node.name not in keys:
             continue
         if node.users:
-            with graph.inserting_before(_first_op(graph)):
-                node.replace_all_uses_with(_marker_node(graph, parameter, (keys[node.name],), node.meta))
+            with graph.inserting_before(first_op(graph)):
+                node.replace_all_uses_with(marker_node(graph, parameter, (keys[node.name],), node.meta))
         graph.erase_node(node)
-    _merge_markers(graph)
+    merge_markers(graph)
 
 
-def _merge_markers(graph: fx.Graph) -> None:
+def merge_markers(graph: fx.Graph) -> None:
     """Leave one `parameter` marker per key, before every op."""
     first: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=parameter):
@@ -285,13 +307,14 @@ def _merge_markers(graph: fx.Graph) -> None:
         op.prepend(first[key])
 
 
-def _marker_node(graph: fx.Graph, marker: Callable, args: tuple, meta: dict) -> fx.Node:
+def marker_node(graph: fx.Graph, marker: Callable, args: tuple, meta: dict) -> fx.Node:
+    """Write a marker with a copy of `meta` where `graph` inserts."""
     node = graph.call_function(marker, args)
     node.meta = dict(meta)
     return node
 
 
-def _ticket_example(graph: fx.Graph, numel: int) -> torch.Tensor:
+def _ticket_example(graph: fx.Graph, num_keys: int) -> torch.Tensor:
     example = next(node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
     with example.fake_mode:
-        return torch.empty(numel, dtype=torch.int64, device="cpu")
+        return torch.empty(1 + num_keys, dtype=torch.int64, device="cpu")

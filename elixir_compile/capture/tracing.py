@@ -30,15 +30,20 @@ class _Stopped(BaseException):
         self.found = found
 
 
-def trace_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, inner: str) -> Captured:
+Edit = Callable[[fx.GraphModule], None]
+
+
+def trace_step(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, inner: str, edit: Edit
+) -> Captured:
     """Return the training step of prepared `model` on the inputs, as `torch.compile(..., backend="elixir")` captures
-    it.
+    it; `edit` may look at Dynamo's graph and change it first.
 
     Raises UnsupportedModel where Dynamo cannot trace it as one graph and where nothing in it is trained.
     """
     compat.trace_past_logging()
     # Dynamo keeps nothing of a compile that its backend left, so the user's next one of this model starts afresh.
-    compiled = torch.compile(model, backend=_backend(name, inner), fullgraph=True)
+    compiled = torch.compile(model, backend=_backend(name, inner, edit), fullgraph=True)
     with torch.enable_grad(), compat.shapes_apart(), _uncollected():
         try:
             compiled(*args, **kwargs)
@@ -71,7 +76,7 @@ def captured_step(
     )
 
 
-def _backend(name: str, inner: str) -> Callable[..., Any]:
+def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:
     """Return a backend of `torch.compile` that stops where the training graph is partitioned."""
 
     def partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
@@ -85,6 +90,7 @@ def _backend(name: str, inner: str) -> Callable[..., Any]:
         raise _Stopped(UnsupportedModel(name, "none of its outputs depends on a parameter that requires a gradient"))
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        edit(gm)
         split_gathers(gm)
         front_end = compat.compile_with_inductor if inner == "inductor" else compat.compile_with_aot_eager
         return front_end(gm, inputs, partition, lower)

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from elixir_compile.api.cache import plan_for
-from elixir_compile.api.plan import question
+from elixir_compile.api.capture import Capture
+from elixir_compile.api.loss import Chunks
+from elixir_compile.api.plan import plan_with_loss, question
 from elixir_compile.api.saved import save_plan
 from elixir_compile.cli.failure import fail
 from elixir_compile.cli.request import Request
@@ -50,20 +52,26 @@ def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, out
 def _made(request: Request, notes: Console, *, state_bytes: int | None, is_largest: bool) -> tuple[Plan, int]:
     # What is quick to refuse comes before the capture, which takes seconds.
     options, cluster = request.parsed_options(), request.cluster()
-    with _shown(notes, f"capturing {request.model}"):
-        capture = request.capture(dynamic=is_largest)
-    batch = request.batch
-    if is_largest:
 
-        def problem_at(size: int) -> Problem:
-            return question(capture.at_batch(size), options, cluster, state_bytes_per_element=state_bytes)[0]
+    def plan_of(capture: Capture) -> Plan:
+        with _shown(notes, "planning"):
+            return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes))
 
-        with _shown(notes, "looking for the largest batch"):
-            # Where not even one fits, planning for one says what is missing.
-            batch = max(largest_feasible(problem_at), 1)
-        capture = capture.at_batch(batch)
-    with _shown(notes, "planning"):
-        return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes)), batch
+    def capture_with(chunks: Chunks | None) -> Capture:
+        with _shown(notes, f"capturing {request.model}"):
+            return request.capture(dynamic=is_largest, chunks=chunks)
+
+    if not is_largest:
+        return plan_with_loss(capture_with, plan_of), request.batch
+    capture = capture_with(None)
+
+    def problem_at(size: int) -> Problem:
+        return question(capture.at_batch(size), options, cluster, state_bytes_per_element=state_bytes)[0]
+
+    with _shown(notes, "looking for the largest batch"):
+        # Where not even one fits, planning for one says what is missing.
+        batch = max(largest_feasible(problem_at), 1)
+    return plan_of(capture.at_batch(batch)), batch
 
 
 @contextmanager

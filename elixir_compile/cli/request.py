@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from elixir_compile.api.capture import Capture, capture_step
+from elixir_compile.api.loss import Chunks
 from elixir_compile.api.models import TextBatch, load_model
 from elixir_compile.api.plan import named_cluster
 from elixir_compile.errors import InvalidOption
@@ -52,14 +53,15 @@ class Request:
             raise InvalidOption("ranks", self.ranks, f"{cluster.num_ranks}, as {self.hardware} has devices")
         return cluster
 
-    def capture(self, *, dynamic: bool = False) -> Capture:
+    def capture(self, *, dynamic: bool = False, chunks: Chunks | None = None) -> Capture:
         """Return the step of the model; raises UnknownModel and UnsupportedModel."""
         if self.dtype not in DTYPES:
             raise InvalidOption("dtype", self.dtype, "one of " + ", ".join(DTYPES))
         # A dimension of 1 is never symbolic.
         batch = max(self.batch, 2) if dynamic else self.batch
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
-        capture = capture_step(*load_model(self.model, text), options=self.parsed_options(), dynamic=dynamic)
+        model, inputs = load_model(self.model, text)
+        capture = capture_step(model, inputs, options=self.parsed_options(), dynamic=dynamic, chunks=chunks)
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 
 

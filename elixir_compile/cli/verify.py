@@ -1,6 +1,7 @@
 """`elixir-compile verify plan.json`: whether a saved plan is whole, and legal for a model and a machine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -51,7 +52,10 @@ def _require_legal(plan: Plan, request: Request) -> None:
     cluster = request.cluster()
     if cluster is not None:
         require_same_machine(plan, cluster)
-    graph = request.capture().graph
+    capture = request.capture()
+    if plan.loss_chunks > 1 and capture.chunks is not None:
+        capture = request.capture(chunks=replace(capture.chunks, num_chunks=plan.loss_chunks))
+    graph = capture.graph
     if plan.graph != fingerprint(graph) and plan.symbols:
         graph = request.capture(dynamic=True).graph  # as --largest-batch captures it
     if plan.graph != fingerprint(graph):

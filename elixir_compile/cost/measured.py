@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.kinds import OpId
 
 
@@ -22,6 +23,14 @@ class Stretch:
     def __post_init__(self) -> None:
         if not 0 <= self.run_s < float("inf"):
             raise InvalidPlan(f"the ops from {self.first} to {self.last} are said to take {self.run_s} s.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Stretches that were measured, which do not overlap, and what was recomputed in the step that they are of."""
+
+    stretches: tuple[Stretch, ...] = ()
+    activations: tuple[Activations, ...] = ()
 
 
 def corrected_s(seconds: Sequence[float], index: Mapping[OpId, int], stretches: Sequence[Stretch]) -> list[float]:

@@ -1,9 +1,8 @@
-"""Seconds to carry one bucket over one link: latency_s + bytes / bytes_per_s."""
+"""Seconds to carry bytes over one link: num_copies * latency_s + bytes / bytes_per_s."""
 
 from elixir_compile.hardware import Link
-from elixir_compile.ir.bucket import Bucket
 
 
-def copy_s(bucket: Bucket, link: Link) -> float:
-    """Return the seconds to carry the parameters that one rank owns, or their gradient, between host and device."""
-    return link.latency_s + bucket.shard_nbytes() / link.bytes_per_s
+def copy_s(nbytes: int, link: Link, num_copies: int = 1) -> float:
+    """Return the seconds to carry `nbytes` between host and device in `num_copies` copies, one after another."""
+    return num_copies * link.latency_s + nbytes / link.bytes_per_s

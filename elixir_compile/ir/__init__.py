@@ -1,5 +1,6 @@
 """What a training step is: its graph, its buckets, its schedule, its plan and its record, as plain values."""
 
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.codec import (
     graph_from_json,
@@ -11,7 +12,20 @@ from elixir_compile.ir.codec import (
 )
 from elixir_compile.ir.fingerprint import fingerprint
 from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
-from elixir_compile.ir.kinds import BucketId, Kind, Lane, OpId, Phase, RegionId, StorageId, Tier, Verb
+from elixir_compile.ir.kinds import (
+    BucketId,
+    GroupId,
+    Kernel,
+    Kind,
+    Lane,
+    OpId,
+    Phase,
+    RegionId,
+    Saving,
+    StorageId,
+    Tier,
+    Verb,
+)
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ir.schedule import Action, Region, Schedule, grad_of
@@ -20,9 +34,12 @@ from elixir_compile.ir.text import parse_graph, parse_plan
 __all__ = [
     "PLAN_FORMAT",
     "Action",
+    "Activations",
     "Bucket",
     "BucketId",
     "Decision",
+    "GroupId",
+    "Kernel",
     "Kind",
     "Lane",
     "Op",
@@ -35,6 +52,7 @@ __all__ = [
     "Record",
     "Region",
     "RegionId",
+    "Saving",
     "Schedule",
     "Span",
     "StepGraph",

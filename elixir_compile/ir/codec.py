@@ -1,7 +1,7 @@
 """Graphs, plans and records as JSON and back.
 
 ```text
-  {"elixir": "plan", "format": 2, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
+  {"elixir": "plan", "format": 3, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
 ```
 
 Reading is strict, see `elixir_compile.codec`: a PlanFileError names the field that is wrong, `placements[3].param`.
@@ -13,7 +13,7 @@ from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.plan import PLAN_FORMAT, Plan
 from elixir_compile.ir.record import Record
 
-GRAPH_FORMAT = 2
+GRAPH_FORMAT = 3
 RECORD_FORMAT = 1
 
 _PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError)

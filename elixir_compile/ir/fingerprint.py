@@ -23,7 +23,15 @@ def fingerprint(graph: StepGraph) -> str:
         for name in (*op.reads, *op.writes):
             numbers.setdefault(name, len(numbers))
     ops = [
-        [op.target, op.phase, [numbers[name] for name in op.reads], [numbers[name] for name in op.writes], op.module]
+        [
+            op.target,
+            op.phase,
+            [numbers[name] for name in op.reads],
+            [numbers[name] for name in op.writes],
+            op.module,
+            op.kernel,
+            op.once,
+        ]
         for op in graph.ops
     ]
     symbols = {name: f"v{number}" for number, (name, _) in enumerate(graph.symbols)}

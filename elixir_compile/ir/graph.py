@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import sizes
-from elixir_compile.ir.kinds import Kind, OpId, Phase, StorageId
+from elixir_compile.ir.kinds import Kernel, Kind, OpId, Phase, StorageId
 from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
 
@@ -69,6 +69,11 @@ class Op:
     """`file.py:line` of the user's code, where known."""
     flops_size: str = ""
     """`flops` as an expression of the graph's symbols; empty for a number that is constant."""
+    kernel: Kernel = Kernel.OPAQUE
+    """What of it a compiler can fuse; `analysis.fused` says what is then never written."""
+    once: bool = False
+    """Whether it must not run a second time: it draws random numbers, has an effect, or the user wants its result
+    saved."""
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.moved_bytes < 0:
@@ -85,6 +90,8 @@ class Op:
         parts += [f"module {word(self.module)}"] if self.module else []
         parts += [f"source {word(self.source)}"] if self.source else []
         parts += [f"size {word(self.flops_size)}"] if self.flops_size else []
+        parts += [f"kernel {self.kernel}"] if self.kernel is not Kernel.OPAQUE else []
+        parts += ["once"] if self.once else []
         return "  ".join(parts)
 
 

@@ -7,6 +7,8 @@ StorageId = NewType("StorageId", str)
 OpId = NewType("OpId", str)
 RegionId = NewType("RegionId", str)
 BucketId = NewType("BucketId", str)
+GroupId = NewType("GroupId", str)
+"""Activations that are treated alike."""
 
 
 class Kind(StrEnum):
@@ -46,6 +48,28 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+
+class Kernel(StrEnum):
+    """Whether the values of an op have to be in memory."""
+
+    OPAQUE = "opaque"
+    """Reads its inputs from memory and writes its results there: a matrix product."""
+    REDUCTION = "reduction"
+    """Writes its results to memory; computes a pointwise input while it reads."""
+    POINTWISE = "pointwise"
+    """The same, and its result can be computed again wherever it is read."""
+
+
+class Saving(StrEnum):
+    """What happens to an activation that the backward reads."""
+
+    KEEP = "keep"
+    """It stays on the device."""
+    RECOMPUTE = "recompute"
+    """It is dropped, and computed again where the backward first reads it."""
+    OFFLOAD = "offload"
+    """It goes to the host, and comes back before the backward reads it."""
 
 
 class Verb(StrEnum):

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import sizes
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.kinds import BucketId, OpId
 from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,10 @@ class Plan:
     buckets: tuple[Bucket, ...]
     placements: tuple[Placement, ...]
     """One per bucket, in the order of `buckets`."""
+    activations: tuple[Activations, ...] = ()
+    """What happens to activations; those in none of them are kept."""
+    loss_chunks: int = 1
+    """Chunks over tokens in which the graph of this plan computes its loss; 1 for the loss as the model has it."""
     regions: tuple[Region, ...]
     schedules: tuple[Schedule, ...]
     """One per rank, or a single one that all ranks share."""
@@ -103,6 +108,8 @@ class Plan:
             raise InvalidPlan(
                 f"plan {self.name} has a budget of {self.budget_bytes} and a base of {self.base_bytes} bytes."
             )
+        if self.loss_chunks < 1:
+            raise InvalidPlan(f"plan {self.name} has a loss of {self.loss_chunks} chunks; expected 1 or more.")
         if self.bound_s is not None and not math.isfinite(self.bound_s):
             raise InvalidPlan(f"plan {self.name} has a bound of {self.bound_s} s; expected a finite number.")
         unknown = set(sizes.symbols_of(self.formula) if self.formula else ()).difference(dict(self.symbols))
@@ -126,6 +133,7 @@ class Plan:
         lines += ["symbols", *(f"  {word(name)} {value}" for name, value in self.symbols)] if self.symbols else []
         placed = zip(self.buckets, self.placements, strict=True)
         lines += ["buckets", *(f"  {bucket_text(bucket, placement)}" for bucket, placement in placed)]
+        lines += ["activations", *(f"  {group}" for group in self.activations)] if self.activations else []
         lines += ["regions", *(f"  {region}" for region in self.regions)]
         lines += map(str, self.schedules)
         lines += ["decisions", *(f"  {decision}".replace("\n", "\n  ") for decision in self.decisions)]
@@ -160,6 +168,7 @@ class Plan:
         lines = [commented(f"  planner {word(self.planner)}{bound}{gib}", ", ".join(parts))]
         lines += [f"  binding {word(row)}" for row in self.binding]
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
+        lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
         return lines
 
     def placement(self, bucket: BucketId) -> Placement:

@@ -34,7 +34,7 @@ class Action:
     """One line of a schedule.
 
     `what` is a region for `run`, a bucket for `gather`, `wait`, `release`, `reduce` and `update`, and for `offload`,
-    `prefetch` and their `wait` a storage; the gradient of bucket `b1` is the storage `b1.grad`.
+    `prefetch` and their `wait` a group of activations, or the gradient of bucket `b1`, `b1.grad`.
     """
 
     verb: Verb

@@ -8,9 +8,22 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elixir_compile.errors import InvalidPlan, PlanFileError
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.graph import Op, StepGraph, Storage
-from elixir_compile.ir.kinds import BucketId, Kind, OpId, Phase, RegionId, StorageId, Tier, Verb
+from elixir_compile.ir.kinds import (
+    BucketId,
+    GroupId,
+    Kernel,
+    Kind,
+    OpId,
+    Phase,
+    RegionId,
+    Saving,
+    StorageId,
+    Tier,
+    Verb,
+)
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
 from elixir_compile.ir.schedule import Action, Region, Schedule
 from elixir_compile.ir.words import Page, Row
@@ -48,8 +61,10 @@ def parse_plan(text: str) -> Plan:
     page.advance()
     binding = _lines(page, "binding")
     formula = _lines(page, "formula")
+    loss_chunks = _loss_chunks(page)
     symbols = _symbols(page)
     placed = _section(page, "buckets", _bucket)
+    activations = _section(page, "activations", _activations) if page.row.at("activations") else ()
     regions = _section(page, "regions", _region)
     schedules: list[Schedule] = []
     while page.row.at("schedule"):
@@ -65,6 +80,8 @@ def parse_plan(text: str) -> Plan:
             base_bytes=base_bytes,
             buckets=tuple(bucket for bucket, _ in placed),
             placements=tuple(placement for _, placement in placed),
+            activations=activations,
+            loss_chunks=loss_chunks,
             regions=regions,
             schedules=tuple(schedules),
             decisions=decisions,
@@ -78,6 +95,15 @@ def parse_plan(text: str) -> Plan:
         ),
         "the whole text",
     )
+
+
+def _loss_chunks(page: Page) -> int:
+    """Read the row that says in how many chunks the loss is computed, where there is one."""
+    if not page.row.skip("loss"):
+        return 1
+    count = page.row.integer()
+    page.advance()
+    return count
 
 
 def _symbols(page: Page) -> tuple[tuple[str, int], ...]:
@@ -128,6 +154,8 @@ def _op(row: Row) -> Op:
         module=row.name("a module") if row.skip("module") else "",
         source=row.name("a file and line") if row.skip("source") else "",
         flops_size=row.name("an expression") if row.skip("size") else "",
+        kernel=row.choice(Kernel) if row.skip("kernel") else Kernel.OPAQUE,
+        once=row.skip("once"),
     )
 
 
@@ -227,6 +255,14 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
         shard_numels=tuple(shard_numels),
     )
     return bucket, placement
+
+
+def _activations(row: Row) -> Activations:
+    name, saving = GroupId(row.name("activations")), row.choice(Saving)
+    row.keyword("bytes")
+    nbytes = row.integer()
+    row.keyword("storages")
+    return Activations(id=name, storages=tuple(map(StorageId, row.names())), nbytes=nbytes, saving=saving)
 
 
 def _region(row: Row) -> Region:

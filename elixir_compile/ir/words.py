@@ -19,11 +19,11 @@ from elixir_compile.errors import PlanFileError
 # fmt: off
 KEYWORDS = frozenset(
     {
-        "aliases", "at", "base", "because", "binding", "bound", "buckets", "budget", "bytes", "cost", "decisions",
-        "exposed", "flops", "format", "formula", "frozen", "gib", "graph", "hidden", "host", "module", "moved",
-        "numel", "of", "on", "ops", "optim", "outputs", "param", "params", "peak", "plan", "planner", "rank", "reads",
-        "regions", "rejected", "resident", "saves", "schedule", "shards", "size", "source", "state", "step",
-        "storages", "symbols", "trainable", "writes",
+        "activations", "aliases", "at", "base", "because", "binding", "bound", "buckets", "budget", "bytes", "cost",
+        "decisions", "exposed", "flops", "format", "formula", "frozen", "gib", "graph", "hidden", "host", "kernel",
+        "loss", "module", "moved", "numel", "of", "on", "once", "ops", "optim", "outputs", "param", "params", "peak",
+        "plan", "planner", "rank", "reads", "regions", "rejected", "resident", "saves", "schedule", "shards", "size",
+        "source", "state", "step", "storages", "symbols", "trainable", "writes",
     }
 )
 # fmt: on

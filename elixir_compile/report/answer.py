@@ -5,23 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, StorageId, Tier, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction
 from elixir_compile.ir.schedule import Action, Region, grad_of
+from elixir_compile.report.activations import (
+    Again,
+    LayerAnswer,
+    SavingAnswer,
+    layers_of_plan,
+    moving_at,
+    recomputed,
+    saving_answers,
+)
+from elixir_compile.report.moves import Move, actions_of, moves_of
 from elixir_compile.report.subject import Subject
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """One action on a bucket or its gradient, and where in the step it is."""
-
-    verb: Verb
-    region: str
-    """The region that a gather is for, else the last one run before; empty where there is none."""
-    num_ahead: int = 0
-    """Regions run between the start of a copy and the wait for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,16 @@ class RegionAnswer:
     """Buckets it reads whose parameters live on the host."""
     before: tuple[str, ...]
     after: tuple[str, ...]
+    leaving: tuple[Activations, ...]
+    """Activations whose way to the host begins right after it."""
+    returning: tuple[Activations, ...]
+    """Activations that have to be back on the device for it."""
     num_ops: int | None
-    """None, as the next, where the graph was not given."""
+    """None, as the next two, where the graph was not given."""
     peak_bytes: int | None
     """Most bytes live on the device while it runs."""
+    again: tuple[Again, ...] | None
+    """Ops of the forward that run again in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,28 +82,35 @@ class PlanAnswer:
     formula: str
     num_buckets: Mapping[str, int]
     """Buckets by where they live, in words."""
+    activations: tuple[SavingAnswer, ...]
+    """What happens to activations; nothing where all are kept."""
     num_regions: int
     counts: Mapping[Verb, int]
     """Actions of one rank by verb."""
     decisions: tuple[Decision, ...]
-    """Those about no single bucket."""
+    """Those about no single bucket or layer."""
     num_moved: int
     """Buckets with a decision of their own."""
+    num_layers: int
+    """Layers with a decision about their activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All that was asked: either the plan, or a region, or buckets."""
+    """All that was asked: either the plan, or a region, or buckets and the activations of layers."""
 
     subject: str
     plan: PlanAnswer | None = None
     region: RegionAnswer | None = None
     buckets: tuple[BucketAnswer, ...] = ()
+    layers: tuple[LayerAnswer, ...] = ()
 
 
 def plan_answer(plan: Plan) -> PlanAnswer:
     """Return what there is to say about the whole plan."""
     ids = {bucket.id for bucket in plan.buckets}
+    layers = layers_of_plan(plan)
+    decided = {decision.subject for decision in plan.decisions}
     homes = zip(plan.buckets, plan.placements, strict=True)
     return PlanAnswer(
         name=plan.name,
@@ -112,10 +125,12 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         gib_saves_s=plan.gib_saves_s,
         formula=plan.formula,
         num_buckets=dict(Counter(home_text(bucket, placement) for bucket, placement in homes)),
+        activations=saving_answers(plan),
         num_regions=len(plan.regions),
-        counts=dict(Counter(action.verb for action in _actions(plan))),
-        decisions=tuple(decision for decision in plan.decisions if decision.subject not in ids),
-        num_moved=len(ids & {decision.subject for decision in plan.decisions}),
+        counts=dict(Counter(action.verb for action in actions_of(plan))),
+        decisions=_shared(plan),
+        num_moved=len(ids & decided),
+        num_layers=len(layers & decided),
     )
 
 
@@ -123,17 +138,15 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
     """Return what there is to say about `bucket`; with the graph of the plan also what it holds at the peak."""
     placement = plan.placement(bucket.id)
     is_kept = placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
-    ids = {other.id for other in plan.buckets}
     own = tuple(decision for decision in plan.decisions if decision.subject == bucket.id)
-    shared = tuple(decision for decision in plan.decisions if decision.subject not in ids)
-    moves = _moves(plan, bucket)
+    moves = moves_of(plan, (bucket.id, grad_of(bucket.id)))
     always_bytes = bucket.shard_nbytes() if placement.param is Tier.DEVICE else 0
     always_bytes += bucket.shard_state_nbytes() if placement.optim is Tier.DEVICE else 0
     return BucketAnswer(
         bucket=bucket,
         placement=placement,
         asked=tuple(param for param in bucket.params if param in subject.params),
-        decisions=own or (() if is_kept else shared),
+        decisions=own or (() if is_kept else _shared(plan)),
         passed_over=tuple(
             f"{other}, when {decision.subject} got {decision.choice}"
             for decision in plan.decisions
@@ -150,20 +163,24 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
 
 def region_answer(plan: Plan, region: Region, graph: StepGraph | None) -> RegionAnswer:
     """Return what there is to say about `region`; with the graph of the plan also how much is live in it."""
-    actions = _actions(plan)
+    actions = actions_of(plan)
     at = next((i for i, action in enumerate(actions) if action.verb is Verb.RUN and action.what == region.id), None)
-    num_ops = peak_bytes = None
+    num_ops = peak_bytes = again = None
     if graph is not None:
         timeline = plan_timeline(graph, plan)
         first, last = timeline.ops.index(region.first), timeline.ops.index(region.last)
         num_ops, peak_bytes = last + 1 - first, max(timeline.live_bytes[first : last + 1])
+        again = tuple(one for one in recomputed(plan, graph) if one.region == region.id)
     return RegionAnswer(
         region=region,
         on_host=sum(plan.placement(bucket).param is Tier.HOST for bucket in region.buckets),
         before=() if at is None else tuple(reversed(_until_run(actions[:at][::-1]))),
         after=() if at is None else tuple(_until_run(actions[at + 1 :])),
+        leaving=moving_at(plan, region.id, Verb.OFFLOAD),
+        returning=moving_at(plan, region.id, Verb.PREFETCH),
         num_ops=num_ops,
         peak_bytes=peak_bytes,
+        again=again,
     )
 
 
@@ -176,42 +193,15 @@ def home_text(bucket: Bucket, placement: Placement) -> str:
     return f"parameters and gradients on the {placement.param}, optimizer state on the {placement.optim}"
 
 
-def _actions(plan: Plan) -> tuple[Action, ...]:
-    """Those of the first rank: all ranks do the same."""
-    return plan.schedules[0].actions if plan.schedules else ()
+def _shared(plan: Plan) -> tuple[Decision, ...]:
+    """The decisions about no single bucket or layer."""
+    single = {*layers_of_plan(plan), *(bucket.id for bucket in plan.buckets)}
+    return tuple(decision for decision in plan.decisions if decision.subject not in single)
 
 
 def _until_run(actions: Sequence[Action]) -> list[str]:
     end = next((i for i, action in enumerate(actions) if action.verb is Verb.RUN), len(actions))
     return [f"{action.verb} {action.what}" for action in actions[:end]]
-
-
-def _moves(plan: Plan, bucket: Bucket) -> tuple[Move, ...]:
-    """The actions on the bucket and its gradient, in order; a wait is told with the copy that it ends."""
-    actions = _actions(plan)
-    gradient = grad_of(bucket.id)
-    moves: list[Move] = []
-    last = ""
-    for at, action in enumerate(actions):
-        if action.verb is Verb.RUN:
-            last = action.what
-        elif action.what in (bucket.id, gradient) and action.verb is not Verb.WAIT:
-            is_copy = action.verb in (Verb.GATHER, Verb.OFFLOAD)
-            end = _wait_index(actions, at) if is_copy else at
-            num_ahead = sum(between.verb is Verb.RUN for between in actions[at:end])
-            region = _next_run(actions[end:]) if action.verb is Verb.GATHER else last
-            moves.append(Move(verb=action.verb, region=region, num_ahead=num_ahead))
-    return tuple(moves)
-
-
-def _wait_index(actions: Sequence[Action], start: int) -> int:
-    what = actions[start].what
-    waits = (at for at in range(start, len(actions)) if actions[at].verb is Verb.WAIT and actions[at].what == what)
-    return next(waits, start)
-
-
-def _next_run(actions: Sequence[Action]) -> str:
-    return next((action.what for action in actions if action.verb is Verb.RUN), "")
 
 
 def _peak_bytes(plan: Plan, bucket: Bucket, graph: StepGraph) -> Mapping[Kind, int]:

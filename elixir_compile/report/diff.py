@@ -6,6 +6,7 @@ plans differ
 budget         36.0 GiB  30.0 GiB
 step             212 ms    230 ms
 b3 optim         device      host
+h.2.matmul         keep   offload
 gather               12        16
 ```
 """
@@ -14,8 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from elixir_compile.ir.kinds import Saving
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
+from elixir_compile.report.activations import SAID, saving_answers
 from elixir_compile.report.table import table_text
 from elixir_compile.units import format_bytes, format_s
 
@@ -42,6 +45,8 @@ class PlanDiff:
     """Whether the plans are equal in every field, also those that are not compared one by one."""
     header: tuple[Change, ...]
     buckets: tuple[Change, ...]
+    activations: tuple[Change, ...]
+    """Bytes by what happens to them, then groups that are treated differently."""
     counts: tuple[Change, ...]
     """Actions of one rank by verb."""
 
@@ -82,7 +87,8 @@ def diff_text(found: PlanDiff | RunDiff) -> str:
 
 
 def plan_diff(first: Plan, second: Plan) -> PlanDiff:
-    """Return what differs: the header, buckets by parameters and placement, and how often each verb is used."""
+    """Return what differs: the header, buckets by parameters and placement, what happens to activations,
+    and how often each verb is used."""
     header = [Change(what=what, first=of(first), second=of(second)) for what, of in _HEADER.items()]
     planned, other = _counts(first), _counts(second)
     counts = [
@@ -92,6 +98,7 @@ def plan_diff(first: Plan, second: Plan) -> PlanDiff:
         is_equal=first == second,
         header=_changed(header),
         buckets=_changed(_bucket_changes(first, second)),
+        activations=_changed(_activation_changes(first, second)),
         counts=_changed(counts),
     )
 
@@ -115,7 +122,7 @@ def _plan_diff_text(found: PlanDiff) -> str:
     """Return the differences as a table; equal plans in one line."""
     rows = [
         (change.what, _figure_text(change.what, change.first), _figure_text(change.what, change.second))
-        for change in (*found.header, *found.buckets, *found.counts)
+        for change in (*found.header, *found.buckets, *found.activations, *found.counts)
     ]
     if found.is_equal:
         return "the plans are equal"
@@ -158,7 +165,9 @@ _HEADER: Mapping[str, Callable[[Plan], Figure]] = {
     "regions": lambda plan: len(plan.regions),
 }
 _SECONDS = frozenset({"step_s", "exposed_s", "bound_s"})
-_BYTES = frozenset({"budget_bytes", "base_bytes", "device_peak_bytes", "host_peak_bytes"})
+_SAVED_BYTES: Mapping[Saving, str] = {saving: f"activations_{said}_bytes" for saving, said in SAID.items()}
+_BYTES = frozenset({"budget_bytes", "base_bytes", "device_peak_bytes", "host_peak_bytes", *_SAVED_BYTES.values()})
+_NOT_LISTED = "not listed"
 _WIDTH = 40
 _MOVED = ("gather", "release", "reduce", "offload", "prefetch")
 
@@ -194,6 +203,26 @@ def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
         }
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
     }
+
+
+def _activation_changes(first: Plan, second: Plan) -> list[Change]:
+    """A group that a plan does not list is kept there, so it differs only from one that is not."""
+    before, after = _saved_figures(first), _saved_figures(second)
+    changes = [Change(what=what, first=before[what], second=after[what]) for what in _SAVED_BYTES.values()]
+    ways = [{group.id: group.saving for group in made.activations} for made in (first, second)]
+    for group in dict.fromkeys((*ways[0], *ways[1])):
+        here, there = (own.get(group) for own in ways)
+        if (here or Saving.KEEP) is not (there or Saving.KEEP):
+            told = [_NOT_LISTED if saving is None else saving.value for saving in (here, there)]
+            changes.append(Change(what=group, first=told[0], second=told[1]))
+    return changes
+
+
+def _saved_figures(plan: Plan) -> Mapping[str, Figure]:
+    """Bytes by what happens to them; a plan that keeps everything does not know how much that is."""
+    if not plan.activations:
+        return {_SAVED_BYTES[saving]: "all" if saving is Saving.KEEP else 0 for saving in Saving}
+    return {_SAVED_BYTES[one.saving]: one.nbytes for one in saving_answers(plan)}
 
 
 def _figure_text(what: str, figure: Figure) -> str:

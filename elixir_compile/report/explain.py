@@ -1,4 +1,5 @@
-"""A plan and a name -> why things are as they are: where a bucket lives, who decided it, what was rejected.
+"""A plan and a name -> why things are as they are: where a bucket lives, what happens to a layer's activations, who
+decided it, what was rejected.
 
 ```text
 b3  11 parameters, 7087872 elements of float32
@@ -9,20 +10,28 @@ b3  11 parameters, 7087872 elements of float32
   rejected  b2 param host  optim host (saves 81.1 MiB, costs 1.2 ms)
   schedule  gather for fwd.3, 2 regions ahead
             release after fwd.3
+
+h.3  activations of 3 groups, 54.0 MiB
+  pointwise  36.0 MiB recomputed: 14 ops in bwd.2
+  matmul     12.0 MiB offloaded: offload after fwd.3, waited for 1 region later; prefetch for bwd.2, 1 region ahead
+  fixed      6.0 MiB kept
+  why        recompute pointwise, offload matmul, keep fixed: the peak would be 40.0 MiB higher with keep pointwise
+             and matmul and fixed; costs 1.2 ms, saves 40.0 MiB
 ```
 """
 
 from collections.abc import Sequence
 
 from elixir_compile.errors import PlanMismatch
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.fingerprint import fingerprint
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Tier, Verb
+from elixir_compile.ir.kinds import Saving, Tier, Verb
 from elixir_compile.ir.plan import Decision, Plan
+from elixir_compile.report.activations import SAID, GroupAnswer, LayerAnswer, layer_answers
 from elixir_compile.report.answer import (
     Answer,
     BucketAnswer,
-    Move,
     PlanAnswer,
     RegionAnswer,
     bucket_answer,
@@ -31,6 +40,7 @@ from elixir_compile.report.answer import (
     region_answer,
 )
 from elixir_compile.report.entry import entry_text
+from elixir_compile.report.moves import Move
 from elixir_compile.report.subject import find_subject
 from elixir_compile.units import format_bytes, format_s
 
@@ -40,9 +50,10 @@ _MOST_NAMES = 6
 def explain(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> str:
     """Return why `subject` is where it is and what was rejected, as text.
 
-    `subject` is a bucket (`b3`), a region (`fwd.2`), a parameter, or a part of module paths (`layers.3`); left out,
-    the whole plan. With the `graph` of the plan the text also says what is live at the peak. Raises `UnknownSubject`
-    with the nearest names, and `PlanMismatch` for another graph.
+    `subject` is a bucket (`b3`), a region (`fwd.2`), a parameter, a group of activations (`layers.3.matmul`), or a part
+    of module paths (`layers.3`); left out, the whole plan. With the `graph` of the plan the text also says what is live
+    at the peak and where activations are computed again. Raises `UnknownSubject` with the nearest names, and
+    `PlanMismatch` for another graph.
     """
     return answer_text(answer(plan, subject, graph), plan.prediction.device_peak_at)
 
@@ -57,7 +68,7 @@ def answer(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> Ans
     if found.region is not None:
         return Answer(subject=subject, region=region_answer(plan, found.region, graph))
     buckets = tuple(bucket_answer(plan, bucket, found, graph) for bucket in found.buckets)
-    return Answer(subject=subject, buckets=buckets)
+    return Answer(subject=subject, buckets=buckets, layers=layer_answers(plan, found.groups, graph))
 
 
 def answer_text(found: Answer, peak_at: str) -> str:
@@ -65,6 +76,7 @@ def answer_text(found: Answer, peak_at: str) -> str:
     entries = [] if found.plan is None else [_plan_text(found.plan)]
     entries += [] if found.region is None else [_region_text(found.region, peak_at)]
     entries += [_bucket_text(one, peak_at) for one in found.buckets]
+    entries += [_layer_text(one) for one in found.layers]
     return "\n\n".join(entries)
 
 
@@ -74,7 +86,9 @@ def _plan_text(found: PlanAnswer) -> str:
     base = f", of which {format_bytes(found.base_bytes)} are held outside the graph" if found.base_bytes else ""
     bound = "none is proved" if found.bound_s is None else f"{format_s(found.bound_s)} for every plan"
     gap = "" if found.gap is None else f", so a better one saves {found.gap:.2%} at most"
-    moved = f"{_count_text(found.num_moved, 'bucket')} by decisions of their own; ask for one by its name"
+    subjects = [_count_text(found.num_moved, "bucket")] if found.num_moved else []
+    subjects += [_count_text(found.num_layers, "layer")] if found.num_layers else []
+    moved = f"{' and '.join(subjects)} by decisions of their own; ask for one by its name"
     return entry_text(
         f"plan {found.name} on {found.cluster}, chosen by {found.planner}",
         [
@@ -87,9 +101,17 @@ def _plan_text(found: PlanAnswer) -> str:
             ("one more GiB", [] if found.gib_saves_s is None else [f"saves {format_s(found.gib_saves_s)} per step"]),
             ("peak formula", [found.formula] if found.formula else []),
             ("buckets", [f"{count}: {home}" for home, count in sorted(found.num_buckets.items())]),
+            (
+                "activations",
+                [
+                    f"{format_bytes(one.nbytes)} {SAID[one.saving]}, in {_count_text(one.num_layers, 'layer')}"
+                    for one in found.activations
+                    if one.num_layers
+                ],
+            ),
             ("schedule", [", ".join(f"{verb} {count}" for verb, count in sorted(found.counts.items()))]),
             ("why", [_decision_text(decision, decision.subject) for decision in found.decisions]),
-            ("moved", [moved] if found.num_moved else []),
+            ("moved", [moved] if subjects else []),
         ],
     )
 
@@ -109,9 +131,16 @@ def _region_text(found: RegionAnswer, peak_at: str) -> str:
             ),
             ("before", [", ".join(found.before)] if found.before else []),
             ("after", [", ".join(found.after)] if found.after else []),
+            ("leave", [_groups_text(found.leaving)] if found.leaving else []),
+            ("come back", [_groups_text(found.returning)] if found.returning else []),
+            ("again", [f"{one.group}: {_count_text(one.num_ops, 'op')}" for one in found.again or ()]),
             ("memory", [live]),
         ],
     )
+
+
+def _groups_text(groups: Sequence[Activations]) -> str:
+    return _names_text([f"{group.id} ({format_bytes(group.nbytes)})" for group in groups])
 
 
 def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
@@ -141,6 +170,43 @@ def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
             ("at the peak", [_peak_text(found, peak_at)]),
         ],
     )
+
+
+def _layer_text(found: LayerAnswer) -> str:
+    groups = [answer.group for answer in found.groups]
+    nbytes = format_bytes(sum(group.nbytes for group in groups))
+    num_groups = _count_text(found.num_groups, "group")
+    asked = num_groups if len(groups) == found.num_groups else f"{len(groups)} of {num_groups}"
+    why = [_decision_text(decision) for decision in found.decisions]
+    is_kept = all(group.saving is Saving.KEEP for group in groups)
+    undecided = "they fit where they are: no decision moved them" if is_kept else "no decision of this plan names them"
+    return entry_text(
+        f"{found.layer}  activations of {asked}, {nbytes}",
+        [
+            *((one.group.id.removeprefix(f"{found.layer}."), [_group_text(one)]) for one in found.groups),
+            ("why", why or [undecided]),
+            ("rejected", [other for decision in found.decisions for other in decision.rejected]),
+        ],
+    )
+
+
+def _group_text(found: GroupAnswer) -> str:
+    group = found.group
+    how = f"{format_bytes(group.nbytes)} {SAID[group.saving]}"
+    if group.saving is Saving.RECOMPUTE:
+        again = [f"{_count_text(one.num_ops, 'op')} in {one.region}" for one in found.again or ()]
+        how += f": {', '.join(again)}" if again else ""
+    elif found.moves:
+        how += f": {'; '.join(map(_trip_text, found.moves))}"
+    return how if found.is_saved in (True, None) else f"{how}; stored for the ops that run again"
+
+
+def _trip_text(move: Move) -> str:
+    regions = _count_text(move.num_ahead, "region")
+    if move.verb is Verb.OFFLOAD:
+        return f"offload after {move.region}, " + (f"waited for {regions} later" if move.num_ahead else "waited for")
+    where = f"for {move.region}" if move.region else "after the last region"
+    return f"prefetch {where}, " + (f"{regions} ahead" if move.num_ahead else "right before it")
 
 
 def _count_text(count: int, noun: str) -> str:

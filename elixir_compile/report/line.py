@@ -2,11 +2,13 @@
 
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
+from elixir_compile.report.activations import savings_text
 from elixir_compile.units import format_bytes, format_s
 
 
 def plan_line(plan: Plan) -> str:
-    """Return what was planned: peak, budget, host bytes, step time, and the share of the transfers that is hidden."""
+    """Return what was planned: peak, budget, host bytes, step time, the share of the transfers that is hidden, and what
+    happens to activations where not all are kept."""
     expected = plan.prediction
     parts = [
         f"planned   peak {format_bytes(expected.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}",
@@ -14,6 +16,7 @@ def plan_line(plan: Plan) -> str:
         f"step {format_s(expected.step_s)}",
         _hidden(plan),
     ]
+    parts += [f"activations {savings_text(plan)}"] if plan.activations else []
     return "   ".join(parts)
 
 
@@ -25,7 +28,7 @@ def measured_line(record: Record, plan: Plan | None = None) -> str:
     parts = [peak, f"host {format_bytes(record.host_peak_bytes)}", f"step {format_s(record.step_s)}"]
     moved = [
         f"{verb} {record.counts[verb]}"
-        for verb in ("gather", "release", "reduce", "offload")
+        for verb in ("gather", "release", "reduce", "offload", "prefetch")
         if record.counts.get(verb)
     ]
     return "   ".join((*parts, ", ".join(moved) or "nothing moved"))

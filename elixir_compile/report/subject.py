@@ -1,8 +1,9 @@
-"""A name that somebody asks about -> the buckets or the region of a plan that it names."""
+"""A name that somebody asks about -> the buckets, the activations or the region of a plan that it names."""
 
 from dataclasses import dataclass
 
 from elixir_compile.errors import UnknownSubject
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket
 from elixir_compile.ir.kinds import StorageId
 from elixir_compile.ir.plan import Plan
@@ -17,13 +18,15 @@ class Subject:
     buckets: tuple[Bucket, ...] = ()
     params: frozenset[StorageId] = frozenset()
     """The parameters that were asked about, where the name is that of a parameter or a module."""
+    groups: tuple[Activations, ...] = ()
     region: Region | None = None
 
 
 def find_subject(plan: Plan, name: str) -> Subject:
-    """Return what `name` stands for: a bucket, a region, a parameter, or whole parts of the path of parameters.
+    """Return what `name` stands for: a bucket, a region, or whole parts of the path of parameters and activations.
 
-    `layers.3` finds `model.layers.3.mlp.weight` and not `model.layers.30.mlp.weight`. Raises `UnknownSubject`.
+    `layers.3` finds `model.layers.3.mlp.weight` and the activations `model.layers.3.matmul`, and not
+    `model.layers.30.mlp.weight`. Raises `UnknownSubject`.
     """
     for bucket in plan.buckets:
         if bucket.id == name:
@@ -32,23 +35,24 @@ def find_subject(plan: Plan, name: str) -> Subject:
         if region.id == name:
             return Subject(name=name, region=region)
     found = frozenset(param for bucket in plan.buckets for param in bucket.params if _has_parts(param, name))
-    if not found:
+    groups = tuple(group for group in plan.activations if _has_parts(group.id, name))
+    if not found and not groups:
         raise UnknownSubject(name, _names(plan))
     buckets = tuple(bucket for bucket in plan.buckets if not found.isdisjoint(bucket.params))
-    return Subject(name=name, buckets=buckets, params=found)
+    return Subject(name=name, buckets=buckets, params=found, groups=groups)
 
 
-def _has_parts(param: StorageId, name: str) -> bool:
-    return f".{name}." in f".{param}."
+def _has_parts(path: str, name: str) -> bool:
+    return f".{name}." in f".{path}."
 
 
 def _names(plan: Plan) -> list[str]:
-    """All that can be asked about: ids, parameters, and every run of parts of a parameter's path from its start."""
+    """All that can be asked about: ids, paths of parameters and of activations, and every run of parts of a path."""
     names: dict[str, None] = dict.fromkeys([bucket.id for bucket in plan.buckets])
     names |= dict.fromkeys([region.id for region in plan.regions])
-    for bucket in plan.buckets:
-        for param in bucket.params:
-            parts = param.split(".")
-            for start in range(len(parts)):
-                names |= dict.fromkeys(".".join(parts[start:end]) for end in range(start + 1, len(parts) + 1))
+    params = [param for bucket in plan.buckets for param in bucket.params]
+    for path in (*params, *(group.id for group in plan.activations)):
+        parts = path.split(".")
+        for start in range(len(parts)):
+            names |= dict.fromkeys(".".join(parts[start:end]) for end in range(start + 1, len(parts) + 1))
     return list(names)

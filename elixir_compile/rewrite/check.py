@@ -8,7 +8,8 @@ from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Phase, Plan, Verb
 from elixir_compile.rewrite.program import actions_of
 
-_VERBS = {verb.value: verb for verb in (Verb.GATHER, Verb.WAIT, Verb.RELEASE, Verb.REDUCE, Verb.OFFLOAD)}
+_ACTIONS = frozenset({"gather", "wait", "release", "reduce", "offload", "offload_saved", "prefetch"})
+"""Methods of the executor that are actions of a schedule."""
 
 
 def check(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
@@ -35,23 +36,31 @@ def _check_order(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
 def _action_text(node: fx.Node) -> str | None:
     if node.op == "call_module":
         return f"{Verb.RUN} {str(node.target).replace('_', '.', 1)}"
-    if node.op != "call_method" or node.target not in _VERBS:
+    if node.op != "call_method" or node.target not in _ACTIONS:
         return None
-    if node.target == Verb.OFFLOAD:
-        return f"{Verb.OFFLOAD} {node.args[1]}.grad"
     if node.target == Verb.WAIT:
-        transfer = node.args[1]
-        return f"{Verb.WAIT} {transfer.args[1]}{'.grad' if transfer.target == Verb.OFFLOAD else ''}"
-    return f"{node.target} {node.args[1]}"
+        return f"{Verb.WAIT} {_subject(node.args[1])}"
+    verb = Verb.OFFLOAD if node.target == "offload_saved" else node.target
+    return f"{verb} {_subject(node)}"
+
+
+def _subject(call: fx.Node) -> str:
+    """Return what a call of the executor acts on, as a schedule names it."""
+    if call.target == Verb.OFFLOAD:
+        return f"{call.args[1]}.grad"
+    return call.args[2] if call.target in (Verb.PREFETCH, "leaving") else call.args[1]
 
 
 def _check_waits(program: fx.GraphModule) -> None:
     for node in program.graph.nodes:
-        if node.op == "call_method" and node.target in (Verb.GATHER, Verb.OFFLOAD):
+        if node.op == "call_method" and node.target in (Verb.GATHER, Verb.OFFLOAD, Verb.PREFETCH, "offload_saved"):
             num_waits = sum(user.target == Verb.WAIT for user in node.users)
-            if num_waits != 1 or len(node.users) != 1:
+            # The backward may wait for what the forward offloads, by the ticket.
+            is_left = node.target == "offload_saved" and not node.users
+            if not is_left and (num_waits != 1 or len(node.users) != 1):
                 raise IllegalSchedule(
-                    f"the handle of `{node.target} {node.args[1]}` is waited for {num_waits} times, needs exactly once"
+                    f"the handle of `{node.target} {_subject(node)}` is waited for {num_waits} times, "
+                    "needs exactly once"
                 )
 
 

@@ -8,24 +8,27 @@ verbs.
         b1 = executor.wait(b1_gather)
         fwd_0 = self.fwd_0(boxed(primals_1, b1[0]))
         executor.release('b1')
+        h_0_matmul_offload = executor.offload_saved('h.0.matmul', [gelu])
         ...
+        return [loss, ticket, executor.nothing, ...]      # an empty tensor where the plan keeps nothing
 
 Node order is schedule order, and FX drops every value after its last use, so order and memory are what the plan says.
 The functions here decide nothing: every action comes from the plan's schedule.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
 from elixir_compile.capture.views import is_number
-from elixir_compile.ir import Action, BucketId, Phase, Plan, Verb
+from elixir_compile.errors import IllegalSchedule
+from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
+from elixir_compile.rewrite.repeat import Halves
 
 
 def boxed(*values: object) -> list[object]:
@@ -40,7 +43,7 @@ Lower = Callable[[RegionGraph], torch.nn.Module]
 class _Writer:
     """What is known while a program is written."""
 
-    captured: Captured
+    halves: Halves
     plan: Plan
     phase: Phase
     keys: Mapping[str, int]
@@ -54,15 +57,16 @@ class _Writer:
 
 
 def write_program(
-    captured: Captured, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
+    halves: Halves, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
 ) -> fx.GraphModule:
     """Return the program of `phase`; its `forward` takes one list of inputs and returns a list.
 
-    `keys` maps parameter names to registry keys, `lower` compiles one region, `executor` is what the program calls.
+    `halves` obey the plan's activations, `keys` maps parameter names to registry keys, `lower` compiles one region,
+    `executor` is what the program calls.
     """
-    source = captured.forward if phase is Phase.FORWARD else captured.backward
-    regions = split_regions(source, plan.regions, phase)
-    writer = _Writer(captured, plan, phase, keys)
+    source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward
+    regions = split_regions(source, plan.regions, phase, halves.inline)
+    writer = _Writer(halves, plan, phase, keys)
     root = torch.nn.Module()
     root.executor = executor
     _write_inputs(writer, source.graph)
@@ -77,26 +81,40 @@ def write_program(
 
 
 def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
-    """Return the actions of `phase` in the schedule of this rank; `update` belongs to the optimizer."""
+    """Return the actions of `phase` in the schedule of this rank; `update` belongs to the optimizer.
+
+    The forward ends behind its last `run` and what directly follows it of releases and of activations that leave.
+    Raises `IllegalSchedule` for activations that leave later: only the forward has them.
+    """
     actions = plan.schedules[0].actions
     forward = {region.id for region in plan.regions if region.phase is Phase.FORWARD}
+    groups = _groups_away(plan)
     runs = [index for index, action in enumerate(actions) if action.verb is Verb.RUN and action.what in forward]
-    backward_from = _end_of_forward(actions, runs[-1]) if runs else 0
+    backward_from = runs[-1] + 1 if runs else 0
+    while runs and backward_from < len(actions) and _may_end_forward(actions[backward_from], groups):
+        backward_from += 1
+    for action in actions[backward_from:]:
+        if action.verb is Verb.OFFLOAD and action.what in groups:
+            raise IllegalSchedule(f"{action.what} is offloaded behind the forward.", f"  {action}    <-- here")
     part = actions[:backward_from] if phase is Phase.FORWARD else actions[backward_from:]
     return [action for action in part if action.verb is not Verb.UPDATE]
 
 
-def _end_of_forward(actions: Sequence[Action], last_run: int) -> int:
-    end = last_run + 1
-    while end < len(actions) and actions[end].verb is Verb.RELEASE:
-        end += 1
-    return end
+def _groups_away(plan: Plan) -> frozenset[GroupId]:
+    return frozenset(group.id for group in plan.activations if group.saving is Saving.OFFLOAD)
+
+
+def _may_end_forward(action: Action, groups: Collection[str]) -> bool:
+    return action.verb is Verb.RELEASE or (action.verb in (Verb.OFFLOAD, Verb.WAIT) and action.what in groups)
 
 
 def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
     graph = writer.graph
     args = graph.placeholder("args")
+    away = writer.halves.away_names if writer.phase is Phase.BACKWARD else ()
     for index, node in enumerate(source.find_nodes(op="placeholder")):
+        if node.target in away:
+            continue
         if node.users or node.target == TICKET or is_number(node):
             value = graph.create_node("call_function", operator.getitem, (args, index), name=node.name)
             value.meta = dict(node.meta)
@@ -104,12 +122,12 @@ def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
     graph.call_method("clear", (args,))
     writer.executor = graph.get_attr("executor")
     if writer.phase is Phase.BACKWARD:
-        stamp = writer.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
+        stamp = writer.halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
         graph.call_method("check", (writer.executor, writer.values[TICKET], _names(writer, stamp.args[0])))
 
 
 def _names(writer: _Writer, keys: Sequence[int]) -> tuple[str, ...]:
-    return tuple(writer.captured.param_names[key] for key in keys)
+    return tuple(writer.halves.captured.param_names[key] for key in keys)
 
 
 def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionGraph]) -> None:
@@ -119,6 +137,16 @@ def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionG
             _write_run(writer, regions[what])
         case Verb.GATHER:
             writer.transfers[what] = _call(writer, "gather", what, f"{what}_gather")
+        case Verb.OFFLOAD if what in writer.halves.away:
+            values = [writer.values[name] for name in writer.halves.away[GroupId(what)]]
+            args = (writer.executor, what, values)
+            writer.transfers[what] = writer.graph.create_node(
+                "call_method", "offload_saved", args, name=f"{what}_offload"
+            )
+        case Verb.PREFETCH:
+            writer.transfers[what] = _call_for_forward(writer, "prefetch", what, f"{what}_prefetch")
+        case Verb.WAIT if what in writer.halves.away:
+            _write_wait(writer, GroupId(what))
         case Verb.OFFLOAD:
             bucket = what.removesuffix(".grad")
             writer.transfers[what] = _call(writer, "offload", bucket, f"{bucket}_offload")
@@ -140,6 +168,30 @@ def _call(writer: _Writer, verb: str, what: "str | fx.Node", name: str | None = 
     return writer.graph.create_node("call_method", verb, (writer.executor, what), name=name)
 
 
+def _call_for_forward(writer: _Writer, verb: str, what: str, name: str) -> fx.Node:
+    """Call a verb that is about what one forward saved; its ticket tells which."""
+    args = (writer.executor, writer.values[TICKET], what)
+    return writer.graph.create_node("call_method", verb, args, name=name)
+
+
+def _write_wait(writer: _Writer, group: GroupId) -> None:
+    """Wait for activations on their way out, which may have begun in the forward, or on their way back."""
+    transfer = writer.transfers.pop(group, None)
+    if transfer is None:
+        transfer = _call_for_forward(writer, "leaving", group, f"{group}_offload")
+    if transfer.target != Verb.PREFETCH:
+        _call(writer, "wait", transfer)
+        return
+    arrived = _call(writer, "wait", transfer, group)
+    placeholders = writer.halves.captured.backward.graph.find_nodes(op="placeholder")
+    by_target = {str(node.target): node for node in placeholders}
+    for index, name in enumerate(writer.halves.away[group]):
+        node = by_target[name]
+        value = writer.graph.create_node("call_function", operator.getitem, (arrived, index), name=node.name)
+        value.meta = dict(node.meta)
+        writer.values[node.name] = value
+
+
 def _write_run(writer: _Writer, region: RegionGraph) -> None:
     graph = writer.graph
     arguments = [
@@ -155,7 +207,7 @@ def _write_run(writer: _Writer, region: RegionGraph) -> None:
 
 
 def _param_value(writer: _Writer, key: int) -> fx.Node:
-    name = writer.captured.param_names[key]
+    name = writer.halves.captured.param_names[key]
     bucket = next(b for b in writer.plan.buckets if name in b.params)
     held = writer.bucket_values.get(bucket.id)
     if held is None:
@@ -167,13 +219,22 @@ def _param_value(writer: _Writer, key: int) -> fx.Node:
 def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     bucket = next(b for b in writer.plan.buckets if b.id == bucket_id)
     members = {writer.keys[name]: position for position, name in enumerate(bucket.params)}
-    markers = writer.captured.backward.graph.find_nodes(op="call_function", target=gradient)
+    markers = writer.halves.captured.backward.graph.find_nodes(op="call_function", target=gradient)
     made = [(members[node.args[1]], writer.values[node.args[0].name]) for node in markers if node.args[1] in members]
     positions, grads = tuple(position for position, _ in made), [grad for _, grad in made]
     writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
 
 
 def _write_output(writer: _Writer, source: fx.Graph) -> None:
+    outputs = source.output_node().args[0]
+    num_given = writer.halves.captured.num_outputs if writer.phase is Phase.FORWARD else len(outputs)
+    away = writer.halves.away_names
+    saved = [None if isinstance(node, fx.Node) and node.name in away else node for node in outputs[num_given:]]
+    nothing = None
+    if None in saved:
+        args = (writer.executor, "nothing")
+        nothing = writer.graph.create_node("call_function", getattr, args, name="nothing")
+
     def value(node: object) -> object:
         if not isinstance(node, fx.Node):
             return node
@@ -183,4 +244,5 @@ def _write_output(writer: _Writer, source: fx.Graph) -> None:
             return _param_value(writer, node.args[0])
         return writer.values[node.name]
 
-    writer.graph.output([value(node) for node in source.output_node().args[0]])
+    given = [value(node) for node in outputs[:num_given]]
+    writer.graph.output([*given, *(nothing if node is None else value(node) for node in saved)])

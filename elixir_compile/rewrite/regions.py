@@ -8,9 +8,9 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.capture.convert import MARKERS, is_parameter_view, op_id, ops_of
-from elixir_compile.capture.joint import gradient
+from elixir_compile.capture.joint import gradient, parameter
 from elixir_compile.capture.views import is_number, viewed
-from elixir_compile.ir import Phase, Region, RegionId
+from elixir_compile.ir import OpId, Phase, Region, RegionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,76 +31,108 @@ class RegionGraph:
         return self.id.replace(".", "_")
 
 
-def split_regions(source: fx.GraphModule, regions: Sequence[Region], phase: Phase) -> Mapping[str, RegionGraph]:
-    """Return those of `regions` that are of `phase`, by id; views of parameters are made again in each region that
-    reads them."""
+def split_regions(
+    source: fx.GraphModule, regions: Sequence[Region], phase: Phase, inline: frozenset[OpId] = frozenset()
+) -> Mapping[str, RegionGraph]:
+    """Return those of `regions` that are of `phase`, by id.
+
+    Views of parameters and inputs, and ops that `inline` names, are made again in each region that reads them.
+    """
     graph = source.graph
     spans = [region for region in regions if region.phase is phase]
-    where = _assign(graph, spans, phase)
-    needed_later = _outputs(graph, where)
-    names = [node for node in graph.nodes if node in where]
+    loose = _loose(graph, phase, inline)
+    where = _assign(graph, spans, phase, loose)
+    bodies: list[list[fx.Node]] = [[] for _ in spans]
+    for node in graph.nodes:
+        if node in where:
+            bodies[where[node]].append(node)
+    members = [_members(graph, body, loose) for body in bodies]
+    read = {node for nodes in members for node in _inputs(nodes)}
     found: dict[str, RegionGraph] = {}
-    for index, span in enumerate(spans):
-        body = [node for node in names if where[node] == index]
-        outputs = [node for node in body if node in needed_later]
-        found[span.id] = _extract(source, span.id, phase, body, outputs, is_whole=len(spans) == 1)
+    for span, nodes, body in zip(spans, members, bodies, strict=True):
+        outputs = [node for node in body if node in read or _is_handed_out(node)]
+        found[span.id] = _extract(source, span.id, phase, nodes, outputs, is_whole=len(spans) == 1)
     return found
 
 
-def _assign(graph: fx.Graph, spans: Sequence, phase: Phase) -> dict[fx.Node, int]:
-    """Return the region index of each op.
+def _loose(graph: fx.Graph, phase: Phase, inline: frozenset[OpId]) -> set[fx.Node]:
+    """Return what belongs to whoever reads it: views of parameters and of inputs, inline ops, and views of these.
+
+    An input may be away when a view of it comes first in the graph.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target in MARKERS:
+            continue
+        base = viewed(node)
+        looks_at_input = base is not None and (base.target is parameter or base.op == "placeholder")
+        if looks_at_input or base in found or op_id(phase, node) in inline:
+            found.add(node)
+    # What the caller gets has to be in memory: what is handed out, or has a view that is, stays where it is.
+    for node in reversed(graph.nodes):
+        is_out = _is_handed_out(node) or any(viewed(user) is node and user not in found for user in node.users)
+        if node in found and not is_parameter_view(node) and is_out:
+            found.discard(node)
+    return found
+
+
+def _is_handed_out(node: fx.Node) -> bool:
+    return any(user.op == "output" or user.target is gradient for user in node.users)
+
+
+def _assign(graph: fx.Graph, spans: Sequence, phase: Phase, loose: set[fx.Node]) -> dict[fx.Node, int]:
+    """Return the region index of each op that is not loose.
 
     A view costs nothing, so it belongs to the region that makes its base, or the last of the sizes that it takes: a
-    gradient is whole once its storage is written. Views of parameters are left out: they belong to whoever reads them.
+    gradient is whole once its storage is written.
     """
     index, where, ops = 0, {}, set(ops_of(graph))
     for node in graph.nodes:
         if node.op != "call_function" or node.target in MARKERS:
             continue
         if node in ops:
-            where[node] = index
+            if node not in loose or is_parameter_view(node):
+                where[node] = index
             index += op_id(phase, node) == spans[index].last
-        elif not is_parameter_view(node):
-            # A view of an input belongs to whatever runs next; behind the last op, to the last region.
+        elif node not in loose:
+            # A view of an input that is handed out belongs to whatever runs next; behind the last op, to the last.
             made = [where[source] for source in node.all_input_nodes if source in where]
             where[node] = max(made, default=min(index, len(spans) - 1))
     return where
 
 
-def _outputs(graph: fx.Graph, where: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """Return the nodes that are read outside the region that makes them: by another, by the output, by a gradient
-    marker."""
-    found = set()
-    for node, region in where.items():
-        if any(_is_outside(user, region, where) for user in node.users):
-            found.add(node)
-    return found
+def _members(graph: fx.Graph, body: Sequence[fx.Node], loose: set[fx.Node]) -> list[fx.Node]:
+    """Return `body` and what it reads of `loose` and of constants, in the order of the graph."""
+    found = dict.fromkeys(body)
+    pending = list(body)
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in found and (source in loose or source.op == "get_attr"):
+                found[source] = None
+                pending.append(source)
+    return [node for node in graph.nodes if node in found]
 
 
-def _is_outside(user: fx.Node, region: int, where: Mapping[fx.Node, int]) -> bool:
-    # A view of a parameter is made where it is read, from sizes that any region may have made.
-    is_outside = user.op == "output" or user.target is gradient or is_parameter_view(user)
-    return is_outside or where.get(user, region) != region
+def _inputs(members: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Return what `members` read and are not, in the order in which they do."""
+    inside = set(members)
+    return dict.fromkeys(n for node in members for n in node.all_input_nodes if n not in inside)
 
 
 def _extract(
     source: fx.GraphModule,
     region_id: RegionId,
     phase: Phase,
-    body: Sequence[fx.Node],
+    members: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     *,
     is_whole: bool,
 ) -> RegionGraph:
     graph, root = source.graph, torch.nn.Module()
-    constants = dict.fromkeys(n for node in body for n in node.all_input_nodes if n.op == "get_attr")
-    for node in constants:
-        setattr(root, str(node.target), getattr(source, str(node.target)))
-    views = _parameter_views(body)
-    members = (*constants, *views, *body)
-    inside = set(members)
-    inputs = dict.fromkeys(n for node in members for n in node.all_input_nodes if n not in inside)
-    inputs = dict.fromkeys([*_symbols(graph), *inputs])
+    for node in members:
+        if node.op == "get_attr":
+            setattr(root, str(node.target), getattr(source, str(node.target)))
+    inputs = dict.fromkeys([*_symbols(graph), *_inputs(members)])
     if is_whole:
         # Same order of inputs and outputs as the captured graph: what torch knows about their positions stays true.
         order = [node for node in graph.nodes if node in inputs]
@@ -136,19 +168,3 @@ def _in_output_order(graph: fx.Graph, outputs: Sequence[fx.Node]) -> list[fx.Nod
     wanted = set(outputs)
     listed = [node for node in graph.output_node().args[0] if isinstance(node, fx.Node) and node in wanted]
     return list(dict.fromkeys([*listed, *outputs]))
-
-
-def _parameter_views(body: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the parameter views that `body` reads, bases before the views of them."""
-    found: dict[fx.Node, None] = {}
-    own = set(body)
-
-    def visit(node: fx.Node) -> None:
-        if node not in found and node not in own and is_parameter_view(node):
-            visit(viewed(node))
-            found[node] = None
-
-    for node in body:
-        for source in node.all_input_nodes:
-            visit(source)
-    return list(found)

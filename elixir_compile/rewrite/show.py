@@ -5,10 +5,11 @@ import operator
 from torch import fx
 
 from elixir_compile.analysis import MemoryTimeline
-from elixir_compile.ir import Lane, Phase, Plan, StepGraph, Verb
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.ir import Lane, Phase, Plan, StepGraph
 from elixir_compile.units import format_bytes
 
-_LANES = {Verb.GATHER: Lane.H2D, Verb.OFFLOAD: Lane.D2H}
+_LANES = {"gather": Lane.H2D, "prefetch": Lane.H2D, "offload": Lane.D2H, "offload_saved": Lane.D2H}
 _WIDTH = 72
 
 
@@ -36,7 +37,7 @@ def program_text(
 
 
 def _region_peaks(plan: Plan, timeline: MemoryTimeline, graph: StepGraph) -> dict[str, int]:
-    index = {op.id: position for position, op in enumerate(graph.ops)}
+    index = {op.id: position for position, op in enumerate(as_run(graph, plan.activations).ops)}
     return {
         region.id.replace(".", "_"): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
         for region in plan.regions

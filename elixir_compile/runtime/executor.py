@@ -6,9 +6,7 @@ and `param.grad`; nothing else does, so a program that fails in the middle is cl
 """
 
 import warnings
-import weakref
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,17 +17,8 @@ from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_o
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.runtime.streams import CopyStream, wait_on_compute
-
-
-@dataclass(slots=True)
-class Transfer:
-    """A copy in flight; `kept` are the tensors it reads, alive until it is waited for."""
-
-    label: str
-    event: "torch.cuda.Event | None"
-    values: tuple[torch.Tensor, ...] = ()
-    kept: tuple[torch.Tensor, ...] = ()
+from elixir_compile.runtime.saved import SavedActivations
+from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
 
 class Executor:
@@ -54,8 +43,11 @@ class Executor:
         self._d2h = CopyStream(device)
         self._pending: dict[int, tuple[Slot, torch.Tensor]] = {}
         self._arriving: list[Transfer] = []
-        self._outstanding: list[tuple[weakref.ref, int]] = []
         self._flush_queued_for = -1
+        self.saved = SavedActivations(device, self._h2d, self._d2h, self.ledger)
+        """What forwards left for their backward."""
+        self.nothing = torch.empty(0, device=device)
+        """What a forward hands to autograd in place of a value that its plan does not keep on the device."""
 
     def regions_for(self, inner: str) -> RegionCompiler:
         """Return the compiler of this model's regions that uses `inner`."""
@@ -136,6 +128,8 @@ class Executor:
             self._buckets[spec.id] = bucket
             self._bucket_of.update((slot.key, bucket) for slot in slots)
             moved += [slot.param for slot in slots]
+        if moved:
+            self.saved.drop_free_slabs()
         let_state_follow(moved)
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
@@ -151,6 +145,7 @@ class Executor:
         if self._flush_queued_for != -1 and compat.backward_pass_id() == -1:
             # Its end never came: an exception outside of our programs, in another autograd function.
             self.abandon()
+        self.saved.begin()
         self._follow_thaws()
         for bucket in self._buckets.values():
             if bucket.has_drifted():
@@ -240,27 +235,31 @@ class Executor:
         self._arriving.append(transfer)
         return transfer
 
+    @torch.no_grad()
+    def offload_saved(self, group: str, values: Sequence[torch.Tensor]) -> Transfer:
+        """Start copying activations of this forward to the host."""
+        return self.saved.offload(group, values)
+
+    def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
+        """Return the offload of a group that began in the forward of `ticket`."""
+        return self.saved.leaving(ticket, group)
+
+    @torch.no_grad()
+    def prefetch(self, ticket: torch.Tensor, group: str) -> Transfer:
+        """Start copying activations of the forward of `ticket` to the device."""
+        return self.saved.prefetch(ticket, group)
+
     def ticket(self, names: Sequence[str]) -> torch.Tensor:
-        """Return what `check` compares: the versions of the parameters `names` now."""
-        return torch.tensor(self._versions(names), dtype=torch.int64)
+        """End a forward: return its number, and what `check` compares, the versions of the parameters `names` now."""
+        return self.saved.ticket(self._versions(names))
 
     def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
         """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
-        for name, before, now in zip(names, ticket.tolist(), self._versions(names), strict=True):
+        _, *versions = ticket.tolist()
+        for name, before, now in zip(names, versions, self._versions(names), strict=True):
             if before != now:
                 raise StaleParameters(name)
         self._queue_flush()
-
-    # Forwards whose backward is still to come.
-
-    def note_forward(self, ticket: torch.Tensor, saved_bytes: int) -> None:
-        """Remember that a forward saved `saved_bytes` on the device, for as long as autograd keeps its `ticket`."""
-        self._outstanding = [(alive, nbytes) for alive, nbytes in self._outstanding if alive() is not None]
-        self._outstanding.append((weakref.ref(ticket.untyped_storage()), saved_bytes))
-
-    def outstanding_bytes(self) -> int:
-        """Return the bytes that forwards saved and no backward freed yet."""
-        return sum(nbytes for alive, nbytes in self._outstanding if alive() is not None)
 
     # Gradients between their production and `param.grad`.
 
@@ -276,6 +275,7 @@ class Executor:
         # Their memory must not be used again while a copy still reads or writes it.
         self._h2d.settle()
         self._d2h.settle()
+        self.saved.begin()
         self._pending.clear()
         self._arriving.clear()
         self._flush_queued_for = -1
@@ -306,6 +306,7 @@ class Executor:
         self._d2h.settle()
         self._arriving.clear()
         self.end()
+        self.saved.end()
         pending, self._pending = self._pending, {}
         self._flush_queued_for = -1
         for slot, grad in pending.values():

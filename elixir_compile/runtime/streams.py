@@ -2,8 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A copy in flight; `kept` are the tensors it reads, alive until it is waited for."""
+
+    label: str
+    event: "torch.cuda.Event | None"
+    values: tuple[torch.Tensor, ...] = ()
+    kept: tuple[torch.Tensor, ...] = ()
 
 
 class CopyStream:
@@ -22,12 +33,14 @@ class CopyStream:
         return self._stream is not None
 
     @contextmanager
-    def behind_compute(self) -> Iterator[None]:
-        """Issue what the block copies on this stream, behind the compute issued so far."""
+    def behind_compute(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Issue what the block copies on this stream, behind the compute issued so far and behind `after`."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if after is not None:
+            self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             yield
 

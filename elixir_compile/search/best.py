@@ -1,7 +1,8 @@
 """The default planner: the best plan that the time allows, with what is proved about all others.
 
-Greedy and the rules give the first answers, so that this planner is never slower than any of them; the program of
-`milp` gives better ones and the bound; single flips judged by the simulator give the rest.
+Buckets have levels, layers of activations have modes; an answer has one of each. Greedy and the rules give the first
+answers, so that this planner is never slower than any of them; the program of `milp` gives better ones and the bound;
+single flips judged by the simulator give the rest.
 """
 
 import logging
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.search.because import decisions
-from elixir_compile.search.draft import Certificate, Draft
+from elixir_compile.search.draft import Answer, Certificate, Draft
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
 from elixir_compile.search.milp import gib_saves_s, relaxed, whole
@@ -23,6 +24,8 @@ log = logging.getLogger("elixir_compile")
 TOLERANCE = 1e-3
 """The search ends when nothing untried can be faster by more than this share of the step."""
 _MAX_FLIPS = 400
+_MIN_IDLE, _IDLE_COLUMNS = 12, 20_000
+"""So many whole solutions in a row that make the step no shorter end the search: small programs may try more."""
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.7
 """Of the time: when the solver has to stop, and when flips have to; the rest is for the reasons."""
 _FREE_SHARES = tuple(quarters / 4 for quarters in range(21))
@@ -35,20 +38,26 @@ class _Search:
     deadline_s: float
     best: Draft
     tolerance: float
-    found: dict[tuple[Level, ...], Draft] = field(default_factory=dict)
-    """What was played and fits, by levels."""
+    found: dict[Answer, Draft] = field(default_factory=dict)
+    """What was played and fits."""
 
-    def try_levels(self, levels: Sequence[Level]) -> None:
-        """Play `levels`, if they fit, and keep them if they are the best so far: the shortest, then the fewest bytes on
-        the host."""
-        key = tuple(levels)
-        if key in self.found or not self.judge.fits(key, ahead=0):
+    def try_answer(self, answer: Answer) -> None:
+        """Play `answer`, if it fits, and keep it if it is the best so far: the shortest, then the fewest bytes on the
+        host."""
+        levels, modes = answer
+        judge = self.judge.at(modes)
+        if answer in self.found or not judge.fits(levels, ahead=0):
             return
-        moves = raise_prefetch(self.judge, key)
-        step_s = self.judge.step_s(key, moves)
-        self.found[key] = Draft(levels=key, moves=moves, step_s=step_s, decisions=(), planner="milp")
-        if (step_s, self.judge.host_bytes(key)) < (self.best.step_s, self.judge.host_bytes(self.best.levels)):
-            self.best = self.found[key]
+        moves = raise_prefetch(judge, levels)
+        step_s = judge.step_s(levels, moves)
+        draft = Draft(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=(), planner="milp")
+        self.found[answer] = draft
+        if (step_s, self.host_bytes(draft)) < (self.best.step_s, self.host_bytes(self.best)):
+            self.best = draft
+
+    def host_bytes(self, draft: Draft) -> int:
+        """Return the bytes that the host holds under `draft`."""
+        return self.judge.at(draft.modes).host_bytes(draft.levels)
 
     def is_good(self, bound_s: float) -> bool:
         """Whether steps of `bound_s` or more are no better than the best, but for the tolerance."""
@@ -63,19 +72,23 @@ class _Search:
             solution = relaxed(program, self.deadline_s, -int(share * widest_bytes))
             if solution is None:
                 break
-            self.try_levels(program.rounded(solution.x))
+            self.try_answer(program.rounded(solution.x))
             if self.is_good(bound_s):
                 break
 
     def solve(self, program: Program, deadline_s: float) -> float:
         """Try whole solutions, best first, until nothing untried can be better; return the bound in seconds."""
-        bound_s, proved_s = 0.0, float("inf")
-        for levels, rest_s in whole(program, deadline_s, self.tolerance / 2):
+        bound_s, proved_s, since_s = 0.0, float("inf"), self.best.step_s
+        num_idle, max_idle = 0, max(_MIN_IDLE, _IDLE_COLUMNS // program.num_choices)
+        for answer, rest_s in whole(program, deadline_s, self.tolerance / 2):
             # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
             bound_s = max(bound_s, min(rest_s, proved_s))
-            self.try_levels(levels)
-            proved_s = min(proved_s, program.lower_s(program.vector(levels)))
-            if self.is_good(rest_s):
+            self.try_answer(answer)
+            proved_s = min(proved_s, program.lower_s(program.vector(answer)))
+            # Layers that are alike have many answers that are: the program cannot tell which leaves room for prefetch.
+            num_idle = num_idle + 1 if self.best.step_s > since_s * (1 - self.tolerance) else 0
+            since_s = min(since_s, self.best.step_s) if num_idle == 0 else since_s
+            if self.is_good(rest_s) or num_idle >= max_idle:
                 break
         return bound_s
 
@@ -84,41 +97,70 @@ class _Search:
         than `longest_s`: a move for less than the tolerance is none."""
         limit_s = min(longest_s, self.best.step_s * (1 + self.tolerance))
         equals = [draft for draft in self.found.values() if draft.step_s <= limit_s]
-        return min(equals, key=lambda draft: (self.judge.host_bytes(draft.levels), draft.step_s))
+        return min(equals, key=lambda draft: (self.host_bytes(draft), draft.step_s))
 
     def bring_back(self, draft: Draft, longest_s: float) -> None:
-        """Try to move single buckets of `draft` back towards the device: what need not move stays."""
+        """Try to move single buckets of `draft` back towards the device, and to keep single layers: what need not move
+        stays."""
         limit_s = min(longest_s, self.best.step_s * (1 + self.tolerance))
-        levels = list(draft.levels)
-        for bucket, choices in enumerate(self.judge.facts.choices):
-            for nearer in choices[: choices.index(levels[bucket])]:
+        answer = draft.answer
+        for i, options in enumerate(self._options()):
+            for nearer in options[: options.index(_option(answer, i))]:
                 if time.monotonic() > self.deadline_s:
                     return
-                tried = (*levels[:bucket], nearer, *levels[bucket + 1 :])
-                self.try_levels(tried)
+                tried = _changed(answer, i, nearer)
+                self.try_answer(tried)
                 if tried in self.found and self.found[tried].step_s <= limit_s:
-                    levels[bucket] = nearer
+                    answer = tried
                     break
 
-    def flip(self) -> None:
-        """Move single buckets to other levels as long as that makes the step shorter, or the host emptier."""
-        judge, num_flips = self.judge, 0
+    def flip(self, program: Program) -> None:
+        """Give single buckets and layers other options as long as that makes the step shorter, or the host emptier."""
+        num_flips = 0
         is_better = True
         while is_better and num_flips < _MAX_FLIPS and time.monotonic() < self.deadline_s:
             before = self.best
-            for bucket, level in list(enumerate(before.levels)):
-                for other in judge.facts.choices[bucket]:
-                    if other is level or num_flips >= _MAX_FLIPS or time.monotonic() > self.deadline_s:
+            for i, options in enumerate(self._options()):
+                for other in options:
+                    if other == _option(before.answer, i):
                         continue
-                    num_flips += 1
-                    self.try_levels([*self.best.levels[:bucket], other, *self.best.levels[bucket + 1 :]])
+                    if num_flips >= _MAX_FLIPS or time.monotonic() > self.deadline_s:
+                        return
+                    tried = _changed(self.best.answer, i, other)
+                    if self._is_hopeful(program, tried):
+                        num_flips += 1
+                        self.try_answer(tried)
             is_better = self.best is not before
+
+    def _is_hopeful(self, program: Program, answer: Answer) -> bool:
+        """Whether the program, which is quick, does not know already that `answer` is too large or too slow."""
+        x = program.vector(answer)
+        fits = program.peak_bytes(x) <= self.judge.facts.problem.budget_bytes
+        return fits and program.lower_s(x) <= self.best.step_s
+
+    def _options(self) -> list[Sequence[int]]:
+        """The options of every bucket, then of every layer, from the one that changes the least on."""
+        facts = self.judge.facts
+        return [*facts.choices, *(range(len(layer.modes)) for layer in facts.layers)]
+
+
+def _option(answer: Answer, i: int) -> int:
+    return (*answer.levels, *answer.modes)[i]
+
+
+def _changed(answer: Answer, i: int, option: int) -> Answer:
+    """Return `answer` with another option for bucket i, or, from the number of buckets on, for a layer."""
+    levels, modes = answer
+    if i < len(levels):
+        return Answer((*levels[:i], Level(option), *levels[i + 1 :]), modes)
+    i -= len(levels)
+    return Answer(levels, (*modes[:i], option, *modes[i + 1 :]))
 
 
 def place_best(
     judge: Judge,
     first: Draft,
-    others: Iterable[Sequence[Level]],
+    others: Iterable[Answer],
     timeout_s: float,
     tolerance: float = TOLERANCE,
 ) -> Draft:
@@ -130,29 +172,29 @@ def place_best(
         certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
         return replace(first, certificate=certificate)
     # What fits stays: a machine's profile is not so exact that a faster update elsewhere is a reason to move.
-    stays = first.levels == judge.facts.start_levels
-    candidates = [first.levels] if stays else [first.levels, *others]
+    stays = first.levels == judge.facts.start_levels and first.modes == judge.facts.modes
+    candidates = [first.answer] if stays else [first.answer, *others]
     began_s = time.monotonic()
     search = _Search(judge, began_s + timeout_s * _SEARCH_SHARE, replace(first, planner="milp"), tolerance)
-    for levels in candidates:
-        search.try_levels(levels)
+    for answer in candidates:
+        search.try_answer(answer)
     shortest_s = search.best.step_s
     program = Program(judge, max(search.best.step_s, 1e-12))
-    for levels in candidates:
-        program.add_paths(program.vector(levels))
+    for answer in candidates:
+        program.add_paths(program.vector(answer))
     start = relaxed(program, search.deadline_s)
     if start is None:
         return replace(search.best, decisions=decisions(program, search.best))
     proved = _certificate(program, start)
     if stays:
-        kept = search.found[first.levels]
+        kept = search.found[first.answer]
         return replace(kept, certificate=replace(proved, bound_s=min(proved.bound_s, kept.step_s)))
     bound_s = proved.bound_s
     search.round(program, bound_s)
     if not search.is_good(bound_s):
         bound_s = max(bound_s, search.solve(program, began_s + timeout_s * _SOLVER_SHARE))
     if not search.is_good(bound_s):
-        search.flip()
+        search.flip(program)
     log.debug("searched %s in %s", judge.facts.problem.name, format_s(time.monotonic() - began_s))
     search.bring_back(search.leanest(shortest_s), shortest_s)
     best = search.leanest(shortest_s)

@@ -11,8 +11,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from elixir_compile.analysis.recompute import as_run
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Bucket, BucketId, Kind, Phase, StepGraph, Storage, StorageId
+from elixir_compile.ir.layers import layer_of
 from elixir_compile.search.problem import Problem
 
 MIN_BUCKETS = 16
@@ -68,10 +70,10 @@ def _bounds(problem: Problem, total_bytes: int) -> tuple[int, int]:
 
 
 def _in_first_use_order(problem: Problem) -> list[_Param]:
-    graph = problem.graph
+    graph = as_run(problem.graph)  # its readers of a parameter, whatever is recomputed
     trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD and storage.of is not None}
     uses = _uses(graph)
-    layers = [_layer(op.module) for op in graph.ops]
+    layers = [layer_of(op.module) for op in graph.ops]
     params = [
         _Param(
             storage=storage,
@@ -96,15 +98,6 @@ def _uses(graph: StepGraph) -> Mapping[StorageId, list[int]]:
         storage.id: by_phase[Phase.FORWARD].get(storage.id) or by_phase[Phase.BACKWARD].get(storage.id, [])
         for storage in graph.storages
     }
-
-
-def _layer(module: str) -> str:
-    """The module path up to its first number: `transformer.h.3` for `transformer.h.3.attn.c_proj`."""
-    parts = module.split(".")
-    for i, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: i + 1])
-    return module
 
 
 def _distant(params: list[_Param], min_bytes: int) -> frozenset[StorageId]:

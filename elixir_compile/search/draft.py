@@ -1,6 +1,7 @@
 """What a planner decides, before it is written out as a plan."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elixir_compile.ir import Decision
 from elixir_compile.search.levels import Level
@@ -19,13 +20,25 @@ class Certificate:
     """By how much the bound falls with one more GiB of device memory; None where there was no time to tell."""
 
 
+class Answer(NamedTuple):
+    """A level for every bucket and a mode for every layer."""
+
+    levels: tuple[Level, ...]
+    modes: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """One answer: a level per bucket, when things move, and why."""
+    """One answer: a level per bucket, a mode per layer, when things move, and why."""
 
     levels: tuple[Level, ...]
     moves: Moves
     step_s: float
+    modes: tuple[int, ...]
     decisions: tuple[Decision, ...]
     planner: str = "greedy"
     certificate: Certificate | None = None
+
+    @property
+    def answer(self) -> Answer:
+        return Answer(self.levels, self.modes)

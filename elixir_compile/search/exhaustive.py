@@ -1,7 +1,9 @@
-"""Every placement of a few buckets, the simulator as judge: slow, and the oracle of the other planners."""
+"""Every level of a few buckets with every mode of a few layers, the simulator as judge: slow, the oracle of the other
+planners."""
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from elixir_compile.errors import InvalidOption
@@ -9,6 +11,7 @@ from elixir_compile.ir import Decision
 from elixir_compile.search.draft import Draft
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import level_text
+from elixir_compile.search.modes import mode_text
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.units import format_s
 
@@ -18,7 +21,7 @@ MAX_PLACEMENTS = 4096
 
 def num_placements(judge: Judge) -> int:
     """Return how many placements there are to try."""
-    return math.prod(len(levels) for levels in judge.facts.choices)
+    return math.prod(len(options) for options in (*judge.facts.choices, *_modes(judge)))
 
 
 def place_exhaustively(judge: Judge) -> Draft | None:
@@ -32,28 +35,38 @@ def place_exhaustively(judge: Judge) -> Draft | None:
         raise InvalidOption(
             "planner",
             "exhaustive",
-            f"'greedy': {len(choices)} buckets have {count} placements, too many to try",
+            f"'greedy': {len(choices)} buckets and {len(_modes(judge))} layers have {count} answers, too many to try",
         )
     best: tuple[float, int, Draft] | None = None
-    for levels in itertools.product(*choices):
-        if not judge.fits(levels, ahead=0):
-            continue
-        moves = raise_prefetch(judge, levels)
-        step_s = judge.step_s(levels, moves)
-        if best is None or (step_s, judge.host_bytes(levels)) < best[:2]:
-            draft = Draft(levels=levels, moves=moves, step_s=step_s, decisions=())
-            best = (step_s, judge.host_bytes(levels), draft)
+    for modes in itertools.product(*_modes(judge)):
+        here = judge.at(modes)
+        for levels in itertools.product(*choices):
+            if not here.fits(levels, ahead=0):
+                continue
+            moves = raise_prefetch(here, levels)
+            step_s = here.step_s(levels, moves)
+            if best is None or (step_s, here.host_bytes(levels)) < best[:2]:
+                draft = Draft(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=())
+                best = (step_s, here.host_bytes(levels), draft)
     return None if best is None else _explained(judge, best[2], count)
 
 
+def _modes(judge: Judge) -> list[Sequence[int]]:
+    return [range(len(layer.modes)) for layer in judge.facts.layers]
+
+
 def _explained(judge: Judge, draft: Draft, count: int) -> Draft:
-    decisions = tuple(
-        Decision(
-            subject=bucket.id,
-            choice=level_text(level),
-            because=f"the fastest of {count} placements, {format_s(draft.step_s)} per step",
-        )
-        for bucket, level, start in zip(judge.facts.buckets, draft.levels, judge.facts.start_levels, strict=True)
+    facts = judge.facts
+    because = f"the fastest of {count} answers, {format_s(draft.step_s)} per step"
+    placed = [
+        (str(bucket.id), level_text(level))
+        for bucket, level, start in zip(facts.buckets, draft.levels, facts.start_levels, strict=True)
         if level != start
-    )
+    ]
+    placed += [
+        (layer.name or "step", mode_text(layer, layer.modes[mode]))
+        for layer, mode in zip(facts.layers, draft.modes, strict=True)
+        if mode
+    ]
+    decisions = tuple(Decision(subject=subject, choice=choice, because=because) for subject, choice in placed)
     return replace(draft, decisions=decisions, planner="exhaustive")

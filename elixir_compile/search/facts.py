@@ -1,12 +1,20 @@
-"""What the search reads again and again about one problem: op indices of windows, gradients and phases, per bucket."""
+"""What the search reads again and again about one problem: op indices of windows, gradients and phases, per bucket, and
+of activations that leave.
 
+Indices are those of the step as it is run at one choice of modes: where more is recomputed, there are more ops.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elixir_compile.analysis.liveness import Liveness, liveness
+from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.windows import Window, use_windows
-from elixir_compile.ir import Bucket, Kind, Phase, StepGraph
+from elixir_compile.ir import Activations, Bucket, Kind, Phase, StepGraph
+from elixir_compile.search.absences import Absence, absences
 from elixir_compile.search.buckets import form_buckets
 from elixir_compile.search.levels import Level, level_of, levels_from
+from elixir_compile.search.modes import Layer, activations_of, layers_of
 from elixir_compile.search.problem import Problem
 
 
@@ -25,6 +33,14 @@ class Facts:
     """Facts about a problem, indexed by op and by bucket; bucket i is `buckets[i]` everywhere."""
 
     problem: Problem
+    graph: StepGraph
+    """The step as it is run."""
+    layers: tuple[Layer, ...]
+    """Layers whose activations have a choice."""
+    modes: tuple[int, ...]
+    """The mode of each layer."""
+    activations: tuple[Activations, ...]
+    absences: tuple[Absence, ...]
     buckets: tuple[Bucket, ...]
     lives: Liveness
     windows: tuple[tuple[Window, ...], ...]
@@ -40,7 +56,7 @@ class Facts:
     @property
     def is_training(self) -> bool:
         """Whether an update follows the backward."""
-        return self.num_run < len(self.problem.graph.ops)
+        return self.num_run < len(self.graph.ops)
 
     def phase_start(self, op: int) -> int:
         """Return the index of the first op of the phase that op belongs to."""
@@ -55,16 +71,25 @@ class Facts:
         return tuple(levels[-1] for levels in self.choices)
 
 
-def gather_facts(problem: Problem) -> Facts:
-    """Return the facts of `problem`, its buckets formed."""
-    graph = problem.graph
-    buckets = form_buckets(problem)
+def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[int] = ()) -> Facts:
+    """Return the facts of `problem`, its buckets formed: with everything kept, or, on top of those `base` facts, at
+    `modes`."""
+    layers = base.layers if base else layers_of(problem.graph, problem.savings)
+    buckets = base.buckets if base else form_buckets(problem)
+    modes = tuple(modes) or (0,) * len(layers)
+    activations = activations_of(layers, modes)
+    graph = as_run(problem.graph, activations)
     lives = liveness(graph)
     found = use_windows(graph, buckets)
     windows = tuple(tuple(sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets)
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     return Facts(
         problem=problem,
+        graph=graph,
+        layers=layers,
+        modes=modes,
+        activations=activations,
+        absences=absences(graph, lives, activations),
         buckets=buckets,
         lives=lives,
         windows=windows,

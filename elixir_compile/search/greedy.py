@@ -155,7 +155,7 @@ class _Walk:
         self.fresh.add((bucket, level))
 
     def _make(self, move: _Move, others: list[_Move], segment: int, excess: int) -> None:
-        op = self.judge.facts.problem.graph.ops[self.judge.memory.highest_op(segment)]
+        op = self.judge.facts.graph.ops[self.judge.memory.highest_op(segment)]
         self.moved.pop(move.bucket, None)
         self.moved[move.bucket] = Decision(
             subject=self.judge.facts.buckets[move.bucket].id,
@@ -239,7 +239,8 @@ def _draft(judge: Judge, walk: _Walk) -> Draft:
         if levels[bucket] != starts[bucket]
     )
     moves = raise_prefetch(judge, levels)
-    return Draft(levels=levels, moves=moves, step_s=judge.step_s(levels, moves), decisions=decisions)
+    step_s = judge.step_s(levels, moves)
+    return Draft(levels=levels, modes=judge.facts.modes, moves=moves, step_s=step_s, decisions=decisions)
 
 
 def _restated(decision: Decision, level: Level) -> Decision:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from elixir_compile.search.facts import Facts
+from elixir_compile.search.facts import Facts, gather_facts
 from elixir_compile.search.levels import Level, host_bytes_of, placement_of
 from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.schedule import cut_regions, program
@@ -14,16 +14,32 @@ MAX_AHEAD = 2
 
 
 class Judge:
-    """Answers for one problem, seconds remembered."""
+    """Answers for one problem at one choice of modes, seconds remembered; `at` gives the judge of another choice."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, others: "dict[tuple[int, ...], Judge] | None" = None) -> None:
         problem = facts.problem
+        self._others: dict[tuple[int, ...], Judge] = {} if others is None else others
+        self._others[facts.modes] = self
         self.facts = facts
         self.memory = MemoryModel(facts)
-        self.prices = prices(problem.graph, facts.buckets, problem.cluster, problem.measured)
+        self.prices = prices(
+            problem.graph,
+            facts.buckets,
+            problem.cluster,
+            problem.measured,
+            facts.activations,
+        )
+        self._away_bytes = sum(absence.nbytes for absence in facts.absences)
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
         self._host_bytes = [{level: host_bytes_of(bucket, level) for level in Level} for bucket in facts.buckets]
         self._step_s: dict[tuple[Level, ...], float] = {}
+
+    def at(self, modes: Sequence[int]) -> "Judge":
+        """Return the judge of the same problem at `modes`, one per layer."""
+        key = tuple(modes)
+        if key not in self._others:
+            Judge(gather_facts(self.facts.problem, self.facts, key), self._others)  # which puts itself there
+        return self._others[key]
 
     def fits(self, levels: Sequence[Level], ahead: int) -> bool:
         """Whether the levels fit both budgets, every gather `ahead` windows early."""
@@ -35,7 +51,7 @@ class Judge:
 
     def host_bytes(self, levels: Sequence[Level]) -> int:
         """Return the bytes that the host holds during the whole step."""
-        return sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
+        return self._away_bytes + sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
 
     def host_bytes_of(self, bucket: int, level: Level) -> int:
         """Return the bytes that the host holds for one bucket at `level`."""
@@ -59,7 +75,7 @@ class Judge:
         return self._step_s[key]
 
     def _play(self, levels: Sequence[Level], moves: Moves) -> float:
-        cuts = cut_regions(self.facts, levels, moves.stays)
+        cuts = cut_regions(self.facts, levels, moves)
         run_s = {cut.id: self.prices.run_s(cut.first, cut.last) for cut in cuts}
         placements = {own[level].bucket: own[level] for own, level in zip(self._placements, levels, strict=True)}
         return play(program(self.facts, levels, moves, cuts), run_s, placements, self.prices)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Judge
+from elixir_compile.search.ladder import floor_bytes as floor_of
+from elixir_compile.search.ladder import ladder, leanest
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
 
@@ -15,9 +17,9 @@ MAX_BATCH = 1 << 30
 
 
 def floor_bytes(problem: Problem) -> int:
-    """Return the fewest device bytes that any plan for `problem` needs: every bucket as far off as it can be, gathered
-    at use."""
-    return _floor_bytes(Judge(gather_facts(problem)))
+    """Return the fewest device bytes that a plan for `problem` needs: every bucket as far off as it can be, gathered
+    at use, and of activations what the leanest rung of the ladder keeps."""
+    return floor_of(leanest(Judge(gather_facts(problem))))
 
 
 def is_feasible(problem: Problem) -> bool:
@@ -26,9 +28,9 @@ def is_feasible(problem: Problem) -> bool:
     Exact where the host can hold everything; else whether the greedy planner finds one.
     """
     judge = Judge(gather_facts(problem))
-    if _floor_bytes(judge) > problem.budget_bytes:
+    if all(floor_of(rung) > problem.budget_bytes for rung in ladder(judge)):
         return False
-    if judge.fits(judge.facts.furthest_levels, ahead=0):
+    if any(rung.fits(rung.facts.furthest_levels, ahead=0) for rung in ladder(judge)):
         return True
     try:
         plan(problem, planner="greedy")
@@ -53,7 +55,3 @@ def largest_feasible(problem_at: Callable[[int], Problem], limit: int = MAX_BATC
         else:
             high = middle
     return low
-
-
-def _floor_bytes(judge: Judge) -> int:
-    return judge.memory.peak_bytes(judge.facts.furthest_levels, ahead=0)

@@ -8,7 +8,7 @@ everything else matter, so a step of 5,000 ops is a few hundred numbers.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,23 +22,31 @@ from elixir_compile.search.stays import Moves, moves_at_use, spans
 class MemoryModel:
     """Counts the device bytes of a problem, by segment, for any levels and prefetch distances."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, more_starts: Iterable[int] = ()) -> None:
+        """`more_starts` are op indices at which segments begin besides those of `facts`."""
         self._facts = facts
-        self._rest_bytes_per_op = _rest(facts)
-        starts = _segment_starts(facts)
+        self.rest_bytes_per_op = _rest(facts)
+        starts = _segment_starts(facts, more_starts)
         self._starts = starts
-        num_ops = len(facts.problem.graph.ops)
+        num_ops = len(facts.graph.ops)
         self._segment_of = np.searchsorted(starts, np.arange(num_ops + 1), side="right").astype(np.int64) - 1
         # One past the last op is one past the last segment.
         self._segment_of[num_ops] = len(starts)
-        self.rest_bytes = np.maximum.reduceat(self._rest_bytes_per_op, starts)
-        """Highest bytes of each segment that no bucket holds."""
+        self.rest_bytes = self.highest(self.rest_bytes_per_op)
+        """Highest bytes of each segment that neither a bucket nor an absence holds."""
+
+    def highest(self, bytes_per_op: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the highest of `bytes_per_op`, along the last axis, in each segment."""
+        return np.maximum.reduceat(bytes_per_op, self._starts, axis=-1)
 
     def live_bytes(self, levels: Sequence[Level], moves: Moves) -> NDArray[np.int64]:
         """Return the highest bytes of each segment at these levels with these moves."""
         facts, segment = self._facts, self._segment_of
         changes = np.zeros(len(self._starts) + 1, dtype=np.int64)
         for stay in moves.stays:
+            if stay.bucket >= len(facts.buckets):
+                self._add_absence(changes, stay.bucket - len(facts.buckets), stay.gather, moves)
+                continue
             nbytes = facts.buckets[stay.bucket].nbytes
             changes[segment[stay.gather]] += nbytes
             changes[segment[stay.last + 1]] -= nbytes
@@ -58,6 +66,16 @@ class MemoryModel:
                 if level.has_param_on_host:
                     changes[segment[ends[bucket] + 1]] -= shard_nbytes
         return self.rest_bytes + np.cumsum(changes[:-1])
+
+    def _add_absence(self, changes: NDArray[np.int64], number: int, back: int, moves: Moves) -> None:
+        """Activations that are on the device until they have left, and again from op `back` to their last use."""
+        absence, segment = self._facts.absences[number], self._segment_of
+        for birth, nbytes in absence.births:
+            changes[segment[birth]] += nbytes
+        changes[segment[moves.leave_ends[number] + 1]] -= absence.nbytes
+        changes[segment[back]] += absence.nbytes
+        for last, nbytes in absence.lasts:
+            changes[segment[last + 1]] -= nbytes
 
     def peak_bytes(self, levels: Sequence[Level], ahead: int) -> int:
         """Return the peak at these levels with every gather `ahead` windows early."""
@@ -110,9 +128,9 @@ class MemoryModel:
 
     def highest_op(self, segment: int) -> int:
         """Return the index of the op with the highest bytes in `segment`, the first of several."""
-        ends = [*self._starts[1:].tolist(), len(self._rest_bytes_per_op)]
+        ends = [*self._starts[1:].tolist(), len(self.rest_bytes_per_op)]
         start = int(self._starts[segment])
-        return start + int(self._rest_bytes_per_op[start : ends[segment]].argmax())
+        return start + int(self.rest_bytes_per_op[start : ends[segment]].argmax())
 
 
 def _resting_bytes(bucket: Bucket, level: Level) -> int:
@@ -131,8 +149,8 @@ def _next_completes(facts: Facts) -> list[int]:
 
 
 def _rest(facts: Facts) -> NDArray[np.int64]:
-    """Bytes per op of everything that no bucket holds."""
-    graph = facts.problem.graph
+    """Bytes per op of everything that neither a bucket nor an absence holds."""
+    graph = facts.graph
     bucketed = {param for bucket in facts.buckets for param in bucket.params}
     trained = {
         param
@@ -140,11 +158,15 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
         if gradients is not None
         for param in bucket.params
     }
+    names = {absence.group for absence in facts.absences}
+    away = {name for group in facts.activations if group.id in names for name in group.storages}
     changes = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     changes[0] = facts.problem.base_bytes
     for storage in graph.storages:
-        owned = (storage.kind is Kind.PARAM and storage.id in bucketed) or (
-            storage.kind is Kind.GRAD and storage.of in trained
+        owned = (
+            storage.id in away
+            or (storage.kind is Kind.PARAM and storage.id in bucketed)
+            or (storage.kind is Kind.GRAD and storage.of in trained)
         )
         life = facts.lives.lives.get(storage.id)
         if not owned and life is not None:
@@ -153,9 +175,9 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
     return np.cumsum(changes[:-1])
 
 
-def _segment_starts(facts: Facts) -> NDArray[np.int64]:
-    num_ops = len(facts.problem.graph.ops)
-    starts = {0, facts.num_forward, facts.num_run}
+def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int64]:
+    num_ops = len(facts.graph.ops)
+    starts = {0, facts.num_forward, facts.num_run, *more_starts}
     for windows in facts.windows:
         for window in windows:
             starts |= {window.first, window.last + 1}
@@ -163,4 +185,7 @@ def _segment_starts(facts: Facts) -> NDArray[np.int64]:
         if gradients is not None:
             starts.add(gradients.complete + 1)
             starts.update(birth for birth, _ in gradients.births)
+    for absence in facts.absences:
+        starts |= {absence.leave + 1, absence.first, *(birth for birth, _ in absence.births)}
+        starts.update(last + 1 for last, _ in absence.lasts)
     return np.array(sorted(start for start in starts if start < num_ops), dtype=np.int64)

@@ -1,7 +1,7 @@
 """The search: which level each bucket gets, as a mixed-integer program with a bound on what any plan can do.
 
     minimise    T_forward + T_backward + T_update
-    over        x[bucket, level] in {0, 1}, one level per bucket
+    over        x[bucket, level] and x[layer, mode] in {0, 1}, one each per bucket and per layer
     subject to  T_phase >= c + C x         for paths of the phase's flow shop (see `flow`)
                 rest[s] + B[s] x <= budget for segments of the step (see `memory`)
                 H x <= host budget
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from elixir_compile.search.levels import Level
+from elixir_compile.search.draft import Answer
 from elixir_compile.search.program import Program, Solution
 from elixir_compile.units import GIB
 
@@ -47,21 +47,23 @@ def relaxed(program: Program, deadline_s: float, more_bytes: int = 0) -> Solutio
     return solution
 
 
-def whole(program: Program, deadline_s: float, gap: float) -> Iterator[tuple[tuple[Level, ...], float]]:
-    """Yield levels, best first as far as the program can tell, each with the bound in seconds that holds for every plan
-    not yielded before; end when there is none left or the time is up."""
+def whole(program: Program, deadline_s: float, gap: float) -> Iterator[tuple[Answer, float]]:
+    """Yield answers, best first as far as the program can tell; end when there is none left or the time is up.
+
+    Each comes with the bound in seconds of every plan that was not yielded before.
+    """
     while time.monotonic() < deadline_s:
         solution = program.solve(is_whole=True, limit_s=deadline_s - time.monotonic(), gap=gap)
         if solution is None:
             return
         x = np.round(solution.x)
-        levels = program.levels(x)
+        answer = program.answer(x)
         has_new = program.add_memory(x)
         has_new |= program.is_short(solution) and program.add_paths(x)
-        has_new |= program.add_leaving(levels)
+        has_new |= program.add_leaving(answer)
         if not has_new:
-            program.forbid(levels)
-        yield levels, program.seconds(solution.bound)
+            program.forbid(answer)
+        yield answer, program.seconds(solution.bound)
 
 
 def gib_saves_s(program: Program, solution: Solution, deadline_s: float) -> float | None:

@@ -5,7 +5,8 @@
 Nothing here decides: `best` does, or `greedy`, `exhaustive` or one of `rules` where the user asks for it.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elixir_compile.analysis.timeline import plan_timeline
@@ -14,11 +15,12 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
-from elixir_compile.search.draft import Draft
+from elixir_compile.search.draft import Answer, Draft
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.judge import Judge
+from elixir_compile.search.ladder import floor_bytes, ladder, leanest
 from elixir_compile.search.levels import Level, level_text
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.problem import Problem
@@ -51,12 +53,28 @@ def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
             raise _no_plan(judge, _least_host(judge))
         return draft
     if planner == "greedy":
-        return _greedy(judge)
-    return place_best(judge, _first(judge), (rule(judge) for rule in RULES.values()), timeout_s)
+        return _first(judge, _greedy)
+    others = (Answer(rule(judge), judge.facts.modes) for rule in RULES.values())
+    return place_best(judge, _first(judge, _soon), others, timeout_s)
 
 
-def _first(judge: Judge) -> Draft:
-    """Something that fits, soon: greedy is good, but simulates as many steps as the square of the buckets."""
+def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
+    """What `place` finds on the first rung of the ladder where something fits."""
+    start, furthest = judge.facts.start_levels, judge.facts.furthest_levels
+    for rung in ladder(judge):
+        if rung.fits(start, ahead=0) or rung.fits(furthest, ahead=0):
+            return place(rung)
+    # Not everything fits the host: some of it may.
+    for rung in ladder(judge):
+        with contextlib.suppress(NoFeasiblePlan):
+            return place(rung)
+    fit = [rung for rung in ladder(judge) if floor_bytes(rung) <= judge.facts.problem.budget_bytes]
+    least = min(map(_least_host, fit), key=lambda draft: judge.at(draft.modes).host_bytes(draft.levels))
+    raise _no_plan(judge, least)
+
+
+def _soon(judge: Judge) -> Draft:
+    """Something that fits: greedy is good, but simulates as many steps as the square of the buckets."""
     start, furthest = judge.facts.start_levels, judge.facts.furthest_levels
     if judge.fits(start, ahead=0):
         return _drafted(judge, start, "milp")
@@ -93,12 +111,19 @@ def _drafted(judge: Judge, levels: Sequence[Level], planner: Planner) -> Draft:
         for bucket, level, start in zip(judge.facts.buckets, levels, judge.facts.start_levels, strict=True)
         if level != start
     )
-    return Draft(levels=tuple(levels), moves=moves, step_s=step_s, decisions=moved, planner=planner)
+    return Draft(
+        levels=tuple(levels),
+        modes=judge.facts.modes,
+        moves=moves,
+        step_s=step_s,
+        decisions=moved,
+        planner=planner,
+    )
 
 
 def _at_use(judge: Judge, levels: Sequence[Level]) -> Draft:
     """Every bucket gathered right where it is used: the fewest device bytes at these levels."""
-    return Draft(levels=tuple(levels), moves=judge.at_use(levels), step_s=0.0, decisions=())
+    return Draft(levels=tuple(levels), modes=judge.facts.modes, moves=judge.at_use(levels), step_s=0.0, decisions=())
 
 
 def _furthest(judge: Judge) -> Draft:
@@ -114,16 +139,19 @@ def _least_host(judge: Judge) -> Draft:
 
 
 def _require_minimum(judge: Judge) -> None:
-    furthest = _furthest(judge)
-    if judge.memory.peak_bytes(furthest.levels, ahead=0) > judge.facts.problem.budget_bytes:
-        raise _no_plan(judge, furthest)
+    if floor_bytes(judge) <= judge.facts.problem.budget_bytes:
+        return
+    least = leanest(judge)
+    if floor_bytes(least) > judge.facts.problem.budget_bytes:
+        raise _no_plan(least, _furthest(least))
 
 
 def _no_plan(judge: Judge, least: Draft) -> NoFeasiblePlan:
     """The error for the draft that needs the least: short on the device, or else on the host."""
     problem = judge.facts.problem
+    judge = judge.at(least.modes)
     peak = plan_timeline(problem.graph, write_out(judge, least)).peak
-    op = next(op for op in problem.graph.ops if op.id == peak.op)
+    op = next(op for op in judge.facts.graph.ops if op.id == peak.op)
     by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
     if peak.nbytes > problem.budget_bytes:
         return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, peak.nbytes, by_kind)

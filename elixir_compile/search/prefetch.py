@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Lane
+from elixir_compile.search.absences import leave_ends
+from elixir_compile.search.facts import Facts
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
 from elixir_compile.search.stays import Moves, Stay, gradient_ends, stays
@@ -22,15 +24,17 @@ _ROUNDS = ((1, 0), (2, 2), (4, 0), (8, 4))
 def raise_prefetch(judge: Judge, levels: Sequence[Level]) -> Moves:
     """Return the moves of `levels`, which fit with transfers at their use, spread out as far as the budget allows."""
     moves = judge.at_use(levels)
-    placed, ends = list(moves.stays), dict(moves.grad_ends)
+    placed, ends, leaving = list(moves.stays), dict(moves.grad_ends), dict(moves.leave_ends)
     free_bytes = judge.facts.problem.budget_bytes - judge.memory.live_bytes(levels, moves)
     # Where a gradient's way out is work for the device itself, it is over before the next op begins.
     leaves_beside = any(judge.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
     for ahead, lag in _ROUNDS:
         _gather_early(judge, levels, ahead, placed, free_bytes)
+        if leaves_beside:
+            _leave_late(judge, ahead, leaving, free_bytes)
         if lag and leaves_beside:
             _wait_late(judge, levels, lag, ends, free_bytes)
-    return Moves(tuple(placed), ends)
+    return Moves(tuple(placed), ends, leaving)
 
 
 def _gather_early(
@@ -43,10 +47,24 @@ def _gather_early(
         phase = facts.phase_start(now.first)
         # Lanes are first in, first out: not before the gather of what is needed earlier.
         gather = max(wanted.gather, issued.get(phase, 0))
-        nbytes = facts.buckets[now.bucket].nbytes
+        nbytes = _stay_nbytes(facts, now)
         if gather < now.gather and _take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
             placed[i] = now._replace(gather=gather)
         issued[phase] = placed[i].gather
+
+
+def _leave_late(judge: Judge, lag: int, leaving: dict[int, int], free_bytes: NDArray[np.int64]) -> None:
+    facts, segment_of = judge.facts, judge.memory.segment_of
+    for number, end in leave_ends(facts.absences, facts.num_forward, lag).items():
+        now = leaving[number]
+        if now < end and _take(free_bytes, segment_of(now + 1), segment_of(end + 1), facts.absences[number].nbytes):
+            leaving[number] = end
+
+
+def _stay_nbytes(facts: Facts, stay: Stay) -> int:
+    num_buckets = len(facts.buckets)
+    is_bucket = stay.bucket < num_buckets
+    return facts.buckets[stay.bucket].nbytes if is_bucket else facts.absences[stay.bucket - num_buckets].nbytes
 
 
 def _wait_late(

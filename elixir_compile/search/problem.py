@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elixir_compile.cost.measured import Stretch
+from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import Bucket, Placement, StepGraph, StorageId, Tier
+from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier
 from elixir_compile.units import MIB
 
 
@@ -26,8 +26,10 @@ class Problem:
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
     base_bytes: int = 0
     """Device bytes held outside this graph during the whole step."""
-    measured: tuple[Stretch, ...] = ()
-    """Stretches of ops whose seconds are known from this machine; they do not overlap."""
+    measured: Measured = field(default_factory=Measured)
+    """Seconds of ops that are known from this machine."""
+    savings: frozenset[Saving] = frozenset(Saving)
+    """What may happen to activations; keeping them always may."""
     bucket_min_bytes: int = 16 * MIB
     bucket_max_bytes: int = 128 * MIB
     buckets: tuple[Bucket, ...] = ()

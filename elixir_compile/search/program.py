@@ -1,10 +1,11 @@
-"""The program of one problem as rows of numbers: x[bucket, level], the seconds of each phase, and what limits them.
+"""The program of one problem as rows of numbers: x[bucket, level] and x[layer, mode], the seconds of each phase, and
+what limits them.
 
 Rows come and go as the search goes on; `milp` says which it asks for. Everything is scaled, so that the best known step
 and the budgets are `_SCALE`: the solver's tolerances are absolute.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,15 +13,20 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from elixir_compile.search.flow import Choice, Path, Phase, phases, updates
+from elixir_compile.search.draft import Answer
+from elixir_compile.search.flow import Choice, Path, Phase
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level, is_gathered
+from elixir_compile.search.memory import MemoryModel
+from elixir_compile.search.phases import phases, updates
+from elixir_compile.search.profiles import profiles
 
 _SCALE = 1000.0
 TOLERANCE = 1e-7
 """Below this share of the step or the budget, a row counts as kept."""
+_NUM_STRETCHES = 32
 _DIVIDED = 1e-3
-"""A share of a bucket below this is none."""
+"""A share of a bucket, or of a layer, below this is none."""
 Vector = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
@@ -53,56 +59,77 @@ class Program:
         self.num_extra = 0
         """Columns beyond x and T: gradients that stay because no later bucket's leave."""
         facts = judge.facts
+        own_profiles = profiles(facts.problem, facts.layers)
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
+        moded = [(number, mode) for number, own in enumerate(own_profiles) for mode in range(len(own))]
         self.choices: dict[Choice, int] = {pair: column for column, pair in enumerate(pairs)}
-        self.phases: list[list[Phase]] = [[phase] for phase in phases(facts, self.judge.prices, self.choices)]
+        self.choices |= {(len(facts.buckets) + i, mode): len(pairs) + j for j, (i, mode) in enumerate(moded)}
+        self.phases: list[list[Phase]] = [
+            [phase] for phase in phases(facts, self.judge.prices, self.choices, own_profiles)
+        ]
         self.phases += [found] if (found := updates(facts, self.judge.prices, self.choices)) else []
-        own_bytes = self.judge.memory.own_bytes()
-        self.bytes_of = np.stack([own_bytes[i, level] for i, level in pairs], axis=1).astype(np.float64)
-        self.rest_bytes = self.judge.memory.rest_bytes.astype(np.float64)
+        # Bytes on top of those with everything kept, which are in `rest_bytes`: few segments see any difference.
+        more_bytes = [own_profiles[i][mode].nbytes - own_profiles[i][0].nbytes for i, mode in moded]
+        self.memory = MemoryModel(facts, {int(slot) + 1 for row in more_bytes for slot in np.flatnonzero(np.diff(row))})
+        own_bytes = self.memory.own_bytes()
+        columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
+        self.bytes_of = np.asfortranarray(np.stack(columns, axis=1), dtype=np.float64)
+        self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
         self._seen: set[tuple[object, ...]] = set()
-        self._host_bytes = host_bytes = np.array(
-            [self.judge.host_bytes_of(i, level) for i, level in pairs], dtype=np.float64
-        )
+        host_nbytes = [self.judge.host_bytes_of(i, level) for i, level in pairs]
+        host_nbytes += [own_profiles[i][mode].host_bytes for i, mode in moded]
+        self._host_bytes = host_bytes = np.array(host_nbytes, dtype=np.float64)
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
-        columns = np.flatnonzero(host_bytes)
-        scaled = host_bytes[columns] / limit_bytes * _SCALE
-        self._host = _Row(columns, scaled, _SCALE)
+        hosted = np.flatnonzero(host_bytes)
+        scaled = host_bytes[hosted] / limit_bytes * _SCALE
+        self._host = _Row(hosted, scaled, _SCALE)
         self.rows.append(self._host)
 
     @property
     def num_choices(self) -> int:
         return len(self.choices)
 
-    def vector(self, levels: Sequence[Level]) -> Vector:
-        """Return x for whole `levels`."""
+    def vector(self, answer: Answer) -> Vector:
+        """Return x for a whole answer."""
         x = np.zeros(self.num_choices)
-        x[[self.choices[i, level] for i, level in enumerate(levels)]] = 1.0
+        x[self._columns(answer)] = 1.0
         return x
 
-    def levels(self, x: Vector) -> tuple[Level, ...]:
-        """Return the levels of a whole x."""
-        return tuple(
-            max(own, key=lambda level: (x[self.choices[i, level]], -level))
-            for i, own in enumerate(self.judge.facts.choices)
+    def answer(self, x: Vector) -> Answer:
+        """Return the answer that a whole x is."""
+        return self._answer(lambda i, own: max(own, key=lambda option: (x[self.choices[i, option]], -option)))
+
+    def rounded(self, x: Vector) -> Answer:
+        """Return a whole answer near x: where a bucket or a layer is divided between several options, the one with the
+        fewest bytes where memory is fullest."""
+        fullest = int(self._live_bytes(x).argmax())
+        nbytes = self.bytes_of[fullest]
+        return self._answer(
+            lambda i, own: min(
+                (option for option in own if x[self.choices[i, option]] > _DIVIDED),
+                key=lambda option: (nbytes[self.choices[i, option]], -option),
+            )
         )
 
-    def rounded(self, x: Vector) -> tuple[Level, ...]:
-        """Return whole levels near x: where a bucket is divided between several, the one with the fewest bytes where
-        memory is fullest."""
-        fullest = int((self.rest_bytes + self.bytes_of @ x).argmax())
-        nbytes = self.bytes_of[fullest]
-        return tuple(
-            min(
-                (level for level in own if x[self.choices[i, level]] > _DIVIDED),
-                key=lambda level, i=i: (nbytes[self.choices[i, level]], -level),
-            )
-            for i, own in enumerate(self.judge.facts.choices)
-        )
+    def _answer(self, choose: Callable[[int, Sequence[int]], int]) -> Answer:
+        """Return the answer with what `choose` says for each bucket or layer and its options."""
+        facts = self.judge.facts
+        levels = tuple(Level(choose(i, own)) for i, own in enumerate(facts.choices))
+        layers = enumerate(facts.layers, start=len(facts.buckets))
+        return Answer(levels, tuple(choose(i, range(len(layer.modes))) for i, layer in layers))
+
+    def _columns(self, answer: Answer) -> list[int]:
+        options = (*answer.levels, *answer.modes)
+        return [self.choices[i, option] for i, option in enumerate(options)]
 
     def peak_bytes(self, x: Vector) -> int:
         """Return the bytes of the fullest segment at x, transfers at their use."""
-        return int((self.rest_bytes + self.bytes_of @ x).max())
+        return int(self._live_bytes(x).max())
+
+    def _live_bytes(self, x: Vector) -> Vector:
+        """Bytes of every segment at x, most of which is 0."""
+        chosen = np.flatnonzero(x)
+        return self.rest_bytes + self.bytes_of[:, chosen] @ x[chosen]
 
     def host_bytes(self, x: Vector) -> int:
         """Return the bytes on the host at x."""
@@ -110,7 +137,7 @@ class Program:
 
     def lower_s(self, x: Vector) -> float:
         """Return the seconds below which no step at x can be: the longest path of every phase."""
-        return sum(max(phase.longest(x).seconds for phase in side) for side in self.phases)
+        return sum(max(phase.longest_s(x) for phase in side) for side in self.phases)
 
     # Rows.
 
@@ -137,10 +164,12 @@ class Program:
     def add_memory(self, x: Vector, more_bytes: int = 0) -> bool:
         """Add the rows of the fullest segments at x that are over the budget and `more_bytes`; say whether any was."""
         budget_bytes = self.judge.facts.problem.budget_bytes + more_bytes
-        live_bytes = self.rest_bytes + self.bytes_of @ x
-        over = np.flatnonzero(live_bytes > budget_bytes * (1 + TOLERANCE))
-        fullest = over[np.argsort(-live_bytes[over], kind="stable")][:8]
-        return sum(self._add_segment(int(segment)) for segment in fullest) > 0
+        live_bytes = self._live_bytes(x)
+        # The fullest of each stretch: those next to one another are nearly the same.
+        stretches = np.array_split(np.arange(len(live_bytes)), min(_NUM_STRETCHES, len(live_bytes)))
+        fullest = [int(own[live_bytes[own].argmax()]) for own in stretches]
+        over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
+        return sum([self._add_segment(segment) for segment in over]) > 0
 
     def _add_segment(self, segment: int) -> bool:
         if ("segment", segment) in self._seen:
@@ -155,15 +184,18 @@ class Program:
         limit = (budget_bytes - self.rest_bytes[segment]) / budget_bytes * _SCALE
         self.rows.append(_Row(columns, nbytes / budget_bytes * _SCALE, limit, is_memory=True))
 
-    def add_leaving(self, levels: Sequence[Level]) -> bool:
-        """Add exact rows for the segments that `levels` break in truth; return whether any is new.
+    def add_leaving(self, answer: Answer) -> bool:
+        """Add exact rows for the segments that `answer` breaks in truth; return whether any is new.
 
         A gradient that leaves is on the device until the next bucket whose gradients leave completes them: bucket i's
         is there in segment s when i leaves and nothing between i and s does. A column z >= leaves[i] - sum of leaves
         in between says so.
         """
         judge = self.judge
-        live_bytes = judge.memory.live_bytes(levels, judge.at_use(levels))
+        levels = answer.levels
+        kept = self.vector(Answer(levels, judge.facts.modes))
+        exact_bytes = self.memory.live_bytes(levels, judge.at_use(levels)) - self.bytes_of @ kept
+        live_bytes = exact_bytes - self.rest_bytes + self._live_bytes(self.vector(answer))
         over = np.flatnonzero(live_bytes > judge.facts.problem.budget_bytes)
         added = False
         for segment in over[np.argsort(-live_bytes[over], kind="stable")][:4]:
@@ -175,7 +207,7 @@ class Program:
 
     def _add_exact_segment(self, segment: int) -> None:
         facts = self.judge.facts
-        before = self.judge.memory.completed_before(segment)
+        before = self.memory.completed_before(segment)
         columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
         nbytes[0] = nbytes[0][columns[0]]
         # The one right before is in `bytes_of` already: nothing is between it and the segment.
@@ -201,9 +233,9 @@ class Program:
         facts = self.judge.facts
         return [self.choices[i, level] for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
 
-    def forbid(self, levels: Sequence[Level]) -> None:
-        """Add a row that no solution at exactly `levels` satisfies."""
-        columns = np.array([self.choices[i, level] for i, level in enumerate(levels)], dtype=np.int64)
+    def forbid(self, answer: Answer) -> None:
+        """Add a row that no solution at exactly `answer` satisfies."""
+        columns = np.array(self._columns(answer), dtype=np.int64)
         self.rows.append(_Row(columns, np.ones(len(columns)), len(columns) - 1.0))
 
     # Solving.
@@ -245,7 +277,7 @@ class Program:
 
     def binding(self, solution: Solution) -> tuple[str, ...]:
         """Return the rows that are full at `solution`, in words, each once."""
-        live_bytes = self.rest_bytes + self.bytes_of @ solution.x
+        live_bytes = self._live_bytes(solution.x)
         budget_bytes = self.judge.facts.problem.budget_bytes
         labels = [
             max((phase.longest(solution.x) for phase in side), key=lambda path: path.seconds).label
@@ -253,7 +285,7 @@ class Program:
         ]
         fullest = int(live_bytes.argmax())
         if live_bytes[fullest] >= budget_bytes * (1 - 1e-3):
-            op = self.judge.facts.problem.graph.ops[self.judge.memory.highest_op(fullest)]
+            op = self.judge.facts.graph.ops[self.memory.highest_op(fullest)]
             labels.append(f"device memory is full at {op.id}")
         if self._host.values @ solution.x[self._host.columns] >= self._host.limit * (1 - 1e-3):
             labels.append("host memory is full")
@@ -267,7 +299,7 @@ class Program:
         return sparse.csr_array((values, columns, starts), shape=(len(self.rows), num_columns))
 
     def _one_each(self, num_columns: int) -> sparse.csr_array:
-        """Ones for the levels of each bucket, one row per bucket."""
+        """Ones for the options of each bucket and layer, one row each."""
         buckets = [i for i, _ in self.choices]
-        shape = (len(self.judge.facts.buckets), num_columns)
+        shape = (len(self.judge.facts.buckets) + len(self.judge.facts.layers), num_columns)
         return sparse.csr_array((np.ones(len(buckets)), (buckets, np.arange(len(buckets)))), shape=shape)

@@ -1,20 +1,22 @@
 """Levels and prefetch distances into regions and the actions around them.
 
-    gather (this window's and prefetches)   wait   run   release   reduce   wait (previous gradient)   offload
+    gather (this window's and prefetches)   wait   run   release   offload activations   wait (activations are gone)
+    reduce   wait (previous gradient)   offload
 
 Regions are cut only where the schedule acts: before a host bucket's gathered copy is used, after its last use, and
-where its gradients are complete; and between forward and backward.
+where its gradients are complete; where activations leave, are gone, and are needed again; and between forward and
+backward.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from elixir_compile.ir import Action, Bucket, BucketId, Phase, Region, RegionId, Schedule, Verb, grad_of
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, is_gathered
-from elixir_compile.search.stays import Moves, Stay
+from elixir_compile.search.stays import Moves
 
 
 class Cut(NamedTuple):
@@ -25,12 +27,15 @@ class Cut(NamedTuple):
     last: int
 
 
-def cut_regions(facts: Facts, levels: Sequence[Level], placed: Sequence[Stay]) -> list[Cut]:
+def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut]:
     """Return the regions, covering every op of the forward and the backward once, in order."""
     starts = {0, facts.num_forward}
-    for stay in placed:
+    for stay in moves.stays:
         starts.add(stay.first)
-        starts.add(stay.last + 1)
+        if stay.bucket < len(facts.buckets):
+            starts.add(stay.last + 1)
+    for number, end in moves.leave_ends.items():
+        starts |= {facts.absences[number].leave + 1, end + 1}
     for bucket, gradients in enumerate(facts.gradients):
         if gradients is not None and is_gathered(facts.buckets[bucket], levels[bucket]):
             starts.add(gradients.complete + 1)
@@ -46,23 +51,28 @@ def cut_regions(facts: Facts, levels: Sequence[Level], placed: Sequence[Stay]) -
 
 def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, str]]:
     """Return the actions of one step as (verb, what) pairs."""
-    names = [bucket.id for bucket in facts.buckets]
-    gathers: defaultdict[int, list[str]] = defaultdict(list)
+    num_buckets = len(facts.buckets)
+    names = [*(str(bucket.id) for bucket in facts.buckets), *(str(absence.group) for absence in facts.absences)]
+    leaving = _leaving_activations(facts, moves)
+    gathers: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
     waits: defaultdict[int, list[str]] = defaultdict(list)
     releases: defaultdict[int, list[str]] = defaultdict(list)
     for stay in moves.stays:
-        gathers[stay.gather].append(names[stay.bucket])
+        is_bucket = stay.bucket < num_buckets
+        gathers[stay.gather].append((Verb.GATHER if is_bucket else Verb.PREFETCH, names[stay.bucket]))
         waits[stay.first].append(names[stay.bucket])
-        releases[stay.last].append(names[stay.bucket])
+        if is_bucket:
+            releases[stay.last].append(names[stay.bucket])
     complete = sorted((grads.complete, bucket) for bucket, grads in enumerate(facts.gradients) if grads is not None)
     under_way: dict[str, int] = {}
     actions: list[tuple[Verb, str]] = []
     done = 0
     for cut in cuts:
-        actions += [(Verb.GATHER, name) for name in gathers[cut.first]]
+        actions += gathers[cut.first]
         actions += [(Verb.WAIT, name) for name in waits[cut.first]]
         actions.append((Verb.RUN, cut.id))
         actions += [(Verb.RELEASE, name) for name in releases[cut.last]]
+        actions += leaving[cut.last]
         while done < len(complete) and complete[done][0] <= cut.last:
             op, bucket = complete[done]
             if bucket not in moves.grad_ends:
@@ -71,12 +81,22 @@ def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[
                 ending = [grad for grad, end in under_way.items() if end <= op]
                 actions += _leave(facts.buckets[bucket], levels[bucket], ending)
                 under_way = {grad: end for grad, end in under_way.items() if end > op}
-                under_way[grad_of(names[bucket])] = moves.grad_ends[bucket]
+                under_way[grad_of(facts.buckets[bucket].id)] = moves.grad_ends[bucket]
             done += 1
     actions += [(Verb.WAIT, grad) for grad in under_way]
     if facts.is_training:
         actions += [(Verb.UPDATE, bucket.id) for bucket in facts.buckets if bucket.trainable]
     return actions
+
+
+def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[Verb, str]]]:
+    """Per op, what begins to leave behind it, and then what is gone."""
+    found: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
+    for absence in facts.absences:
+        found[absence.leave].append((Verb.OFFLOAD, str(absence.group)))
+    for number, end in moves.leave_ends.items():
+        found[end].append((Verb.WAIT, str(facts.absences[number].group)))
+    return found
 
 
 def _leave(bucket: Bucket, level: Level, ending: Sequence[str]) -> list[tuple[Verb, str]]:
@@ -92,7 +112,7 @@ def _leave(bucket: Bucket, level: Level, ending: Sequence[str]) -> list[tuple[Ve
 
 def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
     """Return `cuts` as regions of the graph."""
-    ops = facts.problem.graph.ops
+    ops = facts.graph.ops
     used = _uses(facts)
     return tuple(
         Region(
@@ -119,7 +139,7 @@ def _uses(facts: Facts) -> list[tuple[BucketId, list[int]]]:
     """Per bucket, the indices of forward and backward ops that read it."""
     owner = {param: i for i, bucket in enumerate(facts.buckets) for param in bucket.params}
     indices: list[list[int]] = [[] for _ in facts.buckets]
-    for i, op in enumerate(facts.problem.graph.ops[: facts.num_run]):
+    for i, op in enumerate(facts.graph.ops[: facts.num_run]):
         for bucket in {owner[name] for name in op.reads if name in owner}:
             indices[bucket].append(i)
     return [(bucket.id, own) for bucket, own in zip(facts.buckets, indices, strict=True)]

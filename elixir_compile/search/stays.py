@@ -1,4 +1,5 @@
-"""When gathered copies are on the device: a stay lasts from a bucket's gather to its release.
+"""When gathered copies are on the device: a stay lasts from a bucket's gather to its release, or from the prefetch of
+activations to their last use.
 
     op        0    1    2    3    4    5
     b1        g~~~~w====r                      gathered before op 0, awaited before op 1, released after op 2
@@ -13,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from elixir_compile.search.absences import leave_ends
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, is_gathered
 
@@ -27,26 +29,33 @@ class Stay(NamedTuple):
     last: int
     """Released after this op."""
     bucket: int
-    """Index of the bucket."""
+    """Index of the bucket; from the number of buckets on, of the absence that ends."""
 
 
 class Moves(NamedTuple):
-    """When things are on the device: gathered copies by first op, and gradients on their way out (`gradient_ends`)."""
+    """When things are on the device: what is gathered or comes back, by first op, and what is on its way out: gradients
+    (`gradient_ends`) and activations (`leave_ends`)."""
 
     stays: tuple[Stay, ...]
     grad_ends: Mapping[int, int]
+    leave_ends: Mapping[int, int]
+    """Last op at which each absence's activations are still on the device."""
 
 
 def moves_at_use(facts: Facts, levels: Sequence[Level], ahead: int = 0) -> Moves:
     """Return the moves with every gather `ahead` windows early and gradients waited for soonest."""
-    return Moves(tuple(stays(facts, levels, ahead)), gradient_ends(facts, levels))
+    ends = leave_ends(facts.absences, facts.num_forward, 0)
+    return Moves(tuple(stays(facts, levels, ahead)), gradient_ends(facts, levels), ends)
 
 
 def stays(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Stay]:
     """Return every stay at these levels, by first op, each gathered `ahead` windows early."""
-    unplaced = sorted(
+    unplaced = [
         (first, bucket, last) for bucket, level in enumerate(levels) for first, last in spans(facts, bucket, level)
-    )
+    ]
+    for number, absence in enumerate(facts.absences, start=len(facts.buckets)):
+        unplaced.append((absence.first, number, max(last for last, _ in absence.lasts)))
+    unplaced.sort()
     firsts: dict[int, list[int]] = {}
     issued: dict[int, int] = {}
     released: dict[int, int] = {}

@@ -17,8 +17,9 @@ from elixir_compile.units import format_bytes
 
 def write_out(judge: Judge, draft: Draft) -> Plan:
     """Return the draft as a plan, with its decisions and what it predicts."""
+    judge = judge.at(draft.modes)
     facts, problem, proved = judge.facts, judge.facts.problem, draft.certificate
-    cuts = cut_regions(facts, draft.levels, draft.moves.stays)
+    cuts = cut_regions(facts, draft.levels, draft.moves)
     actions = program(facts, draft.levels, draft.moves, cuts)
     buckets = zip(facts.buckets, draft.levels, strict=True)
     unpredicted = Plan(
@@ -29,6 +30,7 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
         base_bytes=problem.base_bytes,
         buckets=facts.buckets,
         placements=tuple(placement_of(bucket, level) for bucket, level in buckets),
+        activations=facts.activations,
         regions=regions(facts, cuts),
         schedules=(schedule(actions),),
         decisions=(),
@@ -70,7 +72,7 @@ def _decisions(draft: Draft, made: Plan, prediction: Prediction) -> tuple[Decisi
     distances = Counter(num_ahead(draft.moves.stays))
     if draft.moves.stays:
         choice = ", ".join(
-            f"{distances[ahead]} of {len(draft.moves.stays)} gathers {ahead} windows early"
+            f"{distances[ahead]} of {len(draft.moves.stays)} copies {ahead} windows early"
             for ahead in sorted(distances, reverse=True)
         )
         because = "as far as memory allows"

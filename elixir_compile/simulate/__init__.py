@@ -3,7 +3,7 @@
 from elixir_compile.simulate.engine import play, simulate
 from elixir_compile.simulate.exposure import critical_path, exposed_by_lane, exposed_s, hidden_share
 from elixir_compile.simulate.memory import MemoryWalk, walk_memory
-from elixir_compile.simulate.prices import Prices, prices
+from elixir_compile.simulate.prices import Prices, op_seconds, prices
 
 __all__ = [
     "MemoryWalk",
@@ -12,6 +12,7 @@ __all__ = [
     "exposed_by_lane",
     "exposed_s",
     "hidden_share",
+    "op_seconds",
     "play",
     "prices",
     "simulate",

@@ -1,11 +1,12 @@
 """Run a plan without tensors: when does every lane do what, and how long does the step take.
 
 Each lane runs one thing at a time, in the order of the program. Compute walks through the actions: `run` takes its
-seconds, `gather`, `reduce` and `offload` are issued where they stand and start when their lane is free, `wait` blocks
-compute until they end, `release` costs nothing.
+seconds, `gather`, `reduce`, `offload` and `prefetch` are issued where they stand and start when their lane is free,
+`wait` blocks compute until they end, `release` costs nothing.
 
     compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
-    h2d       b1 ====| b2 ====|                              one rank's share comes from the host
+    h2d       b1 ====| b2 ====|       h.1.matmul ===|        one rank's share, or activations, come from the host
+    d2h                  h.1.matmul ===|                     activations or gradients leave
     gather            b1 ==|   b2 ==|                        several ranks: and then, or only, an all-gather
 
 Where a link does not overlap compute, its copies run on the compute lane, and so do host updates when neither direction
@@ -16,10 +17,11 @@ modelled: contention for host memory, and of two collectives for one link.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elixir_compile.cost import Stretch
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.cost import Measured
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.graph import StepGraph
@@ -29,11 +31,13 @@ from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.simulate.memory import walk_memory
 from elixir_compile.simulate.prices import Prices, prices
 
+_NOT_MEASURED = Measured()
 
-def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Sequence[Stretch] = ()) -> Record:
+
+def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:
     """Return what rank 0 does in one step of `plan`: spans, counts, step seconds and peaks in bytes."""
-    index = {op.id: i for i, op in enumerate(graph.ops)}
-    price = prices(graph, plan.buckets, cluster, measured)
+    index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations).ops)}
+    price = prices(graph, plan.buckets, cluster, measured, plan.activations)
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
     placements = {placement.bucket: placement for placement in plan.placements}
     actions = plan.schedules[0].actions
@@ -73,6 +77,8 @@ def play(
             lanes.reduce(what)
         elif verb is Verb.OFFLOAD:
             lanes.offload(what)
+        elif verb is Verb.PREFETCH:
+            lanes.prefetch(what)
         elif verb is Verb.UPDATE:
             lanes.update(what, placements[BucketId(what)])
     return max(lanes.free_s.values())
@@ -114,9 +120,15 @@ class _Lanes:
             self.ready_s[f"{bucket}.grad"] = self.occupy(Lane.REDUCE, f"reduce {bucket}", after_s, seconds)
 
     def offload(self, what: str) -> None:
+        """A gradient goes once it is shared out, activations at once."""
         after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(what, 0.0))
-        seconds = self.price.d2h_s[what.removesuffix(".grad")]
-        self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, seconds)
+        owner = what if what in self.price.d2h_s else what.removesuffix(".grad")
+        self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, self.price.d2h_s[owner])
+
+    def prefetch(self, group: str) -> None:
+        """Activations come back from where their offload has put them."""
+        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(group, 0.0))
+        self.ready_s[group] = self.occupy(Lane.H2D, f"prefetch {group}", after_s, self.price.h2d_s[group])
 
     def wait(self, what: str) -> None:
         self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], self.ready_s.pop(what, 0.0))

@@ -1,15 +1,18 @@
 """Device bytes of one step, counted by carrying it out: allocate, free, and look at what is there.
 
 `analysis.plan_timeline` counts the same step as sums of intervals. This one keeps a set of what is allocated while it
-walks through actions and ops, and shares no code with that one, so that a test can compare the two.
+walks through actions and ops, and shares no code with that one, so that a test can compare the two. Both walk the ops
+that `analysis.recompute.as_run` says are run.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Kind, Phase, RegionId, Tier, Verb
+from elixir_compile.ir.kinds import Kind, Phase, RegionId, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.schedule import grad_of
 
@@ -30,10 +33,11 @@ class MemoryWalk:
 
 
 def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
-    """Return the bytes of rank 0 of `plan`, whose names must be those of `graph`."""
-    walk = _Walk(graph, plan)
+    """Return the bytes of rank 0 of `plan`, whose names must be those of `graph`, at every op that runs."""
+    step = as_run(graph, plan.activations)
+    walk = _Walk(step, plan)
     regions = {region.id: region for region in plan.regions}
-    index = {op.id: i for i, op in enumerate(graph.ops)}
+    index = {op.id: i for i, op in enumerate(step.ops)}
     for action in plan.schedules[0].actions:
         if action.verb is Verb.RUN:
             region = regions[RegionId(action.what)]
@@ -41,7 +45,7 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
                 walk.run(i)
         else:
             walk.act(action.verb, action.what)
-    for i, op in enumerate(graph.ops):
+    for i, op in enumerate(step.ops):
         if op.phase is Phase.UPDATE:
             walk.run(i)
     return MemoryWalk(live_bytes=tuple(walk.seen), host_bytes=walk.host_bytes())
@@ -62,6 +66,11 @@ class _Walk:
         self.homes = {placement.bucket: placement for placement in self.plan.placements}
         self.owner = {param: bucket for bucket in self.plan.buckets for param in bucket.params}
         self.storages = {storage.id: storage for storage in self.graph.storages}
+        self.offloaded: dict[str, Activations] = {
+            group.id: group for group in plan.activations if group.saving is Saving.OFFLOAD
+        }
+        self.leaving = {name for group in self.offloaded.values() for name in group.storages}
+        """What stays on the device until its offload is waited for, however early its last use."""
         self.num_forward = sum(op.phase is Phase.FORWARD for op in self.graph.ops)
         for op in self.graph.ops:
             self.uses_left.update({*op.reads, *op.writes})
@@ -98,6 +107,7 @@ class _Walk:
         done = touched if i != self.num_forward - 1 else {*touched, *self.graph.outputs}
         for name in done:
             is_kept = i < self.num_forward - 1 and name in self.graph.outputs
+            is_kept = is_kept or name in self.leaving
             if self.uses_left[name] == 0 and self.storages[name].kind in (Kind.TEMP, Kind.SAVED) and not is_kept:
                 self.drop("storage", name)
 
@@ -108,6 +118,8 @@ class _Walk:
             self.drop("copy", what)
         elif verb is Verb.REDUCE and self.buckets[what].is_sharded:
             self.take("shard", what, self.buckets[what].shard_nbytes())
+        elif what in self.offloaded:
+            self.carry(verb, what)
         elif verb is Verb.WAIT and what not in self.buckets:
             bucket = next(bucket for bucket in self.plan.buckets if grad_of(bucket.id) == what)
             for storage in self.graph.storages:
@@ -117,8 +129,20 @@ class _Walk:
             if self.homes[bucket.id].param is Tier.HOST:
                 self.drop("shard", bucket.id)
 
+    def carry(self, verb: Verb, what: str) -> None:
+        """The first wait takes a group off the device, the prefetch brings back what is still needed."""
+        names = self.offloaded[what].storages
+        if verb is Verb.PREFETCH:
+            for name in names:
+                if self.uses_left[name]:
+                    self.take("storage", name, self.storages[name].nbytes)
+        elif verb is Verb.WAIT and not self.leaving.isdisjoint(names):
+            self.leaving.difference_update(names)
+            for name in names:
+                self.drop("storage", name)
+
     def host_bytes(self) -> int:
-        total_bytes = 0
+        total_bytes = sum(group.nbytes for group in self.offloaded.values())
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]
             if home.optim is Tier.HOST:

@@ -4,16 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from elixir_compile.cost import Stretch, collective_s, copy_s, corrected_s, op_s, update_s
-from elixir_compile.hardware import Cluster
+from elixir_compile.analysis.recompute import as_run, repeated_op, repeats
+from elixir_compile.cost import Measured, Stretch, collective_s, copy_s, corrected_s, is_free, op_s, update_s
+from elixir_compile.hardware import Cluster, Link
+from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket
-from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Lane, Tier
+from elixir_compile.ir.graph import Op, StepGraph
+from elixir_compile.ir.kinds import Lane, OpId, Saving, StorageId, Tier
+
+_NOT_MEASURED = Measured()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices by bucket id, and running sums of op seconds."""
+    """Prices by the id of a bucket or of a group of activations, and running sums of op seconds."""
 
     before_s: tuple[float, ...]
     """Seconds of all ops before op i; one entry more than there are ops."""
@@ -38,12 +42,16 @@ class Prices:
         return self.before_s[last + 1] - self.before_s[first]
 
 
-def prices(graph: StepGraph, buckets: Sequence[Bucket], cluster: Cluster, measured: Sequence[Stretch] = ()) -> Prices:
-    """Return the prices of `graph`'s ops and of what can happen to `buckets` on `cluster`; `measured` seconds count
-    in place of the roofline's."""
-    dtypes = {storage.id: storage.dtype for storage in graph.storages}
-    seconds = [op_s(op, cluster.device, dtypes[op.writes[0]] if op.writes else "float32") for op in graph.ops]
-    index = {op.id: i for i, op in enumerate(graph.ops)} if measured else {}
+def prices(
+    graph: StepGraph,
+    buckets: Sequence[Bucket],
+    cluster: Cluster,
+    measured: Measured = _NOT_MEASURED,
+    activations: tuple[Activations, ...] = (),
+) -> Prices:
+    """Return the prices of the step that `graph` is with `activations`, and of what can happen to them and to `buckets`
+    on `cluster`; `measured` seconds count in place of the roofline's."""
+    away = [group for group in activations if group.saving is Saving.OFFLOAD]
     lane_of = _lanes(cluster)
     device_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
     host_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.HOST, cluster) for bucket in buckets}
@@ -51,14 +59,54 @@ def prices(graph: StepGraph, buckets: Sequence[Bucket], cluster: Cluster, measur
         # The same cores: that an update is faster for being called the host's is noise of the measurement.
         host_update_s = {name: max(seconds, device_update_s[name]) for name, seconds in host_update_s.items()}
     return Prices(
-        before_s=tuple(accumulate(corrected_s(seconds, index, measured), initial=0.0)),
-        h2d_s={bucket.id: copy_s(bucket, cluster.h2d) for bucket in buckets},
-        d2h_s={bucket.id: copy_s(bucket, cluster.d2h) for bucket in buckets},
+        before_s=tuple(accumulate(op_seconds(graph, cluster, measured, activations), initial=0.0)),
+        h2d_s=_copies_s(buckets, away, cluster.h2d),
+        d2h_s=_copies_s(buckets, away, cluster.d2h),
         collective_s={bucket.id: collective_s(bucket.nbytes, cluster) for bucket in buckets},
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         lane_of=lane_of,
     )
+
+
+def op_seconds(
+    graph: StepGraph, cluster: Cluster, measured: Measured = _NOT_MEASURED, activations: tuple[Activations, ...] = ()
+) -> list[float]:
+    """Return the seconds of every op of the step that `graph` is with `activations`.
+
+    An op that runs again takes what it took in the forward, unless that was nothing because it was fused there.
+    """
+    known_step = as_run(graph, measured.activations)
+    known = _seconds_by_id(known_step, cluster, measured.stretches)
+    step = as_run(graph, activations)
+    dtypes = {storage.id: storage.dtype for storage in step.storages}
+
+    original = {repeated_op(repeat.op): repeat.op for repeat in repeats(graph, activations)}
+
+    def seconds(op: Op) -> float:
+        found = known.get(op.id, known.get(original.get(op.id, op.id), 0.0))
+        return found if bool(found) is not is_free(op) else op_s(op, cluster.device, _dtype(op, dtypes))
+
+    return [seconds(op) for op in step.ops]
+
+
+def _seconds_by_id(step: StepGraph, cluster: Cluster, stretches: Sequence[Stretch]) -> Mapping[OpId, float]:
+    dtypes = {storage.id: storage.dtype for storage in step.storages}
+    seconds = [op_s(op, cluster.device, _dtype(op, dtypes)) for op in step.ops]
+    index = {op.id: i for i, op in enumerate(step.ops)} if stretches else {}
+    return dict(zip((op.id for op in step.ops), corrected_s(seconds, index, stretches), strict=True))
+
+
+def _dtype(op: Op, dtypes: Mapping[StorageId, str]) -> str:
+    return dtypes[op.writes[0]] if op.writes else "float32"
+
+
+def _copies_s(buckets: Sequence[Bucket], away: Sequence[Activations], link: Link) -> dict[str, float]:
+    """Seconds over `link` of what one rank owns of each bucket, and of each group of activations."""
+    return {
+        **{bucket.id: copy_s(bucket.shard_nbytes(), link) for bucket in buckets},
+        **{group.id: copy_s(group.nbytes, link, len(group.storages)) for group in away},
+    }
 
 
 def _lanes(cluster: Cluster) -> Mapping[Lane, Lane]:

@@ -1,15 +1,18 @@
 """`rewrite`: programs as text against goldens, and `check` against programs that were broken on purpose."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx, nn
 
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import Phase
+from elixir_compile.ir import Phase, Verb
 from elixir_compile.rewrite.check import check
-from tests.fx.captures import GOLDENS, Pair, Shared, tight
+from elixir_compile.rewrite.program import actions_of
+from tests.fx.captures import GOLDENS, Pair, Shared, record_of, tight
+from tests.fx.handmade import offload, planned
 
 CASES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "pair": (Pair, torch.ones(3, 4)),
@@ -72,3 +75,51 @@ def test_check_refuses_a_broken_program(break_it: Callable[[fx.GraphModule], Non
     break_it(record.forward)
     with pytest.raises(IllegalSchedule, match=BREAKS[break_it]):
         check(record.forward, record.plan, Phase.FORWARD)
+
+
+def drop_an_offload(program: fx.GraphModule) -> None:
+    offload = node(program, "offload_saved")
+    for user in list(offload.users):
+        program.graph.erase_node(user)
+    program.graph.erase_node(offload)
+
+
+def offload_another(program: fx.GraphModule) -> None:
+    offload = node(program, "offload_saved")
+    offload.args = (offload.args[0], "down.matmul.other", offload.args[2])
+
+
+@pytest.mark.parametrize(
+    "break_it", [wait_twice, drop_an_offload, offload_another], ids=lambda break_it: break_it.__name__
+)
+def test_check_refuses_activations_that_leave_otherwise(
+    break_it: Callable[[fx.GraphModule], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with planned(monkeypatch, offload):
+        record = record_of(Pair(), torch.ones(3, 4))
+    check(record.forward, record.plan, Phase.FORWARD)
+    check(record.backward, record.plan, Phase.BACKWARD)
+    break_it(record.forward)
+    with pytest.raises(IllegalSchedule, match=r"where the schedule has|actions, the schedule has|waited for 2 times"):
+        check(record.forward, record.plan, Phase.FORWARD)
+
+
+def test_activations_leave_in_the_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with planned(monkeypatch, offload):
+        plan = record_of(Pair(), torch.ones(3, 4)).plan
+    (schedule,) = plan.schedules
+    first = next(action for action in schedule.actions if action.verb is Verb.OFFLOAD)
+    rest = [action for action in schedule.actions if action is not first]
+    late = replace(plan, schedules=(replace(schedule, actions=(*rest, first)),))
+    with pytest.raises(IllegalSchedule, match="behind the forward"):
+        actions_of(late, Phase.FORWARD)
+
+
+def test_a_program_shows_what_leaves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with planned(monkeypatch, offload):
+        record = record_of(Pair(), torch.ones(3, 4))
+    (group,) = {group.id for group in record.plan.activations}
+    text = str(record)
+    assert f"offload_saved('{group}', [relu])" in text
+    assert f"prefetch(elixir_ticket, '{group}')" in text
+    assert text.index("# d2h") < text.index("backward(args)") < text.index("prefetch(")

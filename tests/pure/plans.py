@@ -1,17 +1,19 @@
-"""Plans for the graphs of `strategies`, built action by action, so that tests need no planner."""
+"""Plans for the graphs of `strategies` and `mixes`, built action by action, so that tests need no planner."""
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import Window, plan_timeline, use_windows
+from elixir_compile.analysis import Window, as_run, plan_timeline, use_windows
 from elixir_compile.ir import (
     Action,
+    Activations,
     Bucket,
     BucketId,
     Decision,
+    GroupId,
     Kind,
     Phase,
     Placement,
@@ -19,6 +21,7 @@ from elixir_compile.ir import (
     Prediction,
     Region,
     RegionId,
+    Saving,
     Schedule,
     StepGraph,
     Storage,
@@ -27,6 +30,7 @@ from elixir_compile.ir import (
     fingerprint,
     grad_of,
 )
+from tests.pure.mixes import activations_of, layers_of, mixed_graphs
 from tests.pure.strategies import ITEM_BYTES, step_graphs
 
 
@@ -55,10 +59,32 @@ def place(bucket: Bucket, homes: str) -> Placement:
     return Placement(bucket=bucket.id, param=param, optim=optim, resident=homes != "host")
 
 
-def make_plan(graph: StepGraph, buckets: Sequence[Bucket], homes: Sequence[str]) -> Plan:
-    """Return a legal plan that gathers each bucket right before each window; its budget is its peak."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trip:
+    """Where offloaded activations leave, are gone, come back and are needed: the number of ops before each action."""
+
+    leave: int
+    gone: int
+    back: int
+    need: int
+
+
+def make_plan(
+    graph: StepGraph,
+    buckets: Sequence[Bucket],
+    homes: Sequence[str],
+    activations: tuple[Activations, ...] = (),
+    trips: Mapping[GroupId, Trip] | None = None,
+) -> Plan:
+    """Return a legal plan that gathers each bucket right before each window; its budget is its peak.
+
+    Offloaded groups without a trip leave and are gone as soon, and come back as late, as they can.
+    """
     placements = tuple(place(bucket, home) for bucket, home in zip(buckets, homes, strict=True))
-    regions, actions = _program(graph, buckets, placements)
+    step = as_run(graph, activations)
+    away = [group for group in activations if group.saving is Saving.OFFLOAD]
+    trips = {group.id: shortest_stay(step, group) for group in away} | dict(trips or {})
+    regions, actions = _program(step, buckets, placements, trips)
     plan = Plan(
         name="chain",
         graph=fingerprint(graph),
@@ -66,6 +92,7 @@ def make_plan(graph: StepGraph, buckets: Sequence[Bucket], homes: Sequence[str])
         budget_bytes=0,
         buckets=tuple(buckets),
         placements=placements,
+        activations=activations,
         regions=regions,
         schedules=(Schedule(rank=0, actions=tuple(actions)),),
         decisions=(Decision(subject="b0", choice="param host", because="short by 3 bytes", rejected=("keep it",)),),
@@ -106,8 +133,27 @@ def _held(graph: StepGraph, buckets: Sequence[Bucket], placements: Sequence[Plac
     return found
 
 
+def shortest_stay(step: StepGraph, group: Activations) -> Trip:
+    """Return the trip that leaves and is gone as soon as possible, and comes back when it is needed."""
+    names = set(group.storages)
+    touches = [at for at, op in enumerate(step.ops) if not names.isdisjoint((*op.reads, *op.writes))]
+    leave = max(at for at in touches if step.ops[at].phase is Phase.FORWARD) + 1
+    num_ops = sum(op.phase is not Phase.UPDATE for op in step.ops)
+    need = min((at for at in touches if step.ops[at].phase is Phase.BACKWARD), default=num_ops)
+    return Trip(leave=leave, gone=leave, back=need, need=need)
+
+
+def _carries(trips: Mapping[GroupId, Trip], at: int) -> list[Action]:
+    """What happens to activations before op number `at`."""
+    found = [(Verb.OFFLOAD, name) for name, trip in trips.items() if trip.leave == at]
+    found += [(Verb.WAIT, name) for name, trip in trips.items() if trip.gone == at]
+    found += [(Verb.PREFETCH, name) for name, trip in trips.items() if trip.back == at]
+    found += [(Verb.WAIT, name) for name, trip in trips.items() if trip.need == at]
+    return [Action(verb=verb, what=name) for verb, name in found]
+
+
 def _program(
-    graph: StepGraph, buckets: Sequence[Bucket], placements: Sequence[Placement]
+    graph: StepGraph, buckets: Sequence[Bucket], placements: Sequence[Placement], trips: Mapping[GroupId, Trip]
 ) -> tuple[tuple[Region, ...], list[Action]]:
     held = _held(graph, buckets, placements)
     num_ops = sum(op.phase is not Phase.UPDATE for op in graph.ops)
@@ -118,12 +164,14 @@ def _program(
     cuts |= {at + 1 for bucket, at in last_writes.items() if bucket in on_host}
     for window in use_windows(graph, buckets).values():
         cuts |= {at for one in window if one.bucket in on_host for at in (one.first, one.last + 1)}
+    cuts |= {at for trip in trips.values() for at in (trip.leave, trip.gone, trip.back, trip.need)}
     bounds = sorted(cuts)
     regions: list[Region] = []
     actions: list[Action] = []
     leaving: list[BucketId] = []
     for first, after in itertools.pairwise(bounds):
         regions.append(_region(graph, buckets, first, after - 1, regions))
+        actions += _carries(trips, first)
         here = [window.bucket for window in held if window.first == first]
         actions += [Action(verb=verb, what=bucket) for bucket in here for verb in (Verb.GATHER, Verb.WAIT)]
         actions.append(Action(verb=Verb.RUN, what=regions[-1].id))
@@ -135,6 +183,7 @@ def _program(
                     actions += [Action(verb=Verb.WAIT, what=grad_of(leaving.pop()))] if leaving else []
                     actions.append(Action(verb=Verb.OFFLOAD, what=grad_of(bucket)))
                     leaving.append(bucket)
+    actions += _carries(trips, num_ops)
     actions += [Action(verb=Verb.WAIT, what=grad_of(bucket)) for bucket in leaving]
     if any(op.phase is Phase.UPDATE for op in graph.ops):
         actions += [Action(verb=Verb.UPDATE, what=bucket.id) for bucket in buckets if bucket.trainable]
@@ -168,8 +217,16 @@ def planned_graphs(draw: st.DrawFn, training: bool | None = None) -> tuple[StepG
 
 
 @st.composite
-def plans_of(draw: st.DrawFn, graph: StepGraph) -> tuple[StepGraph, Plan]:
-    """`graph` with a random legal plan."""
+def mixed_plans(draw: st.DrawFn) -> tuple[StepGraph, Plan]:
+    """Random steps with every kind of op, with a legal plan that keeps, recomputes and offloads."""
+    graph = draw(mixed_graphs())
+    groups = draw(activations_of(graph) if draw(st.booleans()) else layers_of(graph))
+    return draw(plans_of(graph, groups))
+
+
+@st.composite
+def plans_of(draw: st.DrawFn, graph: StepGraph, activations: tuple[Activations, ...] = ()) -> tuple[StepGraph, Plan]:
+    """`graph` with a random legal plan that treats `activations` as they say."""
     grads = {storage.of for storage in graph.storages}
     buckets: list[Bucket] = []
     for is_trained in (True, False):
@@ -179,4 +236,14 @@ def plans_of(draw: st.DrawFn, graph: StepGraph) -> tuple[StepGraph, Plan]:
             buckets.append(bucket_of(graph, f"b{len(buckets)}", params[:size]))
             params = params[size:]
     homes = [draw(st.sampled_from(["device", "split", "host", "resident"])) for _ in buckets]
-    return graph, make_plan(graph, buckets, homes)
+    step = as_run(graph, activations)
+    num_forward = sum(op.phase is Phase.FORWARD for op in step.ops)
+    trips: dict[GroupId, Trip] = {}
+    for group in activations:
+        if group.saving is Saving.OFFLOAD:
+            most = shortest_stay(step, group)
+            leave = draw(st.integers(most.leave, num_forward))
+            back = draw(st.integers(num_forward, most.need))
+            need, gone = draw(st.integers(back, most.need)), draw(st.integers(leave, back))
+            trips[group.id] = Trip(leave=leave, gone=gone, back=back, need=need)
+    return graph, make_plan(graph, buckets, homes, activations, trips)

@@ -52,7 +52,7 @@ def test_diff_takes_plans_and_records(files: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["explain", "plan.json", "b77"], "no bucket, region, parameter or module 'b77'"),
+        (["explain", "plan.json", "b77"], "no bucket, region, parameter, module or activations 'b77'"),
         (["explain", "half.json"], "plan file"),
         (["explain", "binary.json"], "a text file"),
         (["explain", "nowhere.json"], "a file that can be read"),

@@ -57,9 +57,10 @@ def test_equal_regions_are_run_once_and_share_their_figures(clock: list[str]) ->
 def test_the_stretches_cover_the_step_and_are_its_price(clock: list[str]) -> None:
     record = profiled(seeded(Stack), vectors(1)[0])
     index = {op.id: i for i, op in enumerate(record.graph.ops)}
-    covered = [i for piece in record.profile.stretches for i in range(index[piece.first], index[piece.last] + 1)]
+    stretches = record.profile.measured.stretches
+    covered = [i for piece in stretches for i in range(index[piece.first], index[piece.last] + 1)]
     assert covered == [i for i, op in enumerate(record.graph.ops) if op.phase is not Phase.UPDATE]
-    compute_s = sum(piece.run_s for piece in record.profile.stretches)
+    compute_s = sum(piece.run_s for piece in stretches)
     assert compute_s <= record.plan.prediction.step_s <= 1.5 * compute_s
 
 
@@ -98,7 +99,7 @@ def test_behind_the_time_limit_the_rest_keeps_its_price(clock: list[str], monkey
     monkeypatch.setattr(profiling, "LIMIT_S", 0.0)
     record = profiled(seeded(Stack), vectors(1)[0])
     assert clock == []
-    assert record.profile.stretches == ()
+    assert record.profile.measured.stretches == ()
     assert record.plan.prediction.step_s > 0
 
 

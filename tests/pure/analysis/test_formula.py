@@ -2,17 +2,20 @@
 
 import dataclasses
 import time
+from dataclasses import replace
 
 import pytest
 import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import peak_formula, plan_timeline
+from elixir_compile.analysis import peak_formula, plan_at, plan_timeline, verify
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Kind, Plan, StepGraph, graph_at, sizes
+from elixir_compile.ir import Activations, Kind, Plan, Saving, StepGraph, graph_at, sizes
+from tests.pure.mixes import activations_of, group, mixed_graphs
 from tests.pure.plans import bucket_of, make_plan, plans_of
-from tests.pure.strategies import Layer, chain, symbolic, symbolic_graphs
+from tests.pure.steps import GELU
+from tests.pure.strategies import PATTERNS, Layer, chain, symbolic, symbolic_graphs
 
 GRAPH = symbolic(
     chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=1) for n in range(2)]),
@@ -38,9 +41,31 @@ def test_one_row_needs_no_max_and_constant_sizes_no_formula() -> None:
     assert peak_formula(symbolic(constant), plan) == "12*s0 + 40"
 
 
+def test_what_is_offloaded_is_in_no_row_while_it_is_away() -> None:
+    """Per s0: 8 of input always. At op 2, `h` and `g` of 16 and the output of 100, with 240 of parameters and state; at
+    op 5, `h`, `d` and `e` of 16, with 40 of gradient more; at op 6, `e` and 80 of gradients. Offloaded after op 1, `h`
+    is not there at op 2. Made again, it is there at op 5 as `bwd.re_h`."""
+    storages = (replace(storage, nbytes=100) if storage.id == "out" else storage for storage in GELU.storages)
+    graph = symbolic(replace(GELU, storages=tuple(storages)))
+    bucket = bucket_of(graph, "b0", [storage for storage in graph.storages if storage.kind is Kind.PARAM])
+
+    def formula(*activations: Activations) -> str:
+        return peak_formula(graph, make_plan(graph, [bucket], ["device"], activations))
+
+    kept = "Max(24*s0 + 320, 56*s0 + 280, 140*s0 + 240)"
+    away = "Max(24*s0 + 320, 56*s0 + 280, 124*s0 + 240)"
+    assert formula() == formula(group(graph, "acts", Saving.KEEP, "h")) == kept
+    assert formula(group(graph, "acts", Saving.RECOMPUTE, "g", "h")) == away
+    assert formula(group(graph, "acts", Saving.OFFLOAD, "h")) == away
+
+
 @st.composite
 def planned(draw: st.DrawFn) -> tuple[StepGraph, Plan]:
-    return draw(plans_of(draw(symbolic_graphs())))
+    if draw(st.booleans()):
+        return draw(plans_of(draw(symbolic_graphs())))
+    values = (("s0", draw(st.integers(1, 9))), ("s1", draw(st.integers(1, 9))))
+    graph = symbolic(draw(mixed_graphs()), draw(st.sampled_from(PATTERNS)), values)
+    return draw(plans_of(graph, draw(activations_of(graph))))
 
 
 @given(planned(), st.integers(1, 40), st.integers(1, 40))
@@ -50,6 +75,21 @@ def test_it_is_the_peak_of_the_timeline(found: tuple[StepGraph, Plan], batch: in
     assert sizes.evaluate(formula, dict(graph.symbols)) == plan_timeline(graph, plan).peak.nbytes
     elsewhere = {"s0": batch, "s1": length}
     assert sizes.evaluate(formula, elsewhere) == plan_timeline(graph_at(graph, elsewhere), plan).peak.nbytes
+
+
+@given(planned(), st.integers(1, 40), st.integers(1, 40))
+def test_a_plan_at_other_sizes_is_legal_there(found: tuple[StepGraph, Plan], batch: int, length: int) -> None:
+    graph, plan = found
+    plan = dataclasses.replace(plan, symbols=graph.symbols, formula=peak_formula(graph, plan))
+    there = graph_at(graph, {"s0": batch, "s1": length})
+    moved = plan_at(there, plan)
+    timeline = plan_timeline(there, moved)
+    assert (moved.prediction.device_peak_bytes, moved.prediction.device_peak_at) == (
+        timeline.peak.nbytes,
+        timeline.peak.op,
+    )
+    assert moved.prediction.host_peak_bytes == timeline.host_bytes
+    verify(there, dataclasses.replace(moved, budget_bytes=timeline.peak.nbytes))
 
 
 def test_sympy_reads_it() -> None:

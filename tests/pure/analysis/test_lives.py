@@ -6,6 +6,7 @@ from elixir_compile.analysis import lives
 from elixir_compile.analysis.lives import Event, Lifecycle, State
 
 PARAMS = {Event.RUN, Event.GATHER, Event.WAIT, Event.RELEASE}
+CARRIED = {Event.OFFLOAD, Event.WAIT, Event.PREFETCH}
 GRADS = {Event.RUN, Event.COMPLETE, Event.REDUCE, Event.OFFLOAD, Event.WAIT, Event.UPDATE}
 TABLES = {
     "gathered params": (lives.GATHERED_PARAMS, PARAMS),
@@ -16,6 +17,9 @@ TABLES = {
     "sharded gradient": (lives.SHARDED_GRAD, GRADS),
     "absent gradient": (lives.ABSENT_GRAD, GRADS - {Event.COMPLETE}),
     "frozen gradient": (lives.FROZEN_GRAD, GRADS),
+    "offloaded activations": (lives.OFFLOADED_ACTIVATIONS, CARRIED | {Event.RUN}),
+    "kept activations": (lives.KEPT_ACTIVATIONS, CARRIED),
+    "recomputed activations": (lives.RECOMPUTED_ACTIVATIONS, CARRIED),
 }
 
 
@@ -34,7 +38,8 @@ def test_every_event_has_a_move_or_a_sentence(name: str) -> None:
             if (state, event) not in table.moves and not (
                 state is State.UPDATED and event in (Event.RUN, Event.COMPLETE)
             ):
-                assert "{bucket}" in table.fault(state, event)
+                subject = "{group}" if name.endswith("activations") else "{bucket}"
+                assert subject in table.fault(state, event)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -5,9 +5,11 @@ import time
 
 from hypothesis import given
 
-from elixir_compile.analysis import keep_everything_timeline, plan_timeline
-from elixir_compile.ir import Kind, Phase, Plan, StepGraph, StorageId, Tier, Verb
-from tests.pure.plans import bucket_of, make_plan, planned_graphs
+from elixir_compile.analysis import fused, keep_everything_timeline, plan_timeline
+from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, StorageId, Tier, Verb
+from tests.pure.mixes import group, mixed_graphs
+from tests.pure.plans import Trip, bucket_of, make_plan, planned_graphs
+from tests.pure.steps import GELU
 from tests.pure.strategies import Layer, chain
 
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=1) for n in range(2)])
@@ -62,6 +64,41 @@ def test_host_bytes_by_placement() -> None:
     frozen = chain([Layer(module="l", params=(("w", 10),), frozen=True, act_numel=1)])
     bucket = bucket_of(frozen, "b0", [s for s in frozen.storages if s.id == "w"])
     assert plan_timeline(frozen, make_plan(frozen, [bucket], ["host"])).host_bytes == 40
+
+
+GELU_BUCKETS = [bucket_of(GELU, "b0", [storage for storage in GELU.storages if storage.kind is Kind.PARAM])]
+
+
+def test_offloaded_activations_are_away_between_two_ops() -> None:
+    """`h` has 16 bytes and is there for ops 0 to 5, `g` 16 for ops 1 to 3. Offloaded after op 1 and gone after op 2,
+    `h` comes back before op 5, which reads it; gone at once and prefetched before op 4, it is away for two ops again.
+    The host holds its slab."""
+    away = (group(GELU, "acts", Saving.OFFLOAD, "h"),)
+    late = Trip(leave=2, gone=3, back=5, need=5)
+    timeline = plan_timeline(GELU, make_plan(GELU, GELU_BUCKETS, ["device"], away, {away[0].id: late}))
+    assert timeline.live_bytes_by_kind[Kind.SAVED] == (16, 32, 32, 16, 0, 16, 0, 0)
+    assert timeline.host_bytes == 16
+    early = Trip(leave=2, gone=2, back=4, need=5)
+    timeline = plan_timeline(GELU, make_plan(GELU, GELU_BUCKETS, ["device"], away, {away[0].id: early}))
+    assert timeline.live_bytes_by_kind[Kind.SAVED] == (16, 32, 16, 16, 16, 16, 0, 0)
+
+
+def test_recomputed_activations_are_there_from_their_repeat() -> None:
+    """`h` and `g` go after ops 1 and 2. `re_mm` and `re_gelu` are ops 3 and 4: h is there again at 3 to 7, g at 4 and
+    5. Beside them the output has 4 bytes at op 2, the tangent 4 at 5 and 6, `d` 16 at 6 and 7, `e` 16 at 7 and 8."""
+    again = (group(GELU, "acts", Saving.RECOMPUTE, "h", "g"),)
+    timeline = plan_timeline(GELU, make_plan(GELU, GELU_BUCKETS, ["device"], again))
+    assert timeline.ops[3:5] == ("bwd.re_mm", "bwd.re_gelu")
+    assert Kind.SAVED not in timeline.live_bytes_by_kind
+    assert timeline.live_bytes_by_kind[Kind.TEMP] == (16, 32, 20, 16, 32, 36, 36, 48, 16, 0)
+    assert timeline.host_bytes == 0
+
+
+@given(mixed_graphs())
+def test_everything_kept_is_what_the_fused_step_holds(graph: StepGraph) -> None:
+    assert keep_everything_timeline(graph, {}) == keep_everything_timeline(fused(graph), {})
+    total = sum(storage.nbytes for storage in fused(graph).storages)
+    assert max(keep_everything_timeline(graph, {}).live_bytes) <= total
 
 
 def count_by_hand(graph: StepGraph, plan: Plan) -> list[int]:

@@ -49,7 +49,9 @@ def test_op_s_is_the_roofline() -> None:
 
 def test_transfers_are_latency_plus_bytes_over_rate() -> None:
     link = replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)
-    assert copy_s(bucket(40), link) == 2 + 4
+    assert copy_s(40, link) == 2 + 4
+    assert copy_s(40, link, num_copies=3) == 3 * 2 + 4
+    assert copy_s(0, link, num_copies=0) == 0
 
 
 def test_a_collective_goes_round_the_ring() -> None:
@@ -62,7 +64,7 @@ def test_a_collective_goes_round_the_ring() -> None:
 
 def test_ranks_of_a_node_share_its_host_and_own_a_part_of_each_bucket() -> None:
     shared = replace(bucket(4000), shard_numels=(250,) * 4)
-    assert copy_s(shared, replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)) == 2 + 100
+    assert copy_s(shared.shard_nbytes(), replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)) == 2 + 100
     assert update_s(shared, Tier.HOST, FOUR) == 1000 / CUDA.host.update_elements_per_s
 
 
@@ -92,7 +94,8 @@ def test_update_s_is_elements_over_rate() -> None:
 @given(SIZES, SIZES, SIZES, SIZES)
 def test_more_work_is_never_faster(flops: int, moved: int, more_flops: int, more_moved: int) -> None:
     assert op_s(op(flops, moved), CUDA.device) <= op_s(op(flops + more_flops, moved + more_moved), CUDA.device)
-    assert copy_s(bucket(moved), CUDA.h2d) <= copy_s(bucket(moved + more_moved), CUDA.h2d)
+    assert copy_s(moved, CUDA.h2d) <= copy_s(moved + more_moved, CUDA.h2d)
+    assert copy_s(moved, CUDA.h2d, 1) <= copy_s(moved, CUDA.h2d, 2)
     assert collective_s(moved, FOUR) <= collective_s(moved + more_moved, FOUR)
     for tier in (Tier.DEVICE, Tier.HOST):
         assert update_s(bucket(moved), tier, CUDA) <= update_s(bucket(moved + more_moved), tier, CUDA)

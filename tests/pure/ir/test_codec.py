@@ -23,7 +23,7 @@ from elixir_compile.ir import (
     record_from_json,
     record_to_json,
 )
-from tests.pure.plans import bucket_of, make_plan, planned_graphs
+from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs
 from tests.pure.strategies import Layer, chain
 
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(4)])
@@ -39,7 +39,7 @@ RECORD = Record(
 )
 
 
-@given(planned_graphs())
+@given(planned_graphs() | mixed_plans())
 def test_graphs_and_plans_read_back(planned: tuple[StepGraph, Plan]) -> None:
     graph, plan = planned
     assert graph_from_json(graph_to_json(graph)) == graph
@@ -73,9 +73,9 @@ def changed(path: list[str | int], value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "field", "expected"),
     [
-        (["format"], 1, "format", "2"),
-        (["format"], True, "format", "2"),
-        (["format"], ..., "format", "2"),
+        (["format"], 1, "format", "3"),
+        (["format"], True, "format", "3"),
+        (["format"], ..., "format", "3"),
         (["elixir"], "record", "elixir", "'plan'"),
         (["elixir"], ..., "elixir", "'plan'"),
         (["name"], ..., "name", "a value"),
@@ -132,7 +132,7 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
 def test_records_and_graphs_have_a_format_too() -> None:
     for text, read, version in (
         (record_to_json(RECORD), record_from_json, 1),
-        (graph_to_json(GRAPH), graph_from_json, 2),
+        (graph_to_json(GRAPH), graph_from_json, 3),
     ):
         with pytest.raises(PlanFileError, match=f"format: expected {version}, got 7"):
             read(text.replace(f'"format": {version}', '"format": 7'))

@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import (
     Action,
+    Activations,
     Decision,
+    GroupId,
     Op,
     OpId,
     Phase,
     Plan,
     Prediction,
+    Saving,
     Schedule,
     StepGraph,
     Storage,
@@ -25,7 +28,8 @@ from elixir_compile.ir import (
 )
 from elixir_compile.ir.kinds import Kind
 from elixir_compile.ir.words import KEYWORDS, Row, word
-from tests.pure.plans import bucket_of, make_plan, planned_graphs
+from tests.pure.mixes import mixed_graphs
+from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs
 from tests.pure.strategies import Layer, chain, step_graphs
 
 NAMES = st.text() | st.sampled_from(
@@ -44,12 +48,12 @@ def test_any_text_is_one_word(text: str) -> None:
     row.end()
 
 
-@given(step_graphs())
+@given(step_graphs() | mixed_graphs())
 def test_graphs_parse_back(graph: StepGraph) -> None:
     assert parse_graph(str(graph)) == graph
 
 
-@given(planned_graphs())
+@given(planned_graphs() | mixed_plans())
 def test_plans_parse_back(planned: tuple[StepGraph, Plan]) -> None:
     assert parse_plan(str(planned[1])) == planned[1]
 
@@ -87,6 +91,8 @@ def test_plans_with_awkward_values_parse_back(
         subject=text, choice=other, because=text, cost_s=seconds, saves_bytes=number, rejected=(other, text)
     )
     actions = tuple(Action(verb=verb, what=what, micro_batch=micro_batch) for verb in Verb for what in (text, other))
+    storages = tuple(dict.fromkeys((StorageId(text), StorageId(other))))
+    groups = (Activations(id=GroupId(text), storages=storages, nbytes=abs(number), saving=saving) for saving in Saving)
     plan = dataclasses.replace(
         PLAN,
         name=text,
@@ -94,6 +100,7 @@ def test_plans_with_awkward_values_parse_back(
         cluster=text,
         base_bytes=abs(number),
         bound_s=bound_s,
+        activations=tuple(groups),
         decisions=(decision, dataclasses.replace(decision, rejected=())),
         schedules=(Schedule(rank=0, actions=actions), Schedule(rank=1, actions=())),
         prediction=Prediction(
@@ -125,7 +132,7 @@ def test_comments_and_blank_lines_do_not_count() -> None:
     ("old", "new", "sentence"),
     [
         ("plan chain on", "plan chain at", "line 1: expected `on`, got 'at'"),
-        ("format 2", "format 1", "line 2: expected the number 2, got '1'"),
+        ("format 3", "format 1", "line 2: expected the number 3, got '1'"),
         ("step 0.2", "step nan", "line 3: expected a finite number, got 'nan'"),
         ("step 0.2", "step -1.0", "the prediction: expected values that agree"),
         ("numel 10", "numel ten", "line 7: expected a whole number, got 'ten'"),

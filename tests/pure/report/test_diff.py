@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 from hypothesis import given
 
-from elixir_compile.ir import Origin, Plan, Record, StepGraph, Tier
+from elixir_compile.ir import Activations, GroupId, Origin, Plan, Record, Saving, StepGraph, StorageId, Tier
 from elixir_compile.report.diff import Change, diff, plan_diff, run_diff
 from elixir_compile.search import plan
 from tests.pure.plans import planned_graphs
@@ -32,7 +32,7 @@ def record_of(made: Plan) -> Record:
 def test_equal_plans_say_so(planned: tuple[StepGraph, Plan]) -> None:
     _, made = planned
     found = plan_diff(made, replace(made))
-    assert (found.is_equal, found.header, found.buckets, found.counts) == (True, (), (), ())
+    assert (found.is_equal, found.header, found.buckets, found.activations, found.counts) == (True, (), (), (), ())
     assert diff(made, replace(made)) == "the plans are equal"
 
 
@@ -64,6 +64,40 @@ def test_a_bucket_of_one_plan_only_and_one_with_other_params() -> None:
     renamed = replace(TIGHT.buckets[0], params=("other",))
     found = plan_diff(TIGHT, replace(TIGHT, buckets=(renamed, *TIGHT.buckets[1:])))
     assert found.buckets == (Change(what="b0 params", first=" ".join(TIGHT.buckets[0].params), second="other"),)
+
+
+def of_groups(*savings: Saving) -> Plan:
+    """Return a plan with a group per saving, of 1, 2, ... bytes."""
+    groups = (
+        Activations(id=GroupId(f"h.{n}.matmul"), storages=(StorageId(f"s{n}"),), nbytes=n + 1, saving=saving)
+        for n, saving in enumerate(savings)
+    )
+    return replace(TIGHT, activations=tuple(groups))
+
+
+def test_groups_that_are_treated_differently_are_told_with_the_bytes() -> None:
+    first = of_groups(Saving.KEEP, Saving.RECOMPUTE, Saving.OFFLOAD, Saving.KEEP)
+    second = of_groups(Saving.KEEP, Saving.OFFLOAD, Saving.OFFLOAD, Saving.RECOMPUTE, Saving.RECOMPUTE, Saving.KEEP)
+    assert plan_diff(first, second).activations == (
+        Change(what="activations_kept_bytes", first=5, second=7),
+        Change(what="activations_recomputed_bytes", first=2, second=9),
+        Change(what="activations_offloaded_bytes", first=3, second=5),
+        Change(what="h.1.matmul", first="recompute", second="offload"),
+        Change(what="h.3.matmul", first="keep", second="recompute"),
+        Change(what="h.4.matmul", first="not listed", second="recompute"),
+    )
+    rows = [line.split() for line in diff(first, second).splitlines()[3:]]
+    assert ["activations_kept_bytes", "5", "B", "7", "B"] in rows
+    assert ["h.1.matmul", "recompute", "offload"] in rows
+
+
+def test_a_plan_that_keeps_everything_beside_one_that_does_not() -> None:
+    """What is kept in both is no difference, although only one of the plans lists it."""
+    assert plan_diff(TIGHT, of_groups(Saving.KEEP, Saving.OFFLOAD)).activations == (
+        Change(what="activations_kept_bytes", first="all", second=1),
+        Change(what="activations_offloaded_bytes", first=0, second=2),
+        Change(what="h.1.matmul", first="not listed", second="offload"),
+    )
 
 
 def test_plans_that_differ_elsewhere_only_are_not_called_equal() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.analysis.timeline import MemoryTimeline
-from elixir_compile.ir.kinds import Kind, OpId, Verb
+from elixir_compile.ir.activation import Activations
+from elixir_compile.ir.kinds import GroupId, Kind, OpId, Saving, StorageId, Verb
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record
 from elixir_compile.ir.schedule import Action, Schedule
@@ -75,16 +76,26 @@ def test_the_plan_line_says_what_was_planned() -> None:
     assert plan_line(a_plan(Verb.RUN)).endswith("   nothing to move")
 
 
+def test_the_plan_line_says_what_happens_to_activations() -> None:
+    groups = [
+        Activations(id=GroupId(f"h.{n}.fixed"), storages=(StorageId(f"s{n}"),), nbytes=n * MIB, saving=saving)
+        for n, saving in enumerate((Saving.KEEP, Saving.OFFLOAD, Saving.RECOMPUTE, Saving.OFFLOAD))
+    ]
+    assert plan_line(replace(a_plan(Verb.RUN), activations=tuple(groups))).endswith(
+        "   nothing to move   activations 2.0 MiB recomputed, 4.0 MiB offloaded"
+    )
+
+
 def test_the_measured_line_says_what_happened() -> None:
     record = Record(
         origin=Origin.MEASURED,
         step_s=0.25,
         device_peak_bytes=17 * MIB,
         host_peak_bytes=0,
-        counts={"gather": 4, "wait": 4, "reduce": 2, "offload": 0},
+        counts={"gather": 4, "wait": 4, "reduce": 2, "offload": 0, "prefetch": 3},
     )
     assert measured_line(record, a_plan()) == (
-        "measured  peak 17.0 MiB of 20.0 MiB   host 0 B   step 250 ms   gather 4, reduce 2"
+        "measured  peak 17.0 MiB of 20.0 MiB   host 0 B   step 250 ms   gather 4, reduce 2, prefetch 3"
     )
     assert measured_line(replace(record, counts={})) == (
         "measured  peak 17.0 MiB   host 0 B   step 250 ms   nothing moved"

@@ -3,8 +3,9 @@
 import pytest
 
 from elixir_compile.errors import UnknownSubject
-from elixir_compile.ir import Plan
+from elixir_compile.ir import Plan, Saving
 from elixir_compile.report.subject import find_subject
+from tests.pure.mixes import group
 from tests.pure.plans import bucket_of, make_plan
 from tests.pure.strategies import Layer, chain
 
@@ -12,7 +13,7 @@ NAMES = ["model.layers.3.up", "model.layers.3.down", "model.layers.30.up"]
 
 
 def plan_of_layers() -> Plan:
-    """Return a plan whose bucket `b0` holds layer 3 and whose bucket `b1` holds layer 30."""
+    """Return a plan whose bucket `b0` holds layer 3 and whose bucket `b1` holds layer 30; each has activations."""
     layers = [Layer(module=f"m{n}", params=((name, 10),), frozen=False, act_numel=4) for n, name in enumerate(NAMES)]
     graph = chain(layers)
     params = {storage.id: storage for storage in graph.storages}
@@ -20,7 +21,11 @@ def plan_of_layers() -> Plan:
         bucket_of(graph, "b0", [params[name] for name in NAMES[:2]]),
         bucket_of(graph, "b1", [params[NAMES[2]]]),
     ]
-    return make_plan(graph, buckets, ["host", "device"])
+    activations = (
+        group(graph, "model.layers.3.matmul", Saving.KEEP, "s0"),
+        group(graph, "model.layers.30.pointwise", Saving.OFFLOAD, "s1"),
+    )
+    return make_plan(graph, buckets, ["host", "device"], activations)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,23 @@ def test_a_name_finds_buckets_and_what_was_meant_of_them(name: str, buckets: lis
     assert found.region is None
 
 
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("model.layers.3.matmul", [0]),
+        ("layers.3", [0]),
+        ("matmul", [0]),
+        ("layers", [0, 1]),
+        ("30.pointwise", [1]),
+        ("b0", []),
+        ("up", []),
+    ],
+)
+def test_a_name_finds_activations_too(name: str, groups: list[int]) -> None:
+    plan = plan_of_layers()
+    assert find_subject(plan, name).groups == tuple(plan.activations[number] for number in groups)
+
+
 def test_a_region_is_found_by_its_id() -> None:
     plan = plan_of_layers()
     found = find_subject(plan, plan.regions[1].id)
@@ -50,10 +72,16 @@ def test_a_region_is_found_by_its_id() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("layers.33", "layers.3"), ("b2", "b1"), ("fwd.9", "fwd.0"), ("model.layer.30", "model.layers.30")],
+    [
+        ("layers.33", "layers.3"),
+        ("b2", "b1"),
+        ("fwd.9", "fwd.0"),
+        ("model.layer.30", "model.layers.30"),
+        ("layers.3.matmull", "layers.3.matmul"),
+    ],
 )
 def test_an_unknown_name_suggests_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(UnknownSubject, match=f"no bucket, region, parameter or module '{name}'") as caught:
+    with pytest.raises(UnknownSubject, match=f"no bucket, region, parameter, module or activations '{name}'") as caught:
         find_subject(plan_of_layers(), name)
     assert nearest in caught.value.nearest
     assert "\n" not in str(caught.value)

@@ -16,6 +16,7 @@ from elixir_compile.hardware import Cluster, profile_for
 from elixir_compile.ir import Kind, Phase, StepGraph, StorageId, Tier, Verb, parse_plan
 from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.prefetch import raise_prefetch
@@ -130,14 +131,16 @@ def test_the_error_names_the_smallest_budget_that_would_do(problem: Problem) -> 
 @given(problems(), st.lists(st.integers(0, 5), min_size=40, max_size=40), st.integers(0, 2))
 @settings(deadline=None, max_examples=60)
 def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
-    """The search counts segments; `plan_timeline` counts ops from the actions. Any levels, any distance."""
+    """The search counts segments; `plan_timeline` counts ops from the actions. Any levels, any modes, any distance."""
     from elixir_compile.search.draft import Draft
     from elixir_compile.search.writing import write_out
 
-    judge = Judge(gather_facts(problem))
+    base = Judge(gather_facts(problem))
+    modes = tuple(pick % len(layer.modes) for layer, pick in zip(base.facts.layers, reversed(picks), strict=False))
+    judge = base.at(modes)
     levels = tuple(own[pick % len(own)] for own, pick in zip(judge.facts.choices, picks, strict=False))
     moves = moves_at_use(judge.facts, levels, ahead)
-    made = write_out(judge, Draft(levels=levels, moves=moves, step_s=0.0, decisions=()))
+    made = write_out(judge, Draft(levels=levels, modes=modes, moves=moves, step_s=0.0, decisions=()))
     made = replace(made, budget_bytes=made.prediction.device_peak_bytes)
     verify(problem.graph, made)
     assert judge.memory.peak_bytes(levels, ahead) == made.prediction.device_peak_bytes
@@ -162,8 +165,9 @@ def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> Non
 @settings(deadline=None, max_examples=25)
 def test_greedy_is_near_the_best_placement(problem: Problem, share: float) -> None:
     problem = between(problem, share)
-    facts = gather_facts(problem)
-    assume(len(facts.buckets) <= 4)
+    judge = Judge(gather_facts(problem))
+    # What fits stays, though something else could be faster.
+    assume(num_placements(judge) <= MAX_PLACEMENTS and not judge.fits(judge.facts.start_levels, ahead=0))
     best, made = plan(problem, "exhaustive"), plan(problem)
     verify(problem.graph, best)
     assert best.prediction.device_peak_bytes <= problem.budget_bytes

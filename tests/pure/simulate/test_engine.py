@@ -9,7 +9,20 @@ import pytest
 from hypothesis import given, settings
 
 from elixir_compile.hardware import profile_for
-from elixir_compile.ir import BucketId, Lane, Origin, Placement, Plan, Record, RegionId, Span, StepGraph, Tier, Verb
+from elixir_compile.ir import (
+    BucketId,
+    Lane,
+    Origin,
+    Placement,
+    Plan,
+    Record,
+    RegionId,
+    Saving,
+    Span,
+    StepGraph,
+    Tier,
+    Verb,
+)
 from elixir_compile.simulate import (
     Prices,
     critical_path,
@@ -21,14 +34,14 @@ from elixir_compile.simulate import (
     simulate,
 )
 from elixir_compile.units import GIB
-from tests.pure.plans import planned_graphs
+from tests.pure.plans import mixed_plans, planned_graphs
 
 R0, R1, B0, B1 = RegionId("fwd.0"), RegionId("fwd.1"), BucketId("b0"), BucketId("b1")
 RUN_S = {R0: 10.0, R1: 10.0}
 PRICES = Prices(
     before_s=(0.0,),
-    h2d_s={B0: 4.0, B1: 6.0},
-    d2h_s={B0: 3.0, B1: 5.0},
+    h2d_s={B0: 4.0, B1: 6.0, "h.0.matmul": 7.0, "odd.grad": 1.0},
+    d2h_s={B0: 3.0, B1: 5.0, "h.0.matmul": 8.0, "odd.grad": 2.0},
     collective_s={B0: 0.0, B1: 0.0},
     device_update_s={B0: 1.0, B1: 1.0},
     host_update_s={B0: 7.0, B1: 8.0},
@@ -36,6 +49,7 @@ PRICES = Prices(
 )
 SERIAL = replace(PRICES, lane_of=dict.fromkeys(Lane, Lane.COMPUTE))
 G, W, R, L, OFF, U = Verb.GATHER, Verb.WAIT, Verb.RUN, Verb.RELEASE, Verb.OFFLOAD, Verb.UPDATE
+P = Verb.PREFETCH
 
 
 def step_s(
@@ -80,6 +94,24 @@ def test_a_lane_takes_its_transfers_in_order() -> None:
     assert step_s([*program[:3], *program[4:], (R, R1)]) == 28
 
 
+def test_activations_leave_under_compute_and_come_back_under_it() -> None:
+    """Offload 10-18 under fwd.1, 10-20. Prefetch 20-27 is waited for; issued before another fwd.0 it is hidden."""
+    acts = "h.0.matmul"
+    away = [(R, R0), (OFF, acts), (R, R1), (W, acts)]
+    assert step_s(away) == 20
+    assert step_s([*away, (P, acts), (W, acts), (R, R0)]) == 37
+    assert step_s([*away, (P, acts), (R, R0), (W, acts)]) == 30
+    assert step_s([*away, (P, acts), (R, R0), (W, acts)], SERIAL) == 10 + 8 + 10 + 7 + 10
+
+
+def test_a_prefetch_queues_behind_gathers_and_its_own_offload() -> None:
+    """H2D: gather of b0 10-14, prefetch 18-25, since the offload ends at 18; a group may be named like a gradient."""
+    acts = "h.0.matmul"
+    assert step_s([(R, R0), (OFF, acts), (G, "b0"), (P, acts), (W, acts)]) == 25
+    assert step_s([(R, R0), (OFF, acts), (W, acts), (G, "b1"), (P, acts), (W, acts)]) == 18 + 6 + 7
+    assert step_s([(R, R0), (OFF, "odd.grad"), (W, "odd.grad"), (P, "odd.grad")]) == 13
+
+
 def test_the_step_ends_with_its_last_transfer() -> None:
     assert step_s([(R, R0), (OFF, "b1.grad")]) == 15
 
@@ -121,21 +153,23 @@ def test_nothing_transferred_is_all_hidden() -> None:
     assert (exposed_s(made), hidden_share(made)) == (0, 1)
 
 
-@given(planned_graphs())
-@settings(deadline=None, max_examples=30)
+@given(planned_graphs() | mixed_plans())
+@settings(deadline=None, max_examples=40)
 def test_simulated_records_obey_lanes_and_bounds(planned: tuple[StepGraph, Plan]) -> None:
     graph, plan = planned
     for device_type in ("cpu", "cuda"):
         cluster = profile_for(device_type, GIB, GIB, device_type)
         made = simulate(graph, plan, cluster)
-        num_run = sum(region.last in [op.id for op in graph.ops] for region in plan.regions)
-        assert (
-            Counter(span.lane for span in made.spans if span.label in {r.id for r in plan.regions})[Lane.COMPUTE]
-            == num_run
-        )
+        runs = [span for span in made.spans if span.label in {region.id for region in plan.regions}]
+        assert [span.lane for span in runs] == [Lane.COMPUTE] * len(plan.regions)
+        away = [group.id for group in plan.activations if group.saving is Saving.OFFLOAD]
+        carried = Counter((span.lane, span.label) for span in made.spans)
+        assert all(carried[Lane.D2H, f"offload {name}"] == carried[Lane.H2D, f"prefetch {name}"] == 1 for name in away)
         assert made.counts.get("gather", 0) == sum(action.verb is G for action in plan.schedules[0].actions)
         assert made.step_s == pytest.approx(max((span.end_s for span in made.spans), default=0.0))
-        assert made.step_s >= prices(graph, plan.buckets, cluster).before_s[-1] * (1 - 1e-9)
+        assert made.step_s >= prices(graph, plan.buckets, cluster, activations=plan.activations).before_s[-1] * (
+            1 - 1e-9
+        )
         assert 0 <= hidden_share(made) <= 1
         # One set of cores does one thing at a time; otherwise each lane does.
         for lanes in [list(Lane)] if device_type == "cpu" else [[lane] for lane in Lane]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline
+from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.ir import Plan, Schedule, StepGraph, Verb
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.draft import Draft
@@ -16,12 +16,13 @@ from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.stays import moves_at_use
 from elixir_compile.search.writing import write_out
 from elixir_compile.simulate import walk_memory
-from tests.pure.plans import planned_graphs
+from tests.pure.mixes import mixed_graphs
+from tests.pure.plans import mixed_plans, planned_graphs
 from tests.pure.problems import tight_problem
-from tests.pure.search.test_planner import problems
+from tests.pure.search.test_planner import problem_of, problems
 
 
-@given(planned_graphs())
+@given(planned_graphs() | mixed_plans())
 @settings(deadline=None)
 def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan]) -> None:
     graph, plan = planned
@@ -31,16 +32,21 @@ def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan
     assert walk.peak_bytes == timeline.peak.nbytes
 
 
-@given(problems(), st.integers(0, 2**32), st.booleans())
+@given(problems() | mixed_graphs().map(problem_of), st.integers(0, 2**32), st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_they_agree_for_any_levels_and_any_moves(problem: Problem, seed: int, is_spread: bool) -> None:
-    """On one rank and on two, transfers at their use and as far out as memory allows."""
-    judge = Judge(gather_facts(problem))
+def test_they_agree_for_any_levels_modes_and_moves(problem: Problem, seed: int, is_spread: bool) -> None:
+    """On one rank and on two, transfers at their use and as far out as memory allows; every such plan is legal."""
     draw = random.Random(seed)
+    judge = Judge(gather_facts(problem))
+    modes = tuple(draw.randrange(len(layer.modes)) for layer in judge.facts.layers)
+    judge = judge.at(modes)
     levels = tuple(draw.choice(own) for own in judge.facts.choices)
     moves = raise_prefetch(judge, levels) if is_spread else moves_at_use(judge.facts, levels, draw.randint(0, 2))
-    made = write_out(judge, Draft(levels=levels, moves=moves, step_s=0.0, decisions=()))
-    assert walk_memory(problem.graph, made).live_bytes == plan_timeline(problem.graph, made).live_bytes
+    made = write_out(judge, Draft(levels=levels, moves=moves, step_s=0.0, modes=modes, decisions=()))
+    walk = walk_memory(problem.graph, made)
+    assert walk.live_bytes == plan_timeline(problem.graph, made).live_bytes
+    assert walk.host_bytes == made.prediction.host_peak_bytes
+    verify(problem.graph, replace(made, budget_bytes=walk.peak_bytes))
 
 
 def test_a_copy_that_is_never_released_counts_to_the_end() -> None:

@@ -1,0 +1,177 @@
+"""Saved activations in groups: by the layer whose backward reads them first, and by what it takes to make them again.
+
+```text
+  h.3.pointwise   no matrix product: from what else is saved, by elementwise ops and reductions
+  h.3.matmul      matrix products or convolutions
+  h.3.attention   attention kernels too
+  h.3.fixed       only from another layer's activations
+  h.3.kept        not at all: random, with an effect, saved by the user
+  h.3.input       not saved today: where all of the layer, `fixed` included, could be made again from
+```
+
+Each class is made from what is saved and the classes before it, so a layer has few sensible choices (`depths`): to make
+nothing again, the first class, the first two, and so on. A storage counts once, whatever views of it are saved.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from elixir_compile.analysis.recompute import makers, saved_storages, stale_reads
+from elixir_compile.ir import GroupId, Kind, Op, Phase, StepGraph, StorageId
+from elixir_compile.ir.layers import is_numbered, layer_of
+
+_GIVEN = (Kind.PARAM, Kind.INPUT, Kind.BUFFER)
+
+
+class Depth(IntEnum):
+    """What it takes to make an activation again; a layer is recomputed to one depth."""
+
+    KEPT = 0
+    POINTWISE = 1
+    MATMUL = 2
+    ATTENTION = 3
+    FIXED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Activations of one layer and one class."""
+
+    id: GroupId
+    layer: str
+    depth: Depth
+    """How deep the layer must be recomputed for these to be made again; KEPT for what never is."""
+    is_input: bool = False
+    """Whether these are saved only where the layer is recomputed to the depth FIXED."""
+    storages: tuple[StorageId, ...]
+    nbytes: int
+
+
+def activation_groups(graph: StepGraph) -> tuple[Group, ...]:
+    """Return the groups of a training step's saved activations, in the order in which the forward makes them.
+
+    What the caller gets too is in none: it lives as long as the caller wants.
+    """
+    scan = _Scan(graph)
+    classes: dict[tuple[str, Depth, bool], list[StorageId]] = {}
+    for storage in graph.storages:
+        if storage.id in scan.saved and storage.id not in scan.outputs and storage.nbytes:
+            classes.setdefault((scan.layer(storage.id), scan.depth(storage.id), False), []).append(storage.id)
+    for layer in dict.fromkeys(layer for layer, _, _ in classes):
+        fixed = classes.get((layer, Depth.FIXED, False), [])
+        inputs = scan.inputs(layer, fixed)
+        if inputs is None:
+            classes[layer, Depth.KEPT, False] = [*classes.get((layer, Depth.KEPT, False), ()), *fixed]
+            classes.pop((layer, Depth.FIXED, False), None)
+        elif inputs:
+            classes[layer, Depth.KEPT, True] = inputs
+    order = {op.id: i for i, op in enumerate(graph.ops)}
+    groups = [scan.group(*key, storages) for key, storages in classes.items() if storages]
+    first = {group.id: min(order[op.id] for s in group.storages if (op := scan.maker(s))) for group in groups}
+    return tuple(sorted(groups, key=lambda group: (first[group.id], group.id)))
+
+
+class _Scan:
+    """What is asked again and again about one graph."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.outputs = frozenset(graph.outputs)
+        self.saved = saved_storages(graph)
+        self._makers = makers(graph)
+        self._made_in = {
+            name: layer
+            for name, op in self._makers.items()
+            if op is not None and is_numbered(layer := layer_of(op.module))
+        }
+        self._stale = stale_reads(graph)
+        self._first_maker = {name: op for op in reversed(graph.ops) for name in op.writes}
+        self._given = {storage.id for storage in graph.storages if storage.kind in _GIVEN}
+        self._nbytes = {storage.id: storage.nbytes for storage in graph.storages}
+        self._from_inputs = self._made_from_inputs(graph)
+        self._readers: Mapping[StorageId, Op] = {
+            name: op for op in reversed(graph.ops) if op.phase is Phase.BACKWARD for name in op.reads
+        }
+
+    def maker(self, name: StorageId) -> Op:
+        """The first op that writes the storage."""
+        return self._first_maker[name]
+
+    def layer(self, name: StorageId) -> str:
+        """The layer whose backward reads the storage first, or else the one that makes it."""
+        reader = layer_of(self._readers[name].module)
+        return reader if is_numbered(reader) else layer_of(self.maker(name).module)
+
+    def depth(self, name: StorageId) -> Depth:
+        """What it takes to make one storage again while everything else that is saved is there."""
+        ops, leaves = self._chain([name], self.saved - {name})
+        if ops is None:
+            return Depth.KEPT
+        if self._crosses(ops, leaves, self.layer(name)):
+            return Depth.FIXED
+        if any("attention" in op.target for op in ops):
+            return Depth.ATTENTION
+        return Depth.MATMUL if any(op.flops for op in ops) else Depth.POINTWISE
+
+    def inputs(self, layer: str, fixed: Sequence[StorageId]) -> list[StorageId] | None:
+        """Return what other layers hand to `layer` that `fixed` can be made from; None where that saves no bytes."""
+        if not fixed:
+            return []
+        elsewhere = {name for name, own in self._made_in.items() if own != layer}
+        ops, leaves = self._chain(fixed, (self.saved - set(fixed)) | elsewhere)
+        if ops is None:
+            return None
+        found = [name for name in leaves if name in elsewhere and name not in self.saved]
+        is_worth_it = sum(map(self._nbytes.__getitem__, found)) < sum(map(self._nbytes.__getitem__, fixed))
+        return found if is_worth_it and self.outputs.isdisjoint(found) else None
+
+    def group(self, layer: str, depth: Depth, is_input: bool, storages: Sequence[StorageId]) -> Group:
+        kind = "input" if is_input else depth.name.lower()
+        return Group(
+            id=GroupId(f"{layer or 'step'}.{kind}"),
+            layer=layer,
+            depth=depth,
+            is_input=is_input,
+            storages=tuple(storages),
+            nbytes=sum(self._nbytes[name] for name in storages),
+        )
+
+    def _made_from_inputs(self, graph: StepGraph) -> set[StorageId]:
+        """What is made from the caller's inputs and parameters without a matrix product: masks and positions."""
+        found: set[StorageId] = set()
+        for op in graph.ops:
+            is_plain = op.phase is Phase.FORWARD and not op.once and not op.flops
+            if is_plain and all(read in self._given or read in found for read in op.reads):
+                found.update(op.writes)
+        return found
+
+    def _chain(
+        self, targets: Iterable[StorageId], there: "frozenset[StorageId] | set[StorageId]"
+    ) -> tuple[list[Op] | None, list[StorageId]]:
+        """The ops that make `targets` from `there` and what is given, None where one must not run again; and what of
+        `there` they read."""
+        ops: dict[str, Op] = {}
+        leaves: dict[StorageId, None] = {}
+        pending = list(targets)
+        while pending:
+            op = self._makers.get(pending.pop())
+            if op is None or op.once:
+                return None, []
+            if op.id in ops:
+                continue
+            ops[op.id] = op
+            for read in op.reads:
+                if (op.id, read) in self._stale or (read not in there and read not in self._given):
+                    pending.append(read)
+                elif read in there:
+                    leaves[read] = None
+        return list(ops.values()), list(leaves)
+
+    def _crosses(self, ops: Sequence[Op], leaves: Sequence[StorageId], layer: str) -> bool:
+        """Whether these ops begin with another layer's activations, or repeat its matrix products."""
+        reads_elsewhere = any(name not in self._from_inputs and _is_another(self.layer(name), layer) for name in leaves)
+        return reads_elsewhere or any(op.flops and _is_another(layer_of(op.module), layer) for op in ops)
+
+
+def _is_another(layer: str, than: str) -> bool:
+    return layer != than and is_numbered(layer)

@@ -1,0 +1,97 @@
+"""Which values a compiler never writes to memory, and the step without them.
+
+A pointwise result is computed inside the kernels that read it. It needs memory only where something else reads it: an
+opaque kernel (a matrix product, an attention kernel), the other half of the step, or the caller. This is a model of
+what Inductor does, not a copy of its scheduler: `docs/memory.md` has the measured error.
+
+```text
+  op                 reads   writes            as it is run
+  fwd.mm             x w     h                 reads x w    writes h
+  fwd.gelu           h       g     pointwise   computed inside `sum`: reads and writes nothing
+  fwd.sum            g       s     reduction   reads h      writes s
+```
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId
+
+_MOST_READS = 4
+"""Inductor's `realize_reads_threshold`."""
+
+
+def fused(graph: StepGraph) -> StepGraph:
+    """Return `graph` as a fusing compiler runs it: readers of a value that is never written read its inputs."""
+    absorbed = absorbed_storages(graph)
+    if not absorbed:
+        return graph
+    nbytes = {storage.id: storage.nbytes for storage in graph.storages}
+    inputs: dict[StorageId, tuple[StorageId, ...]] = {}
+    ops: list[Op] = []
+    for op in graph.ops:
+        reads = op.reads
+        if not absorbed.isdisjoint(reads):
+            reads = tuple(dict.fromkeys(name for read in reads for name in inputs.get(read, (read,))))
+        if op.writes and op.writes[-1] in absorbed:
+            inputs[op.writes[-1]] = reads
+            ops.append(_emptied(op))
+        elif reads != op.reads:
+            ops.append(replace(op, reads=reads, moved_bytes=sum(nbytes[name] for name in (*reads, *op.writes))))
+        else:
+            ops.append(op)
+    storages = tuple(storage for storage in graph.storages if storage.id not in absorbed)
+    aliases = tuple(alias for alias in graph.aliases if alias[1] not in absorbed)
+    return replace(graph, ops=tuple(ops), storages=storages, aliases=aliases)
+
+
+def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
+    """Return the storages that are never written: temporary, made by one pointwise op, and read inside other kernels
+    only."""
+    makers = _makers(graph)
+    num_writers = Counter(name for op in graph.ops for name in op.writes)
+    candidates = {
+        storage.id
+        for storage in graph.storages
+        if storage.kind is Kind.TEMP
+        and num_writers[storage.id] == 1
+        and makers[storage.id].kernel is Kernel.POINTWISE
+        and makers[storage.id].writes[-1] == storage.id  # before it stand tangents, which arrive with the first op
+    }
+    if not candidates:
+        return frozenset()
+    candidates.difference_update(graph.outputs)
+    for op in graph.ops:
+        for name in op.reads:
+            if name in candidates and (op.kernel is Kernel.OPAQUE or op.phase is not makers[name].phase):
+                candidates.discard(name)
+    return frozenset(candidates - _written_for_reuse(graph, candidates))
+
+
+def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> set[StorageId]:
+    """Return those of `absorbed` that are written all the same: several ops read them, and each would have to read more
+    than `_MOST_READS` values instead. A sum that grows from layer to layer is written once per few layers."""
+    num_readers = Counter(name for op in graph.ops for name in op.reads)
+    written: set[StorageId] = set()
+    leaves: dict[StorageId, frozenset[StorageId]] = {}
+    for op in graph.ops:
+        if not op.writes or (made := op.writes[-1]) not in absorbed:
+            continue
+        read = frozenset(leaf for name in op.reads for leaf in leaves.get(name, (name,)))
+        if len(read) > _MOST_READS and num_readers[made] > 1:
+            written.add(made)
+        else:
+            leaves[made] = read
+    return written
+
+
+def _emptied(op: Op) -> Op:
+    """What is left of an op whose result is computed elsewhere: opaque, so that fusing again finds nothing new."""
+    return replace(op, reads=(), writes=op.writes[:-1], flops=0, moved_bytes=0, flops_size="", kernel=Kernel.OPAQUE)
+
+
+def _makers(graph: StepGraph) -> Mapping[StorageId, Op]:
+    """The op that writes each storage, the last of several."""
+    return {name: op for op in graph.ops for name in op.writes}

@@ -1,0 +1,205 @@
+"""The step as it is run: activations that are recomputed are made again where the backward first reads them.
+
+```text
+  saved      h g                   `fwd.mm` writes h, `fwd.gelu` writes g; `bwd.mm_1` reads g, `bwd.gelu_1` reads h
+  recompute  g                     bwd.re_gelu, right before bwd.mm_1, reads h and writes bwd.re_g
+  recompute  g h                   bwd.re_mm and bwd.re_gelu, right before bwd.mm_1
+```
+
+What a repeated op needs is there already (inputs, parameters, what is kept or offloaded), or is repeated too. What the
+step overwrites after the forward op read it is not there any more. Which op is repeated where is a fact of the graph
+and of what is saved; nothing here decides.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elixir_compile.analysis.fusion import fused
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, Storage, StorageId
+
+AGAIN = "re_"
+"""What the name of a repeated op begins with, behind its phase."""
+_GIVEN = (Kind.PARAM, Kind.INPUT, Kind.BUFFER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """One op of the forward that runs again, right before an op of the backward."""
+
+    op: OpId
+    before: OpId
+
+
+@functools.lru_cache(maxsize=8)
+def as_run(graph: StepGraph, activations: tuple[Activations, ...] = ()) -> StepGraph:
+    """Return the step that a plan with `activations` runs: repeated ops in place, fused values gone.
+
+    Raises `InvalidPlan` where something has to be computed again that must not be.
+    """
+    if not _dropped(activations) and not _extra(graph, activations):
+        return fused(graph)
+    return fused(carried_out(graph, activations))
+
+
+def repeats(graph: StepGraph, activations: Sequence[Activations]) -> tuple[Repeat, ...]:
+    """Return the ops that run again under `activations`, in the order in which they do."""
+    dropped = _dropped(activations)
+    if not dropped:
+        return ()
+    maker, missing = makers(graph), _missing(graph, activations)
+    made: set[StorageId] = set()
+    found: list[Repeat] = []
+    for op in graph.ops:
+        if op.phase is Phase.BACKWARD:
+            for needed in _chain([name for name in op.reads if name in dropped], missing, made, maker):
+                found.append(Repeat(op=needed.id, before=op.id))
+    return tuple(found)
+
+
+def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
+    """Return the forward op that writes each storage; None for one that other ops of the step write too."""
+    found: dict[StorageId, Op | None] = {}
+    for op in graph.ops:
+        for name in op.writes:
+            if name in found:
+                found[name] = None
+            elif op.phase is Phase.FORWARD:
+                found[name] = op
+    return found
+
+
+def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
+    """Return what the forward makes and the backward reads."""
+    read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}
+    return frozenset(s.id for s in graph.storages if s.kind is Kind.SAVED and s.id in read)
+
+
+def stored(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[StorageId]:
+    """Return what the backward finds without computing it again."""
+    given = {storage.id for storage in graph.storages if storage.kind in _GIVEN}
+    return frozenset((given | saved_storages(graph) | _extra(graph, activations)) - _dropped(activations))
+
+
+def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
+    """Return what ops read that they or a later op overwrite: where they ran again, they would read something else."""
+    last_write = {name: at for at, op in enumerate(graph.ops) for name in op.writes}
+    return frozenset(
+        (op.id, name) for at, op in enumerate(graph.ops) for name in op.reads if last_write.get(name, -1) >= at
+    )
+
+
+def _missing(graph: StepGraph, activations: Sequence[Activations]) -> Callable[[Op], Sequence[StorageId]]:
+    """Return the function that says which reads of a forward op have to be made again where it is repeated."""
+    there, stale = stored(graph, activations), stale_reads(graph)
+    return lambda op: [name for name in op.reads if name not in there or (op.id, name) in stale]
+
+
+def repeated_storage(name: StorageId) -> StorageId:
+    """Return the storage that takes the place of `name` where it is made again."""
+    return StorageId(_again(name))
+
+
+def repeated_op(op: OpId) -> OpId:
+    """Return the id of the op that runs forward op `op` again."""
+    return OpId(_again(op))
+
+
+def _again(name: str) -> str:
+    phase, _, rest = name.partition(".")
+    return f"bwd.{AGAIN}{rest}" if phase == "fwd" else f"bwd.{AGAIN}{name}"
+
+
+def _dropped(activations: Sequence[Activations]) -> frozenset[StorageId]:
+    return frozenset(s for group in activations if group.saving is Saving.RECOMPUTE for s in group.storages)
+
+
+def _extra(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[StorageId]:
+    """What a plan stores and the capture did not: from where a layer is computed again."""
+    listed = {s for group in activations if group.saving is not Saving.RECOMPUTE for s in group.storages}
+    return frozenset(listed - saved_storages(graph))
+
+
+def _chain(
+    targets: Sequence[StorageId],
+    missing: Callable[[Op], Sequence[StorageId]],
+    made: set[StorageId],
+    maker: Mapping[StorageId, Op | None],
+) -> Iterator[Op]:
+    """Yield the forward ops to repeat for `targets`, each after what it needs; what they make is added to `made`."""
+    pending = [(name, False) for name in reversed(targets)]
+    while pending:
+        name, is_ready = pending.pop()
+        if name in made:
+            continue
+        op = maker.get(name)
+        if op is None or op.once:
+            raise InvalidPlan(f"the storage {name} is to be made again, but {_cannot(op)}.")
+        if is_ready:
+            # What a later op changes is not made again by the op that begins it.
+            made.update(result for result in op.writes if maker[result] is op)
+            yield op
+            continue
+        pending.append((name, True))
+        pending.extend((read, False) for read in reversed(missing(op)) if read not in made)
+
+
+def _cannot(op: Op | None) -> str:
+    return "no single op makes it" if op is None else f"{op.id} must not run twice"
+
+
+def carried_out(graph: StepGraph, activations: Sequence[Activations]) -> StepGraph:
+    """Return the step with repeated ops in place, before anything is fused; InvalidPlan as `as_run`."""
+    found, missing = repeats(graph, activations), _missing(graph, activations)
+    dropped, extra = _dropped(activations), _extra(graph, activations)
+    by_id = {op.id: op for op in graph.ops}
+    storages = {storage.id: storage for storage in graph.storages}
+    renamed = {name: repeated_storage(name) for repeat in found for name in by_id[repeat.op].writes}
+    again: dict[OpId, list[Op]] = {}
+    for repeat in found:
+        again.setdefault(repeat.before, []).append(_repeated(by_id[repeat.op], renamed, missing))
+    first = next((op.id for op in graph.ops if op.phase is Phase.BACKWARD), None)
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.id == first and op.id in again:
+            op, again[op.id][0] = _arrives_earlier(op, again[op.id][0])
+        ops += again.get(op.id, ())
+        if op.phase is Phase.BACKWARD and not dropped.isdisjoint(op.reads):
+            op = replace(op, reads=_named(op.reads, {name: renamed[name] for name in op.reads if name in dropped}))
+        ops.append(op)
+
+    def kind(storage: Storage) -> Storage:
+        if storage.id in extra:
+            return replace(storage, kind=Kind.SAVED)
+        return replace(storage, kind=Kind.TEMP) if storage.id in dropped else storage
+
+    copies = (replace(storages[name], id=new, kind=Kind.TEMP) for name, new in renamed.items())
+    return replace(graph, ops=tuple(ops), storages=(*map(kind, graph.storages), *copies))
+
+
+def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[[Op], Sequence[StorageId]]) -> Op:
+    # What is there is read there, although a repeat for another result of the op that made it may make it too, later.
+    read_again = {name: renamed[name] for name in missing(op)}
+    return replace(
+        op,
+        id=repeated_op(op.id),
+        phase=Phase.BACKWARD,
+        reads=_named(op.reads, read_again),
+        writes=_named(op.writes, renamed),
+    )
+
+
+def _arrives_earlier(first: Op, repeat: Op) -> tuple[Op, Op]:
+    """Let the tangents, which the backward's first op writes, arrive with the repeat that now comes before it.
+
+    They are what it writes before the first storage of its own, which a capture calls by the name of the op.
+    """
+    own = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
+    num_tangents = next((place for place, name in enumerate(first.writes) if name in own), 0)
+    tangents, rest = first.writes[:num_tangents], first.writes[num_tangents:]
+    return replace(first, writes=rest), replace(repeat, writes=(*tangents, *repeat.writes))
+
+
+def _named(names: Sequence[StorageId], renamed: Mapping[StorageId, StorageId]) -> tuple[StorageId, ...]:
+    return tuple(renamed.get(name, name) for name in names)

@@ -1,0 +1,134 @@
+"""The programs of one capture under one plan.
+
+What autograd keeps of a forward is fixed by the plan in force when it ran, so its backward runs the program of that
+plan, though another may have taken over in between.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.joint import TICKET
+from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
+from elixir_compile.rewrite.check import check
+from elixir_compile.rewrite.program import actions_of, write_program
+from elixir_compile.rewrite.regions import RegionGraph
+from elixir_compile.rewrite.repeat import halves_of
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
+
+
+class Programs:
+    """The forward, written at once, and the backward, written when it is first asked for."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        graph: StepGraph,
+        plan: Plan,
+        executor: Executor,
+        regions: RegionCompiler,
+        *,
+        may_choose_strides: bool,
+    ) -> None:
+        self.plan = plan
+        self.chooses_strides = may_choose_strides and is_one_region_each(plan) and captured.backward is not None
+        """Whether Inductor chose the strides of what the forward saves."""
+        self._executor = executor
+        self._regions = regions
+        self._halves = halves_of(captured, graph, plan.activations)
+        self._strides: Mapping[str, compat.Strides] = {}
+        self.device_bytes = _device_bytes(graph, plan)
+        """What a forward leaves on the device."""
+        self._backward: fx.GraphModule | None = None
+        self.forward = self._write(Phase.FORWARD)
+
+    @property
+    def output_strides(self) -> list[compat.Strides]:
+        """Strides of the forward's outputs where Inductor chose them, None for each of the others."""
+        outputs = self._halves.captured.forward.graph.output_node().args[0]
+        away = self._halves.away_names
+        names = [node.name if isinstance(node, fx.Node) and node.name not in away else None for node in outputs]
+        return [None if name is None else self._strides.get(name) for name in names]
+
+    @property
+    def backward(self) -> fx.GraphModule:
+        """The backward program."""
+        if self._backward is None:
+            self._restride_placeholders()
+            self._backward = self._write(Phase.BACKWARD)
+        return self._backward
+
+    def saves_as(self, other: "Programs") -> bool:
+        """Whether the backward of `other` can follow this forward."""
+        is_same = self.plan.activations == other.plan.activations
+        return is_same and self.chooses_strides == other.chooses_strides
+
+    def _restride_placeholders(self) -> None:
+        """A forward of one region saves in the strides its kernels chose, one of several in those of the capture."""
+        captured, strides = self._halves.captured, self.output_strides if self.chooses_strides else ()
+        outputs = captured.forward.graph.output_node().args[0]
+        chosen = {
+            node.name: stride for node, stride in zip(outputs, strides, strict=False) if isinstance(node, fx.Node)
+        }
+        for node in captured.backward.graph.find_nodes(op="placeholder"):
+            stride, value = chosen.get(str(node.target)), node.meta.get("val")
+            if stride is not None and isinstance(value, torch.Tensor) and tuple(value.stride()) != tuple(stride):
+                with value.fake_mode:
+                    node.meta["val"] = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+
+    def _write(self, phase: Phase) -> fx.GraphModule:
+        keys = {name: key for key, name in self._halves.captured.param_names.items()}
+        program = write_program(self._halves, self.plan, phase, keys, self._lower_region, self._executor)
+        check(program, self.plan, phase)
+        return program
+
+    def _lower_region(self, region: RegionGraph) -> PlacedRegion:
+        visible = list(range(len(region.outputs)))
+        is_whole_forward = region.is_whole and region.phase is Phase.FORWARD
+        if is_whole_forward and self.chooses_strides:
+            visible = self._visible(region)
+        is_inference = self._halves.captured.backward is None
+        compiled = self._regions.lower(region, visible, is_inference=is_inference)
+        if is_whole_forward:
+            names = [node.name for node in region.outputs]
+            self._strides = dict(zip(names, compiled.strides, strict=False))
+        return PlacedRegion(compiled, self._executor.ledger, f"run {region.id}")
+
+    def _visible(self, region: RegionGraph) -> list[int]:
+        """Return the outputs of a whole forward that keep their strides: what the user sees, and what goes to the host
+        and comes back as the capture has it."""
+        captured = self._halves.captured
+        output = captured.forward.graph.output_node()
+        seen: Sequence[Any] = output.meta.get("user_visible_output_idxs", range(captured.num_outputs))
+        nodes = {output.args[0][index] for index in seen}
+        away = self._halves.away_names
+        return [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
+
+
+def is_one_region_each(plan: Plan) -> bool:
+    """Whether each half is one region."""
+    return all(sum(region.phase is phase for region in plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD))
+
+
+def ticket_position(captured: Captured) -> int:
+    """Return where among the inputs of the backward the ticket stands."""
+    placeholders = captured.backward.graph.find_nodes(op="placeholder")
+    return next(index for index, node in enumerate(placeholders) if node.target == TICKET)
+
+
+def _device_bytes(graph: StepGraph, plan: Plan) -> int:
+    waited = {action.what for action in actions_of(plan, Phase.FORWARD) if action.verb is Verb.WAIT}
+    away = {
+        name
+        for group in plan.activations
+        if group.saving is Saving.OFFLOAD and group.id in waited
+        for name in group.storages
+    }
+    storages = as_run(graph, plan.activations).storages
+    return sum(storage.nbytes for storage in storages if storage.kind is Kind.SAVED and storage.id not in away)

@@ -1,0 +1,273 @@
+"""Find the loss region of a Dynamo graph, and rewrite it so that its logits never exist whole.
+
+    before   linear(h, w, b) -> float, slices of tokens, view, ... -> cross_entropy(., targets)
+    after    slices of tokens of h, reshape -> chunked_cross_entropy(h, w, b, targets, form)
+
+Found: `linear` or a matrix product with a 2-D right operand; between it and the loss any of view, reshape, flatten,
+contiguous, upcasts and slices of tokens; `cross_entropy` with reduction mean or sum of integer targets, one per token.
+Not found, as the result would differ or is not known to be equal: logits with another user or that are an output,
+class weights, probabilities as targets, reduction none, classes in another dimension than the last of two, scaled or
+clipped logits, and any write in place between projection and loss.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from elixir_compile import compat
+from elixir_compile.capture.chunked import LossForm, chunked_cross_entropy
+from elixir_compile.capture.source import source_line
+
+_PRODUCTS = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
+_VIEWS = {torch.reshape, "view", "reshape"}
+_FLATTENS = {torch.flatten, "flatten"}
+_COPIES = {"contiguous", "float", "double", "to"}
+_WRITES = {
+    operator.setitem,
+    *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRegion:
+    """A projection and its cross-entropy, which can be computed in chunks. Sizes that are dynamic count by their hint.
+
+    It names nodes and holds none, so it is good for copies of its graph too.
+    """
+
+    name: str
+    """Name of the cross-entropy's node."""
+    nodes: tuple[str, ...]
+    """Names of all that the rewrite replaces, from the projection to the cross-entropy."""
+    num_tokens: int
+    """Rows of the logits that the cross-entropy reads."""
+    num_classes: int
+    logits_bytes: int
+    """Bytes of the largest tensor of logits, upcast and with the tokens that are sliced off."""
+    source: str
+    """`file.py:line` of the cross-entropy, empty where tracing kept none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The nodes of a loss region: its inputs, and what makes the loss of them."""
+
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    is_product: bool
+    """`weight` is [width, classes], the right operand of a matrix product."""
+    projection: fx.Node
+    between: tuple[fx.Node, ...]
+    loss: fx.Node
+    arguments: dict[str, Any]
+    """Of the cross-entropy, by name."""
+
+
+def find_loss(gm: fx.GraphModule) -> LossRegion | None:
+    """Return the loss region of `gm` with the most bytes of logits, None where there is none; `gm` stays as it is."""
+    losses = gm.graph.find_nodes(op="call_function", target=functional.cross_entropy)
+    regions = [_region(found) for found in map(_match, losses) if found is not None]
+    return max(regions, key=lambda region: region.logits_bytes, default=None)
+
+
+def chunk_loss(gm: fx.GraphModule, region: LossRegion, num_chunks: int) -> None:
+    """Replace in place `region` of `gm`, or of the graph that `gm` is a copy of, by its form in `num_chunks` chunks.
+
+    Loss and gradients are equal up to rounding, see [Note: Tolerance] in `capture.chunked`. A dynamic number of tokens
+    is split when the graph runs. Raises ValueError when `gm` has no such region.
+    """
+    loss = next((node for node in gm.graph.nodes if node.name == region.name), None)
+    found = None if loss is None else _match(loss)
+    if found is None or num_chunks < 1:
+        raise ValueError(f"cannot split {region.name!r} of this graph into {num_chunks} chunks")
+    arguments = found.arguments
+    form = LossForm(
+        num_chunks=num_chunks,
+        is_mean=arguments["reduction"] == "mean",
+        ignore_index=arguments["ignore_index"],
+        label_smoothing=float(arguments["label_smoothing"]),
+        logits_dtype=_value(found.projection).dtype,
+        loss_dtype=_value(found.loss).dtype,
+    )
+    with gm.graph.inserting_before(found.loss):
+        hidden = _tokens_of_hidden(gm.graph, found)
+        weight = gm.graph.call_function(torch.t, (found.weight,)) if found.is_product else found.weight
+        chunked = gm.graph.call_function(chunked_cross_entropy, (hidden, weight, found.bias, arguments["target"], form))
+    chunked.meta = dict(found.loss.meta)
+    found.loss.replace_all_uses_with(chunked)
+    for node in (found.loss, *reversed(found.between), found.projection):
+        gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _region(found: _Found) -> LossRegion:
+    logits = [_value(node) for node in (found.projection, *found.between)]
+    return LossRegion(
+        name=found.loss.name,
+        nodes=tuple(node.name for node in (found.projection, *found.between, found.loss)),
+        num_tokens=compat.evaluate_size(logits[-1].shape[0], {}),
+        num_classes=logits[-1].shape[1],
+        logits_bytes=max(compat.evaluate_size(value.numel(), {}) * value.element_size() for value in logits),
+        source=source_line(found.loss),
+    )
+
+
+def _match(loss: fx.Node) -> _Found | None:
+    """Return the region that ends at `loss`, None where it is none that can be split with the same result."""
+    arguments = _loss_arguments(loss)
+    if arguments is None:
+        return None
+    between: list[fx.Node] = []
+    node, user = arguments["input"], loss
+    while isinstance(node, fx.Node) and set(node.users) == {user} and _value(node) is not None:
+        operands = _operands(node)
+        if operands is not None:
+            hidden, weight, bias, is_product = operands
+            found = _Found(
+                hidden=hidden,
+                weight=weight,
+                bias=bias,
+                is_product=is_product,
+                projection=node,
+                between=tuple(reversed(between)),
+                loss=loss,
+                arguments=arguments,
+            )
+            return found if _is_undisturbed(found) else None
+        if not _keeps_rows(node):
+            return None
+        between.append(node)
+        node, user = node.args[0], node
+    return None
+
+
+def _loss_arguments(loss: fx.Node) -> dict[str, Any] | None:
+    """Return the arguments of cross-entropy `loss` by name, None where it is of a kind that is not split."""
+    if loss.target is not functional.cross_entropy or _value(loss) is None:
+        return None
+    bound = inspect.signature(functional.cross_entropy).bind(*loss.args, **loss.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    logits, targets = _value(given["input"]), _value(given["target"])
+    is_plain = (
+        logits is not None
+        and logits.ndim == 2
+        and targets is not None
+        and targets.ndim == 1
+        and not targets.dtype.is_floating_point
+        and given["reduction"] in ("mean", "sum")
+        and all(given[name] is None for name in ("weight", "size_average", "reduce"))
+        and type(given["ignore_index"]) is int
+        and type(given["label_smoothing"]) in (int, float)
+    )
+    return dict(given) if is_plain else None
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
+    """Return hidden states, weight, bias and whether the weight is a right operand; None for no projection."""
+    is_product = node.target in _PRODUCTS
+    if is_product and len(node.args) == 2 and not node.kwargs:
+        hidden, weight, bias = *node.args, None
+    elif node.target is functional.linear:
+        given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+        hidden, weight, bias = given.get("input"), given.get("weight"), given.get("bias")
+    else:
+        return None
+    given_hidden, given_weight = _value(hidden), _value(weight)
+    is_plain = (
+        given_hidden is not None
+        and given_weight is not None
+        and given_hidden.ndim >= 2
+        and given_weight.ndim == 2
+        and all(isinstance(size, int) for size in given_weight.shape)
+        and _value(node).dtype.is_floating_point
+    )
+    return (hidden, weight, bias, is_product) if is_plain else None
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    """Whether `node` passes its first argument on row by row: logits of some or all tokens, in the same order."""
+    base = _value(node.args[0]) if node.args else None
+    value = _value(node)
+    if base is None or value.ndim < 2 or value.shape[-1] != base.shape[-1] or value.device != base.device:
+        return False
+    if node.target in _COPIES:
+        return torch.promote_types(base.dtype, value.dtype) == value.dtype
+    if value.dtype != base.dtype:
+        return False
+    if node.target in _VIEWS:
+        return not node.kwargs and all(isinstance(size, int | fx.Node) for size in _sizes(node))
+    if node.target is operator.getitem:
+        return _slices_tokens(node.args[1], base.ndim)
+    return node.target in _FLATTENS
+
+
+def _slices_tokens(index: object, ndim: int) -> bool:
+    """Whether `index` is made of slices with constant bounds that leave the last dimension whole."""
+    entries = index if isinstance(index, tuple) else (index,)
+    is_sliced = all(
+        entry is Ellipsis
+        or (
+            isinstance(entry, slice)
+            and all(type(end) in (int, type(None)) for end in (entry.start, entry.stop, entry.step))
+        )
+        for entry in entries
+    )
+    reaches_last = len(entries) == ndim or Ellipsis in entries
+    return is_sliced and (not reaches_last or entries[-1] in (Ellipsis, slice(None)))
+
+
+def _is_undisturbed(found: _Found) -> bool:
+    """Whether the projection may be computed where the loss is, with the same gradient."""
+    inputs = [node for node in (found.hidden, found.weight, found.bias) if node is not None]
+    is_trained = torch.is_grad_enabled() and any(_value(node).requires_grad for node in inputs)
+    if any(_value(node).requires_grad != is_trained for node in (found.projection, found.loss)):
+        return False
+    node = found.projection.next
+    while node is not found.loss:
+        if _writes(node):
+            return False
+        node = node.next
+    return True
+
+
+def _writes(node: fx.Node) -> bool:
+    is_in_place = node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__")
+    return (
+        is_in_place or node.target in _WRITES or node.kwargs.get("out") is not None or node.kwargs.get("inplace", False)
+    )
+
+
+def _tokens_of_hidden(graph: fx.Graph, found: _Found) -> fx.Node:
+    """Do to the hidden states what was done to the logits; return those of the tokens that the loss reads, 2-D."""
+    width = _value(found.weight).shape[0 if found.is_product else 1]
+    hidden = found.hidden
+    for node in found.between:
+        if node.target in _VIEWS:
+            hidden = graph.call_function(torch.reshape, (hidden, (*_sizes(node)[:-1], width)))
+        elif node.target not in _COPIES:
+            hidden = graph.node_copy(node, _replacing(node.args[0], hidden))
+    return hidden
+
+
+def _replacing(old: fx.Node, new: fx.Node) -> Callable[[fx.Node], fx.Node]:
+    return lambda node: new if node is old else node
+
+
+def _sizes(view: fx.Node) -> tuple[Any, ...]:
+    sizes = view.args[1:]
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else tuple(sizes)
+
+
+def _value(node: object) -> Any:
+    """Return the example value of `node`, None where it is no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None

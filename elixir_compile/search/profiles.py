@@ -1,0 +1,197 @@
+"""What each mode of each layer takes, counted in the ops of the step with everything kept.
+
+Recomputing adds ops, so steps of different modes differ; but every op that is added stands right before one that is
+always there, its slot. Bytes and seconds by slot can be added up over layers:
+
+    live bytes at slot i  =  rest[i] + sum over layers of bytes[layer, mode][i]
+
+One step per depth is enough, with all layers recomputed to it: what a layer makes again comes from that layer, and what
+leaves is taken off after. Within a slot the highest bytes of the layer count, its repeated ops one after another.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.analysis.activations import Depth
+from elixir_compile.analysis.liveness import liveness
+from elixir_compile.analysis.recompute import as_run, repeated_op, repeated_storage, repeats
+from elixir_compile.ir import Activations, GroupId, Kind, OpId, Saving, StepGraph, StorageId
+from elixir_compile.ir.layers import layer_of
+from elixir_compile.search.absences import absences
+from elixir_compile.search.modes import Layer, Mode, activations_of, deepest, saving_of
+from elixir_compile.search.problem import Problem
+from elixir_compile.simulate import op_seconds
+
+_MOVABLE = (Kind.TEMP, Kind.SAVED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trip:
+    """A group that leaves after one slot and is back before another."""
+
+    group: GroupId
+    nbytes: int
+    num_copies: int
+    leave: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What one mode of one layer takes."""
+
+    nbytes: NDArray[np.int64]
+    """On the device, by slot."""
+    added_s: tuple[tuple[int, float], ...]
+    """(slot, seconds) of compute on top of what it takes with everything kept."""
+    trips: tuple[Trip, ...]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(trip.nbytes for trip in self.trips)
+
+
+def profiles(problem: Problem, layers: Sequence[Layer]) -> tuple[tuple[Profile, ...], ...]:
+    """Return the profile of every mode of every layer."""
+    if not layers:
+        return ()
+    base = as_run(problem.graph)
+    index = {op.id: i for i, op in enumerate(base.ops)}
+    kept_s = dict(zip(index, op_seconds(problem.graph, problem.cluster, problem.measured), strict=True))
+    depths = sorted({mode.depth for layer in layers for mode in layer.modes})
+    counts = {depth: _Count(problem, layers, depth, index, kept_s) for depth in depths}
+    return tuple(
+        tuple(_profile(counts[mode.depth], number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
+    )
+
+
+class _Count:
+    """The step with every layer recomputed to one depth, its bytes and seconds by layer and slot."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        layers: Sequence[Layer],
+        depth: Depth,
+        index: Mapping[OpId, int],
+        kept_s: Mapping[OpId, float],
+    ) -> None:
+        graph = problem.graph
+        activations = activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers])
+        self._step = as_run(graph, activations)
+        self._lives = liveness(self._step)
+        self._slot_of = _slots(self._step, index)
+        self._number = {layer.name: i for i, layer in enumerate(layers)}
+        self._repeated_by = _repeated_by(graph, layers, activations)
+        owner = _owners(graph, self._step, layers, self._number, activations)
+        self.nbytes = self._bytes_by_layer(len(layers), owner, len(index))
+        seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
+        self.added_s = self._added_s(len(layers), seconds, kept_s)
+        self.trips = self._trips(layers, depth)
+
+    def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int], num_slots: int) -> NDArray[np.int64]:
+        changes = np.zeros((num_layers, len(self._step.ops) + 1), dtype=np.int64)
+        for storage in self._step.storages:
+            layer, life = owner.get(storage.id), self._lives.lives.get(storage.id)
+            if layer is not None and life is not None and storage.kind in _MOVABLE:
+                changes[layer, life.first] += storage.nbytes
+                changes[layer, life.last + 1] -= storage.nbytes
+        starts = np.searchsorted(self._slot_of, np.arange(num_slots))
+        return np.maximum.reduceat(np.cumsum(changes[:, :-1], axis=1), starts, axis=1)
+
+    def _added_s(
+        self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]
+    ) -> list[tuple[tuple[int, float], ...]]:
+        """(slot, seconds) of what each layer's ops take more than with everything kept."""
+        found: list[dict[int, float]] = [{} for _ in range(num_layers)]
+        for i, op in enumerate(self._step.ops):
+            more_s = seconds[i] - kept_s.get(op.id, 0.0)
+            layer = self._repeated_by.get(op.id, self._number.get(layer_of(op.module))) if more_s else None
+            if layer is not None:
+                slot = int(self._slot_of[i])
+                found[layer][slot] = found[layer].get(slot, 0.0) + more_s
+        return [tuple(own.items()) for own in found]
+
+    def _trips(self, layers: Sequence[Layer], depth: Depth) -> Mapping[GroupId, Trip]:
+        """The trip of every group that could go on one at this depth."""
+        away = frozenset(group.id for layer in layers for group in layer.groups)
+        could = [
+            Activations(id=group.id, storages=group.storages, nbytes=group.nbytes, saving=Saving.OFFLOAD)
+            for layer in layers
+            for group in layer.groups
+            if saving_of(group, Mode(depth=depth, away=away)) is Saving.OFFLOAD
+        ]
+        return {
+            absence.group: Trip(
+                group=absence.group,
+                nbytes=absence.nbytes,
+                num_copies=absence.num_copies,
+                leave=int(self._slot_of[absence.leave]),
+                first=int(self._slot_of[absence.first]),
+            )
+            for absence in absences(self._step, self._lives, could)
+        }
+
+
+def _profile(count: _Count, number: int, mode: Mode) -> Profile:
+    nbytes = count.nbytes[number].copy()
+    trips = tuple(count.trips[group] for group in sorted(mode.away) if group in count.trips)
+    for trip in trips:
+        nbytes[trip.leave + 1 : trip.first] -= trip.nbytes
+    return Profile(nbytes=nbytes, added_s=count.added_s[number], trips=trips)
+
+
+def _slots(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:
+    """The slot of every op: its own index with everything kept, or that of the next op that has one."""
+    slots = np.zeros(len(step.ops), dtype=np.int64)
+    at = len(index) - 1
+    for i in reversed(range(len(step.ops))):
+        at = index.get(step.ops[i].id, at)
+        slots[i] = at
+    return slots
+
+
+def _owners(
+    graph: StepGraph,
+    step: StepGraph,
+    layers: Sequence[Layer],
+    number: Mapping[str, int],
+    activations: Sequence[Activations],
+) -> Mapping[StorageId, int]:
+    """The layer, by its number, that decides about each storage."""
+    owner: dict[StorageId, int] = {}
+    for op in reversed(step.ops):
+        layer = number.get(layer_of(op.module))
+        if layer is not None:
+            owner.update(dict.fromkeys(op.writes, layer))
+    for i, layer in enumerate(layers):
+        owner.update({name: i for group in layer.groups for name in group.storages if not group.is_input})
+    chosen = {group.id for group in activations}
+    for i, layer in enumerate(layers):
+        owner.update(
+            {name: i for group in layer.groups for name in group.storages if group.is_input and group.id in chosen}
+        )
+    by_op = _repeated_by(graph, layers, activations)
+    makes = {op.id: op.writes for op in graph.ops}
+    for repeat in repeats(graph, activations):
+        layer = by_op[repeated_op(repeat.op)]
+        owner.update({repeated_storage(name): layer for name in makes[repeat.op]})
+    return owner
+
+
+def _repeated_by(graph: StepGraph, layers: Sequence[Layer], activations: Sequence[Activations]) -> Mapping[OpId, int]:
+    """The layer for whose sake each repeated op runs: that of the next activation that is made again."""
+    layer_of_storage = {name: i for i, layer in enumerate(layers) for group in layer.groups for name in group.storages}
+    makes = {op.id: op.writes for op in graph.ops}
+    found: dict[OpId, int] = {}
+    waiting: list[OpId] = []
+    for repeat in repeats(graph, activations):
+        waiting.append(repeated_op(repeat.op))
+        owners = [layer_of_storage[name] for name in makes[repeat.op] if name in layer_of_storage]
+        if owners:
+            found.update(dict.fromkeys(waiting, owners[0]))
+            waiting.clear()
+    return found

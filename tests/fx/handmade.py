@@ -1,0 +1,219 @@
+"""Plans made by hand: parameters stay on the device, and each group of activations is treated as a test says."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from elixir_compile.analysis import Depth, Group, activation_groups, as_run, plan_timeline
+from elixir_compile.analysis.verify import verify
+from elixir_compile.ir import (
+    Action,
+    Activations,
+    Bucket,
+    BucketId,
+    Kind,
+    Op,
+    Phase,
+    Placement,
+    Plan,
+    Prediction,
+    Region,
+    RegionId,
+    Saving,
+    Schedule,
+    StepGraph,
+    Tier,
+    Verb,
+    fingerprint,
+)
+from elixir_compile.search import Problem
+
+Choice = Callable[[Group], Saving | None]
+"""What happens to a group; None leaves it out of the plan."""
+
+
+def keep(group: Group) -> Saving | None:
+    return None if group.is_input else Saving.KEEP
+
+
+def to_depth(depth: Depth) -> Choice:
+    """Recompute every layer to `depth`, from what it is handed where that must be saved for it."""
+
+    def choose(group: Group) -> Saving | None:
+        if group.is_input:
+            return Saving.KEEP if depth is Depth.FIXED else None
+        return Saving.RECOMPUTE if Depth.KEPT < group.depth <= depth else Saving.KEEP
+
+    return choose
+
+
+def offload(group: Group) -> Saving | None:
+    return None if group.is_input else Saving.OFFLOAD
+
+
+def from_host(group: Group) -> Saving | None:
+    """Recompute all that can be, and keep on the host what it is made from."""
+    return Saving.OFFLOAD if group.is_input or group.depth is Depth.KEPT else Saving.RECOMPUTE
+
+
+def mix(group: Group) -> Saving | None:
+    """One layer is offloaded, the next is recomputed without its attention, the next kept."""
+    if group.is_input:
+        return None
+    number = sum(map(int, filter(str.isdecimal, group.layer.split("."))), start=0) % 3
+    if number == 1:
+        return Saving.RECOMPUTE if Depth.KEPT < group.depth <= Depth.MATMUL else Saving.KEEP
+    return Saving.OFFLOAD if number == 0 else Saving.KEEP
+
+
+def activations(graph: StepGraph, choose: Choice) -> tuple[Activations, ...]:
+    """Return the groups of `graph` with what `choose` says of each."""
+    chosen = [(group, choose(group)) for group in activation_groups(graph)]
+    return tuple(
+        Activations(id=group.id, storages=group.storages, nbytes=group.nbytes, saving=saving)
+        for group, saving in chosen
+        if saving is not None
+    )
+
+
+def plan_by_hand(
+    graph: StepGraph, choose: Choice, *, num_regions: int = 3, cluster: str = "1 x cpu", waits_late: bool = False
+) -> Plan:
+    """Return a plan of `num_regions` regions each way; with `waits_late` the backward waits for what leaves."""
+    chosen = activations(graph, choose)
+    step = as_run(graph, chosen)
+    bucket = _bucket(graph)
+    regions = _regions(step, bucket, num_regions)
+    plan = Plan(
+        name="by-hand",
+        graph=fingerprint(graph),
+        cluster=cluster,
+        budget_bytes=1 << 40,
+        buckets=(bucket,),
+        placements=(Placement(bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True),),
+        activations=chosen,
+        regions=regions,
+        schedules=(Schedule(rank=0, actions=tuple(_actions(step, chosen, regions, bucket, waits_late))),),
+        decisions=(),
+        prediction=_prediction(step),
+    )
+    return _with_peak(graph, plan)
+
+
+def _with_peak(graph: StepGraph, plan: Plan) -> Plan:
+    timeline = plan_timeline(graph, plan)
+    prediction = replace(
+        plan.prediction,
+        device_peak_bytes=timeline.peak.nbytes,
+        device_peak_at=timeline.peak.op,
+        host_peak_bytes=timeline.host_bytes,
+    )
+    plan = replace(plan, prediction=prediction)
+    verify(graph, plan)
+    return plan
+
+
+def _prediction(step: StepGraph) -> Prediction:
+    return Prediction(
+        step_s=1.0, exposed_s=0.0, hidden_share=1.0, device_peak_bytes=0, device_peak_at=step.ops[0].id,
+        host_peak_bytes=0,
+    )  # fmt: skip
+
+
+def _bucket(graph: StepGraph) -> Bucket:
+    trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD}
+    params = [storage for storage in graph.storages if storage.kind is Kind.PARAM]
+    assert all(param.id in trained for param in params), "a plan by hand is for models without frozen parameters"
+    nbytes = sum(param.nbytes for param in params)
+    return Bucket(
+        id=BucketId("b0"), params=tuple(param.id for param in params), numel=nbytes // 4, nbytes=nbytes,
+        state_nbytes=2 * nbytes, dtype="float32", trainable=True, shard_numels=(nbytes // 4,),
+    )  # fmt: skip
+
+
+def _regions(step: StepGraph, bucket: Bucket, num_regions: int) -> tuple[Region, ...]:
+    found: list[Region] = []
+    for phase, prefix in ((Phase.FORWARD, "fwd"), (Phase.BACKWARD, "bwd")):
+        ops = [op for op in step.ops if op.phase is phase]
+        size = -(-len(ops) // num_regions)
+        for number, at in enumerate(range(0, len(ops), size)):
+            found.append(_region(f"{prefix}.{number}", phase, ops[at : at + size], bucket))
+    return tuple(found)
+
+
+def _region(name: str, phase: Phase, ops: Sequence[Op], bucket: Bucket) -> Region:
+    reads = {storage for op in ops for storage in op.reads}
+    buckets = () if reads.isdisjoint(bucket.params) else (bucket.id,)
+    return Region(id=RegionId(name), phase=phase, first=ops[0].id, last=ops[-1].id, buckets=buckets)
+
+
+def _actions(
+    step: StepGraph, chosen: Sequence[Activations], regions: Sequence[Region], bucket: Bucket, waits_late: bool
+) -> Iterator[Action]:
+    leaves, returns = _turns(step, chosen, regions)
+    last_forward = max(at for at, region in enumerate(regions) if region.phase is Phase.FORWARD)
+    waiting: list[str] = []
+    for at, region in enumerate(regions):
+        before = [Action(verb=Verb.PREFETCH, what=name) for name, turn in returns.items() if turn == at]
+        if before and waiting:
+            yield from (Action(verb=Verb.WAIT, what=name) for name in waiting)
+            waiting = []
+        yield from before
+        yield from (Action(verb=Verb.WAIT, what=action.what) for action in before)
+        yield Action(verb=Verb.RUN, what=region.id)
+        if not waits_late:
+            yield from (Action(verb=Verb.WAIT, what=name) for name in waiting)
+            waiting = []
+        left = [name for name, turn in leaves.items() if turn == at]
+        yield from (Action(verb=Verb.OFFLOAD, what=name) for name in left)
+        waiting += left
+        if at == last_forward and not waits_late:
+            yield from (Action(verb=Verb.WAIT, what=name) for name in waiting)
+            waiting = []
+    yield Action(verb=Verb.REDUCE, what=bucket.id)
+    yield Action(verb=Verb.UPDATE, what=bucket.id)
+
+
+def _turns(
+    step: StepGraph, chosen: Sequence[Activations], regions: Sequence[Region]
+) -> tuple[Mapping[str, int], Mapping[str, int]]:
+    """The region behind which each group leaves, and the one before which it must be there again."""
+    index = {op.id: at for at, op in enumerate(step.ops)}
+    leaves: dict[str, int] = {}
+    returns: dict[str, int] = {}
+    for group in chosen:
+        if group.saving is not Saving.OFFLOAD:
+            continue
+        names = set(group.storages)
+        for at, region in enumerate(regions):
+            ops = step.ops[index[region.first] : index[region.last] + 1]
+            touches = any(not names.isdisjoint((*op.reads, *op.writes)) for op in ops)
+            if touches and region.phase is Phase.FORWARD:
+                leaves[group.id] = at
+            elif touches:
+                returns.setdefault(group.id, at)
+    return leaves, {name: returns[name] for name in leaves if name in returns}
+
+
+@contextmanager
+def planned(monkeypatch: pytest.MonkeyPatch, choose: Choice, **options: Any) -> Iterator[list[Plan]]:
+    """Let every training graph be planned by hand inside; yields the plans that were made."""
+    made: list[Plan] = []
+
+    def plan_for(problem: Problem, _: object) -> Plan:
+        made.append(plan_by_hand(problem.graph, choose, cluster=problem.cluster.name, **options))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("elixir_compile.api.compilation.plan_for", plan_for)
+        yield made
+
+
+def layers_by_saving(plan: Plan) -> Mapping[Saving, list[str]]:
+    """Return the ids of the plan's groups by what happens to them."""
+    ordered = sorted(plan.activations, key=lambda group: (group.saving, group.id))
+    return {saving: [group.id for group in groups] for saving, groups in groupby(ordered, key=lambda g: g.saving)}

@@ -1,0 +1,187 @@
+"""The step with repeated ops: worked out by hand, and the same values by symbolic evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elixir_compile.analysis import as_run, repeats
+from elixir_compile.analysis.recompute import carried_out
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId, parse_graph
+from tests.pure.mixes import activations_of, group, layers_of, mixed_graphs
+from tests.pure.steps import GELU, LAYERS
+
+NAMES = [op.id for op in GELU.ops]
+
+
+def again(graph: StepGraph, *storages: str) -> tuple[Activations, ...]:
+    return (group(graph, "again", Saving.RECOMPUTE, *storages),)
+
+
+def test_one_value_is_made_again_right_before_its_reader() -> None:
+    """`bwd.mm_1` reads g first. `bwd.re_gelu` makes it from h, which is kept; g itself goes after the forward."""
+    assert [(repeat.op, repeat.before) for repeat in repeats(GELU, again(GELU, "g"))] == [("fwd.gelu", "bwd.mm_1")]
+    step = as_run(GELU, again(GELU, "g"))
+    assert [op.id for op in step.ops] == [*NAMES[:3], "bwd.re_gelu", *NAMES[3:]]
+    assert (step.ops[3].reads, step.ops[3].writes) == (("h",), ("bwd.re_g",))
+    assert step.ops[4].reads == ("bwd.re_g", "tangent")
+    kinds = {storage.id: storage.kind for storage in step.storages}
+    assert (kinds["g"], kinds["bwd.re_g"], kinds["h"]) == (Kind.TEMP, Kind.TEMP, Kind.SAVED)
+
+
+def test_what_it_needs_is_made_again_before_it_and_once() -> None:
+    """Both are dropped: `bwd.mm_1` needs g and so h, which `bwd.gelu_1` then finds."""
+    found = repeats(GELU, again(GELU, "g", "h"))
+    assert [(repeat.op, repeat.before) for repeat in found] == [("fwd.mm", "bwd.mm_1"), ("fwd.gelu", "bwd.mm_1")]
+    step = as_run(GELU, again(GELU, "g", "h"))
+    assert [op.id for op in step.ops] == [*NAMES[:3], "bwd.re_mm", "bwd.re_gelu", *NAMES[3:]]
+    assert [op.reads for op in step.ops if op.id in ("bwd.re_mm", "bwd.re_gelu", "bwd.gelu_1")] == [
+        ("x", "w0"),
+        ("bwd.re_h",),
+        ("bwd.re_h", "d"),
+    ]
+
+
+def test_what_is_stored_besides_is_read_where_it_is() -> None:
+    """`n0` is not saved. Once a plan keeps it, r0 is made from it, and `n0` is no longer a passing value."""
+    kept = group(LAYERS, "h.1.input", Saving.KEEP, "n0")
+    step = as_run(LAYERS, (kept, *again(LAYERS, "r0")))
+    assert next(storage.kind for storage in step.storages if storage.id == "n0") is Kind.SAVED
+    assert [op.id for op in step.ops if op.id.startswith("bwd.re_")] == ["bwd.re_add_0"]
+    without = [repeat.op for repeat in repeats(LAYERS, again(LAYERS, "r0"))]
+    assert without == ["fwd.norm_0", "fwd.add_0"]
+
+
+def test_nothing_dropped_changes_nothing() -> None:
+    kept = (group(GELU, "all", Saving.KEEP, "h", "g"),)
+    assert as_run(GELU, kept) == as_run(GELU) == as_run(as_run(GELU))
+
+
+def test_what_must_run_once_is_not_repeated() -> None:
+    with pytest.raises(InvalidPlan, match=r"m1 is to be made again, but fwd\.drop_1 must not run twice"):
+        as_run(LAYERS, again(LAYERS, "m1"))
+
+
+TWO = parse_graph("""
+graph two
+storages
+  x  input  float32  8
+  stats  buffer  float32  4
+  k  saved  float32  4
+  s  saved  float32  4
+  e  saved  float32  4
+  d  temp  float32  4
+  f  temp  float32  4
+outputs
+aliases
+ops
+  fwd.split  aten.split forward  reads x  writes k s
+  fwd.exp  aten.exp forward  reads k  writes e
+  bwd.mm  aten.mm backward  reads e  writes d
+  bwd.mm_1  aten.mm backward  reads k s d  writes f
+""")
+
+
+def test_tangents_arrive_with_the_first_op_that_runs() -> None:
+    """`bwd.mm` writes what a capture calls by its name, and before that the tangent, which autograd hands in first."""
+    own = {StorageId("d"): StorageId("bwd.mm")}
+    storages = tuple(replace(s, id=own.get(s.id, s.id)) for s in TWO.storages)
+    tangent = Storage(id=StorageId("tangent"), nbytes=4, kind=Kind.TEMP, dtype="float32")
+    first = replace(TWO.ops[2], reads=("e", tangent.id), writes=(tangent.id, "bwd.mm"))  # pyright: ignore
+    last = replace(TWO.ops[3], reads=("k", "s", "bwd.mm"))  # pyright: ignore
+    graph = replace(TWO, ops=(*TWO.ops[:2], first, last), storages=(*storages, tangent))
+    step = as_run(graph, again(graph, "e"))
+    assert [(op.id, op.writes) for op in step.ops[2:4]] == [
+        ("bwd.re_exp", ("tangent", "bwd.re_e")),
+        ("bwd.mm", ("bwd.mm",)),
+    ]
+
+
+def test_a_kept_value_is_read_before_another_result_of_its_op_is_made_again() -> None:
+    """`e` is made again from the kept `k`. Later `split` runs again for `s` and makes `k` too, too late for `e`."""
+    step = as_run(TWO, again(TWO, "s", "e"))
+    assert [(op.id, op.reads) for op in step.ops[2:]] == [
+        ("bwd.re_exp", ("k",)),
+        ("bwd.mm", ("bwd.re_e",)),
+        ("bwd.re_split", ("x",)),
+        ("bwd.mm_1", ("k", "bwd.re_s", "d")),
+    ]
+
+
+def test_what_was_overwritten_since_cannot_be_read_again() -> None:
+    """`exp` reads the buffer before `fwd.copy` updates it: a second run would read what the next step should."""
+    copy = replace(TWO.ops[0], id="fwd.copy", reads=("stats", "k"), writes=("stats",), once=True)  # pyright: ignore
+    exp = replace(TWO.ops[1], reads=("k", "stats"))  # pyright: ignore
+    graph = replace(TWO, ops=(TWO.ops[0], exp, copy, *TWO.ops[2:]))
+    with pytest.raises(InvalidPlan, match=r"stats is to be made again, but fwd\.copy must not run twice"):
+        as_run(graph, again(graph, "e"))
+    after = replace(graph, ops=(TWO.ops[0], copy, exp, *TWO.ops[2:]))
+    assert "bwd.re_exp" in [op.id for op in as_run(after, again(after, "e")).ops]
+
+
+def test_what_two_ops_write_is_not_made_again_by_the_first() -> None:
+    """`split` runs again for `k`. It writes `s` too, but `fwd.add` has changed that since."""
+    add = replace(TWO.ops[1], id="fwd.add", reads=("s",), writes=("s",), once=True)  # pyright: ignore
+    graph = replace(TWO, ops=(*TWO.ops[:2], add, *TWO.ops[2:]))
+    assert "bwd.re_split" in [op.id for op in as_run(graph, again(graph, "k")).ops]
+    with pytest.raises(InvalidPlan, match=r"s is to be made again, but no single op makes it"):
+        as_run(graph, again(graph, "k", "s"))
+
+
+def values(graph: StepGraph) -> dict[str, int]:
+    """What every storage holds in the end: each op is a pure hash of its target and of what it reads; an op that must
+    run once never gives the same twice."""
+    held: dict[str, int] = {storage.id: hash(storage.id) for storage in graph.storages}
+    for op in graph.ops:
+        if op.phase is Phase.UPDATE:
+            continue
+        made = hash((op.id if op.once else op.target, *(held[name] for name in op.reads)))
+        held |= {name: hash((made, place)) for place, name in enumerate(op.writes)}
+    return held
+
+
+@st.composite
+def saving_steps(draw: st.DrawFn) -> tuple[StepGraph, Sequence[Activations]]:
+    graph = draw(mixed_graphs())
+    return graph, draw(activations_of(graph) if draw(st.booleans()) else layers_of(graph))
+
+
+@given(saving_steps())
+def test_the_step_computes_what_it_did(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
+    """Outputs, gradients and all else that the backward writes, except what it overwrites of the forward."""
+    graph, activations = found
+    before, after = values(graph), values(carried_out(graph, activations))
+    kinds = {storage.id: storage.kind for storage in graph.storages}
+    made = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.writes}
+    dropped = {name for group in activations if group.saving is Saving.RECOMPUTE for name in group.storages}
+    checked = (made | set(graph.outputs)) - dropped
+    assert {name for name, kind in kinds.items() if kind is Kind.GRAD} <= checked
+    assert {name: before[name] for name in checked} == {name: after[name] for name in checked}
+
+
+@given(saving_steps())
+def test_the_backward_reads_nothing_that_was_dropped(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
+    graph, activations = found
+    step = as_run(graph, activations)
+    dropped = {name for group in activations if group.saving is Saving.RECOMPUTE for name in group.storages}
+    stored = {name for group in activations if group.saving is not Saving.RECOMPUTE for name in group.storages}
+    saved = {s.id for s in graph.storages if s.kind is Kind.SAVED}
+    made = {name for op in step.ops if op.phase is Phase.FORWARD for name in op.writes} - {"buffer"}
+    for op in step.ops:
+        if op.phase is Phase.BACKWARD:
+            assert dropped.isdisjoint((*op.reads, *op.writes))
+            # What the forward makes reaches the backward only where it is saved or stored.
+            assert made.intersection(op.reads) <= saved | stored
+
+
+@given(saving_steps())
+def test_the_ops_of_the_graph_stay_in_their_order(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
+    graph, activations = found
+    step = as_run(graph, activations)
+    names = {op.id for op in graph.ops}
+    assert [op.id for op in step.ops if op.id in names] == [op.id for op in graph.ops]
+    again = [op.id for op in step.ops if op.id not in names]
+    assert again == [f"bwd.re_{repeat.op.removeprefix('fwd.')}" for repeat in repeats(graph, activations)]

@@ -1,0 +1,121 @@
+"""The loss in chunks as a decision of the plan: taken where memory is short, never without need."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import elixir_compile as elixir
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.ir import Plan, parse_plan
+from elixir_compile.units import MIB
+
+NUM_TOKENS, NUM_CLASSES, WIDTH = 1024, 8192, 32
+LOGITS_BYTES = NUM_TOKENS * NUM_CLASSES * 4
+OPTIONS = {"inner": "aot_eager", "plan_cache": False, "report": False}
+
+
+class Head(nn.Module):
+    """A layer and the loss of its projection; the logits go nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.body(x).tanh()), labels)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(NUM_TOKENS, WIDTH), torch.randint(0, NUM_CLASSES, (NUM_TOKENS,))
+
+
+def trained(model: nn.Module, options: dict[str, object]) -> tuple[torch.Tensor, Plan]:
+    """Take two steps; return the loss of the second and the plan."""
+    compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **options})
+    x, labels = inputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = compiled(x, labels)
+        loss.backward()
+        optimizer.step()
+    return loss.detach(), elixir.compilations(model)[-1].plan
+
+
+def reference(model: nn.Module) -> torch.Tensor:
+    x, labels = inputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(x, labels)
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
+
+
+def test_a_loss_that_fits_stays_whole() -> None:
+    _, plan = trained(Head(), {})
+    assert plan.loss_chunks == 1
+    assert "loss" not in {decision.subject for decision in plan.decisions}
+
+
+def test_a_loss_that_does_not_fit_is_chunked_and_the_plan_says_so(tmp_path: Path) -> None:
+    model = Head()
+    twin, again = copy.deepcopy(model), copy.deepcopy(model)
+    budget = LOGITS_BYTES * 3 // 2
+    torch.manual_seed(1)
+    loss, plan = trained(model, {"device_memory": budget})
+    torch.manual_seed(1)
+    torch.testing.assert_close(loss, reference(twin), rtol=1e-5, atol=0)
+    assert plan.loss_chunks > 1
+    assert plan.prediction.device_peak_bytes <= budget
+    (decision,) = [decision for decision in plan.decisions if decision.subject == "loss"]
+    assert decision.choice.startswith(f"{plan.loss_chunks} chunks")
+    assert "32.0 MiB of logits" in decision.because
+    assert decision.rejected[0].startswith("whole: needs")
+    assert parse_plan(str(plan)) == plan
+
+    # A saved plan computes the loss as it did when it was made.
+    path = tmp_path / "plan.json"
+    elixir.save_plan(plan, path)
+    torch.manual_seed(1)
+    loss_again, loaded = trained(again, {"plan": str(path), "device_memory": budget})
+    assert loaded.loss_chunks == plan.loss_chunks
+    assert torch.equal(loss_again, loss)
+
+
+def test_planning_without_training_takes_the_same_decision() -> None:
+    options = {**OPTIONS, "device_memory": LOGITS_BYTES * 3 // 2}
+    plan = elixir.plan(Head(), inputs(), options=options)
+    assert plan.loss_chunks > 1
+    assert elixir.plan(Head(), inputs(), options=OPTIONS).loss_chunks == 1
+
+
+def test_nothing_is_computed_twice_where_the_user_forbids_it() -> None:
+    with pytest.raises(NoFeasiblePlan) as caught:
+        trained(Head(), {"device_memory": LOGITS_BYTES * 3 // 2, "activations": "keep"})
+    assert caught.value.needed_bytes > LOGITS_BYTES * 3 // 2
+
+
+def test_a_budget_below_that_of_the_chunked_loss_names_what_is_needed() -> None:
+    with pytest.raises(NoFeasiblePlan) as caught:
+        trained(Head(), {"device_memory": MIB})
+    needed = caught.value.needed_bytes
+    assert MIB < needed < LOGITS_BYTES
+    made = elixir.plan(Head(), inputs(), options={**OPTIONS, "device_memory": needed})
+    assert made.loss_chunks > 1
+    with pytest.raises(NoFeasiblePlan):
+        elixir.plan(Head(), inputs(), options={**OPTIONS, "device_memory": needed - 1})
