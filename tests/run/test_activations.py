@@ -59,8 +59,15 @@ def test_training_is_bitwise_the_same(name: str, waits_late: bool, monkeypatch: 
         assert (done[f"offload {group}"], done[f"prefetch {group}"]) == (num_steps, num_steps)
 
 
-@pytest.mark.parametrize("num_regions", [1, 3])
-@pytest.mark.parametrize("name", ["mix", "from_host"])
+@pytest.mark.parametrize(
+    ("name", "num_regions"),
+    [
+        ("mix", 1),
+        ("from_host", 3),
+        pytest.param("mix", 3, marks=pytest.mark.slow),
+        pytest.param("from_host", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_training_is_that_of_inductor(name: str, num_regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = seeded(Stack), vectors()
     expected = by_torch(model, backend="inductor").train(batches)
@@ -247,7 +254,7 @@ def test_recomputation_alone_works_under_saved_tensor_hooks(monkeypatch: pytest.
         assert_same(expected, by_elixir(model).train(batches, step))
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_batches_of_changing_size(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(Stack)
     batches = [batch for rows in (8, 6, 12) for batch in vectors(1, rows=rows)]

@@ -125,8 +125,9 @@ def solved_s(problem: Problem) -> float:
     return place_best(judge, first, [], timeout_s=60.0, tolerance=0.0).step_s
 
 
-def test_it_equals_brute_force_on_100_random_instances() -> None:
-    for seed, problem in instances(100):
+@pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_it_equals_brute_force_on_random_instances(count: int) -> None:
+    for seed, problem in instances(count):
         best = place_exhaustively(Judge(gather_facts(problem)))
         assert best is not None
         assert solved_s(problem) == pytest.approx(best.step_s, rel=1e-9), f"seed {seed}"
