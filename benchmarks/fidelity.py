@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import quiet  # noqa: F401  before torch
 import torch
 from machine import save
-from worker import Worker
+from worker import Worker, in_turn
 
 from elixir_compile.api.machines import store_machine
 from elixir_compile.measure.machine import measure_machine
@@ -67,20 +67,17 @@ def against_rules(model: str, budget_bytes: int, chosen: Worker) -> dict[str, ob
                 continue
             known[does] = rule
             rivals[rule] = Worker(model, rule, budget_bytes)
-        return {**found, **in_turn(chosen, rivals)}
+        return {**found, **ratios_of(chosen, rivals)}
     finally:
         for worker in rivals.values():
             worker.stop()
 
 
-def in_turn(chosen: Worker, rivals: dict[str, Worker]) -> dict[str, object]:
-    """Let all take a step in turn, forward and then backward through the list; return, by rule, the median over the
-    rounds of the chosen plan's step over the rule's."""
-    runners = {"milp": chosen, **rivals}
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for index in range(NUM_ROUNDS if rivals else 0):
-        for name in list(runners) if index % 2 == 0 else reversed(runners):
-            seconds[name] += runners[name].steps(1)["wall_s"]
+def ratios_of(chosen: Worker, rivals: dict[str, Worker]) -> dict[str, object]:
+    """Let all take steps in turn; return, by rule, the median over the rounds of the chosen plan's step over the
+    rule's."""
+    taken = in_turn({"milp": chosen, **rivals}, NUM_ROUNDS if rivals else 0)
+    seconds = {name: clocks["wall_s"] for name, clocks in taken.items()}
     ratios = {
         rule: [ours / theirs for ours, theirs in zip(seconds["milp"], seconds[rule], strict=True)] for rule in rivals
     }

@@ -2,6 +2,7 @@
 
     worker = Worker("llama", "elixir", budget_bytes)     starts it; `first` is what its plan says and what it took
     worker.steps(1)                                      its next step, in seconds
+    in_turn({"milp": worker, "elixir": other}, 5)        five steps of each, in turn
 
 Answers are lines of JSON.
 """
@@ -12,7 +13,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import quiet  # noqa: F401  before torch
 import torch
@@ -42,10 +43,13 @@ def build(name: str) -> torch.nn.Module:
     return LlamaForCausalLM(config).train()
 
 
-def stepper(compiled: Callable, model: torch.nn.Module) -> Callable[[], None]:
+def tokens_for(model: torch.nn.Module, batch: int = BATCH, length: int = LENGTH) -> torch.Tensor:
+    """Return random tokens from seed 0."""
+    return torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def stepper(compiled: Callable, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Callable[[], None]:
     """Return a function that takes one training step."""
-    optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
-    tokens = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
         compiled(input_ids=tokens, labels=tokens).loss.backward()
@@ -107,7 +111,7 @@ def work(name: str, planner: str, budget_bytes: int | None) -> None:
     }  # fmt: skip
     model = elixir.prepare(build(name))
     compiled = torch.compile(model, backend="elixir", options=options)
-    step = stepper(compiled, model)
+    step = stepper(compiled, elixir.HybridAdamW(model.parameters(), lr=3e-4), tokens_for(model))
     try:
         step()
     except elixir.NoFeasiblePlan as error:
@@ -134,9 +138,11 @@ def work(name: str, planner: str, budget_bytes: int | None) -> None:
 class Worker:
     """A process that trains under one plan."""
 
-    def __init__(self, model: str, planner: str, budget_bytes: int | None) -> None:
+    def __init__(self, *arguments: str | int | None, script: str = __file__, limit_s: float = LIMIT_S) -> None:
+        """`arguments` are those of `script`: by default a model, a planner and a budget in bytes."""
+        self._limit_s = limit_s
         self._process = subprocess.Popen(
-            [sys.executable, __file__, model, planner, str(budget_bytes or 0)],
+            [sys.executable, script, *(str(argument or 0) for argument in arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         self.first = self._answer()
@@ -152,7 +158,7 @@ class Worker:
         self._process.wait()
 
     def _answer(self) -> dict:
-        deadline_s = time.monotonic() + LIMIT_S
+        deadline_s = time.monotonic() + self._limit_s
         while select.select([self._process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
             line = self._process.stdout.readline()
             if line.startswith(b"{"):
@@ -160,7 +166,17 @@ class Worker:
             if not line:
                 raise RuntimeError(f"a worker ended with exit code {self._process.wait()}")
         self.stop()
-        raise TimeoutError(f"a worker did not answer within {LIMIT_S:.0f} s")
+        raise TimeoutError(f"a worker did not answer within {self._limit_s:.0f} s")
+
+
+def in_turn(workers: Mapping[str, Worker], num_rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Let all take a step in turn, forward and then backward through the list; return, by name, their seconds."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {"wall_s": [], "own_s": []} for name in workers}
+    for index in range(num_rounds):
+        for name in list(workers) if index % 2 == 0 else reversed(workers):
+            for clock, values in workers[name].steps(1).items():
+                seconds[name][clock] += values
+    return seconds
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def _compile_gathers(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor
 ) -> Callable[..., Any]:
     """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
-    chunks = chunks_of(gm, options) if torch.is_grad_enabled() else None
+    chunks = chunks_of(gm, options)
     if options.plan is not None:
         num_chunks = load_plan(options.plan).loss_chunks
         if chunks is not None and num_chunks > 1:
@@ -91,7 +91,9 @@ def _compile_gathers(
     if chunks is None:
         return _compile_as(gm, inputs, options, executor)
     try:
-        return _compile_as(compat.copy_of(gm), inputs, options, executor, _unpressed)
+        # Without a backward a loss in chunks saves no time, only what does not fit.
+        review = _unpressed if torch.is_grad_enabled() else None
+        return _compile_as(compat.copy_of(gm), inputs, options, executor, review)
     except NoFeasiblePlan as error:
         whole: Whole = error
     except Pressed as pressed:

@@ -12,6 +12,7 @@ from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, plan_timeline
 from elixir_compile.api.cache import plan_for
 from elixir_compile.api.correction import Correction, correct
+from elixir_compile.api.loss import as_decided
 from elixir_compile.api.planning import graph_of, may_move_back, problem_of
 from elixir_compile.api.profile import Profiler, RegionProfile
 from elixir_compile.api.programs import Programs, is_one_region_each, ticket_position
@@ -62,7 +63,7 @@ class Compilation:
         self._regions = regions
         self._options = options
         self._review = review
-        self._loss_chunks = 1
+        self._reviewed: Plan | None = None
         self._captured: Captured | None = None
         self._progress = Progress(is_on=options.report)
         self._watch = Watch(executor, is_on=options.report or options.replan, records=self._may_replan())
@@ -142,7 +143,7 @@ class Compilation:
         self._replan()
         if self._review is not None:
             self.plan = self._review(self.plan)
-            self._loss_chunks = self.plan.loss_chunks
+            self._reviewed = self.plan
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
@@ -171,7 +172,7 @@ class Compilation:
 
     def _searched(self, problem: Problem, options: Options) -> Plan:
         found = plan_for(problem, options)
-        return found if self._loss_chunks == 1 else replace(found, loss_chunks=self._loss_chunks)
+        return found if self._reviewed is None else as_decided(found, self._reviewed)
 
     def _plan_in_force(self) -> Plan | None:
         """Return the plan in force of an earlier capture of the same step: the first call of a plain model made it."""

@@ -21,6 +21,8 @@ _LEAST_BYTES = 16 * MIB
 _CHUNK_BYTES = 64 * MIB
 """Logits of one chunk: a matrix product of so many results is as fast as a larger one."""
 _MIN_CHUNKS, _MAX_CHUNKS = 8, 64
+LOSS = "loss"
+"""What the decision about chunks is about."""
 _GAIN = 0.01
 """A chunked loss has to make the step shorter by this share."""
 Whole = Plan | NoFeasiblePlan
@@ -79,12 +81,19 @@ def better(chunks: Chunks, chunked: Plan, whole: Whole) -> Plan | None:
         if saved_s <= _GAIN * whole.prediction.step_s:
             return None
         other = f"whole: {format_s(saved_s)} longer"
-    num_tokens = -(-chunks.region.num_tokens // chunks.num_chunks)
     at = f" at {chunks.region.source}" if chunks.region.source else ""
     decision = Decision(
-        subject="loss",
-        choice=f"{chunks.num_chunks} chunks of {num_tokens} tokens",
+        subject=LOSS,
+        choice=f"{chunks.num_chunks} chunks over tokens",
         because=f"the {format_bytes(chunks.region.logits_bytes)} of logits{at} never exist whole",
         rejected=(other,),
     )
     return replace(chunked, decisions=(*chunked.decisions, decision), loss_chunks=chunks.num_chunks)
+
+
+def as_decided(plan: Plan, before: Plan) -> Plan:
+    """Return `plan`, a later one of the same graph, with what the first plan `before` decided about the loss."""
+    if before.loss_chunks == 1 or plan.loss_chunks > 1:
+        return plan
+    decided = tuple(decision for decision in before.decisions if decision.subject == LOSS)
+    return replace(plan, decisions=(*plan.decisions, *decided), loss_chunks=before.loss_chunks)

@@ -32,6 +32,10 @@ _WRITES_INTO_FIRST = {
 }
 
 
+_PURE = ("aten", "prims")
+"""Libraries whose ops say by tags and schema what they draw and write; whose own ops do is not known."""
+
+
 def kernel_of(node: fx.Node) -> Kernel:
     """Return what Inductor can fuse of `node`."""
     tags = getattr(node.target, "tags", ())
@@ -49,6 +53,8 @@ def runs_once(node: fx.Node) -> bool:
     """
     if not isinstance(node.target, torch._ops.OpOverload):  # the type of every ATen op has no public name
         return not is_number(node)
+    if node.target.namespace not in _PURE:
+        return True
     schema = node.target._schema  # pyright: ignore
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags and _dropout_p(node) != 0.0
     is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE

@@ -240,10 +240,29 @@ def _is_undisturbed(found: _Found) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    is_in_place = node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__")
+    """Whether `node` may write what it is given: `x.relu_()`, `torch.relu_(x)`, `relu(x, inplace=True)`, `out=`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    schema = getattr(node.target, "_schema", None)
+    is_mutable = schema is not None and schema.is_mutable
     return (
-        is_in_place or node.target in _WRITES or node.kwargs.get("out") is not None or node.kwargs.get("inplace", False)
+        is_in_place
+        or is_mutable
+        or node.target in _WRITES
+        or node.kwargs.get("out") is not None
+        or _is_told_to_write(node)
     )
+
+
+def _is_told_to_write(node: fx.Node) -> bool:
+    """Whether an argument `inplace` of `node`, by name or by position, is true."""
+    if node.op != "call_function" or node.kwargs.get("inplace", False):
+        return bool(node.kwargs.get("inplace", False))
+    try:
+        names = list(inspect.signature(node.target).parameters)
+    except (TypeError, ValueError):  # a builtin; those of torch that write end in `_`
+        return False
+    return "inplace" in names[: len(node.args)] and bool(node.args[names.index("inplace")])
 
 
 def _tokens_of_hidden(graph: fx.Graph, found: _Found) -> fx.Node:

@@ -123,6 +123,18 @@ def overwritten(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> obj
     return functional.cross_entropy(logits.view(-1, CLASSES), flat(labels))
 
 
+def overwritten_by_a_function(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> object:
+    logits = model.head(hidden)
+    torch.relu_(hidden)
+    return functional.cross_entropy(logits.view(-1, CLASSES), flat(labels))
+
+
+def overwritten_by_position(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> object:
+    logits = model.head(hidden)
+    functional.relu(hidden, True)
+    return functional.cross_entropy(logits.view(-1, CLASSES), flat(labels))
+
+
 def no_projection(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> object:
     return functional.cross_entropy(hidden.view(-1, hidden.shape[-1]), flat(labels) % hidden.shape[-1])
 
@@ -143,6 +155,8 @@ def no_projection(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> o
         downcast,
         without_gradient,
         overwritten,
+        overwritten_by_a_function,
+        overwritten_by_position,
         no_projection,
     ],
 )

@@ -83,10 +83,16 @@ def test_a_loss_that_does_not_fit_is_chunked_and_the_plan_says_so(tmp_path: Path
     assert plan.loss_chunks > 1
     assert plan.prediction.device_peak_bytes <= budget
     (decision,) = [decision for decision in plan.decisions if decision.subject == "loss"]
-    assert decision.choice.startswith(f"{plan.loss_chunks} chunks")
+    assert decision.choice == f"{plan.loss_chunks} chunks over tokens"
     assert "32.0 MiB of logits" in decision.because
     assert decision.rejected[0].startswith("whole: needs")
     assert parse_plan(str(plan)) == plan
+
+    # What is trained under a budget can be evaluated under it.
+    with torch.no_grad():
+        x, labels = inputs()
+        evaluated = torch.compile(model, backend="elixir", options={**OPTIONS, "device_memory": budget})(x, labels)
+        torch.testing.assert_close(evaluated, functional.cross_entropy(model.head(model.body(x).tanh()), labels))
 
     # A saved plan computes the loss as it did when it was made.
     path = tmp_path / "plan.json"

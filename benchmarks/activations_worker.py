@@ -1,0 +1,235 @@
+"""One process that trains GPT-2 under one choice for its activations, ours or torch's own, and says what that took.
+
+    Worker(case_json, script=activations_worker.__file__)      `first` is what the plan says, the peak, the gradients
+
+Gradients are compared with those of the same weights through torch's own backend, in the same process.
+"""
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import quiet  # noqa: F401  before torch
+import torch
+import torch._functorch.config  # the only place where torch keeps its own budget for activations
+from worker import build, plan_figures, stepper, timed, tokens_for
+
+import elixir_compile as elixir
+from elixir_compile.analysis.activations import activation_groups
+from elixir_compile.api import cache, compilation
+from elixir_compile.ir import Plan, Saving, StepGraph, Tier
+
+BATCH, LENGTH = 4, 512
+QUICK_LAYERS, QUICK_LENGTH = 2, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Who trains what under which budget."""
+
+    model: str = "gpt2"
+    """`gpt2`, or `logits`: two narrow layers under a vocabulary of 131072. The caller gets the loss only."""
+    by: str = "elixir"
+    """`elixir`, `inductor` for torch's own, or `floor` to ask which budget is the smallest that would do."""
+    inner: str = "inductor"
+    activations: str = "any"
+    budget_bytes: int | None = None
+    torch_share: float = 1.0
+    """`activation_memory_budget` of torch."""
+    compares: bool = False
+    """Whether gradients are compared."""
+    quick: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What `OnlyLoss` returns: no logits, so that they need not exist whole."""
+
+    loss: torch.Tensor
+
+
+class OnlyLoss(torch.nn.Module):
+    """A model of Hugging Face whose caller gets the loss and not the logits."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
+        return Output(self.model(input_ids=input_ids, labels=labels).loss)
+
+
+def model_of(case: Case) -> torch.nn.Module:
+    """Return the model of `case`, with random weights from seed 0."""
+    if case.model == "logits":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=131072, n_embd=256, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return OnlyLoss(GPT2LMHeadModel(config).train())
+    model = build("gpt2")
+    if case.quick:
+        model.transformer.h = model.transformer.h[:QUICK_LAYERS]
+        model.config.n_layer = QUICK_LAYERS
+    return OnlyLoss(model)
+
+
+def gradients_of(compiled: Callable, model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the loss and the gradients of one step, which leaves none behind."""
+    loss = compiled(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    found = {"loss": loss.detach().clone()}
+    found |= {name: param.grad.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = None
+    return found
+
+
+def difference(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """Return the loss and the gradients' largest difference, relative to the largest element of its tensor."""
+    if list(got) != list(expected):
+        raise ValueError("two runs gave gradients of different parameters")
+    off = {name: float((got[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
+    loss_off = off.pop("loss")
+    worst = max(off, key=off.__getitem__)
+    is_bitwise = all(torch.equal(got[name], value) for name, value in expected.items())
+    return {"loss_off": loss_off, "gradient_off": off[worst], "gradient_off_at": worst, "is_bitwise": is_bitwise}
+
+
+@contextmanager
+def searches() -> Iterator[list[float]]:
+    """Time every search of a compilation: the step as it is, and with its loss in chunks."""
+    seconds: list[float] = []
+
+    def plan_for(*args: object) -> Plan:
+        began_s = time.perf_counter()
+        try:
+            return cache.plan_for(*args)
+        finally:
+            seconds.append(time.perf_counter() - began_s)
+
+    with mock.patch.object(compilation, "plan_for", plan_for):
+        yield seconds
+
+
+def treated(graph: StepGraph, plan: Plan) -> dict[str, int]:
+    """Return how many bytes of activations the plan keeps, recomputes and offloads."""
+    chosen = {group.id: group.saving for group in plan.activations}
+    found = {saving.value: 0 for saving in Saving}
+    for group in activation_groups(graph):
+        if group.id in chosen or not group.is_input:
+            found[chosen.get(group.id, Saving.KEEP).value] += group.nbytes
+    return found
+
+
+def choices(graph: StepGraph, plan: Plan) -> dict[str, object]:
+    """Return what a plan predicts and what it does with activations and parameters."""
+    homes = list(zip(plan.buckets, plan.placements, strict=True))
+    return {
+        **plan_figures(plan),
+        "gap": plan.gap,
+        "activations_bytes": treated(graph, plan),
+        "params_on_host_bytes": sum(bucket.nbytes for bucket, home in homes if home.param is not Tier.DEVICE),
+        "state_on_host_bytes": sum(bucket.state_nbytes for bucket, home in homes if home.optim is not Tier.DEVICE),
+        "num_regions": len(plan.regions),
+        "loss_chunks": plan.loss_chunks,
+    }
+
+
+def options_of(case: Case, budget_bytes: int | None) -> dict[str, object]:
+    """Return the options of `case`, under a budget."""
+    return {
+        "device_memory": budget_bytes, "activations": case.activations, "inner": case.inner, "profile_regions": True,
+        "plan_cache": False, "replan": False, "report": False,
+    }  # fmt: skip
+
+
+def train(case: Case, model: torch.nn.Module, tokens: torch.Tensor) -> tuple[dict[str, object], Callable[[], None]]:
+    """Compile, take a step and measure another; return what that took, and the step."""
+    if case.by == "inductor":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        compiled = torch.compile(model, backend="inductor")
+    else:
+        model = elixir.prepare(model)
+        optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
+        compiled = torch.compile(model, backend="elixir", options=options_of(case, case.budget_bytes))
+    step = stepper(compiled, optimizer, tokens)
+    with searches() as search_s:
+        step()
+    gc.collect()
+    record = elixir.measure_step(step)
+    figures = {"peak_bytes": record.device_peak_bytes, "host_peak_bytes": record.host_peak_bytes, "search_s": search_s}
+    if case.by == "elixir":
+        made = elixir.compilations(compiled)[-1]
+        figures["plan"] = choices(made.graph, made.plan)
+    if case.compares:  # after the measurement, which counts all that the process holds
+        reference = model_of(case)
+        reference.load_state_dict(model.state_dict())
+        expected = gradients_of(torch.compile(reference, backend=case.inner), reference, tokens)
+        figures["off"] = difference(gradients_of(compiled, model, tokens), expected)
+        del reference, expected
+        gc.collect()
+    return figures, step
+
+
+def needed_bytes(plans: Callable[[int], object], budget_bytes: int) -> int | None:
+    """Return the budget that the error names where `plans` refuses `budget_bytes`; None where it plans."""
+    try:
+        plans(budget_bytes)
+    except elixir.NoFeasiblePlan as error:
+        return error.needed_bytes
+    return None
+
+
+def floor(case: Case, model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, object]:
+    """Return the smallest budget that would do, and what a byte less gives, by both ways to a plan."""
+
+    def planned(budget_bytes: int) -> object:
+        inputs = {"input_ids": tokens, "labels": tokens}
+        return elixir.plan(model, inputs, options=options_of(case, budget_bytes))
+
+    def compiled(budget_bytes: int) -> object:
+        torch.compiler.reset()
+        run = torch.compile(elixir.prepare(model), backend="elixir", options=options_of(case, budget_bytes))
+        return run(input_ids=tokens, labels=tokens).loss
+
+    found: dict[str, object] = {}
+    for name, plans in (("plan", planned), ("compile", compiled)):
+        least_bytes = needed_bytes(plans, 1)
+        assert least_bytes is not None
+        found[name] = {
+            "needed_bytes": least_bytes,
+            "one_byte_less_needs": needed_bytes(plans, least_bytes - 1),
+            "is_planned": needed_bytes(plans, least_bytes) is None,
+        }
+    return found
+
+
+def work(case: Case) -> None:
+    """Answer what the first steps took, then take as many as each line asks for."""
+    torch._functorch.config.activation_memory_budget = case.torch_share
+    model = model_of(case)
+    tokens = tokens_for(model, BATCH, QUICK_LENGTH if case.quick else LENGTH)
+    if case.by == "floor":
+        print(json.dumps(floor(case, model, tokens)), flush=True)
+        return
+    try:
+        figures, step = train(case, model, tokens)
+    except elixir.NoFeasiblePlan as error:
+        print(json.dumps({"shortfall": str(error), "needed_bytes": error.needed_bytes}), flush=True)
+        return
+    print(json.dumps({**figures, "num_threads": torch.get_num_threads()}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(timed(step, int(line))), flush=True)
+
+
+if __name__ == "__main__":
+    work(Case(**json.loads(sys.argv[1])))
