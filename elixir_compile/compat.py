@@ -243,16 +243,18 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
-def report_output_strides(strides: Sequence[Strides]) -> None:
-    """Tell AOTAutograd the strides of the forward's outputs, by which it compiles the backward.
+def report_forward(strides: Sequence[Strides]) -> None:
+    """Tell AOTAutograd that the backward donates no buffer, and the strides of the forward's outputs, if they changed.
 
-    `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: the backward asserts on strides that Inductor changed.
+    `TracingContext.output_strides`, `.fw_metadata.bw_donated_idxs` (None would be some), torch 2.11 to 2.13. Gone: the
+    backward asserts on strides that Inductor changed, or on `retain_graph=True`.
     """
     from torch._guards import TracingContext
 
-    context = TracingContext.try_get()
-    if context is not None and context.output_strides is not None:
-        context.output_strides.extend(strides)
+    if (context := TracingContext.try_get()) is not None:
+        if context.output_strides is not None:
+            context.output_strides.extend(strides)
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def fake_mode_of(values: Iterable[object]) -> Any:
@@ -294,13 +296,11 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of `gm`, a graph of Dynamo, that reads the same constants and can be edited and compiled.
 
-    `node._dynamo_source`, by which AOTAutograd names inputs and which a copy of a graph lacks, torch 2.11 to 2.13.
-    Gone: AOTAutograd does not ask for it.
+    `node._dynamo_source`, which a copy of a graph lacks, torch 2.11 to 2.13. Gone: AOTAutograd does not ask for it.
     """
     copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     copied.meta = dict(gm.meta)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for node, twin in zip(placeholders, copied.graph.find_nodes(op="placeholder"), strict=True):
+    for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
     return copied

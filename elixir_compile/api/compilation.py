@@ -211,8 +211,8 @@ class Compilation:
             self._regions,
             may_choose_strides=bool(self._chose_strides),
         )
-        if is_first and programs.chooses_strides:
-            compat.report_output_strides(programs.output_strides)
+        if is_first and not self.is_inference:
+            compat.report_forward(programs.output_strides if programs.chooses_strides else ())
         self._take(programs)
 
     def _take(self, programs: Programs) -> None:

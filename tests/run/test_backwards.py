@@ -324,3 +324,20 @@ def test_gradients_of_inputs_are_those_of_torch() -> None:
         nn.functional.mse_loss(loss_of(run.compiled, x), torch.ones(())).backward()
         grads.append(x.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_graph_is_retained_after_one_that_was_not(inner: str) -> None:
+    """The first backward decides how AOTAutograd compiles it, not what later ones may do."""
+    model = Stack()
+    compiled = torch.compile(model, backend="elixir", options={"inner": inner, "plan_cache": False, "report": False})
+    (batch,) = vectors()[:1]
+    for retains in (False, True, False, True):
+        model.zero_grad()
+        loss = loss_of(compiled, batch)
+        loss.backward(retain_graph=retains)
+        once = [param.grad.clone() for param in model.parameters()]
+        if retains:
+            loss.backward()
+            for param, grad in zip(model.parameters(), once, strict=True):
+                torch.testing.assert_close(param.grad, 2 * grad)
