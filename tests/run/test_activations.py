@@ -86,7 +86,7 @@ class Dropping(Stack):
         return self.head(x)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dropout_repeats_the_same_mask(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask is kept where it comes from the generator, and drawn again from its seed where it comes from one."""
     model, batches = seeded(Dropping), vectors()

@@ -326,7 +326,7 @@ def test_gradients_of_inputs_are_those_of_torch() -> None:
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_graph_is_retained_after_one_that_was_not(inner: str) -> None:
     """The first backward decides how AOTAutograd compiles it, not what later ones may do."""
     model = Stack()

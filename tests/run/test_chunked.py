@@ -82,7 +82,7 @@ def test_sixteen_bit_models_round_as_the_whole_loss_does(loss: Loss) -> None:
         assert off_by(chunked[:1], whole[:1]) < FP32
 
 
-@pytest.mark.parametrize("loss", [plain, by_module])
+@pytest.mark.parametrize("loss", [plain, pytest.param(by_module, marks=pytest.mark.slow)])
 def test_inductor_gives_the_same(loss: Loss) -> None:
     whole, chunked = compiled_steps(Model(loss), *inputs(), inner="inductor")
     assert off_by(chunked, whole) < FP32

@@ -73,7 +73,7 @@ def train(inner: str, budget_bytes: int | None) -> Seen:
     return Seen((plan, compilation.plan), (graph, compilation.graph), large, losses[-1])
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_larger_step_is_planned_before_it_runs(inner: str) -> None:
     free = measured(inner)
     budget_bytes = int(0.58 * free.large.device_peak_bytes)

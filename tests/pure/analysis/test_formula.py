@@ -133,6 +133,6 @@ def test_a_large_step_has_its_formula_quickly() -> None:
     params = [storage for storage in graph.storages if storage.kind is Kind.PARAM]
     buckets = [bucket_of(graph, f"b{n}", params[n : n + 4]) for n in range(0, 1250, 4)]
     plan = make_plan(graph, buckets, ["host"] * len(buckets))
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     assert peak_formula(graph, plan)
-    assert time.perf_counter() - start_s < 1.0
+    assert time.process_time() - start_s < 1.0

@@ -167,6 +167,6 @@ def test_a_large_step_is_counted_quickly() -> None:
     params = [storage for storage in graph.storages if storage.kind is Kind.PARAM]
     buckets = [bucket_of(graph, f"b{n}", params[n : n + 4]) for n in range(0, 1250, 4)]
     plan = make_plan(graph, buckets, ["host"] * len(buckets))
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     plan_timeline(graph, plan)
-    assert time.perf_counter() - start_s < 0.5
+    assert time.process_time() - start_s < 0.5
