@@ -5,7 +5,14 @@ from elixir_compile.analysis.formula import peak_formula, plan_at
 from elixir_compile.analysis.fusion import fused
 from elixir_compile.analysis.liveness import Life, Liveness, liveness
 from elixir_compile.analysis.recompute import Repeat, as_run, repeats
-from elixir_compile.analysis.timeline import MemoryTimeline, Peak, host_bytes, keep_everything_timeline, plan_timeline
+from elixir_compile.analysis.timeline import (
+    MemoryTimeline,
+    Peak,
+    host_bytes,
+    keep_everything_timeline,
+    plan_timeline,
+    with_peaks,
+)
 from elixir_compile.analysis.verify import verify
 from elixir_compile.analysis.windows import Window, use_windows
 
@@ -30,4 +37,5 @@ __all__ = [
     "repeats",
     "use_windows",
     "verify",
+    "with_peaks",
 ]

@@ -17,11 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from elixir_compile.analysis.recompute import makers, saved_storages, stale_reads
-from elixir_compile.ir import GroupId, Kind, Op, Phase, StepGraph, StorageId
+from elixir_compile.analysis.recompute import given_storages, makers, saved_storages, stale_reads
+from elixir_compile.ir import GroupId, Op, Phase, StepGraph, StorageId
 from elixir_compile.ir.layers import is_numbered, layer_of
-
-_GIVEN = (Kind.PARAM, Kind.INPUT, Kind.BUFFER)
 
 
 class Depth(IntEnum):
@@ -68,7 +66,7 @@ def activation_groups(graph: StepGraph) -> tuple[Group, ...]:
             classes[layer, Depth.KEPT, True] = inputs
     order = {op.id: i for i, op in enumerate(graph.ops)}
     groups = [scan.group(*key, storages) for key, storages in classes.items() if storages]
-    first = {group.id: min(order[op.id] for s in group.storages if (op := scan.maker(s))) for group in groups}
+    first = {group.id: min(order[scan.maker(name).id] for name in group.storages) for group in groups}
     return tuple(sorted(groups, key=lambda group: (first[group.id], group.id)))
 
 
@@ -86,7 +84,7 @@ class _Scan:
         }
         self._stale = stale_reads(graph)
         self._first_maker = {name: op for op in reversed(graph.ops) for name in op.writes}
-        self._given = {storage.id for storage in graph.storages if storage.kind in _GIVEN}
+        self._given = given_storages(graph)
         self._nbytes = {storage.id: storage.nbytes for storage in graph.storages}
         self._from_inputs = self._made_from_inputs(graph)
         self._readers: Mapping[StorageId, Op] = {

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.timeline import device_stays, plan_timeline
+from elixir_compile.analysis.timeline import device_stays, plan_timeline, with_peaks
 from elixir_compile.ir import Plan, StepGraph, sizes
 
 
@@ -58,15 +58,8 @@ def plan_at(graph: StepGraph, plan: Plan) -> Plan:
         return plan
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
     groups = (replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in plan.activations)
-    plan = replace(plan, activations=tuple(groups))
-    timeline = plan_timeline(graph, plan)
-    prediction = replace(
-        plan.prediction,
-        device_peak_bytes=timeline.peak.nbytes,
-        device_peak_at=timeline.peak.op,
-        host_peak_bytes=timeline.host_bytes,
-    )
-    return replace(plan, prediction=prediction, formula=peak_formula(graph, plan), symbols=graph.symbols)
+    plan = with_peaks(graph, replace(plan, activations=tuple(groups)))
+    return replace(plan, formula=peak_formula(graph, plan), symbols=graph.symbols)
 
 
 def _undominated(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -128,9 +128,8 @@ _FILL = {
     (S.EMPTY, E.COMPLETE): S.FULL,
     (S.FILLING, E.RUN): S.FILLING,
     (S.FILLING, E.COMPLETE): S.FULL,
-    (S.FULL, E.RUN): S.FULL,
-    (S.FULL, E.REDUCE): S.REDUCED,
 }
+_GRAD_FILL = _FILL | {(S.FULL, E.RUN): S.FULL}
 _EARLY = (S.EMPTY, S.FILLING, S.FULL)
 _GRAD_FAULTS = {
     (S.EMPTY, E.REDUCE): "The gradient of {bucket} is reduced before it is complete.",
@@ -157,8 +156,9 @@ _NEVER_UPDATED = "{bucket} is never updated."
 
 HOST_GRAD = Lifecycle(
     start=S.EMPTY,
-    moves=_FILL
+    moves=_GRAD_FILL
     | {
+        (S.FULL, E.REDUCE): S.REDUCED,
         (S.REDUCED, E.OFFLOAD): S.LEAVING,
         (S.LEAVING, E.WAIT): S.ON_HOST,
         (S.ON_HOST, E.UPDATE): S.UPDATED,
@@ -174,7 +174,7 @@ HOST_GRAD = Lifecycle(
 )
 DEVICE_GRAD = Lifecycle(
     start=S.EMPTY,
-    moves=_FILL | {(S.REDUCED, E.UPDATE): S.UPDATED},
+    moves=_GRAD_FILL | {(S.FULL, E.REDUCE): S.REDUCED, (S.REDUCED, E.UPDATE): S.UPDATED},
     faults={key: sentence for key, sentence in _GRAD_FAULTS.items() if key[1] is not E.OFFLOAD},
     always=_GRAD_ALWAYS
     | {E.OFFLOAD: "The gradient of {bucket} is offloaded, but it stays on the device, where its parameters live."},
@@ -182,7 +182,7 @@ DEVICE_GRAD = Lifecycle(
 )
 SHARDED_GRAD = Lifecycle(
     start=S.EMPTY,
-    moves={key: state for key, state in _FILL.items() if key[1] is not E.REDUCE}
+    moves=_GRAD_FILL
     | {
         (S.FULL, E.REDUCE): S.REDUCING,
         (S.REDUCING, E.WAIT): S.REDUCED,
@@ -235,11 +235,8 @@ _ACTIVATION_FAULTS = {
 }
 OFFLOADED_ACTIVATIONS = Lifecycle(
     start=S.EMPTY,
-    moves={
-        (S.EMPTY, E.RUN): S.FILLING,
-        (S.EMPTY, E.COMPLETE): S.FULL,
-        (S.FILLING, E.RUN): S.FILLING,
-        (S.FILLING, E.COMPLETE): S.FULL,
+    moves=_FILL
+    | {
         (S.FULL, E.OFFLOAD): S.LEAVING,
         (S.LEAVING, E.WAIT): S.ON_HOST,
         (S.ON_HOST, E.PREFETCH): S.ARRIVING,

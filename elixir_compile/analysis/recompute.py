@@ -45,10 +45,15 @@ def as_run(graph: StepGraph, activations: tuple[Activations, ...] = ()) -> StepG
 
 def repeats(graph: StepGraph, activations: Sequence[Activations]) -> tuple[Repeat, ...]:
     """Return the ops that run again under `activations`, in the order in which they do."""
-    dropped = _dropped(activations)
+    return _repeats(graph, _dropped(activations), _missing(graph, activations))
+
+
+def _repeats(
+    graph: StepGraph, dropped: frozenset[StorageId], missing: Callable[[Op], Sequence[StorageId]]
+) -> tuple[Repeat, ...]:
     if not dropped:
         return ()
-    maker, missing = makers(graph), _missing(graph, activations)
+    maker = makers(graph)
     made: set[StorageId] = set()
     found: list[Repeat] = []
     for op in graph.ops:
@@ -70,6 +75,11 @@ def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
     return found
 
 
+def given_storages(graph: StepGraph) -> frozenset[StorageId]:
+    """Return what is there during the whole step: parameters, inputs and buffers."""
+    return frozenset(storage.id for storage in graph.storages if storage.kind in _GIVEN)
+
+
 def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
     """Return what the forward makes and the backward reads."""
     read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}
@@ -78,8 +88,7 @@ def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
 
 def stored(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[StorageId]:
     """Return what the backward finds without computing it again."""
-    given = {storage.id for storage in graph.storages if storage.kind in _GIVEN}
-    return frozenset((given | saved_storages(graph) | _extra(graph, activations)) - _dropped(activations))
+    return (given_storages(graph) | saved_storages(graph) | _extra(graph, activations)) - _dropped(activations)
 
 
 def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
@@ -151,8 +160,8 @@ def _cannot(op: Op | None) -> str:
 
 def carried_out(graph: StepGraph, activations: Sequence[Activations]) -> StepGraph:
     """Return the step with repeated ops in place, before anything is fused; InvalidPlan as `as_run`."""
-    found, missing = repeats(graph, activations), _missing(graph, activations)
-    dropped, extra = _dropped(activations), _extra(graph, activations)
+    dropped, extra, missing = _dropped(activations), _extra(graph, activations), _missing(graph, activations)
+    found = _repeats(graph, dropped, missing)
     by_id = {op.id: op for op in graph.ops}
     storages = {storage.id: storage for storage in graph.storages}
     renamed = {name: repeated_storage(name) for repeat in found for name in by_id[repeat.op].writes}

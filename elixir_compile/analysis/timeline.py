@@ -19,7 +19,7 @@ gather that comes before a release in the schedule holds both.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,18 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
     tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
     return tally.timeline(step, host_bytes(plan, rank))
+
+
+def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
+    """Return `plan` with the peaks of its timeline as its prediction."""
+    timeline = plan_timeline(graph, plan)
+    prediction = replace(
+        plan.prediction,
+        device_peak_bytes=timeline.peak.nbytes,
+        device_peak_at=timeline.peak.op,
+        host_peak_bytes=timeline.host_bytes,
+    )
+    return replace(plan, prediction=prediction)
 
 
 def device_stays(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[StorageId, tuple[Life, ...]]:

@@ -127,12 +127,16 @@ def _compile_chunked(
     chunked = compat.copy_of(gm)
     chunk_loss(chunked, chunks.region, chunks.num_chunks)
     try:
-        return _compile_as(chunked, inputs, options, executor, review)
+        compiled = _compile_as(chunked, inputs, options, executor, review)
     except NoFeasiblePlan as error:
         least_short(whole, error)
+        return None
     except Pressed:
-        pass
-    return None
+        return None
+    for other in executor.compilations:
+        # An earlier capture of the same step, whose plan was in force for the loss as it is.
+        other.is_superseded |= other.plan is whole
+    return compiled
 
 
 def _compile_as(

@@ -1,5 +1,6 @@
 """One captured graph on its way from capture to a running program, and its record after."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.loss import as_decided
 from elixir_compile.api.planning import graph_of, may_move_back, problem_of
 from elixir_compile.api.profile import Profiler, RegionProfile
-from elixir_compile.api.programs import Programs, is_one_region_each, ticket_position
+from elixir_compile.api.programs import Programs, Succession, is_one_region_each, ticket_position
 from elixir_compile.api.progress import Progress
 from elixir_compile.api.replan import replan
 from elixir_compile.api.saved import load_plan_for
@@ -30,7 +31,6 @@ from elixir_compile.options import Options
 from elixir_compile.rewrite.show import program_text
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.runtime.saved import number_of
 from elixir_compile.search import Problem
 
 _compile_lock = threading.RLock()
@@ -74,8 +74,7 @@ class Compilation:
         self._generation = -1
         self._beside_bytes = 0
         self._wants_backward = False
-        self._programs: list[tuple[int, Programs]] = []
-        """The programs so far that save differently, each with the number of the first forward that may run them."""
+        self._programs = Succession()
         self._ticket_at = -1
         self._chose_strides: bool | None = None
         self.is_superseded = False
@@ -140,24 +139,27 @@ class Compilation:
         if backward is not None:
             add_spares(self._captured)
             self._ticket_at = ticket_position(self._captured)
-        self._replan()
+        before = self._replan()
         if self._review is not None:
             self.plan = self._review(self.plan)
             self._reviewed = self.plan
+        _supersede(before)
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
-    def _replan(self) -> None:
-        """Plan for the sizes at hand, on top of what is in force."""
+    def _replan(self) -> "Compilation | None":
+        """Plan for the sizes at hand, on top of what is in force; return the earlier capture whose plan was taken."""
         self._beside_bytes = self._executor.saved.device_bytes()
         self.graph = graph_of(self._captured, self._executor, self._sizes)
         self._problem = problem_of(self._captured, self.graph, self._executor, self._options, self._beside_bytes)
-        in_force = self._plan_in_force()
+        before = self._same_step()
+        in_force = None if before is None else self._as_in_force(before)
         if self._correction is not None:
             self._problem = self._correction.applied_to(self._problem)
         elif self._options.profile_regions and in_force is None and not self.is_inference:
             self._problem = replace(self._problem, measured=self._profiled(self._problem).measured)
         self.plan = in_force or self._saved_plan(self._problem) or self._searched(self._problem, self._options)
+        return before
 
     def _profiled(self, problem: Problem) -> RegionProfile:
         """Time the regions, at the sizes of this plan."""
@@ -174,21 +176,24 @@ class Compilation:
         found = plan_for(problem, options)
         return found if self._reviewed is None else as_decided(found, self._reviewed)
 
-    def _plan_in_force(self) -> Plan | None:
-        """Return the plan in force of an earlier capture of the same step: the first call of a plain model made it."""
+    def _same_step(self) -> "Compilation | None":
+        """Return the earlier capture of the same step, whose plan is in force: the first call of a plain model."""
         executor = self._executor
         for other in executor.compilations:
             is_another = other is not self and other.plan is not None
             is_same = is_another and other.graph == replace(self.graph, name=other.graph.name)
             is_same = is_same and other._beside_bytes >= self._beside_bytes
             if is_same and executor.agrees(other.plan.buckets, other.plan.placements, may_adopt=False):
-                other.is_superseded = True
-                self.profile = other.profile
-                if other._correction is not None:
-                    self._correction = other._correction
-                    self._watch.stop()
-                return other.plan
+                return other
         return None
+
+    def _as_in_force(self, other: "Compilation") -> Plan:
+        """Return the plan of `other`, with what was learnt for it taken over."""
+        self.profile = other.profile
+        if other._correction is not None:
+            self._correction = other._correction
+            self._watch.stop()
+        return other.plan
 
     def _saved_plan(self, problem: Problem) -> Plan | None:
         """Return the plan that the user asked for, which is of the training graph."""
@@ -217,20 +222,16 @@ class Compilation:
 
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""
-        if self._programs and self._programs[-1][1].saves_as(programs):
-            self._programs[-1] = (self._programs[-1][0], programs)
-        else:
-            self._programs.append((self._executor.saved.next_number, programs))
+        self._programs.take(programs, self._executor.saved.next_number)
         self.forward, self.backward = programs.forward, None
 
     def _write_backward(self) -> None:
-        self.backward = self._programs[-1][1].backward
+        self.backward = self._programs.last.backward
 
     def _backward_of(self, ticket: torch.Tensor) -> fx.GraphModule:
         """Return the program that follows the forward of `ticket`."""
-        number = number_of(ticket)
-        programs = next(programs for first, programs in reversed(self._programs) if first <= number)
-        if programs is self._programs[-1][1]:
+        programs = self._programs.of(ticket)
+        if programs is self._programs.last:
             return self.backward
         with _compile_lock:
             return programs.backward
@@ -244,6 +245,7 @@ class Compilation:
         else:
             self._look_back(args)
         self._keep_current(args)
+        self._programs.drop_old()
         self._executor.begin()
         try:
             results = self.forward.forward(args)
@@ -253,7 +255,8 @@ class Compilation:
             raise
         if not self.is_inference:
             ticket = results[self._captured.num_outputs]
-            self._executor.saved.note(ticket, self._programs[-1][1].device_bytes)
+            self._executor.saved.note(ticket, self._programs.last.device_bytes)
+            self._programs.wait_for(ticket)
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
@@ -290,7 +293,7 @@ class Compilation:
             outcome = replan(self._problem, self.plan, self._correction, search)
             if outcome is None:
                 return
-            before = self.plan, list(self._programs), self.forward, self.backward
+            before = self.plan, copy.copy(self._programs), self.forward, self.backward
             self.plan = outcome.plan
             self._progress.say(outcome.line)
             if outcome.is_new:
@@ -332,7 +335,7 @@ class Compilation:
                 if grown and self._correction is not None:
                     # The regions were measured at other sizes; the links and the optimizer are the same.
                     self._correction = replace(self._correction, measured=Measured())
-                self._replan()
+                _supersede(self._replan())
                 self._progress.planned(self.plan)
                 self._write_forward()
                 if self._wants_backward:
@@ -360,3 +363,8 @@ class Compilation:
                 name, _ = compat.expression_of(example)
                 if name.isidentifier():
                     yield name, example, value
+
+
+def _supersede(other: Compilation | None) -> None:
+    if other is not None:
+        other.is_superseded = True

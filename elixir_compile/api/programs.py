@@ -4,6 +4,7 @@ What autograd keeps of a forward is fixed by the plan in force when it ran, so i
 plan, though another may have taken over in between.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.rewrite.repeat import halves_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
+from elixir_compile.runtime.saved import number_of
 
 
 class Programs:
@@ -109,6 +111,51 @@ class Programs:
         nodes = {output.args[0][index] for index in seen}
         away = self._halves.away_names
         return [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
+
+
+class Succession:
+    """The programs of one capture that save differently, each for as long as a forward of theirs may have a backward.
+
+    A copy keeps what was there when it was made.
+    """
+
+    def __init__(self) -> None:
+        self._programs: tuple[tuple[int, Programs], ...] = ()
+        """Each with the number of the first forward that may run them."""
+        self._waiting: set[int] = set()
+        """Numbers of forwards whose ticket autograd holds."""
+
+    @property
+    def last(self) -> Programs:
+        """What the next forward runs."""
+        return self._programs[-1][1]
+
+    def take(self, programs: Programs, next_number: int) -> None:
+        """Let `programs` run from the forward `next_number` on."""
+        if self._programs and self.last.saves_as(programs):
+            self._programs = (*self._programs[:-1], (self._programs[-1][0], programs))
+        else:
+            self._programs = (*self._programs, (next_number, programs))
+
+    def wait_for(self, ticket: torch.Tensor) -> None:
+        """Keep the programs of the forward of `ticket` for as long as the tensor's memory lives."""
+        number = number_of(ticket)
+        self._waiting.add(number)
+        weakref.finalize(ticket.untyped_storage(), self._waiting.discard, number).atexit = False
+
+    def of(self, ticket: torch.Tensor) -> Programs:
+        """Return the programs of the forward of `ticket`."""
+        return self._programs[self._place(number_of(ticket))][1]
+
+    def drop_old(self) -> None:
+        """Let go of programs that no backward can ask for."""
+        if len(self._programs) > 1:
+            # Tickets may go from any thread: a set must not change while it is walked through.
+            needed = {self._place(number) for number in self._waiting.copy()} | {len(self._programs) - 1}
+            self._programs = tuple(self._programs[place] for place in sorted(needed))
+
+    def _place(self, number: int) -> int:
+        return max(place for place, (first, _) in enumerate(self._programs) if first <= number)
 
 
 def is_one_region_each(plan: Plan) -> bool:

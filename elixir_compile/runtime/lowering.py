@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
+from elixir_compile.analysis.recompute import AGAIN
 from elixir_compile.capture.joint import parameter
 from elixir_compile.ir import Lane, Phase
 from elixir_compile.rewrite.regions import RegionGraph
@@ -95,6 +96,7 @@ class RegionCompiler:
             examples,
             visible,
             keeps_order=region.is_whole,
+            repeated=[node.name for node in region.module.graph.nodes if node.name.startswith(AGAIN)],
             static_input_idxs=static,
             is_backward=region.phase is Phase.BACKWARD,
             is_inference=is_inference,

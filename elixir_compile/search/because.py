@@ -23,17 +23,25 @@ def decisions(program: Program, draft: Draft) -> tuple[Decision, ...]:
     """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept."""
     facts = program.judge.facts
     x = program.vector(draft.answer)
-    step_s = program.lower_s(x)
+    chosen = _Chosen(x, program.lower_s(x), program.peak_bytes(x))
     found: list[Decision] = []
     for i, (bucket, level, start) in enumerate(zip(facts.buckets, draft.levels, facts.start_levels, strict=True)):
         if level is not start:
             texts = {int(other): level_text(other) for other in facts.choices[i]}
-            found.append(_decision(program, x, step_s, bucket.id, _Change(i, level, start, texts)))
+            found.append(_decision(program, chosen, bucket.id, _Change(i, level, start, texts)))
     for i, (layer, mode) in enumerate(zip(facts.layers, draft.modes, strict=True), start=len(facts.buckets)):
         if mode:
             texts = {other: mode_text(layer, layer.modes[other]) for other in range(len(layer.modes))}
-            found.append(_decision(program, x, step_s, layer.name or "step", _Change(i, mode, 0, texts)))
+            found.append(_decision(program, chosen, layer.name or "step", _Change(i, mode, 0, texts)))
     return tuple(found)
+
+
+class _Chosen(NamedTuple):
+    """The answer that the decisions are about, with the bounds on it."""
+
+    x: Vector
+    step_s: float
+    peak_bytes: int
 
 
 class _Change(NamedTuple):
@@ -45,15 +53,20 @@ class _Change(NamedTuple):
     texts: Mapping[int, str]
 
 
-def _decision(program: Program, x: Vector, step_s: float, subject: str, change: _Change) -> Decision:
-    at_start = _moved(program, x, change, change.before)
-    saves_bytes = program.peak_bytes(at_start) - program.peak_bytes(x)
-    others = sorted(_alternatives(program, x, change, step_s), key=lambda other: other.rank)
+def _decision(program: Program, chosen: _Chosen, subject: str, change: _Change) -> Decision:
+    at_start = _moved(program, chosen.x, change, change.before)
+    saves_bytes = program.peak_bytes(at_start) - chosen.peak_bytes
+    before = change.texts[change.before]
+    because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
+    if saves_bytes <= 0:
+        more = format_bytes(program.most_more_bytes(at_start, chosen.x))
+        because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
+    others = sorted(_alternatives(program, chosen, change), key=lambda other: other.rank)
     return Decision(
         subject=subject,
         choice=change.texts[change.now],
-        because=f"the peak would be {format_bytes(saves_bytes)} higher with {change.texts[change.before]}",
-        cost_s=max(0.0, step_s - program.lower_s(at_start)),
+        because=because,
+        cost_s=max(0.0, chosen.step_s - program.lower_s(at_start)),
         saves_bytes=saves_bytes,
         rejected=tuple(other.text for other in others[:_NUM_REJECTED]),
     )
@@ -72,7 +85,7 @@ class _Alternative(NamedTuple):
     text: str
 
 
-def _alternatives(program: Program, x: Vector, change: _Change, step_s: float) -> list[_Alternative]:
+def _alternatives(program: Program, chosen: _Chosen, change: _Change) -> list[_Alternative]:
     """What every other option would do; of those that fit, seconds of the ones with the most bytes, which are the
     nearest to what is there."""
     problem, found = program.judge.facts.problem, []
@@ -80,7 +93,7 @@ def _alternatives(program: Program, x: Vector, change: _Change, step_s: float) -
     for other, text in change.texts.items():
         if other == change.now:
             continue
-        moved = _moved(program, x, change, other)
+        moved = _moved(program, chosen.x, change, other)
         peak_bytes = program.peak_bytes(moved)
         over_bytes = peak_bytes - problem.budget_bytes
         host_over_bytes = program.host_bytes(moved) - problem.host_budget_bytes
@@ -92,7 +105,7 @@ def _alternatives(program: Program, x: Vector, change: _Change, step_s: float) -
         else:
             fitting.append((peak_bytes, moved, text))
     for _, moved, text in sorted(fitting, key=lambda one: -one[0])[:_NUM_REJECTED]:
-        added_s = max(0.0, program.lower_s(moved) - step_s)
+        added_s = max(0.0, program.lower_s(moved) - chosen.step_s)
         longer = f"{format_s(added_s)} longer" if added_s else "no shorter, once what is early and late is played"
         found.append(_Alternative((0, added_s), f"{text}: {longer}"))
     return found

@@ -23,6 +23,8 @@ log = logging.getLogger("elixir_compile")
 
 TOLERANCE = 1e-3
 """The search ends when nothing untried can be faster by more than this share of the step."""
+_ROUNDING = 1e-9
+"""Sums of seconds in another order differ by less than this share."""
 _MAX_FLIPS = 400
 _MIN_IDLE, _IDLE_COLUMNS = 12, 20_000
 """So many whole solutions in a row that make the step no shorter end the search: small programs may try more."""
@@ -99,7 +101,7 @@ class _Search:
         equals = [draft for draft in self.found.values() if draft.step_s <= limit_s]
         return min(equals, key=lambda draft: (self.host_bytes(draft), draft.step_s))
 
-    def bring_back(self, draft: Draft, longest_s: float) -> None:
+    def bring_back(self, program: Program, draft: Draft, longest_s: float) -> None:
         """Try to move single buckets of `draft` back towards the device, and to keep single layers: what need not move
         stays."""
         limit_s = min(longest_s, self.best.step_s * (1 + self.tolerance))
@@ -109,7 +111,8 @@ class _Search:
                 if time.monotonic() > self.deadline_s:
                     return
                 tried = _changed(answer, i, nearer)
-                self.try_answer(tried)
+                if self._is_hopeful(program, tried, limit_s):
+                    self.try_answer(tried)
                 if tried in self.found and self.found[tried].step_s <= limit_s:
                     answer = tried
                     break
@@ -127,16 +130,17 @@ class _Search:
                     if num_flips >= _MAX_FLIPS or time.monotonic() > self.deadline_s:
                         return
                     tried = _changed(self.best.answer, i, other)
-                    if self._is_hopeful(program, tried):
+                    if self._is_hopeful(program, tried, self.best.step_s):
                         num_flips += 1
                         self.try_answer(tried)
             is_better = self.best is not before
 
-    def _is_hopeful(self, program: Program, answer: Answer) -> bool:
-        """Whether the program, which is quick, does not know already that `answer` is too large or too slow."""
+    def _is_hopeful(self, program: Program, answer: Answer, limit_s: float) -> bool:
+        """Whether the program, which is quick, does not know already that `answer` is too large, or takes longer than
+        `limit_s`."""
         x = program.vector(answer)
         fits = program.peak_bytes(x) <= self.judge.facts.problem.budget_bytes
-        return fits and program.lower_s(x) <= self.best.step_s
+        return fits and program.lower_s(x) <= limit_s * (1 + _ROUNDING)
 
     def _options(self) -> list[Sequence[int]]:
         """The options of every bucket, then of every layer, from the one that changes the least on."""
@@ -196,7 +200,7 @@ def place_best(
     if not search.is_good(bound_s):
         search.flip(program)
     log.debug("searched %s in %s", judge.facts.problem.name, format_s(time.monotonic() - began_s))
-    search.bring_back(search.leanest(shortest_s), shortest_s)
+    search.bring_back(program, search.leanest(shortest_s), shortest_s)
     best = search.leanest(shortest_s)
     certificate = replace(proved, bound_s=min(bound_s, best.step_s))
     return replace(best, certificate=certificate, decisions=decisions(program, best))

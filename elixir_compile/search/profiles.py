@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.liveness import liveness
-from elixir_compile.analysis.recompute import as_run, repeated_op, repeated_storage, repeats
+from elixir_compile.analysis.recompute import Repeat, as_run, repeated_op, repeated_storage, repeats
 from elixir_compile.ir import Activations, GroupId, Kind, OpId, Saving, StepGraph, StorageId
 from elixir_compile.ir.layers import layer_of
 from elixir_compile.search.absences import absences
@@ -85,8 +85,15 @@ class _Count:
         self._lives = liveness(self._step)
         self._slot_of = _slots(self._step, index)
         self._number = {layer.name: i for i, layer in enumerate(layers)}
-        self._repeated_by = _repeated_by(graph, layers, activations)
-        owner = _owners(graph, self._step, layers, self._number, activations)
+        makes = {op.id: op.writes for op in graph.ops}
+        found = repeats(graph, activations)
+        self._repeated_by = _repeated_by(layers, found, makes)
+        owner = _owners(self._step, layers, self._number, activations)
+        owner |= {
+            repeated_storage(name): self._repeated_by[repeated_op(repeat.op)]
+            for repeat in found
+            for name in makes[repeat.op]
+        }
         self.nbytes = self._bytes_by_layer(len(layers), owner, len(index))
         seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
         self.added_s = self._added_s(len(layers), seconds, kept_s)
@@ -155,43 +162,32 @@ def _slots(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:
 
 
 def _owners(
-    graph: StepGraph,
-    step: StepGraph,
-    layers: Sequence[Layer],
-    number: Mapping[str, int],
-    activations: Sequence[Activations],
-) -> Mapping[StorageId, int]:
-    """The layer, by its number, that decides about each storage."""
+    step: StepGraph, layers: Sequence[Layer], number: Mapping[str, int], activations: Sequence[Activations]
+) -> dict[StorageId, int]:
+    """The layer, by its number, that decides about each storage of the step without repeated ops."""
     owner: dict[StorageId, int] = {}
     for op in reversed(step.ops):
         layer = number.get(layer_of(op.module))
         if layer is not None:
             owner.update(dict.fromkeys(op.writes, layer))
-    for i, layer in enumerate(layers):
-        owner.update({name: i for group in layer.groups for name in group.storages if not group.is_input})
     chosen = {group.id for group in activations}
     for i, layer in enumerate(layers):
-        owner.update(
-            {name: i for group in layer.groups for name in group.storages if group.is_input and group.id in chosen}
-        )
-    by_op = _repeated_by(graph, layers, activations)
-    makes = {op.id: op.writes for op in graph.ops}
-    for repeat in repeats(graph, activations):
-        layer = by_op[repeated_op(repeat.op)]
-        owner.update({repeated_storage(name): layer for name in makes[repeat.op]})
+        own = [group for group in layer.groups if not group.is_input or group.id in chosen]
+        owner.update({name: i for group in own for name in group.storages})
     return owner
 
 
-def _repeated_by(graph: StepGraph, layers: Sequence[Layer], activations: Sequence[Activations]) -> Mapping[OpId, int]:
+def _repeated_by(
+    layers: Sequence[Layer], found: Sequence[Repeat], makes: Mapping[OpId, Sequence[StorageId]]
+) -> Mapping[OpId, int]:
     """The layer for whose sake each repeated op runs: that of the next activation that is made again."""
     layer_of_storage = {name: i for i, layer in enumerate(layers) for group in layer.groups for name in group.storages}
-    makes = {op.id: op.writes for op in graph.ops}
-    found: dict[OpId, int] = {}
+    layer_of_op: dict[OpId, int] = {}
     waiting: list[OpId] = []
-    for repeat in repeats(graph, activations):
+    for repeat in found:
         waiting.append(repeated_op(repeat.op))
         owners = [layer_of_storage[name] for name in makes[repeat.op] if name in layer_of_storage]
         if owners:
-            found.update(dict.fromkeys(waiting, owners[0]))
+            layer_of_op.update(dict.fromkeys(waiting, owners[0]))
             waiting.clear()
-    return found
+    return layer_of_op

@@ -126,6 +126,10 @@ class Program:
         """Return the bytes of the fullest segment at x, transfers at their use."""
         return int(self._live_bytes(x).max())
 
+    def most_more_bytes(self, x: Vector, than: Vector) -> int:
+        """Return by how many bytes a segment holds more at x than at `than`, at most."""
+        return int((self._live_bytes(x) - self._live_bytes(than)).max())
+
     def _live_bytes(self, x: Vector) -> Vector:
         """Bytes of every segment at x, most of which is 0."""
         chosen = np.flatnonzero(x)

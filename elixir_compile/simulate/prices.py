@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from elixir_compile.analysis.recompute import as_run, repeated_op, repeats
+from elixir_compile.analysis.recompute import as_run, repeated_op
 from elixir_compile.cost import Measured, Stretch, collective_s, copy_s, corrected_s, is_free, op_s, update_s
 from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir.activation import Activations
@@ -76,12 +76,10 @@ def op_seconds(
 
     An op that runs again takes what it took in the forward, unless that was nothing because it was fused there.
     """
-    known_step = as_run(graph, measured.activations)
-    known = _seconds_by_id(known_step, cluster, measured.stretches)
+    known = _seconds_by_id(as_run(graph, measured.activations), cluster, measured.stretches)
     step = as_run(graph, activations)
-    dtypes = {storage.id: storage.dtype for storage in step.storages}
-
-    original = {repeated_op(repeat.op): repeat.op for repeat in repeats(graph, activations)}
+    dtypes = _dtypes(step)
+    original = {repeated_op(op.id): op.id for op in graph.ops}
 
     def seconds(op: Op) -> float:
         found = known.get(op.id, known.get(original.get(op.id, op.id), 0.0))
@@ -91,10 +89,14 @@ def op_seconds(
 
 
 def _seconds_by_id(step: StepGraph, cluster: Cluster, stretches: Sequence[Stretch]) -> Mapping[OpId, float]:
-    dtypes = {storage.id: storage.dtype for storage in step.storages}
+    dtypes = _dtypes(step)
     seconds = [op_s(op, cluster.device, _dtype(op, dtypes)) for op in step.ops]
     index = {op.id: i for i, op in enumerate(step.ops)} if stretches else {}
     return dict(zip((op.id for op in step.ops), corrected_s(seconds, index, stretches), strict=True))
+
+
+def _dtypes(step: StepGraph) -> Mapping[StorageId, str]:
+    return {storage.id: storage.dtype for storage in step.storages}
 
 
 def _dtype(op: Op, dtypes: Mapping[StorageId, str]) -> str:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 
-from elixir_compile.analysis import Depth, Group, activation_groups, as_run, plan_timeline
+from elixir_compile.analysis import Depth, Group, activation_groups, as_run, with_peaks
 from elixir_compile.analysis.verify import verify
 from elixir_compile.ir import (
     Action,
@@ -70,6 +69,18 @@ def mix(group: Group) -> Saving | None:
     return Saving.OFFLOAD if number == 0 else Saving.KEEP
 
 
+CHOICES: dict[str, Choice] = {
+    "pointwise": to_depth(Depth.POINTWISE),
+    "matmul": to_depth(Depth.MATMUL),
+    "attention": to_depth(Depth.ATTENTION),
+    "fixed": to_depth(Depth.FIXED),
+    "offload": offload,
+    "from_host": from_host,
+    "mix": mix,
+}
+"""Every way to treat activations that a plan by hand tries; what nothing happens to is `keep`."""
+
+
 def activations(graph: StepGraph, choose: Choice) -> tuple[Activations, ...]:
     """Return the groups of `graph` with what `choose` says of each."""
     chosen = [(group, choose(group)) for group in activation_groups(graph)]
@@ -101,18 +112,7 @@ def plan_by_hand(
         decisions=(),
         prediction=_prediction(step),
     )
-    return _with_peak(graph, plan)
-
-
-def _with_peak(graph: StepGraph, plan: Plan) -> Plan:
-    timeline = plan_timeline(graph, plan)
-    prediction = replace(
-        plan.prediction,
-        device_peak_bytes=timeline.peak.nbytes,
-        device_peak_at=timeline.peak.op,
-        host_peak_bytes=timeline.host_bytes,
-    )
-    plan = replace(plan, prediction=prediction)
+    plan = with_peaks(graph, plan)
     verify(graph, plan)
     return plan
 

@@ -18,7 +18,7 @@ from elixir_compile.capture.tracing import trace_step
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, Saving, StepGraph, StorageId, fingerprint
 from elixir_compile.rewrite.repeat import halves_of
-from tests.fx.handmade import Choice, activations, from_host, mix, offload, to_depth
+from tests.fx.handmade import CHOICES, activations, from_host, to_depth
 from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 
 
@@ -45,15 +45,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
     "attending": (Attending, lambda: {"x": torch.randn(2, 8, 16)}),
     "gpt2": (small_gpt2, gpt2_batch),
     "stack": (lambda: seeded(Stack), lambda: {"x": vectors(1)[0]}),
-}
-CHOICES: dict[str, Choice] = {
-    "pointwise": to_depth(Depth.POINTWISE),
-    "matmul": to_depth(Depth.MATMUL),
-    "attention": to_depth(Depth.ATTENTION),
-    "fixed": to_depth(Depth.FIXED),
-    "offload": offload,
-    "from_host": from_host,
-    "mix": mix,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import Window, as_run, plan_timeline, use_windows
+from elixir_compile.analysis import Window, as_run, use_windows, with_peaks
 from elixir_compile.ir import (
     Action,
     Activations,
@@ -110,15 +110,8 @@ def make_plan(
 
 def claim_peak(graph: StepGraph, plan: Plan) -> Plan:
     """Return `plan` with the peak that its timeline has, and that as the budget."""
-    timeline = plan_timeline(graph, plan)
-    peak = timeline.peak
-    prediction = dataclasses.replace(
-        plan.prediction,
-        device_peak_bytes=peak.nbytes,
-        device_peak_at=peak.op,
-        host_peak_bytes=timeline.host_bytes,
-    )
-    return dataclasses.replace(plan, prediction=prediction, budget_bytes=peak.nbytes)
+    plan = with_peaks(graph, plan)
+    return dataclasses.replace(plan, budget_bytes=plan.prediction.device_peak_bytes)
 
 
 def _held(graph: StepGraph, buckets: Sequence[Bucket], placements: Sequence[Placement]) -> list[Window]:

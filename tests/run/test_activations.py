@@ -18,19 +18,9 @@ from elixir_compile.errors import ActivationsGone
 from elixir_compile.ir import Saving
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import live_slab_bytes
-from tests.fx.handmade import Choice, from_host, keep, layers_by_saving, mix, offload, planned, to_depth
+from tests.fx.handmade import CHOICES, from_host, keep, layers_by_saving, mix, offload, planned, to_depth
 from tests.run.models import Block, Stack, hf_batches, seeded, small_gpt2, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step
-
-CHOICES: dict[str, Choice] = {
-    "pointwise": to_depth(Depth.POINTWISE),
-    "matmul": to_depth(Depth.MATMUL),
-    "attention": to_depth(Depth.ATTENTION),
-    "fixed": to_depth(Depth.FIXED),
-    "offload": offload,
-    "from_host": from_host,
-    "mix": mix,
-}
 
 
 def executor(run: Run) -> Executor:

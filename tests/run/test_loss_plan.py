@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.api import backend
+from elixir_compile.api.loss import is_pressed
+from elixir_compile.errors import NoFeasiblePlan, UnsupportedModel
 from elixir_compile.ir import Plan, parse_plan
 from elixir_compile.units import MIB
 
@@ -45,17 +49,11 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def trained(model: nn.Module, options: dict[str, object]) -> tuple[torch.Tensor, Plan]:
     """Take two steps; return the loss of the second and the plan."""
     compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **options})
-    x, labels = inputs()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = compiled(x, labels)
-        loss.backward()
-        optimizer.step()
-    return loss.detach(), elixir.compilations(model)[-1].plan
+    return two_steps(compiled), elixir.compilations(model)[-1].plan
 
 
-def reference(model: nn.Module) -> torch.Tensor:
+def two_steps(model: nn.Module) -> torch.Tensor:
+    """Return the loss of the second step."""
     x, labels = inputs()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
@@ -79,7 +77,7 @@ def test_a_loss_that_does_not_fit_is_chunked_and_the_plan_says_so(tmp_path: Path
     torch.manual_seed(1)
     loss, plan = trained(model, {"device_memory": budget})
     torch.manual_seed(1)
-    torch.testing.assert_close(loss, reference(twin), rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, two_steps(twin), rtol=1e-5, atol=0)
     assert plan.loss_chunks > 1
     assert plan.prediction.device_peak_bytes <= budget
     (decision,) = [decision for decision in plan.decisions if decision.subject == "loss"]
@@ -101,6 +99,50 @@ def test_a_loss_that_does_not_fit_is_chunked_and_the_plan_says_so(tmp_path: Path
     loss_again, loaded = trained(again, {"plan": str(path), "device_memory": budget})
     assert loaded.loss_chunks == plan.loss_chunks
     assert torch.equal(loss_again, loss)
+
+
+@pytest.fixture
+def pressed(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any]:
+    """A model after its first forward, of a pressed plan that was no worse than a loss in chunks; Dynamo captures its
+    step once more at the second."""
+    _, roomy = trained(Head(), {})
+    model = Head()
+    options = {**OPTIONS, "device_memory": roomy.prediction.device_peak_bytes - 1, "report": True}
+    compiled = torch.compile(model, backend="elixir", options=options)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "better", lambda *_: None)
+        compiled(*inputs()).backward()
+    return model, compiled
+
+
+def test_a_second_capture_that_fails_takes_no_place(
+    pressed: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compiled = pressed
+    before = elixir.compilations(model)
+    assert [is_pressed(record.plan) for record in before] == [True]
+
+    def fail(*_: object) -> None:
+        raise UnsupportedModel("Head", "a test says so")
+
+    monkeypatch.setattr(backend, "chunk_loss", fail)
+    with pytest.raises(UnsupportedModel):
+        compiled(*inputs())
+    assert elixir.compilations(model) == before
+
+
+def test_a_second_capture_with_its_loss_in_chunks_takes_the_place_of_the_first(
+    pressed: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, compiled = pressed
+    (before,) = elixir.compilations(model)
+    monkeypatch.setattr(backend, "better", lambda chunks, plan, _: replace(plan, loss_chunks=chunks.num_chunks))
+    with caplog.at_level("INFO", logger="elixir_compile"):
+        compiled(*inputs()).backward()
+    (record,) = elixir.compilations(model)
+    assert record is not before
+    assert record.plan.loss_chunks > 1
+    assert [line for line in caplog.messages if line.endswith(record.plan.name)]
 
 
 def test_planning_without_training_takes_the_same_decision() -> None:
