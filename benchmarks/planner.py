@@ -26,9 +26,9 @@ import quiet  # noqa: F401  before torch
 import torch
 from machine import RESULTS, save
 
-from elixir_compile.api.cache_dir import cache_dir, write_cached
 from elixir_compile.api.capture import Capture, capture_step
 from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.cache_dir import cache_dir, write_cached
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import Cluster, preset
 from elixir_compile.ir import Plan, StorageId, graph_from_json, graph_to_json

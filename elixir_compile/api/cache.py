@@ -20,7 +20,7 @@ from pathlib import Path
 
 import elixir_compile
 from elixir_compile.analysis import verify
-from elixir_compile.api.cache_dir import cache_dir, write_cached
+from elixir_compile.cache_dir import cache_dir, write_cached
 from elixir_compile.errors import ElixirError, ElixirWarning
 from elixir_compile.hardware import hardware_fingerprint
 from elixir_compile.ir import PLAN_FORMAT, Op, Plan, StepGraph, Tier, plan_from_json, plan_to_json

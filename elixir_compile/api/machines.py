@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from elixir_compile.api.cache_dir import cache_dir, write_cached
+from elixir_compile.cache_dir import cache_dir, write_cached
 from elixir_compile.errors import ElixirWarning, InvalidPlan, ProfileFileError
 from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json
 from elixir_compile.measure.machine import memory_sizes_bytes

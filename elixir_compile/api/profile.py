@@ -21,8 +21,8 @@ import torch
 
 from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.api.cache_dir import cache_dir, write_cached
 from elixir_compile.api.machines import machine_path
+from elixir_compile.cache_dir import cache_dir, write_cached
 from elixir_compile.capture.convert import Captured
 from elixir_compile.cost import Measured, Stretch
 from elixir_compile.ir import OpId, Phase, Region, StepGraph

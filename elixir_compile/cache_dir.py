@@ -1,4 +1,4 @@
-"""Where files live that only save time: machine profiles, region profiles, plans. Any of them may be deleted."""
+"""Where files live that only save time: machine and region profiles, plans, the host kernel. All may be deleted."""
 
 import os
 import tempfile

@@ -1,0 +1,132 @@
+"""The host kernel, compiled by the system's C compiler on first use and kept in the cache.
+
+    $CC | cc | gcc | clang  +  kernel.c  ->  <cache>/host/<hash of source, command, compiler version, CPU>.so
+
+The CPU is in the name because clusters are mixed and share home folders (DeepSpeed #5677: built on one node type, run
+on another). Compiling took 0.3 s.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from elixir_compile.cache_dir import cache_dir
+
+SOURCE = Path(__file__).with_name("kernel.c")
+_FLAGS = (
+    "-std=gnu99",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    # The kernel says itself where it multiplies and adds at once.
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+)
+_AT_MOST_S = 120.0
+_HASH_BYTES = 32
+
+
+class BuildError(Exception):
+    """Why there is no compiled kernel; whoever asks for one warns and goes on without."""
+
+
+def built_kernel() -> Path:
+    """Return the path of the compiled kernel, compiled now if the cache has none for this compiler and CPU.
+
+    Raises BuildError without a working compiler or a cache that can be written.
+    """
+    command = build_command()
+    path = cache_dir() / "host" / f"{_key(command)}.so"
+    if not _is_whole(path):
+        try:
+            _compile(command, path)
+        except OSError as error:
+            raise BuildError(
+                f"the cache cannot be written ({error}); set ELIXIR_CACHE_DIR to a folder that can"
+            ) from None
+    return path
+
+
+def build_command() -> list[str]:
+    """Return the compiler with the kernel's flags; `-o`, an output and sources complete it.
+
+    Raises BuildError where no compiler is installed.
+    """
+    return [*_compiler(), *_FLAGS, _native_flag()]
+
+
+def _compiler() -> Sequence[str]:
+    """Return the command that runs the compiler: `CC`, which may hold flags, or the first that is installed."""
+    asked = shlex.split(os.environ.get("CC", ""))
+    for command in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    wanted = f"CC={shlex.join(asked)}" if asked else "cc, gcc or clang"
+    raise BuildError(f"no C compiler: {wanted} is not installed")
+
+
+def _native_flag() -> str:
+    # Clang on Arm took no -march=native before version 16.
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+
+
+def _key(command: Sequence[str]) -> str:
+    facts = (SOURCE.read_bytes(), shlex.join(command).encode(), _run([command[0], "--version"]).encode(), _cpu())
+    return hashlib.sha256(b"\0".join(hashlib.sha256(fact).digest() for fact in facts)).hexdigest()[:32]
+
+
+def _cpu() -> bytes:
+    """Return what tells processors apart that need other machine code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
+    # Cores of one machine may differ in their order only.
+    found = sorted({line for line in lines if line.startswith(names)})
+    return "\n".join([platform.machine(), platform.processor(), *found]).encode()
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the file is there and ends in the hash of what is before.
+
+    Loading a library that a full disk cut short is no exception, it kills the process.
+    """
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(held[:-_HASH_BYTES]).digest() == held[-_HASH_BYTES:]
+
+
+def _compile(command: Sequence[str], path: Path) -> None:
+    """Write the library to `path`, whole or not at all: the ranks of one machine build it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    os.close(descriptor)
+    try:
+        _run([*command, "-o", part, str(SOURCE), "-lm"])
+        # What follows the last section of a library is never loaded.
+        with open(part, "r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
+        os.replace(part, path)
+    finally:
+        Path(part).unlink(missing_ok=True)
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_AT_MOST_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the C compiler does not run: {error}") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise BuildError(f"`{shlex.join(command)}` failed: {said[0] if said else f'exit code {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,164 @@
+"""Passes over flat host tensors: each byte of a bucket is read and written once.
+
+    mixed_adamw      grad, master, moments -> master, moments, param      28 B per parameter (16-bit grad and param)
+    split_adamw      grad, param, low, moments -> the same                26 B, and 14 B of host memory instead of 16
+    accumulate       total += grad                                        10 B
+    sum_of_squares   grad -> one number                                    2 B
+
+In C where there is a compiler, else in blocks of torch's ops (`fallback.py`). What is fp32 throughout is no business of
+these: torch's own fused AdamW is as fast, and users compare bits with it.
+"""
+
+import ctypes
+import math
+from typing import NotRequired, TypedDict, Unpack
+
+import torch
+from torch.autograd.graph import increment_version
+
+from elixir_compile.optim.host import fallback
+from elixir_compile.optim.host.flat import GRADIENT_DTYPES, FlatStep, Rule, check_tensor
+from elixir_compile.optim.host.kernel import KINDS, Coefficients, Gradient, Moments, kernel
+from elixir_compile.optim.host.threads import GRAIN, Crew, crew_for
+
+
+class Scalars(TypedDict):
+    """The hyperparameters of AdamW, and what else belongs to one step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: NotRequired[float]
+    maximize: NotRequired[bool]
+
+
+class Extras(Scalars):
+    """What some steps have besides."""
+
+    max_exp_avg_sq: NotRequired[torch.Tensor | None]
+    total: NotRequired[torch.Tensor | None]
+    crew: NotRequired[Crew | None]
+
+
+def mixed_adamw(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    param: torch.Tensor | None,
+    step: int,
+    **extras: Unpack[Extras],
+) -> None:
+    """Take step number `step`, 1 for the first, of AdamW in place; write the rounded master to `param` if there is one.
+
+    `master` and the moments are fp32, `grad` bf16, fp16 or fp32, `param` bf16 or fp16. The gradient is
+    `(total + grad) * grad_scale`; `total`, fp32, holds earlier micro-batches. `max_exp_avg_sq` makes it AMSGrad.
+    `crew` are the threads, by default those of this process. Raises ValueError for tensors that do not fit.
+    """
+    _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
+
+
+def split_adamw(
+    low: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    param: torch.Tensor,
+    step: int,
+    **extras: Unpack[Extras],
+) -> None:
+    """Do as `mixed_adamw`, bit for bit, with a master in two halves: `param`, bf16, the high and `low`, int16, the low.
+
+    `param` is the master's nearest bf16; at a tie the greater magnitude, where `mixed_adamw` takes the even one.
+    """
+    if low.dtype != torch.int16:
+        raise ValueError(f"low has dtype {low.dtype}: needs torch.int16")
+    _step(low, exp_avg, exp_avg_sq, grad, param, step, extras)
+
+
+def accumulate(total: torch.Tensor, grad: torch.Tensor, crew: Crew | None = None) -> None:
+    """Add `grad`, bf16, fp16 or fp32, to `total`, fp32, in place. Raises ValueError for tensors that do not fit."""
+    check_tensor("total", total, (torch.float32,), total)
+    check_tensor("grad", grad, GRADIENT_DTYPES, total)
+    library = kernel()
+    if library is None:
+        fallback.accumulate(total, grad)
+        return
+    (crew or crew_for()).run(
+        total.numel(),
+        lambda start, stop: library.accumulate(_at(total, start), _gradient(grad, None, start), stop - start),
+    )
+    increment_version(total)
+
+
+def sum_of_squares(grad: torch.Tensor, crew: Crew | None = None) -> float:
+    """Return the sum of the squares of `grad`, bf16, fp16 or fp32: not finite exactly if some value is not.
+
+    The same to the bit for any number of threads. Raises ValueError for a tensor that does not fit.
+    """
+    check_tensor("grad", grad, GRADIENT_DTYPES, grad)
+    library = kernel()
+    if library is None:
+        return fallback.sum_of_squares(grad)
+    sums = (ctypes.c_double * -(-grad.numel() // GRAIN))()
+
+    def part(start: int, stop: int) -> None:
+        own = ctypes.cast(ctypes.byref(sums, start // GRAIN * 8), ctypes.POINTER(ctypes.c_double))
+        library.sums_of_squares(own, _gradient(grad, None, start), stop - start, GRAIN)
+
+    (crew or crew_for()).run(grad.numel(), part)
+    return math.fsum(sums)
+
+
+def _step(
+    weights: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    param: torch.Tensor | None,
+    step: int,
+    extras: Extras,
+) -> None:
+    scalars = dict(extras)
+    tensors = {name: scalars.pop(name, None) for name in ("max_exp_avg_sq", "total")}
+    crew = scalars.pop("crew", None)
+    flat = FlatStep(
+        weights=weights,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        grad=grad,
+        param=param,
+        rule=Rule(step=step, **scalars),
+        **tensors,
+    )
+    library = kernel()
+    if library is None:
+        fallback.adamw(flat)
+        return
+    coefficients = Coefficients(*flat.rule.scalars())
+
+    def part(start: int, stop: int) -> None:
+        moments = Moments(*(_at(one, start) for one in (flat.exp_avg, flat.exp_avg_sq, flat.max_exp_avg_sq)))
+        gradient = _gradient(flat.grad, flat.total, start)
+        own, high, last = _at(flat.weights, start), _at(flat.param, start), (stop - start, ctypes.byref(coefficients))
+        if flat.is_split:
+            library.split_adamw(own, moments, gradient, high, *last)
+        else:
+            kind = 0 if flat.param is None else KINDS[flat.param.dtype]
+            library.mixed_adamw(own, moments, gradient, high, kind, *last)
+
+    (crew or crew_for()).run(flat.weights.numel(), part)
+    # Autograd must see that they changed, as it does after torch's own in-place ops.
+    written = (flat.weights, flat.exp_avg, flat.exp_avg_sq, flat.max_exp_avg_sq, flat.param)
+    increment_version([tensor for tensor in written if tensor is not None])
+
+
+def _at(tensor: torch.Tensor | None, start: int) -> int | None:
+    """Return the address of element `start`; None, which is NULL, for no tensor."""
+    return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
+
+
+def _gradient(grad: torch.Tensor, total: torch.Tensor | None, start: int) -> Gradient:
+    return Gradient(_at(grad, start), _at(total, start), KINDS[grad.dtype])

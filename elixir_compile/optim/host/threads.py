@@ -1,0 +1,150 @@
+"""The threads that a host pass takes: few, each with one large call into C, which runs without the GIL.
+
+    cores this process may use / ranks on this machine - 1 for the thread that launches kernels, at least 1
+
+`OMP_NUM_THREADS` does not count: torchrun sets it to 1. On a machine with several memory nodes the threads are bound to
+the cores beside the device, and only they: the caller's own threads stay as they are.
+"""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+
+log = logging.getLogger("elixir_compile")
+T = TypeVar("T")
+
+GRAIN = 1 << 18
+"""Parts are multiples of this many elements: 64 K in one call took 8 % longer, 256 K no longer than any more."""
+
+
+class Crew:
+    """`num_threads` threads, started at the first pass, that run the parts of one pass at once.
+
+    They are daemons: they end with the process, and earlier when nobody holds the crew. A forked child starts its own.
+    """
+
+    def __init__(self, num_threads: int, cores: Collection[int] = ()) -> None:
+        if num_threads < 1:
+            raise ValueError(f"{num_threads} threads: needs 1 or more")
+        self.num_threads = num_threads
+        self._cores = frozenset(cores)
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[Any] | None = None
+        self._process = 0
+
+    def run(self, numel: int, part: Callable[[int, int], T]) -> list[T]:
+        """Return `part(start, stop)` of each part of `numel` elements, in order, when all have ended.
+
+        One part alone runs on the calling thread, unless threads are bound. The first exception of a part is raised.
+        """
+        spans = parts(numel, self.num_threads)
+        if len(spans) < 2 and not self._cores:
+            return [part(*span) for span in spans]
+        jobs = self._started()
+        futures = [Future[T]() for _ in spans]
+        for future, span in zip(futures, spans, strict=True):
+            jobs.put((future, part, span))
+        # All have ended before one raises: a part that still runs writes to memory that the caller would give back.
+        failures = [future.exception() for future in futures]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return [future.result() for future in futures]
+
+    def _started(self) -> "SimpleQueue[Any]":
+        with self._lock:
+            if self._jobs is None or self._process != os.getpid():
+                self._jobs, self._process = SimpleQueue(), os.getpid()
+                for index in range(self.num_threads):
+                    thread = threading.Thread(
+                        target=_work, args=(self._jobs, self._cores), name=f"elixir-host-{index}", daemon=True
+                    )
+                    thread.start()
+                # Not at exit: whoever drains a queue of updates then still needs the threads.
+                weakref.finalize(self, _stop, self._jobs, self.num_threads).atexit = False
+            return self._jobs
+
+
+def _work(jobs: "SimpleQueue[Any]", cores: frozenset[int]) -> None:
+    if cores:
+        os.sched_setaffinity(0, cores)  # 0 is this thread, not the process
+    while (job := jobs.get()) is not None:
+        future, part, span = job
+        try:
+            future.set_result(part(*span))
+        except BaseException as error:  # raised by who waits
+            future.set_exception(error)
+        del future, part, span, job  # an idle thread holds no tensors
+
+
+def _stop(jobs: "SimpleQueue[Any]", num_threads: int) -> None:
+    for _ in range(num_threads):
+        jobs.put(None)
+
+
+def parts(numel: int, num_threads: int) -> list[tuple[int, int]]:
+    """Return at most `num_threads` spans that cover `numel` elements, each but the last a multiple of `GRAIN`."""
+    grains = -(-numel // GRAIN)
+    count = min(num_threads, grains)
+    bounds = [index * grains // count * GRAIN for index in range(count)]
+    return list(pairwise([*bounds, numel]))
+
+
+@cache
+def crew_for(device: torch.device | None = None) -> Crew:
+    """Return the crew of this process for passes beside `device`, one for each device; None binds no threads.
+
+    Says in one line of the log how many threads it takes.
+    """
+    cores = allowed_cores()
+    beside = cores & cores_beside(device) if device is not None and device.type == "cuda" else frozenset()
+    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    num_threads = num_host_threads(len(cores), num_ranks, len(beside) or len(cores))
+    log.info(
+        "host updates: %d threads of %d cores for %d local ranks%s, whatever OMP_NUM_THREADS says",
+        num_threads,
+        len(cores),
+        num_ranks,
+        f", on the {len(beside)} cores beside {device}" if beside else "",
+    )
+    return Crew(num_threads, beside)
+
+
+def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:
+    """Return the threads of one rank: its share of the cores less one, at least 1 and at most `most`."""
+    return max(min(num_cores // num_ranks - 1, most), 1)
+
+
+def allowed_cores() -> frozenset[int]:
+    """Return the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(os.getpid()))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def cores_beside(device: torch.device) -> frozenset[int]:
+    """Return the cores of the memory node that a CUDA device is attached to; none where the system does not say."""
+    found = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    return cores_of_node(address, Path("/sys"))
+
+
+def cores_of_node(address: str, system: Path) -> frozenset[int]:
+    """Return the cores of the memory node of the PCI device at `address`, as the files under `system` say."""
+    try:
+        node = int((system / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
+        listed = (system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return frozenset()
+    spans = [span.partition("-") for span in listed.split(",") if span]
+    return frozenset(core for first, _, last in spans for core in range(int(first), int(last or first) + 1))

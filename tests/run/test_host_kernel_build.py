@@ -1,0 +1,126 @@
+"""The host kernel is built once for each machine, by many ranks at once, and its absence is said once."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir_compile.errors import ElixirWarning
+from elixir_compile.optim.host import accumulate, build
+from elixir_compile.optim.host.build import built_kernel
+from elixir_compile.optim.host.kernel import _kernel, kernel
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path))
+    _kernel.cache_clear()
+    yield tmp_path
+    _kernel.cache_clear()
+
+
+def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = built_kernel()
+    assert kernel() is kernel()
+    monkeypatch.setattr(build, "_compile", lambda command, path: pytest.fail("built again"))
+    assert built_kernel() == first
+    assert list(first.parent.iterdir()) == [first]
+
+
+def test_what_makes_other_code_makes_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = {built_kernel()}
+    with monkeypatch.context() as patch:
+        patch.setenv("CC", "cc -O1")
+        names.add(built_kernel())
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_cpu", lambda: b"another")
+        names.add(built_kernel())
+    edited = tmp_path / "kernel.c"
+    edited.write_text(build.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    monkeypatch.setattr(build, "SOURCE", edited)
+    names.add(built_kernel())
+    assert len(names) == 4
+
+
+def test_many_processes_build_at_once(empty_cache: Path) -> None:
+    """Each loads and calls what it got; none leaves a part of a file. `build.py` alone, for its package loads torch."""
+    code = (
+        "import ctypes, importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('build', {build.__file__!r})\n"
+        "build = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(build)\n"
+        "sys.stdin.readline()\n"
+        "assert 'torch' not in sys.modules and ctypes.CDLL(str(build.built_kernel())).mixed_adamw\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    ranks = [subprocess.Popen(command, stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]) for _ in range(4)]
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write(b"go\n")
+        rank.stdin.close()
+    assert [rank.wait(60) for rank in ranks] == [0, 0, 0, 0]
+    assert [path.suffix for path in (empty_cache / "host").iterdir()] == [".so"]
+
+
+def warned() -> str:
+    """What is said when the kernel is asked for twice and a pass runs."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert kernel() is None
+        assert kernel() is None
+        total = torch.zeros(3)
+        accumulate(total, torch.ones(3).bfloat16())
+        assert total.tolist() == [1.0, 1.0, 1.0]
+    assert [warning.category for warning in said] == [ElixirWarning]
+    return str(said[0].message)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert "no C compiler: cc, gcc or clang is not installed" in warned()
+
+
+def test_the_compiler_that_was_asked_for_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    assert "no C compiler: CC=no-such-compiler -O2 is not installed" in warned()
+
+
+def test_a_broken_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "cc --no-such-flag")
+    assert "failed: " in warned()
+    assert list((tmp_path / "host").iterdir()) == []
+
+
+def test_what_the_compiler_makes_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "cc -c")  # an object file, no library
+    assert "does not load" in warned()
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert "the cache cannot be written" in warned()
+
+
+def test_a_damaged_file_is_built_again() -> None:
+    path = built_kernel()
+    whole = path.stat().st_size
+    for size in (1000, 0):
+        os.truncate(path, size)
+        assert built_kernel() == path
+        assert path.stat().st_size == whole
+    assert kernel() is not None
+
+
+def test_the_loops_are_vectorised(tmp_path: Path) -> None:
+    """The square roots of the update are of vectors; single ones are for the last few elements of a tile."""
+    command = [*build.build_command(), "-S", "-o", str(tmp_path / "k.s")]
+    subprocess.run([*command, str(build.SOURCE)], check=True, env={**os.environ, "LC_ALL": "C"})
+    text = (tmp_path / "k.s").read_text(encoding="utf-8")
+    assert any(name in text for name in ("sqrtps", "fsqrt\tv", "fsqrt v", "fsqrt\tz"))
