@@ -61,7 +61,7 @@ def _kernel() -> ctypes.CDLL | None:
     except BuildError as error:
         warnings.warn(
             f"no host kernel: {error}. Host updates of 16-bit parameters use torch's own ops: same results but for "
-            "rounding, 1.3 times the time.",
+            "rounding, 1.5 times the time or more.",
             ElixirWarning,
             stacklevel=4,
         )
