@@ -33,6 +33,9 @@ _HOME = {
 }
 _ERRORS = (
     "ActivationsGone",
+    "DiskCorrupted",
+    "DiskFailed",
+    "DiskFull",
     "ElixirError",
     "ElixirWarning",
     "IllegalSchedule",

@@ -19,8 +19,13 @@ Exception
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
     ├── NotPrepared        (RuntimeError)   the model was not prepared and cannot be here
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
+    ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
     ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
+    ├── _DiskError         (OSError)        host state on disk that cannot be kept or had back
+    │   ├── DiskFull                        no room for it, found before anything was written
+    │   ├── DiskFailed                      the system refused an operation
+    │   └── DiskCorrupted                   what was read is not what was written
     └── NestedMeasurement  (RuntimeError)   a step measured inside a step that is being measured
 
 UserWarning
@@ -34,6 +39,7 @@ Each error keeps its facts as fields and as `args`, so it survives pickling betw
 # ruff: noqa: N818 - a class is named for what happened; that it is an error, its place in the tree says
 
 import difflib
+import errno
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -278,6 +284,21 @@ class StaleParameters(ElixirError, RuntimeError):
         )
 
 
+class GradientsChanged(ElixirError, RuntimeError):
+    """A parameter was updated in the backward, and what the update read changed; `because` says how."""
+
+    def __init__(self, parameter: str, because: str) -> None:
+        super().__init__(parameter, because)
+        self.parameter = parameter
+        self.because = because
+
+    def __str__(self) -> str:
+        return (
+            f"parameter {self.parameter} was updated in its backward, and then {self.because}. Use the option "
+            'update="after_backward", or `with optimizer.accumulating():` around all backward passes but the last.'
+        )
+
+
 class ActivationsGone(ElixirError, RuntimeError):
     """A backward asks for activations that its forward sent to the host and that are gone from there."""
 
@@ -303,6 +324,62 @@ class UnsupportedModel(ElixirError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.what} is not supported: {self.because}"
+
+
+class _DiskError(ElixirError, OSError):
+    """Something wrong with the files of host state on disk; `path` is the file, or the folder of a file to come."""
+
+    def __init__(self, path: str, errno: int, *facts: object) -> None:
+        super().__init__()  # OSError would read its arguments as a number, a text and a file name
+        self.args = (path, *facts)
+        self.errno = errno
+        self.path = path
+
+
+class DiskFull(_DiskError):
+    """The disk at `path` has no room for the `needed_bytes` of `label`; `because` is the system's reason."""
+
+    def __init__(self, path: str, label: str, needed_bytes: int, free_bytes: int, because: str) -> None:
+        super().__init__(path, errno.ENOSPC, label, needed_bytes, free_bytes, because)
+        self.label = label
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.because = because
+
+    def __str__(self) -> str:
+        return (
+            f"{self.label} needs {format_bytes(self.needed_bytes)} on disk, and {self.path} has "
+            f"{format_bytes(self.free_bytes)} free: {self.because}. Nothing was written. Make room, raise the "
+            f"limit, or use a folder on a larger disk."
+        )
+
+
+class DiskFailed(_DiskError):
+    """`operation` on the file or folder `path` failed; `because` is the system's reason."""
+
+    def __init__(self, path: str, operation: str, because: str, errno: int = 0) -> None:
+        super().__init__(path, errno, operation, because, errno)
+        self.operation = operation
+        self.because = because
+
+    def __str__(self) -> str:
+        return f"{self.operation} failed at {self.path}: {self.because}. Check the disk, or use one that works."
+
+
+class DiskCorrupted(_DiskError):
+    """Block `block` of the file `path` is not what was written there."""
+
+    def __init__(self, path: str, block: int, block_bytes: int) -> None:
+        super().__init__(path, errno.EIO, block, block_bytes)
+        self.block = block
+        self.block_bytes = block_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"block {self.block} of {self.path} ({format_bytes(self.block_bytes)} from byte "
+            f"{self.block * self.block_bytes}) is not what was written there: its checksum differs. Go on from the "
+            f"last checkpoint, and test the disk and the memory."
+        )
 
 
 class NestedMeasurement(ElixirError, RuntimeError):

@@ -15,6 +15,7 @@ from elixir_compile.units import BYTES_EXAMPLE, parse_bytes
 Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "zero_offload", "fsdp_offload", "keep_all"]
 Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
+UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,10 @@ class Options:
     activations: Activations = "any"
     """What may happen to saved activations besides staying: `recompute`, `offload`, `any` of both, or nothing (`keep`).
     """
+    update: UpdateTime = "auto"
+    """When HybridAdamW updates: `after_backward`, within `optimizer.step()`; `across_steps`, where `step()` queues what
+    the host updates and the next forward waits bucket by bucket; `in_backward`, as soon as the gradient of a bucket has
+    landed, for training without clipping and loss scaling. `auto`: across steps where the host updates anything."""
     search_timeout: float = 10.0
     """Seconds after which `milp` returns the best plan so far, with the gap it has proved."""
     hardware: str | None = None
@@ -114,6 +119,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "host_memory": _memory,
     "planner": _one_of(*get_args(Planner)),
     "activations": _one_of(*get_args(Activations)),
+    "update": _one_of(*get_args(UpdateTime)),
     "search_timeout": _seconds,
     "hardware": _text,
     "plan": _path,

@@ -1,6 +1,7 @@
 """Facts about a graph and a plan: what is live when, which buckets are used where, and whether a plan is legal."""
 
 from elixir_compile.analysis.activations import Depth, Group, activation_groups
+from elixir_compile.analysis.closing import closing_verbs
 from elixir_compile.analysis.formula import peak_formula, plan_at
 from elixir_compile.analysis.fusion import fused
 from elixir_compile.analysis.liveness import Life, Liveness, liveness
@@ -27,6 +28,7 @@ __all__ = [
     "Window",
     "activation_groups",
     "as_run",
+    "closing_verbs",
     "fused",
     "host_bytes",
     "keep_everything_timeline",

@@ -14,7 +14,7 @@ from torch import fx, nn
 from elixir_compile.api.backend import with_compiler
 from elixir_compile.api.budget import library_bytes
 from elixir_compile.api.loss import Chunks, chunks_of
-from elixir_compile.api.planning import STATE_COPIES, graph_of, savings_of
+from elixir_compile.api.planning import STATE_COPIES, graph_of, savings_of, update_of
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
 from elixir_compile.capture.convert import Captured
@@ -84,6 +84,7 @@ class Capture:
             state_nbytes=self.state_nbytes(state_bytes_per_element),
             savings=savings_of(options),
             hybrid=bool(self.numels),
+            update=update_of(options),
             base_bytes=self.base_bytes,
         )
 

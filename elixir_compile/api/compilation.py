@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.analysis import MemoryTimeline, plan_timeline
+from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
 from elixir_compile.api.cache import plan_for
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.loss import as_decided
@@ -306,6 +306,7 @@ class Compilation:
                     self.plan, self._programs, self.forward, self.backward = before
                     raise
                 self._executor.move(self.plan.buckets, self.plan.placements)
+                self._schedule_updates()
                 self._generation = self._executor.generation
 
     def _may_replan(self) -> bool:
@@ -341,7 +342,16 @@ class Compilation:
                 if self._wants_backward:
                     self._write_backward()
             executor.adopt(self.plan.buckets, self.plan.placements, for_training=not self.is_inference)
+            self._schedule_updates()
             self._generation = executor.generation
+
+    def _schedule_updates(self) -> None:
+        """Tell the executor when the plan wants each bucket updated."""
+        if not self.is_inference:
+            others = [other for other in self._executor.compilations if other is not self and not other.is_inference]
+            is_alone = all(other.is_superseded for other in others)
+            closing = closing_verbs(self.plan) if is_alone else {}
+            self._executor.schedule_updates(self.plan, closing)
 
     def _grown(self, args: Sequence[Any]) -> Mapping[str, int]:
         """Return the symbols whose value exceeds what was planned for."""

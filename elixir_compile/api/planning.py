@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.errors import InvalidOption
-from elixir_compile.ir import Saving, StepGraph
+from elixir_compile.ir import Saving, StepGraph, Update
 from elixir_compile.ops.registry import is_hybrid
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
@@ -49,6 +49,7 @@ def problem_of(
         state_nbytes={slot.name: STATE_COPIES * slot.nbytes for slot in trained},
         savings=savings_of(options),
         hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
+        update=update_of(options),
         base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
@@ -64,6 +65,11 @@ def savings_of(options: Options) -> frozenset[Saving]:
         "recompute": frozenset({Saving.KEEP, Saving.RECOMPUTE}),
         "offload": frozenset({Saving.KEEP, Saving.OFFLOAD}),
     }[options.activations]
+
+
+def update_of(options: Options) -> Update | None:
+    """Return when HybridAdamW has to update under the option `update`; None for `auto`."""
+    return None if options.update == "auto" else Update(options.update)
 
 
 def may_move_back(problem: Problem, executor: Executor) -> bool:

@@ -24,6 +24,7 @@ from elixir_compile.ir.kinds import (
     Saving,
     StorageId,
     Tier,
+    Update,
     Verb,
 )
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
@@ -59,6 +60,7 @@ __all__ = [
     "Storage",
     "StorageId",
     "Tier",
+    "Update",
     "Verb",
     "fingerprint",
     "grad_of",

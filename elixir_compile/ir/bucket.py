@@ -1,6 +1,7 @@
 """Parameters that travel together, and where their training state lives."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, StorageId, Tier
@@ -49,7 +50,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the training state of one bucket lives, and whether its gathered copy survives the forward.
+    """Where the training state of one bucket lives, where it is updated, and whether its gathered copy survives the
+    forward.
 
     `resident` says that the gathered copy stays on the device from its first use in the forward to its last use in the
     backward. A bucket of one rank whose parameters live on the device is always resident.
@@ -59,3 +61,21 @@ class Placement:
     param: Tier
     optim: Tier
     resident: bool
+    update: Tier = None  # pyright: ignore[reportAssignmentType]  `__post_init__` says where
+    """Where the bucket is updated: by default where its state is, on the host for state on disk. State that lives
+    elsewhere and is updated on the device is streamed: it goes there and comes back."""
+
+    def __post_init__(self) -> None:
+        beside = Tier.DEVICE if self.optim is Tier.DEVICE else Tier.HOST
+        if cast(Tier | None, self.update) is None:
+            object.__setattr__(self, "update", beside)
+        if self.update not in (Tier.DEVICE, beside):
+            raise InvalidPlan(
+                f"bucket {self.bucket} has its optimizer state on the {self.optim} and cannot be updated on the "
+                f"{self.update}."
+            )
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether optimizer state travels to the device for the update, and back."""
+        return self.update is Tier.DEVICE and self.optim is not Tier.DEVICE

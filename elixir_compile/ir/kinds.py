@@ -50,6 +50,17 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+class Update(StrEnum):
+    """When a step updates its parameters."""
+
+    IN_BACKWARD = "in_backward"
+    """Each bucket as soon as its gradient has landed."""
+    AFTER_BACKWARD = "after_backward"
+    """`optimizer.step()` returns when every bucket is updated."""
+    ACROSS_STEPS = "across_steps"
+    """`optimizer.step()` queues what the host updates; whatever reads a bucket waits for the update of that bucket."""
+
+
 class Kernel(StrEnum):
     """Whether the values of an op have to be in memory."""
 

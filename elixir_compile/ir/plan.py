@@ -7,12 +7,12 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import sizes
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
-from elixir_compile.ir.kinds import BucketId, OpId
+from elixir_compile.ir.kinds import BucketId, OpId, Update
 from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,8 @@ class Plan:
     """What happens to activations; those in none of them are kept."""
     loss_chunks: int = 1
     """Chunks over tokens in which the graph of this plan computes its loss; 1 for the loss as the model has it."""
+    update: Update = Update.AFTER_BACKWARD
+    """When buckets are updated."""
     regions: tuple[Region, ...]
     schedules: tuple[Schedule, ...]
     """One per rank, or a single one that all ranks share."""
@@ -169,6 +171,7 @@ class Plan:
         lines += [f"  binding {word(row)}" for row in self.binding]
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
+        lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
         return lines
 
     def placement(self, bucket: BucketId) -> Placement:
@@ -213,6 +216,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
         "trainable" if bucket.trainable else "frozen",
         f"param {placement.param}  optim {placement.optim}",
     ]
+    parts += [f"update {placement.update}"] if placement.is_streamed else []
     parts += ["resident"] if placement.resident else []
     parts += [f"shards {' '.join(map(str, bucket.shard_numels))}", f"params {words(*bucket.params)}"]
     return commented("  ".join(parts).rstrip(), format_bytes(bucket.nbytes))

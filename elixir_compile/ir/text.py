@@ -5,7 +5,7 @@ a PlanFileError that names the line and what was expected there.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from elixir_compile.errors import InvalidPlan, PlanFileError
 from elixir_compile.ir.activation import Activations
@@ -22,6 +22,7 @@ from elixir_compile.ir.kinds import (
     Saving,
     StorageId,
     Tier,
+    Update,
     Verb,
 )
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
@@ -62,6 +63,7 @@ def parse_plan(text: str) -> Plan:
     binding = _lines(page, "binding")
     formula = _lines(page, "formula")
     loss_chunks = _loss_chunks(page)
+    update = _update(page)
     symbols = _symbols(page)
     placed = _section(page, "buckets", _bucket)
     activations = _section(page, "activations", _activations) if page.row.at("activations") else ()
@@ -82,6 +84,7 @@ def parse_plan(text: str) -> Plan:
             placements=tuple(placement for _, placement in placed),
             activations=activations,
             loss_chunks=loss_chunks,
+            update=update,
             regions=regions,
             schedules=tuple(schedules),
             decisions=decisions,
@@ -104,6 +107,15 @@ def _loss_chunks(page: Page) -> int:
     count = page.row.integer()
     page.advance()
     return count
+
+
+def _update(page: Page) -> Update:
+    """Read the row that says when buckets are updated, where there is one."""
+    if not page.row.skip("update"):
+        return Update.AFTER_BACKWARD
+    update = page.row.choice(Update)
+    page.advance()
+    return update
 
 
 def _symbols(page: Page) -> tuple[tuple[str, int], ...]:
@@ -238,7 +250,9 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
     row.keyword("param")
     param = row.choice(Tier)
     row.keyword("optim")
-    placement = Placement(bucket=name, param=param, optim=row.choice(Tier), resident=row.skip("resident"))
+    optim = row.choice(Tier)
+    update = row.choice(Tier) if row.skip("update") else cast(Tier, None)
+    placement = Placement(bucket=name, param=param, optim=optim, update=update, resident=row.skip("resident"))
     row.keyword("shards")
     shard_numels: list[int] = []
     while not row.at("params"):

@@ -19,6 +19,7 @@ from elixir_compile.measure.peak import peak_bytes
 from elixir_compile.measure.resident import Resident
 from elixir_compile.runtime.ledger import Ledger, all_ledgers
 from elixir_compile.runtime.slab import peak_slab_bytes, reset_peak_slab_bytes
+from elixir_compile.runtime.updates import finish_updates
 
 _measuring = threading.Lock()
 
@@ -38,10 +39,11 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
         raise NestedMeasurement()
     try:
         kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.memory_allocated() else "cpu")
+        finish_updates()  # of the step before
         reset_peak_slab_bytes()
         with _observed_ledgers() as seen:
             measure = _cuda_step if torch.device(kind).type == "cuda" else _cpu_step
-            step_s, device_peak_bytes = measure(fn)
+            step_s, device_peak_bytes = measure(lambda: _whole_step(fn))
         return Record(
             origin=Origin.MEASURED,
             step_s=step_s,
@@ -52,6 +54,12 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
         )
     finally:
         _measuring.release()
+
+
+def _whole_step(fn: Callable[[], object]) -> None:
+    """A step that returned may have left updates to the host: they are its own."""
+    fn()
+    finish_updates()
 
 
 def _cuda_step(fn: Callable[[], object]) -> tuple[float, int]:

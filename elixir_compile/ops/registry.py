@@ -24,12 +24,21 @@ class GradientSink(Protocol):
         """Add `grad` to the gradient of the slot's parameter; it is published when the backward ends."""
         ...
 
+    def settle(self, slot: "Slot") -> None:
+        """Wait for a queued update of the slot's bucket, and let everybody read its parameters again."""
+        ...
+
 
 class StateOwner(Protocol):
     """What an executor needs of the optimizer that keeps state where the plan says."""
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Move the state that `params` have to where the placements of their buckets say."""
+        ...
+
+    def landed(self, params: Sequence[torch.Tensor], arrived: "torch.cuda.Event | None") -> None:
+        """Note that this backward has published the gradients of `params`, of one bucket that is updated in the
+        backward; they are there once `arrived` is."""
         ...
 
 
@@ -138,19 +147,30 @@ def is_hybrid(param: torch.Tensor) -> bool:
 def let_state_follow(params: Sequence[torch.Tensor]) -> None:
     """Have the hybrid optimizers move the state of `params` to where the placements say: it is as large as the
     parameters twice over, so a step under a new plan must not begin with it in the old place."""
+    for owner, own in _owned(params).items():
+        owner.follow(own)
+
+
+def let_update(params: Sequence[torch.Tensor], arrived: "torch.cuda.Event | None") -> None:
+    """Tell the hybrid optimizers that the gradients of `params` have landed; see `StateOwner.landed`."""
+    for owner, own in _owned(params).items():
+        owner.landed(own, arrived)
+
+
+def _owned(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor]]:
     owned: dict[StateOwner, list[torch.Tensor]] = {}
     for param in params:
         reference = _HYBRID.get(param)
         owner = None if reference is None else reference()
         if owner is not None:
             owned.setdefault(owner, []).append(param)
-    for owner, own in owned.items():
-        owner.follow(own)
+    return owned
 
 
 def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """Count a step of any optimizer as a change: fused kernels leave the version, which tells stale copies, alone."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    with torch.DisableTorchFunctionSubclass():  # an update may be queued, and nobody reads here
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     torch.autograd.graph.increment_version([param for param in params if slot_of(param) is not None])
 
 

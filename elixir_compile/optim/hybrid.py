@@ -1,30 +1,34 @@
-"""AdamW whose state lives where the plan says, and which updates each bucket on that side.
+"""AdamW whose state lives where the plan says, and which updates each bucket where and when the plan says.
 
-    state on DEVICE                     fused update on the device
-    state on HOST, parameter on HOST    fused update on the host, in the slabs
-    state on HOST, parameter on DEVICE  gradient and parameter travel to the host, the new parameter travels back
+    in the backward      a bucket is updated once its gradient has landed; `step()` does what is left
+    after the backward   `step()` updates everything and returns
+    across steps         `step()` updates what the device updates, queues what the host updates and returns;
+                         whoever reads a parameter waits for the update of its bucket, and for no other
 
-Device updates are queued first, so that on an accelerator both sides work at once. Every tensor goes through torch's
-own fused kernel as a tensor of its own, so the result is bitwise that of `torch.optim.AdamW(fused=True)` on the same
-side.
+Device updates are queued first, so that on an accelerator both sides work at once. What an update is: see `update` and
+`rule`. Every tensor goes through torch's own fused kernel as a tensor of its own, so the result is bitwise that of
+`torch.optim.AdamW(fused=True)` on the same side, in each of the three.
 """
 
 import warnings
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir_compile import compat
 from elixir_compile.errors import NoGraphCaptured
-from elixir_compile.ir import Lane, Tier
+from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import claim_for_hybrid, slot_of
-from elixir_compile.optim.loading import STATISTICS, held, unheld
-from elixir_compile.optim.rooms import StateRooms
+from elixir_compile.optim.early import EarlyUpdates
+from elixir_compile.optim.loading import held, unheld
+from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.optim.state import StatePlacer, States
+from elixir_compile.optim.update import BucketUpdate, Part, part_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.updates import UpdateLine
 
 
 class HybridAdamW(torch.optim.AdamW):
@@ -33,6 +37,10 @@ class HybridAdamW(torch.optim.AdamW):
     Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
     directions. `foreach` and `fused` are accepted and change nothing: the update is fused. Parameters of models that
     Elixir did not compile are updated where they are.
+
+    Where the plan updates across steps, `step()` returns before the host is done. Reading a parameter, its gradient or
+    `state` waits for what is read; `wait()` waits for everything. An exception of an update is raised by the next call
+    that waits for it.
     """
 
     def __init__(
@@ -48,63 +56,88 @@ class HybridAdamW(torch.optim.AdamW):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
         self._begin()
-
-    def _begin(self) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
         # `GradScaler` then unscales the gradients itself and skips `step()` on overflow: weights, state and step count
         # stay untouched.
         self._step_supports_amp_scaling = False
-        self._rooms = StateRooms()
-        self._placed: weakref.WeakKeyDictionary[RunningBucket, set[int]] = weakref.WeakKeyDictionary()
-        """By bucket, the ids of the parameters whose state is where the bucket's placement says."""
+
+    def _begin(self) -> None:
+        self._rule = AdamWRule()
+        self._line = UpdateLine()
+        self._placer = StatePlacer(self._rule)
+        self._early = EarlyUpdates()
+        self._is_accumulating = False
         self._has_stepped = False
+
+    # What torch's optimizers have.
+
+    @property
+    def state(self) -> States:
+        """The state by parameter; reading it waits for every queued update."""
+        self.wait()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, states: States) -> None:
+        self.__dict__["state"] = states
+
+    def wait(self) -> None:
+        """Return when every queued update is done; raises what failed in one."""
+        self._line.wait()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as every torch optimizer does."""
+        self.wait()
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             claim_for_hybrid(param, self)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; an update that reads them keeps them for itself. Without `set_to_none` it is waited
+        for."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        with torch.DisableTorchFunctionSubclass():
+            super().zero_grad()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`, and put the state where the plan says."""
+        self.wait()
         entries = state_dict["state"].items()
         super().load_state_dict({**state_dict, "state": {index: held(entry) for index, entry in entries}})
         for param, entry in self.state.items():
             self.state[param] = unheld(entry, param, stays=self._is_on_host(param))
 
     def _is_on_host(self, param: nn.Parameter) -> bool:
-        slot = slot_of(param)
-        bucket = None if slot is None else slot.sink.running(slot)
-        return bucket is not None and bucket.placement.optim is Tier.HOST
+        found = _bucket_of(param)
+        return found is not None and found[0].placement.optim is Tier.HOST
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
         self._begin()
-
-    @torch.no_grad()
-    def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Move the state that `params` have to where the plan in force says."""
-        moved = {id(param) for param in params}
+        super().__setstate__(state)
+        self._step_supports_amp_scaling = False
         for group in self.param_groups:
-            buckets: dict[RunningBucket, list[nn.Parameter]] = {}
             for param in group["params"]:
-                slot = slot_of(param)
-                bucket = None if slot is None else slot.sink.running(slot)
-                if id(param) in moved and bucket is not None and self.state.get(param):
-                    buckets.setdefault(bucket, []).append(param)
-            self._place_state(group, buckets, ())
+                claim_for_hybrid(param, self)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update every parameter that has a gradient; return the loss that `closure` gives, if there is one."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, or queue that; return the loss that `closure` gives, if there is
+        one.
+
+        Raises GradientsChanged where the plan updates in the backward and a gradient was changed after it.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._line.check()
         self._first_step_checks()
-        for group in self.param_groups:
-            self._update_group(group)
+        with torch.DisableTorchFunctionSubclass():
+            done = self._early.check(self.param_groups)
+            self._update([p for group in self.param_groups for p in group["params"] if p not in done])
         return loss
 
     def _first_step_checks(self) -> None:
@@ -121,121 +154,113 @@ class HybridAdamW(torch.optim.AdamW):
                 stacklevel=4,
             )
 
-    def _update_group(self, group: Mapping[str, Any]) -> None:
-        buckets: dict[RunningBucket, list[nn.Parameter]] = {}
-        unplanned: list[nn.Parameter] = []
+    # Updates.
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let backward passes inside only add to the gradients: all of a step but the last, where the plan updates in
+        the backward."""
+        was, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = was
+
+    @torch.no_grad()
+    def landed(self, params: Sequence[torch.Tensor], arrived: torch.cuda.Event | None) -> None:
+        """Update `params`, of one bucket, whose gradients this backward has published; see `StateOwner`."""
+        if self._is_accumulating:
+            return
+        own = [param for param in params if isinstance(param, nn.Parameter)]
+        with torch.DisableTorchFunctionSubclass():
+            self._early.require_first(own)
+            for update in self._update(own, arrived):
+                for part in update.parts:
+                    self._early.note(part)
+            torch.autograd.graph.increment_version(own)
+
+    @torch.no_grad()
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """Move the state that `params` have to where the plan in force says."""
+        self.wait()
+        moved = {id(param) for param in params}
+        for group in self.param_groups:
+            own = [param for param in group["params"] if id(param) in moved and self._states.get(param)]
+            self._placer.place(self._states, group, _by_bucket(own)[0])
+
+    @property
+    def _states(self) -> States:
+        """`state`, without waiting."""
+        return self.__dict__["state"]
+
+    def _update(self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None) -> list[BucketUpdate]:
+        """Update those of `params` that have gradients, or queue that; return the updates of buckets."""
+        wanted = {id(param) for param in params if param.grad is not None}
+        parts: dict[RunningBucket, list[Part]] = {}
         executors: dict[RunningBucket, Executor] = {}
-        for param in group["params"]:
-            if param.grad is None:
-                continue
-            slot = slot_of(param)
-            bucket = None if slot is None else slot.sink.running(slot)
-            if bucket is None:
-                unplanned.append(param)
-            else:
-                buckets.setdefault(bucket, []).append(param)
-                executors[bucket] = slot.sink
-        self._place_state(group, buckets, unplanned)
-        if unplanned:
-            _fused_adamw(unplanned, unplanned, [p.grad for p in unplanned], self.state, group)
-        on_device = [bucket for bucket in buckets if bucket.placement.optim is Tier.DEVICE]
-        on_host = [bucket for bucket in buckets if bucket.placement.optim is Tier.HOST]
-        for bucket in (*on_device, *on_host):
-            lane = Lane.COMPUTE if bucket.placement.optim is Tier.DEVICE else Lane.HOST
-            with executors[bucket].ledger.span(lane, f"update {bucket.spec.id}"):
-                self._update_bucket(bucket, buckets[bucket], group)
+        for group in self.param_groups:
+            own = [param for param in group["params"] if id(param) in wanted]
+            buckets, unplanned, found = _by_bucket(own)
+            executors |= found
+            for bucket in buckets:
+                bucket.settle()
+            self._update_unplanned(unplanned, group)
+            self._placer.place(self._states, group, buckets)
+            for bucket, members in buckets.items():
+                parts.setdefault(bucket, []).append(part_of(members, self._states, group))
+        updates = [
+            BucketUpdate(
+                bucket=bucket,
+                executor=executors[bucket],
+                rule=self._rule,
+                rooms=self._placer.rooms,
+                parts=tuple(parts[bucket]),
+            )
+            for executor in dict.fromkeys(executors.values())
+            for bucket in executor.in_use_order(b for b in parts if executors[b] is executor)
+        ]
+        for update in updates:
+            if update.is_on_device:
+                update.run()
+        for update in updates:
+            if not update.is_on_device:
+                self._run_on_host(update, arrived)
+        return updates
 
-    def _update_bucket(self, bucket: RunningBucket, params: list[nn.Parameter], group: Mapping[str, Any]) -> None:
-        if bucket.placement.optim is Tier.DEVICE or params[0].device.type == "cpu":
-            _fused_adamw(params, params, [param.grad for param in params], self.state, group)
+    def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:
+        if update.bucket.update is Update.AFTER_BACKWARD:
+            update.run()
             return
-        weights = self._rooms.copies(bucket, "param", {param: param for param in params})
-        grads = self._rooms.copies(bucket, "grad", {param: param.grad for param in params})
-        torch.cuda.current_stream(params[0].device).synchronize()
-        _fused_adamw(params, weights, grads, self.state, group)
-        for param, updated in zip(params, weights, strict=True):
-            param.copy_(updated, non_blocking=True)
+        queued = self._line.queue(update.work(arrived), update.label)
+        update.bucket.begin_update(queued, update.params)
+        update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
-    def _place_state(
-        self,
-        group: Mapping[str, Any],
-        buckets: Mapping[RunningBucket, list[nn.Parameter]],
-        unplanned: Iterable[nn.Parameter],
-    ) -> None:
-        """Create the state of parameters that have none, and move what a new plan wants elsewhere."""
-        for param in unplanned:
-            self._create_state(param, group, {})
-        # What leaves the device goes before what comes back.
-        for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
-            placed = self._placed.setdefault(bucket, set())
-            for param in params:
-                if id(param) in placed and self.state[param]:
-                    continue
-                rooms = {}
-                if bucket.placement.optim is Tier.HOST:
-                    rooms = {name: self._rooms.room(bucket, name, param) for name in _names(group)}
-                if self.state[param]:
-                    self._move_state(param, group, rooms)
-                else:
-                    self._create_state(param, group, rooms)
-                placed.add(id(param))
-
-    def _create_state(self, param: nn.Parameter, group: Mapping[str, Any], rooms: Mapping[str, torch.Tensor]) -> None:
-        state = self.state[param]
-        if state:
-            return
-        for name in _names(group):
-            room = rooms.get(name)
-            fresh = torch.zeros_like(param, memory_format=torch.preserve_format) if room is None else room.zero_()
-            state[name] = fresh
-        state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
-
-    def _move_state(self, param: nn.Parameter, group: Mapping[str, Any], rooms: Mapping[str, torch.Tensor]) -> None:
-        state = self.state[param]
-        for name in _names(group):
-            target = rooms.get(name)
-            if target is None:
-                target = torch.empty_like(param, memory_format=torch.preserve_format)
-            state[name] = target if target.data_ptr() == state[name].data_ptr() else target.copy_(state[name])
-        state["step"] = state["step"].to(state["exp_avg"].device)
+    def _update_unplanned(self, params: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+        for param in params:
+            self._placer.create(self._states, param, group)
+        if params:
+            part = part_of(params, self._states, group)
+            self._rule.update(part.weights, part.grads, part.states, part.group)
 
 
-def _names(group: Mapping[str, Any]) -> tuple[str, ...]:
-    return STATISTICS if group["amsgrad"] else STATISTICS[:2]
+def _bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
+    slot = slot_of(param)
+    bucket = None if slot is None else slot.sink.running(slot)
+    return None if bucket is None else (bucket, slot.sink)
 
 
-def _beside(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
-    """Return `lr` where the kernel of `weight` reads it: a number and a tensor on the host are read everywhere."""
-    is_elsewhere = isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device
-    return lr.to(weight.device) if is_elsewhere else lr
-
-
-def _fused_adamw(
-    params: list[nn.Parameter],
-    weights: list[Any],
-    grads: list[Any],
-    state: Mapping[nn.Parameter, Mapping[str, torch.Tensor]],
-    group: Mapping[str, Any],
-) -> None:
-    """Update `weights`, the values of `params` on the side of their state, in place."""
-    sides: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, weight in enumerate(weights):
-        sides.setdefault((weight.device, weight.dtype), []).append(index)
-    for indices in sides.values():
-        own = [state[params[index]] for index in indices]
-        steps = [entry["step"] for entry in own]
-        compat.fused_adamw_(
-            [weights[index] for index in indices],
-            [grads[index] for index in indices],
-            [entry["exp_avg"] for entry in own],
-            [entry["exp_avg_sq"] for entry in own],
-            [entry["max_exp_avg_sq"] for entry in own] if group["amsgrad"] else [],
-            steps,
-            amsgrad=group["amsgrad"],
-            lr=_beside(group["lr"], weights[indices[0]]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+def _by_bucket(
+    params: Iterable[nn.Parameter],
+) -> tuple[dict[RunningBucket, list[nn.Parameter]], list[nn.Parameter], dict[RunningBucket, Executor]]:
+    """Return `params` by bucket, those that no plan names, and the executor of each bucket."""
+    buckets: dict[RunningBucket, list[nn.Parameter]] = {}
+    unplanned: list[nn.Parameter] = []
+    executors: dict[RunningBucket, Executor] = {}
+    for param in params:
+        found = _bucket_of(param)
+        if found is None:
+            unplanned.append(param)
+        else:
+            buckets.setdefault(found[0], []).append(param)
+            executors[found[0]] = found[1]
+    return buckets, unplanned, executors

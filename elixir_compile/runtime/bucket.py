@@ -5,18 +5,24 @@ home HOST     param.data is cut from a slab; `gather` copies the slab into one f
 that
 """
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from elixir_compile.ir import Bucket, Placement, Tier
+from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
+from elixir_compile.runtime.pending import begin_update, end_update
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
+from elixir_compile.runtime.updates import QueuedUpdate
+
+_settling = threading.Lock()
 
 
 class RunningBucket:
-    """One bucket of an executor. Not thread-safe: the executor calls it from the thread that runs the step."""
+    """One bucket of an executor. Not thread-safe but for `settle`: the executor calls it from the thread that runs the
+    step."""
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
         self.spec = spec
@@ -25,6 +31,12 @@ class RunningBucket:
         self.pin = pin
         self.whole: tuple[torch.Tensor, ...] | None = None
         """The parameters on the device in bucket order, while they are there."""
+        self.update = Update.AFTER_BACKWARD
+        """When the hybrid optimizer updates the parameters."""
+        self.closes: Verb | None = None
+        """Behind what the backward's program neither reads the parameters nor adds to their gradient: their reduce or
+        offload, or the first release after it. None where that is not known."""
+        self._queued: tuple[QueuedUpdate, ...] = ()
         self._gathered_versions: list[int] = []
         self._offsets_bytes, self._total_bytes = _layout(self.slots)
         self._params: Slab | None = None
@@ -36,6 +48,38 @@ class RunningBucket:
         """Whether the parameters live on the host."""
         return self.placement.param is Tier.HOST
 
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update is queued that nobody has waited for."""
+        return bool(self._queued)
+
+    def begin_update(self, update: QueuedUpdate, params: Iterable[torch.nn.Parameter]) -> None:
+        """Let whoever reads `params` wait for `update`."""
+        params = list(params)
+        with _settling:
+            self._queued = (*self._queued, update)
+            for param in params:
+                begin_update(param)
+
+    def check_update(self) -> None:
+        """Raise what failed in a queued update, if that is known already."""
+        if self._queued and all(update.is_done for update in self._queued):
+            self.settle()
+
+    def settle(self) -> None:
+        """Return when no update is queued; raises what failed in one."""
+        while queued := self._queued:
+            try:
+                for update in queued:
+                    update.wait()
+            finally:
+                with _settling:
+                    # Another thread may have settled it already, and the next step may have queued another update.
+                    if self._queued is queued and all(update.is_done for update in queued):
+                        self._queued = ()
+                        for slot in self.slots:
+                            end_update(slot.param)
+
     def is_outdated(self) -> bool:
         """Whether a parameter of a frozen bucket is trained by now."""
         return not self.spec.trainable and any(slot.param.requires_grad for slot in self.slots)
@@ -43,6 +87,7 @@ class RunningBucket:
     def settle_home(self, device: torch.device) -> None:
         """Move parameters, and their gradients with them, to where the placement says; UnsupportedModel for one that
         was cast."""
+        self.settle()
         for slot in self.slots:
             slot.check_form()
         if self.is_on_host:

@@ -6,14 +6,14 @@ and `param.grad`; nothing else does, so a program that fails in the middle is cl
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import ElixirWarning, StaleParameters
-from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Tier
-from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_of
+from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Update, Verb
+from elixir_compile.ops.registry import Slot, let_state_follow, let_update, new_slot, slot_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
@@ -39,12 +39,13 @@ class Executor:
         self._regions: dict[str, RegionCompiler] = {}
         self._buckets: dict[BucketId, RunningBucket] = {}
         self._bucket_of: dict[int, RunningBucket] = {}
-        self._h2d = CopyStream(device)
-        self._d2h = CopyStream(device)
+        self.h2d = CopyStream(device)
+        self.d2h = CopyStream(device)
+        self._departing: list[torch.Tensor] = []
         self._pending: dict[int, tuple[Slot, torch.Tensor]] = {}
         self._arriving: list[Transfer] = []
         self._flush_queued_for = -1
-        self.saved = SavedActivations(device, self._h2d, self._d2h, self.ledger)
+        self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
         """What forwards left for their backward."""
         self.nothing = torch.empty(0, device=device)
         """What a forward hands to autograd in place of a value that its plan does not keep on the device."""
@@ -107,11 +108,34 @@ class Executor:
         """Return the bucket that holds `slot`, or None while no plan names it."""
         return self._bucket_of.get(slot.key)
 
+    def in_use_order(self, buckets: Iterable[RunningBucket]) -> list[RunningBucket]:
+        """Return `buckets` of this executor in the order in which a forward first reads them."""
+        wanted = set(buckets)
+        return [bucket for bucket in self._buckets.values() if bucket in wanted]
+
+    def settle(self, slot: Slot) -> None:
+        """Wait for a queued update of the slot's bucket; raises what failed in it."""
+        bucket = self._bucket_of.get(slot.key)
+        if bucket is not None:
+            bucket.settle()
+
+    def keep_until_gone(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep `tensors`, which `d2h` reads, until the next forward, which waits for that: their memory is its own."""
+        self._departing += tensors
+
+    def schedule_updates(self, plan: Plan, closing: Mapping[BucketId, Verb]) -> None:
+        """Note when `plan`, which is in force, updates its buckets, and behind what each of `closing` may be."""
+        for bucket in plan.buckets:
+            self._buckets[bucket.id].update = plan.update
+            self._buckets[bucket.id].closes = closing.get(bucket.id)
+
     @torch.no_grad()
     def adopt(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, for_training: bool) -> None:
         """Put `buckets` in force and every parameter where its placement says. Buckets they do not mention stay."""
         if for_training and not self._serves_training:
             self._serves_training = True
+            for bucket in self._buckets.values():
+                bucket.settle()
             self._buckets.clear()
             self._bucket_of.clear()
         moved: list[torch.Tensor] = []
@@ -122,6 +146,7 @@ class Executor:
             self.generation += 1
             slots = [self.slots[name] for name in spec.params]
             for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
+                old.settle()
                 self._buckets.pop(old.spec.id, None)
             bucket = RunningBucket(spec, placement, slots, pin=self.device.type == "cuda")
             bucket.settle_home(self.device)
@@ -145,19 +170,25 @@ class Executor:
         if self._flush_queued_for != -1 and compat.backward_pass_id() == -1:
             # Its end never came: an exception outside of our programs, in another autograd function.
             self.abandon()
+        if self._departing:
+            self.d2h.settle()
+            self._departing.clear()
         self.saved.begin()
-        self._follow_thaws()
-        for bucket in self._buckets.values():
-            if bucket.has_drifted():
-                bucket.settle_home(self.device)
-                self.generation += 1
+        # Nothing here reads what a queued update writes.
+        with torch.DisableTorchFunctionSubclass():
+            self._follow_thaws()
+            for bucket in self._buckets.values():
+                bucket.check_update()
+                if bucket.has_drifted():
+                    bucket.settle_home(self.device)
+                    self.generation += 1
 
     def end(self) -> None:
         """After a program: let go of the host's parameters, which anybody may write once it has returned.
 
         Costs no overlap: compute behind the last gather is queued already.
         """
-        self._h2d.settle()
+        self.h2d.settle()
 
     def _follow_thaws(self) -> None:
         """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
@@ -176,6 +207,7 @@ class Executor:
     def gather(self, bucket_id: BucketId) -> Transfer:
         """Start copying the parameters of a host bucket to the device."""
         bucket = self._buckets[bucket_id]
+        bucket.settle()
         label = f"gather {bucket_id}"
         if bucket.is_whole():
             return Transfer(label, None, bucket.whole)
@@ -183,9 +215,9 @@ class Executor:
         # Allocated on the compute stream, where it is used and freed; the copy only borrows it and is waited for before
         # either.
         flat = torch.empty(home.numel(), dtype=torch.uint8, device=self.device)
-        with self._h2d.behind_compute(), self.ledger.span(Lane.H2D, label):
+        with self.h2d.behind_compute(), self.ledger.span(Lane.H2D, label):
             flat.copy_(home, non_blocking=True)
-        return Transfer(label, self._h2d.mark(), bucket.hold(flat))
+        return Transfer(label, self.h2d.mark(), bucket.hold(flat))
 
     def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
         """Let compute issued from now on run behind `transfer`; return what it brought."""
@@ -196,6 +228,7 @@ class Executor:
     def whole(self, bucket_id: BucketId) -> tuple[torch.Tensor, ...]:
         """Return the parameters of a bucket that is on the device."""
         bucket = self._buckets[bucket_id]
+        bucket.settle()
         if not bucket.is_whole():
             # A resident bucket whose copy an exception or another backward took away.
             self.wait(self.gather(bucket_id))
@@ -205,6 +238,7 @@ class Executor:
         """Drop the gathered copy of a host bucket; its memory is free when the last region that reads it lets go."""
         with self.ledger.span(Lane.COMPUTE, f"release {bucket_id}"):
             self._buckets[bucket_id].release()
+        self._close(self._buckets[bucket_id], Verb.RELEASE)
 
     @torch.no_grad()
     def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
@@ -214,6 +248,7 @@ class Executor:
         with self.ledger.span(Lane.COMPUTE, f"reduce {bucket_id}"):
             for position, grad in zip(params, grads, strict=True):
                 self._add(bucket.slots[position], grad)
+        self._close(bucket, Verb.REDUCE)
 
     @torch.no_grad()
     def offload(self, bucket_id: BucketId) -> Transfer:
@@ -222,7 +257,7 @@ class Executor:
         landing: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
         room = bucket.gradient_room()
-        with self._d2h.behind_compute(), self.ledger.span(Lane.D2H, f"offload {bucket_id}"):
+        with self.d2h.behind_compute(), self.ledger.span(Lane.D2H, f"offload {bucket_id}"):
             for slot, target in zip(bucket.slots, room, strict=True):
                 pending = self._pending.get(slot.key)
                 if pending is None or pending[1].device != self.device:
@@ -231,8 +266,9 @@ class Executor:
                 self._pending[slot.key] = (slot, target)
                 leaving.append(pending[1])
                 landing.append(target)
-        transfer = Transfer(f"offload {bucket_id}", self._d2h.mark(), tuple(landing), tuple(leaving))
+        transfer = Transfer(f"offload {bucket_id}", self.d2h.mark(), tuple(landing), tuple(leaving))
         self._arriving.append(transfer)
+        self._close(bucket, Verb.OFFLOAD)
         return transfer
 
     @torch.no_grad()
@@ -270,11 +306,24 @@ class Executor:
         self._add(slot, grad.clone())
         self._queue_flush()
 
+    @torch.no_grad()
+    def _close(self, bucket: RunningBucket, verb: Verb) -> None:
+        """Where nothing can change the gradients of `bucket` behind `verb`, publish them and let them be used."""
+        if bucket.update is not Update.IN_BACKWARD or bucket.closes is not verb or self.saved.num_waiting != 1:
+            return
+        own = [slot for slot in bucket.slots if slot.key in self._pending]
+        if not own:
+            return
+        is_away = all(self._pending[slot.key][1].device == slot.param.device for slot in own)
+        if is_away and not any(compat.has_gradient_hooks(slot.param) for slot in own):
+            self._publish(own)
+            let_update([slot.param for slot in own if slot.param.requires_grad], self.d2h.mark())
+
     def abandon(self) -> None:
         """After an exception: drop gathered copies and gradients that were on their way."""
         # Their memory must not be used again while a copy still reads or writes it.
-        self._h2d.settle()
-        self._d2h.settle()
+        self.h2d.settle()
+        self.d2h.settle()
         self.saved.begin()
         self._pending.clear()
         self._arriving.clear()
@@ -290,7 +339,7 @@ class Executor:
             total.add_(grad)
         else:
             # Another graph of this backward sent its share to the host: it comes back, and the sum leaves later.
-            wait_on_compute(self._d2h.mark(), self.device)
+            wait_on_compute(self.d2h.mark(), self.device)
             total = grad.add_(total.to(grad.device, non_blocking=True))
         self._pending[slot.key] = (slot, total)
 
@@ -303,13 +352,25 @@ class Executor:
     @torch.no_grad()
     def _flush(self) -> None:
         """End a backward: publish every gradient as `param.grad`."""
-        self._d2h.settle()
+        self.d2h.settle()
         self._arriving.clear()
         self.end()
         self.saved.end()
-        pending, self._pending = self._pending, {}
         self._flush_queued_for = -1
-        for slot, grad in pending.values():
+        slots = [slot for slot, _ in self._pending.values()]
+        try:
+            self._publish(slots)
+        finally:
+            self._pending.clear()
+        for bucket in dict.fromkeys(self._bucket_of.get(slot.key) for slot in slots):
+            if bucket is not None and bucket.update is Update.IN_BACKWARD:
+                own = [slot.param for slot in slots if slot in bucket.slots and slot.param.requires_grad]
+                let_update(own, None)
+
+    def _publish(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            self.settle(slot)
+            _, grad = self._pending.pop(slot.key)
             _publish(slot.param, grad)
 
     def _versions(self, names: Sequence[str]) -> list[int]:

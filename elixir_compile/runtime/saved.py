@@ -187,6 +187,11 @@ class SavedActivations:
         if self._pool.end_step():
             self._drop(only_idle=True)
 
+    @property
+    def num_waiting(self) -> int:
+        """Forwards whose backward is still to come, the one that runs included."""
+        return len(self._forwards)
+
     def drop_free_slabs(self) -> None:
         """Unmap every slab that no forward holds."""
         self._drop(only_idle=False)

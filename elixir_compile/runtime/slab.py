@@ -107,6 +107,14 @@ class Slab:
         """Whether copies between this slab and a CUDA device can run asynchronously."""
         return self._mapping.unpin is not None
 
+    def keep_from_children(self) -> None:
+        """Leave this memory out of processes forked from now on, where touching it is a segmentation fault.
+
+        A fork while O_DIRECT reads into memory that both share may leave the bytes in the child's copy: open(2), Notes.
+        """
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._mapping.madvise(mmap.MADV_DONTFORK)
+
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset_bytes: int) -> torch.Tensor:
         """Return the contiguous tensor at `offset_bytes`, a multiple of `ALIGN_BYTES`, in a storage of its own bytes.
 

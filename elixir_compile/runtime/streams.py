@@ -44,6 +44,15 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    @contextmanager
+    def beside_compute(self) -> Iterator[None]:
+        """Issue what the block copies on this stream, behind nothing but what was copied on it before."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
     def mark(self) -> torch.cuda.Event | None:
         """Return an event that completes with the copies issued so far; None where copies are synchronous."""
         return None if self._stream is None else self._stream.record_event()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier
+from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.units import MIB
 
 
@@ -24,6 +24,8 @@ class Problem:
     """Bytes of optimizer state of each trainable parameter."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
+    update: Update | None = None
+    """When the hybrid optimizer has to update; None where the planner may choose."""
     base_bytes: int = 0
     """Device bytes held outside this graph during the whole step."""
     measured: Measured = field(default_factory=Measured)

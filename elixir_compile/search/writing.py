@@ -11,6 +11,7 @@ from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import placement_of
 from elixir_compile.search.schedule import cut_regions, program, regions, schedule
 from elixir_compile.search.stays import num_ahead
+from elixir_compile.search.update_time import update_time
 from elixir_compile.simulate import exposed_s, hidden_share, simulate
 from elixir_compile.units import format_bytes
 
@@ -22,6 +23,7 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
     cuts = cut_regions(facts, draft.levels, draft.moves)
     actions = program(facts, draft.levels, draft.moves, cuts)
     buckets = zip(facts.buckets, draft.levels, strict=True)
+    placements = tuple(placement_of(bucket, level) for bucket, level in buckets)
     unpredicted = Plan(
         name=problem.name,
         graph=fingerprint(problem.graph),
@@ -29,8 +31,9 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
         budget_bytes=problem.budget_bytes,
         base_bytes=problem.base_bytes,
         buckets=facts.buckets,
-        placements=tuple(placement_of(bucket, level) for bucket, level in buckets),
+        placements=placements,
         activations=facts.activations,
+        update=update_time(problem, placements),
         regions=regions(facts, cuts),
         schedules=(schedule(actions),),
         decisions=(),

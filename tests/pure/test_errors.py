@@ -17,6 +17,7 @@ SAMPLES: list[ElixirError] = [
     errors.NoFeasiblePlan("bwd.mm_2", "model.py:41", 20 << 30, 23 << 30, {"saved": 18 << 30, "temp": 5 << 30}),
     errors.NotPrepared("Its parameters are on meta."),
     errors.StaleParameters("transformer.wte.weight"),
+    errors.GradientsChanged("transformer.wte.weight", "its gradient was changed"),
     errors.ActivationsGone("h.3.matmul"),
     errors.UnsupportedModel("Embedding8bit", "its parameters are integers."),
     errors.InvalidProfile("link", "bytes_per_s", "a positive number", -1.0),
@@ -24,6 +25,9 @@ SAMPLES: list[ElixirError] = [
     errors.UnknownHardware("a100-40gb", ["a100-40g", "h100-80g"]),
     errors.UnknownModel("gpt2-124", ["gpt2-124m", "llama-7b"], "there is no such file"),
     errors.UnknownSubject("b9", ["b0", "fwd.0"]),
+    errors.DiskFull("/disk", "b3.exp_avg", 3 << 30, 1 << 30, "No space left on device"),
+    errors.DiskFailed("/disk/0003", "write", "Input/output error", 5),
+    errors.DiskCorrupted("/disk/0003", 2, 4 << 20),
 ]
 
 
@@ -37,7 +41,7 @@ def test_pickle_keeps_type_text_and_fields(error: ElixirError) -> None:
 
 @pytest.mark.parametrize("error", SAMPLES, ids=lambda error: type(error).__name__)
 def test_every_error_is_also_the_builtin_a_user_would_catch(error: ElixirError) -> None:
-    assert isinstance(error, ValueError | MemoryError | RuntimeError)
+    assert isinstance(error, ValueError | MemoryError | RuntimeError | OSError)
 
 
 def test_the_tree_in_the_docstring_names_every_class() -> None:

@@ -73,9 +73,9 @@ def changed(path: list[str | int], value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "field", "expected"),
     [
-        (["format"], 1, "format", "3"),
-        (["format"], True, "format", "3"),
-        (["format"], ..., "format", "3"),
+        (["format"], 1, "format", "4"),
+        (["format"], True, "format", "4"),
+        (["format"], ..., "format", "4"),
         (["elixir"], "record", "elixir", "'plan'"),
         (["elixir"], ..., "elixir", "'plan'"),
         (["name"], ..., "name", "a value"),

@@ -14,12 +14,14 @@ from elixir_compile.ir import (
     OpId,
     Origin,
     Phase,
+    Placement,
     Record,
     Schedule,
     Span,
     StepGraph,
     Storage,
     StorageId,
+    Tier,
     Verb,
 )
 from elixir_compile.ir.kinds import Kind
@@ -61,7 +63,14 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
         (lambda: dataclasses.replace(PLAN.prediction, step_s=float("nan")), "step_s = nan"),
         (lambda: dataclasses.replace(PLAN.prediction, device_peak_bytes=-1), "a negative peak"),
         (lambda: dataclasses.replace(PLAN.decisions[0], cost_s=float("inf")), "costs inf s"),
-        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 3"),
+        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 4"),
+        (
+            lambda: Placement(
+                bucket=BucketId("b0"), param=Tier.DEVICE, optim=Tier.DEVICE, update=Tier.HOST, resident=True
+            ),
+            "bucket b0 has its optimizer state on the device and cannot be updated on the host",
+        ),
+        (lambda: dataclasses.replace(PLAN.placements[0], update=Tier.DISK), "cannot be updated on the disk"),
         (lambda: dataclasses.replace(PLAN, base_bytes=-1), "a base of -1 bytes"),
         (lambda: dataclasses.replace(PLAN, budget_bytes=-1), "a budget of -1"),
         (lambda: dataclasses.replace(PLAN, placements=()), "one placement per bucket"),
@@ -80,6 +89,16 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
 def test_contradictions_are_refused(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(InvalidPlan, match=sentence):
         make()
+
+
+@pytest.mark.parametrize(
+    ("optim", "update"), [(Tier.DEVICE, Tier.DEVICE), (Tier.HOST, Tier.HOST), (Tier.DISK, Tier.HOST)]
+)
+def test_a_bucket_is_updated_beside_its_state_unless_it_is_streamed(optim: Tier, update: Tier) -> None:
+    usual = Placement(bucket=BucketId("b0"), param=Tier.DEVICE, optim=optim, resident=True)
+    assert usual.update is update
+    assert not usual.is_streamed
+    assert dataclasses.replace(usual, update=Tier.DEVICE).is_streamed == (optim is not Tier.DEVICE)
 
 
 def test_a_plan_finds_the_placement_of_a_bucket() -> None:

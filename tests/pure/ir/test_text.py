@@ -22,6 +22,8 @@ from elixir_compile.ir import (
     StepGraph,
     Storage,
     StorageId,
+    Tier,
+    Update,
     Verb,
     parse_graph,
     parse_plan,
@@ -123,6 +125,16 @@ def test_a_plan_prints_as_people_read_it() -> None:
     assert lines[lines.index("schedule rank 0") + 1 :][:3] == ["gather b0", "wait b0", "run fwd.0 @0"]
 
 
+@pytest.mark.parametrize("update", list(Update))
+def test_when_and_where_buckets_are_updated_parses_back(update: Update) -> None:
+    placements = tuple(dataclasses.replace(placement, update=Tier.DEVICE) for placement in PLAN.placements)
+    plan = dataclasses.replace(PLAN, update=update, placements=placements)
+    assert parse_plan(str(plan)) == plan
+    lines = [" ".join(line.split()) for line in str(plan).split("\n")]
+    assert (f"update {update}" in lines) == (update is not Update.AFTER_BACKWARD)
+    assert sum("optim host update device" in line for line in lines) == 1
+
+
 def test_comments_and_blank_lines_do_not_count() -> None:
     text = "# a review\n\n" + str(PLAN).replace("\n", "   # noted\n\n")
     assert parse_plan(text) == PLAN
@@ -132,7 +144,7 @@ def test_comments_and_blank_lines_do_not_count() -> None:
     ("old", "new", "sentence"),
     [
         ("plan chain on", "plan chain at", "line 1: expected `on`, got 'at'"),
-        ("format 3", "format 1", "line 2: expected the number 3, got '1'"),
+        ("format 4", "format 1", "line 2: expected the number 4, got '1'"),
         ("step 0.2", "step nan", "line 3: expected a finite number, got 'nan'"),
         ("step 0.2", "step -1.0", "the prediction: expected values that agree"),
         ("numel 10", "numel ten", "line 7: expected a whole number, got 'ten'"),

@@ -1,0 +1,174 @@
+"""One update of one bucket: its tensors and hyperparameters, as they were when the update was asked for.
+
+    update DEVICE, state DEVICE     in place, on the device
+    update HOST                     in place, on the host; of a parameter on the device the gradient and the parameter
+                                    travel to the host, and the new parameter travels back
+    update DEVICE, state elsewhere  streamed: what is on the host travels to the device, is updated there, and back
+
+On a CPU the device and the host are one memory and nothing travels, but for the state that is streamed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile.ir import Lane, Tier
+from elixir_compile.optim.rooms import StateRooms
+from elixir_compile.optim.rule import State, UpdateRule
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.streams import wait_on_compute
+from elixir_compile.runtime.updates import Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one param group has in a bucket."""
+
+    params: tuple[nn.Parameter, ...]
+    weights: tuple[torch.Tensor, ...]
+    """The values of `params`, where they live."""
+    grads: tuple[torch.Tensor, ...]
+    states: tuple[State, ...]
+    group: Mapping[str, Any]
+
+
+def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the hyperparameters of `group` as they are now."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def part_of(params: Sequence[nn.Parameter], states: Mapping[nn.Parameter, State], group: Mapping[str, Any]) -> Part:
+    """Return the part of `params`, which have gradients and state, with `group` as it is now."""
+    return Part(
+        params=tuple(params),
+        weights=tuple(param.detach() for param in params),
+        grads=tuple(param.grad for param in params if param.grad is not None),
+        states=tuple(states[param] for param in params),
+        group=snapshot(group),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketUpdate:
+    """What one optimizer does to one bucket."""
+
+    bucket: RunningBucket
+    executor: Executor
+    rule: UpdateRule
+    rooms: StateRooms
+    parts: tuple[Part, ...]
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device runs it."""
+        return self.bucket.placement.update is Tier.DEVICE
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, of all parts."""
+        return [param for part in self.parts for param in part.params]
+
+    @property
+    def grads(self) -> list[torch.Tensor]:
+        """The gradients, of all parts."""
+        return [grad for part in self.parts for grad in part.grads]
+
+    @property
+    def label(self) -> str:
+        """What ledgers call it."""
+        return f"update {self.bucket.spec.id}"
+
+    def run(self) -> None:
+        """Do it now; the device may still be at it when this returns, the host is not."""
+        if not self.is_on_device:
+            wait_on_compute(self.work(None)(), self.executor.device)
+            return
+        with self.executor.ledger.span(Lane.COMPUTE, self.label):
+            for part in self.parts:
+                if self.bucket.placement.is_streamed:
+                    self._stream(part)
+                else:
+                    self.rule.update(part.weights, part.grads, part.states, part.group)
+
+    def work(self, arrived: torch.cuda.Event | None) -> Work:
+        """Return what updates the bucket on the host, once `arrived`; on a device, copies to the host begin here."""
+        sides = [self._leave(part) for part in self.parts]
+        is_copied = any(side.is_copied for side in sides)
+        landed = self.executor.d2h.mark() if is_copied else arrived
+        # Not `self`, whose gradients are memory of the device.
+        rule, ledger, label, h2d = self.rule, self.executor.ledger, self.label, self.executor.h2d
+
+        def work() -> torch.cuda.Event | None:
+            if landed is not None:
+                landed.synchronize()
+            with ledger.span(Lane.HOST, label):
+                for side in sides:
+                    rule.update(side.on_host, side.grads, side.states, side.group)
+            if not is_copied:
+                return None
+            with h2d.beside_compute():
+                for side in sides:
+                    for home, updated in zip(side.weights, side.on_host, strict=True):
+                        home.copy_(updated, non_blocking=True)
+            return h2d.mark()
+
+        return work
+
+    def _leave(self, part: Part) -> "_HostSide":
+        is_copied = part.weights[0].device.type != "cpu"
+        on_host, grads = part.weights, part.grads
+        if is_copied:
+            with self.executor.d2h.behind_compute():
+                on_host = self.rooms.copies(self.bucket, "param", dict(zip(part.params, part.weights, strict=True)))
+                grads = self.rooms.copies(self.bucket, "grad", dict(zip(part.params, part.grads, strict=True)))
+        return _HostSide(
+            weights=part.weights,
+            on_host=on_host,
+            grads=grads,
+            states=part.states,
+            group=part.group,
+            is_copied=is_copied,
+        )
+
+    def _stream(self, part: Part) -> None:
+        """Update on the device, in copies of what is not there; one bucket's copies are gone before the next's."""
+        device = self.executor.device
+
+        def there(tensor: torch.Tensor, *, is_state: bool = False) -> torch.Tensor:
+            is_copied = is_state or tensor.device != device
+            return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True) if is_copied else tensor
+
+        weights = [there(weight) for weight in part.weights]
+        grads = [there(grad) for grad in part.grads]
+        states = [{name: there(value, is_state=True) for name, value in state.items()} for state in part.states]
+        self.rule.update(weights, grads, states, part.group)
+        for home, weight in zip(part.weights, weights, strict=True):
+            if home is not weight:
+                home.copy_(weight, non_blocking=True)
+        for home, state in zip(part.states, states, strict=True):
+            for name, value in state.items():
+                home[name].copy_(value, non_blocking=True)
+        if device.type == "cuda":
+            # Whoever reads the state or the parameter on the host next does not wait for the device.
+            torch.cuda.current_stream(device).synchronize()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostSide:
+    """A part as the host updates it."""
+
+    weights: Sequence[torch.Tensor]
+    on_host: Sequence[torch.Tensor]
+    """The weights, or, where they are not on the host, copies."""
+    grads: Sequence[torch.Tensor]
+    states: Sequence[State]
+    group: Mapping[str, Any]
+    is_copied: bool

@@ -1,0 +1,196 @@
+"""Updates that the host runs beside the step: one worker thread per process, in the order in which they were queued.
+
+    line = UpdateLine()                      one per optimizer
+    update = line.queue(work, "update b1")   the worker runs work()
+    update.wait()                            returns when it is done
+
+When `work` raises, what is queued behind it on the same line is dropped, and whoever waits on the line next gets the
+exception, with the worker's frames in its traceback. A process that ends first runs what is queued; a fork waits for
+it, and the child starts a worker of its own.
+"""
+
+import atexit
+import logging
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from elixir_compile.runtime.streams import wait_on_compute
+
+log = logging.getLogger("elixir_compile")
+
+_SWITCH_INTERVAL_S = 5e-4
+"""While updates run. Each return from a kernel to Python waits for the interpreter at most this long: with Python's
+5 ms, 191 short calls beside a busy thread took 1 s instead of 0.14 s."""
+
+Work = Callable[[], "torch.cuda.Event | None"]
+"""Updates one bucket; returns an event behind which the device has its results, None where there is nothing to wait
+for."""
+
+
+class QueuedUpdate:
+    """One update on its way."""
+
+    def __init__(self, work: Work, line: "UpdateLine", label: str) -> None:
+        self.label = label
+        self._work: Work | None = work
+        self._line = line
+        self._num_threads = torch.get_num_threads()
+        self._done = threading.Event()
+        self._event: torch.cuda.Event | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ran, failed or was dropped."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Return when the update is done, and compute issued from now on runs behind it; raises what failed on its
+        line."""
+        self._done.wait()
+        self._line.check()
+        if self._event is not None:
+            wait_on_compute(self._event, self._event.device)
+
+    def run(self) -> None:
+        """Do the work, on the worker, unless an update before it on its line failed."""
+        work, self._work = self._work, None
+        try:
+            if work is not None and not self._line.has_failed:
+                # Threads of OpenMP are counted per thread; a kernel must not see another number than in `step()`.
+                if torch.get_num_threads() != self._num_threads:
+                    torch.set_num_threads(self._num_threads)
+                self._event = work()
+        except BaseException as error:  # whatever it is, the training thread gets it
+            error.add_note(f"raised by the host's `{self.label}`; updates queued behind it were dropped")
+            self._line.fail(error)
+        finally:
+            self._done.set()
+
+
+class UpdateLine:
+    """The updates of one optimizer."""
+
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
+        self._queued: list[QueuedUpdate] = []
+        _lines.add(self)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an update failed and nobody was told yet."""
+        return self._failure is not None
+
+    def queue(self, work: Work, label: str) -> QueuedUpdate:
+        """Let the worker do `work` behind everything queued so far."""
+        update = QueuedUpdate(work, self, label)
+        self._queued = [*(other for other in self._queued if not other.is_done), update]
+        _worker.put(update)
+        return update
+
+    def wait(self) -> None:
+        """Return when everything queued on this line is done; raises what failed."""
+        for update in tuple(self._queued):
+            update.wait()
+        self._queued = []
+        self.check()
+
+    def check(self) -> None:
+        """Raise what failed, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def fail(self, error: BaseException) -> None:
+        """Keep `error` for whoever waits next."""
+        self._failure = error
+
+
+_lines: "weakref.WeakSet[UpdateLine]" = weakref.WeakSet()
+
+
+class _Worker:
+    """The thread, started when first needed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._updates: queue.SimpleQueue[QueuedUpdate] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_open = 0
+        self._idle = threading.Condition(threading.Lock())
+        self._usual_interval_s = 0.0
+
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def put(self, update: QueuedUpdate) -> None:
+        with self.lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="elixir updates", daemon=True)
+                self._thread.start()
+            with self._idle:
+                self._num_open += 1
+                if self._num_open == 1:
+                    self._usual_interval_s = sys.getswitchinterval()
+                    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+            self._updates.put(update)
+
+    def drain(self) -> None:
+        """Return when nothing is queued."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._num_open == 0)
+
+    def _work(self) -> None:
+        # Whatever runs here, a finalizer of something else too, must not wait for a queued update: see `pending`.
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            while True:
+                self._updates.get().run()
+                self._end_one()
+
+    def _end_one(self) -> None:
+        with self._idle:
+            self._num_open -= 1
+            if self._num_open == 0:
+                if sys.getswitchinterval() == _SWITCH_INTERVAL_S:  # else somebody set it meanwhile
+                    sys.setswitchinterval(self._usual_interval_s)
+                self._idle.notify_all()
+
+
+_worker = _Worker()
+
+
+def finish_updates() -> None:
+    """Return when nothing is queued, of any optimizer; what failed is raised where it is waited for."""
+    _worker.drain()
+
+
+def _end() -> None:
+    _worker.drain()
+    for line in _lines:
+        try:
+            line.check()
+        except BaseException:
+            log.exception("an update of the last step failed")
+
+
+def _before_fork() -> None:
+    # A child has no worker: what is queued now would never run there, and its parameters would wait for ever.
+    if not _worker.is_this_thread():
+        _worker.drain()
+    _worker.lock.acquire()
+
+
+def _after_fork_in_child() -> None:
+    global _worker
+    _worker = _Worker()
+
+
+atexit.register(_end)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=lambda: _worker.lock.release(), after_in_child=_after_fork_in_child
+)

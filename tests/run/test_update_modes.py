@@ -1,0 +1,259 @@
+"""Bitwise `torch.optim.AdamW(fused=True)`: for every placement, streamed share and moment of the update."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.errors import GradientsChanged
+from elixir_compile.ir import Tier, Update, Verb
+from tests.run.training import Run, assert_same_tensors, by_elixir, hybrid_adamw, loss_of, tight_bytes
+from tests.run.updating import (
+    Ladder,
+    buckets_of,
+    controlled_worker,
+    eager_run,
+    hybrid_run,
+    in_flight,
+    ladder,
+    nan_staging,
+    random_delay,
+    rows,
+    weights_of,
+)
+
+STEPS = 20
+COMBINATIONS = [
+    *((home, update, 0.0) for home in ("device", "split", "host") for update in Update),
+    *(("host", Update.ACROSS_STEPS, share) for share in (0.25, 0.5, 0.75, 1.0)),
+    *(("split", Update.ACROSS_STEPS, share) for share in (0.5, 1.0)),
+    ("host", Update.IN_BACKWARD, 0.5),
+    ("split", Update.AFTER_BACKWARD, 0.5),
+]
+
+
+def state_of(run: Run) -> dict[str, torch.Tensor]:
+    state = run.optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, entry in sorted(state.items()) for name, value in sorted(entry.items())}
+
+
+def assert_equal(expected: Run, got: Run) -> None:
+    """Fail unless losses, weights and optimizer state are bitwise equal."""
+    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in got.losses]
+    assert_same_tensors(weights_of(expected), weights_of(got))
+    assert_same_tensors(state_of(expected), state_of(got))
+
+
+@pytest.mark.parametrize(("home", "update", "share"), COMBINATIONS)
+def test_bitwise_equal_to_torch_after_twenty_steps(home: str, update: Update, share: float) -> None:
+    model, batches = ladder(), rows(STEPS)
+    expected = eager_run(model).train(batches)
+    with nan_staging(), hybrid_run(model, batches[0], home=home, update=update, share=share) as run:
+        run.train(batches)
+        assert [bucket.update for bucket in buckets_of(run)] == [update] * 4
+        streamed = sum(bucket.placement.is_streamed for bucket in buckets_of(run))
+        assert streamed == (0 if home == "device" else round(share * 4))
+        assert_equal(expected, run)
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_schedulers_groups_and_frozen_parameters(update: Update) -> None:
+    model, batches = ladder(), rows(8)
+    model.steps[1].requires_grad_(False)
+
+    def train(run: Run) -> Run:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=0.1, total_steps=9)
+        for batch in batches:
+            run.train([batch])
+            scheduler.step()
+        return run
+
+    expected = train(eager_run(model))
+    with nan_staging(), hybrid_run(model, batches[0], home="host", update=update) as run:
+        assert_equal(expected, train(run))
+
+
+def accumulate(run: Run, batches: list[torch.Tensor], num_backwards: int) -> Run:
+    """Train with one update per `num_backwards` batches."""
+    for first in range(0, len(batches), num_backwards):
+        *others, last = batches[first : first + num_backwards]
+        if others and isinstance(run.optimizer, elixir.HybridAdamW):
+            with run.optimizer.accumulating():
+                for batch in others:
+                    loss_of(run.compiled, batch).backward()
+        else:
+            for batch in others:
+                loss_of(run.compiled, batch).backward()
+        run.train([last])
+    return run
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2, 4])
+@pytest.mark.parametrize("update", list(Update))
+def test_accumulation(update: Update, num_backwards: int) -> None:
+    model, batches = ladder(), rows(12)
+    expected = accumulate(eager_run(model), batches, num_backwards)
+    with nan_staging(), hybrid_run(model, batches[0], home="host", update=update) as run:
+        assert_equal(expected, accumulate(run, batches, num_backwards))
+
+
+def clipped_step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    loss = loss_of(compiled, batch)
+    loss.backward()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    torch.nn.utils.clip_grad_norm_(params, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("update", [Update.AFTER_BACKWARD, Update.ACROSS_STEPS])
+def test_clipping(update: Update) -> None:
+    model, batches = ladder(), rows(6)
+    expected = eager_run(model).train(batches, clipped_step)
+    with nan_staging(), hybrid_run(model, batches[0], home="host", update=update) as run:
+        assert_equal(expected, run.train(batches, clipped_step))
+
+
+def test_clipping_after_an_update_in_the_backward_is_refused() -> None:
+    model, batches = ladder(), rows(2)
+    with (
+        hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run,
+        pytest.raises(GradientsChanged, match=r"steps\.\d.* update=\"after_backward\""),
+    ):
+        run.train(batches, clipped_step)
+
+
+@pytest.mark.parametrize("change", ["gradient", "lr"])
+def test_changes_after_an_update_in_the_backward_are_refused(change: str) -> None:
+    model, batches = ladder(), rows(2)
+    with hybrid_run(model, batches[0], home="split", update=Update.IN_BACKWARD) as run:
+        run.train(batches[:1])
+        loss_of(run.compiled, batches[1]).backward()
+        if change == "lr":
+            run.optimizer.param_groups[0]["lr"] = 0.5
+        else:
+            run.model.steps[0]._parameters["weight"].grad = torch.zeros(13, 13)
+        with pytest.raises(GradientsChanged, match=change if change == "gradient" else "hyperparameter"):
+            run.optimizer.step()
+
+
+def test_a_second_backward_before_the_step_is_refused() -> None:
+    model, batches = ladder(), rows(2)
+    with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
+        loss_of(run.compiled, batches[0]).backward()
+        with pytest.raises(GradientsChanged, match=r"with optimizer\.accumulating"):
+            loss_of(run.compiled, batches[1]).backward()
+
+
+def test_gradients_stay_published_and_buckets_close_inside_the_backward() -> None:
+    model, batches = ladder(), rows(4)
+    expected = eager_run(model)
+    with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
+        run.train(batches[:2])
+        expected.train(batches[:2])
+        assert {bucket.closes for bucket in buckets_of(run)} == {Verb.OFFLOAD, Verb.RELEASE}
+        recording = executor_of(run.model).ledger.start_recording()
+        loss_of(run.compiled, batches[2]).backward()
+        loss_of(expected.compiled, batches[2]).backward()
+        for param, other in zip(run.model.parameters(), expected.model.parameters(), strict=True):
+            assert param.grad is not None
+            assert torch.equal(param.grad, other.grad)
+        run.optimizer.step()
+        expected.optimizer.step()
+        run.optimizer.zero_grad()
+        expected.optimizer.zero_grad()
+        spans = recording.stop()
+        last_run_s = max(span.end_s for span in spans if span.label.startswith("run bwd"))
+        first_update_s = min(span.start_s for span in spans if span.label.startswith("update"))
+        assert first_update_s < last_run_s
+        expected.train(batches[3:])
+        run.train(batches[3:])
+        assert_equal(expected, run)
+
+
+@pytest.mark.parametrize("home", ["host", "split"])
+def test_delays_of_the_worker_change_nothing_in_the_backward(home: str) -> None:
+    model, batches = ladder(), rows(40)
+    expected = eager_run(model).train(batches)
+    with (
+        controlled_worker() as worker,
+        nan_staging(),
+        hybrid_run(model, batches[0], home=home, update=Update.IN_BACKWARD) as run,
+    ):
+        worker.delay_s = random_delay(5)
+        assert_equal(expected, run.train(batches))
+        assert worker.num_updates == 40 * 4
+
+
+def test_closures() -> None:
+    model, batches = ladder(), rows(5)
+
+    def step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(compiled, batch)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    expected = eager_run(model).train(batches, step)
+    for update in Update:
+        with nan_staging(), hybrid_run(model, batches[0], home="host", update=update) as run:
+            assert_equal(expected, run.train(batches, step))
+
+
+def test_a_bucket_of_two_optimizers() -> None:
+    """The weights have one, the biases another."""
+
+    class Both:
+        def __init__(self, make: Callable[..., torch.optim.Optimizer], params: Any) -> None:
+            params = list(params)
+            self.parts = [make([p for p in params if p.dim() == dims]) for dims in (1, 2)]
+
+        def step(self) -> None:
+            for part in self.parts:
+                part.step()
+
+        def zero_grad(self) -> None:
+            for part in self.parts:
+                part.zero_grad()
+
+    model, batches = ladder(), rows(6)
+    expected = eager_run(model)
+    expected.optimizer = Both(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), expected.model.parameters())
+    expected.train(batches)
+    options = {"optimizer": lambda params: Both(hybrid_adamw, params)}
+    for update in Update:
+        with nan_staging(), hybrid_run(model, batches[0], home="host", update=update, **options) as run:
+            run.train(batches)
+            assert_same_tensors(weights_of(expected), weights_of(run))
+
+
+def test_two_models_at_once() -> None:
+    batches = rows(6)
+    expected = eager_run(ladder()).train(batches)
+    runs: list[Run] = []
+    for home in ("host", "split"):
+        with hybrid_run(ladder(), batches[0], home=home, update=Update.ACROSS_STEPS) as run:
+            runs.append(run.train(batches[:1]))
+    for batch in batches[1:]:
+        for run in runs:
+            run.train([batch])
+    assert [in_flight(run) for run in runs] == [4, 4]
+    for run in runs:
+        assert_equal(expected, run)
+
+
+@pytest.mark.parametrize(("option", "update"), [("auto", Update.ACROSS_STEPS), ("in_backward", Update.IN_BACKWARD)])
+def test_the_option_decides(option: str, update: Update) -> None:
+    model, batches = ladder(), rows(1)
+    run = by_elixir(model, device_memory=tight_bytes(model, batches[0]), update=option).train(batches)
+    plan = elixir.compilations(run.model)[0].plan
+    assert plan.update is update
+    assert all(placement.update is Tier.HOST for placement in plan.placements)
+    assert by_elixir(Ladder()).train(batches).compiled is not None

@@ -1,0 +1,181 @@
+"""Train under plans whose updates a test decides: where each bucket lives, where and when it is updated."""
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.api.cache import plan_for
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Placement, Plan, Tier, Update
+from elixir_compile.options import Options
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.search import Problem
+from tests.run.training import Run, by_elixir, fused_adamw, tight_bytes
+
+WIDTH = 13  # odd, so that kernels have tails
+
+
+class Ladder(nn.Module):
+    """Four odd linear layers, one of them without a bias; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=number != 2) for number in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for step in self.steps:
+            x = torch.tanh(step(x))
+        return x.square().mean()
+
+
+def ladder() -> Ladder:
+    """Return the model with the weights that it always has."""
+    torch.manual_seed(7)
+    return Ladder()
+
+
+def rows(num_batches: int) -> list[torch.Tensor]:
+    """Return as many different batches."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(5, WIDTH, generator=generator) for _ in range(num_batches)]
+
+
+HOMES = {
+    "device": {"param": Tier.DEVICE, "optim": Tier.DEVICE},
+    "split": {"param": Tier.DEVICE, "optim": Tier.HOST},
+    "host": {"param": Tier.HOST, "optim": Tier.HOST},
+}
+
+
+@contextmanager
+def small_buckets(decide: Callable[[Plan], Plan]) -> Iterator[None]:
+    """Inside, buckets have at most one layer, and `decide` changes each training plan that is found."""
+
+    def decided(problem: Problem, options: Options) -> Plan:
+        small = replace(problem, bucket_min_bytes=1, bucket_max_bytes=4 * WIDTH * (WIDTH + 1))
+        found = plan_for(small, replace(options, plan_cache=False))
+        return decide(found) if problem.hybrid else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elixir_compile.api.compilation.plan_for", decided)
+        yield
+
+
+def placed(plan: Plan, home: str, share: float, update: Update) -> Plan:
+    """Return `plan`, made under a budget that fits `home`, with a `share` of its host updates streamed."""
+    wanted = HOMES[home]
+    placements: list[Placement] = []
+    for number, placement in enumerate(plan.placements):
+        optim = wanted["optim"] if home == "split" else placement.optim
+        is_streamed = optim is Tier.HOST and number < round(share * len(plan.placements))
+        update_tier = Tier.DEVICE if is_streamed else optim
+        placements.append(replace(placement, optim=optim, update=update_tier))
+    if not any(placement.param is wanted["param"] for placement in placements):
+        raise AssertionError(f"nothing lives where {home} wants it")
+    return replace(plan, placements=tuple(placements), update=update)
+
+
+@contextmanager
+def hybrid_run(
+    model: nn.Module, batch: Any, *, home: str, update: Update, share: float = 0.0, **options: Any
+) -> Iterator[Run]:
+    """Yield a run of a copy of `model` under such a plan."""
+    with small_buckets(lambda plan: plan):
+        budget = tight_bytes(model, batch) if home == "host" else None
+    with small_buckets(lambda plan: placed(plan, home, share, update)):
+        yield by_elixir(model, device_memory=budget, replan=False, **options)
+
+
+def eager_run(model: nn.Module, **options: Any) -> Run:
+    """Return a run of a copy of `model` by torch, op by op, with torch's own fused AdamW."""
+    own = copy.deepcopy(model)
+    return Run(model=own, compiled=own, optimizer=fused_adamw(own.parameters(), **options))
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters by name."""
+    return {name: param.detach().clone() for name, param in run.model.named_parameters()}
+
+
+def buckets_of(run: Run) -> list[RunningBucket]:
+    """Return the buckets in force."""
+    executor: Any = executor_of(run.model)
+    return list(executor._buckets.values())
+
+
+def in_flight(run: Run) -> int:
+    """Return how many buckets have a queued update that nobody waited for."""
+    return sum(bucket.is_updating for bucket in buckets_of(run))
+
+
+@contextmanager
+def nan_staging() -> Iterator[None]:
+    """Fill memory that gradients and copies are about to take with NaN."""
+    usual = RunningBucket.gradient_room
+
+    def spoiled(bucket: RunningBucket) -> tuple[torch.Tensor, ...]:
+        room = usual(bucket)
+        for tensor in room:
+            tensor.fill_(float("nan"))
+        return room
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunningBucket, "gradient_room", spoiled)
+        torch.use_deterministic_algorithms(True)  # which fills what `torch.empty` returns with NaN
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+class Worker:
+    """What tests do to the worker: hold it, slow it, or let it fail."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.delay_s: Callable[[], float] = lambda: 0.0
+        self.fail_at = -1
+        self.num_updates = 0
+
+    def before(self) -> None:
+        """Run before each kernel of the worker."""
+        self.gate.wait(timeout=30)
+        time.sleep(self.delay_s())
+        self.num_updates += 1
+        if self.num_updates - 1 == self.fail_at:
+            raise ArithmeticError("the kernel fell over")
+
+
+@contextmanager
+def controlled_worker() -> Iterator[Worker]:
+    """Yield what holds or slows the kernels that the worker runs, and no other."""
+    usual, worker = compat.fused_adamw_, Worker()
+
+    def kernel(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread().name == "elixir updates":
+            worker.before()
+        usual(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "fused_adamw_", kernel)
+        try:
+            yield worker
+        finally:
+            worker.gate.set()
+
+
+def random_delay(seed: int) -> Callable[[], float]:
+    """Return a source of delays of up to 2 ms, most of them none."""
+    chance = random.Random(seed)
+    return lambda: chance.choice((0.0, 0.0, 0.0005, 0.002))
