@@ -1,7 +1,6 @@
 """Parameters that travel together, and where their training state lives."""
 
 from dataclasses import dataclass
-from typing import cast
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, StorageId, Tier
@@ -61,21 +60,14 @@ class Placement:
     param: Tier
     optim: Tier
     resident: bool
-    update: Tier = None  # pyright: ignore[reportAssignmentType]  `__post_init__` says where
-    """Where the bucket is updated: by default where its state is, on the host for state on disk. State that lives
-    elsewhere and is updated on the device is streamed: it goes there and comes back."""
+    streamed: bool = False
+    """Whether state that lives elsewhere travels to the device for the update, and back."""
 
     def __post_init__(self) -> None:
-        beside = Tier.DEVICE if self.optim is Tier.DEVICE else Tier.HOST
-        if cast(Tier | None, self.update) is None:
-            object.__setattr__(self, "update", beside)
-        if self.update not in (Tier.DEVICE, beside):
-            raise InvalidPlan(
-                f"bucket {self.bucket} has its optimizer state on the {self.optim} and cannot be updated on the "
-                f"{self.update}."
-            )
+        if self.streamed and self.optim is Tier.DEVICE:
+            raise InvalidPlan(f"bucket {self.bucket} has its optimizer state on the device: nothing is streamed.")
 
     @property
-    def is_streamed(self) -> bool:
-        """Whether optimizer state travels to the device for the update, and back."""
-        return self.update is Tier.DEVICE and self.optim is not Tier.DEVICE
+    def update(self) -> Tier:
+        """Where the bucket is updated: on the device if its state lives or travels there, else on the host."""
+        return Tier.DEVICE if self.streamed or self.optim is Tier.DEVICE else Tier.HOST

@@ -216,7 +216,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
         "trainable" if bucket.trainable else "frozen",
         f"param {placement.param}  optim {placement.optim}",
     ]
-    parts += [f"update {placement.update}"] if placement.is_streamed else []
+    parts += ["streamed"] if placement.streamed else []
     parts += ["resident"] if placement.resident else []
     parts += [f"shards {' '.join(map(str, bucket.shard_numels))}", f"params {words(*bucket.params)}"]
     return commented("  ".join(parts).rstrip(), format_bytes(bucket.nbytes))

@@ -5,7 +5,7 @@ a PlanFileError that names the line and what was expected there.
 """
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from elixir_compile.errors import InvalidPlan, PlanFileError
 from elixir_compile.ir.activation import Activations
@@ -251,8 +251,8 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
     param = row.choice(Tier)
     row.keyword("optim")
     optim = row.choice(Tier)
-    update = row.choice(Tier) if row.skip("update") else cast(Tier, None)
-    placement = Placement(bucket=name, param=param, optim=optim, update=update, resident=row.skip("resident"))
+    streamed = row.skip("streamed")
+    placement = Placement(bucket=name, param=param, optim=optim, streamed=streamed, resident=row.skip("resident"))
     row.keyword("shards")
     shard_numels: list[int] = []
     while not row.at("params"):

@@ -93,7 +93,7 @@ class BucketUpdate:
             return
         with self.executor.ledger.span(Lane.COMPUTE, self.label):
             for part in self.parts:
-                if self.bucket.placement.is_streamed:
+                if self.bucket.placement.streamed:
                     self._stream(part)
                 else:
                     self.rule.update(part.weights, part.grads, part.states, part.group)

@@ -54,7 +54,7 @@ def test_bitwise_equal_to_torch_after_twenty_steps(home: str, update: Update, sh
     with nan_staging(), hybrid_run(model, batches[0], home=home, update=update, share=share) as run:
         run.train(batches)
         assert [bucket.update for bucket in buckets_of(run)] == [update] * 4
-        streamed = sum(bucket.placement.is_streamed for bucket in buckets_of(run))
+        streamed = sum(bucket.placement.streamed for bucket in buckets_of(run))
         assert streamed == (0 if home == "device" else round(share * 4))
         assert_equal(expected, run)
 

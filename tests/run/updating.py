@@ -77,9 +77,8 @@ def placed(plan: Plan, home: str, share: float, update: Update) -> Plan:
     placements: list[Placement] = []
     for number, placement in enumerate(plan.placements):
         optim = wanted["optim"] if home == "split" else placement.optim
-        is_streamed = optim is Tier.HOST and number < round(share * len(plan.placements))
-        update_tier = Tier.DEVICE if is_streamed else optim
-        placements.append(replace(placement, optim=optim, update=update_tier))
+        streamed = optim is Tier.HOST and number < round(share * len(plan.placements))
+        placements.append(replace(placement, optim=optim, streamed=streamed))
     if not any(placement.param is wanted["param"] for placement in placements):
         raise AssertionError(f"nothing lives where {home} wants it")
     return replace(plan, placements=tuple(placements), update=update)

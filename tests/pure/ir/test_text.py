@@ -127,12 +127,12 @@ def test_a_plan_prints_as_people_read_it() -> None:
 
 @pytest.mark.parametrize("update", list(Update))
 def test_when_and_where_buckets_are_updated_parses_back(update: Update) -> None:
-    placements = tuple(dataclasses.replace(placement, update=Tier.DEVICE) for placement in PLAN.placements)
+    placements = tuple(dataclasses.replace(own, streamed=own.optim is Tier.HOST) for own in PLAN.placements)
     plan = dataclasses.replace(PLAN, update=update, placements=placements)
     assert parse_plan(str(plan)) == plan
     lines = [" ".join(line.split()) for line in str(plan).split("\n")]
     assert (f"update {update}" in lines) == (update is not Update.AFTER_BACKWARD)
-    assert sum("optim host update device" in line for line in lines) == 1
+    assert sum("optim host streamed" in line for line in lines) == 1
 
 
 def test_comments_and_blank_lines_do_not_count() -> None:
