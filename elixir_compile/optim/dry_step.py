@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elixir_compile import compat
 from elixir_compile.optim.shadow import attributes_of, plain_step, shadow_of
 
 _SHAPE = (16, 8)
@@ -44,17 +45,24 @@ def form_of(group: Mapping[str, Any]) -> tuple[object, ...]:
 def dry_step(cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype) -> Kept:
     """Return what `cls` keeps for a parameter in `dtype`, with the hyperparameters of `group`; on the host, beside the
     state of random numbers."""
+    # Asked for while a step is captured, too.
+    with compat.real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _dry_step(cls, attributes, group, dtype)
+
+
+def _dry_step(
+    cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
+) -> Kept:
     own = {name: _on_host(value) for name, value in group.items() if name not in ("params", "param_names")}
     if own.get("capturable"):
         own["capturable"] = False
     failures: list[str] = []
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for make in (_Shadow(cls, attributes, own), _Built(cls, own)):
-            try:
-                return _compare(make, dtype)
-            except Exception as error:
-                failures.append(f"{type(error).__name__}: {error}")
+    for make in (_Shadow(cls, attributes, own), _Built(cls, own)):
+        try:
+            return _compare(make, dtype)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
     return Kept(itemsizes={}, because=f"a step of one tensor, or of half of one, fails with {failures[0]}")
 
 
