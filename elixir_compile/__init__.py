@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
     from elixir_compile.measure import measure_step as measure_step
-    from elixir_compile.optim.hybrid import HybridAdamW as HybridAdamW
+    from elixir_compile.optim.classes import HybridAdamW as HybridAdamW
+    from elixir_compile.optim.classes import hybrid as hybrid
     from elixir_compile.report.diff import diff as diff
     from elixir_compile.report.explain import explain as explain
 
 _HOME = {
     "Compilation": "api.compilation",
-    "HybridAdamW": "optim.hybrid",
+    "HybridAdamW": "optim.classes",
     "Plan": "ir",
     "Record": "ir",
     "compilations": "api.records",
     "diff": "report.diff",
     "explain": "report.explain",
+    "hybrid": "optim.classes",
     "load_plan": "api.saved",
     "measure_step": "measure",
     "plan": "api.plan",

@@ -285,7 +285,7 @@ class StaleParameters(ElixirError, RuntimeError):
 
 
 class GradientsChanged(ElixirError, RuntimeError):
-    """A parameter was updated in the backward, and what the update read changed; `because` says how."""
+    """What the update of `parameter` reads was changed under it; `because` says when and how."""
 
     def __init__(self, parameter: str, because: str) -> None:
         super().__init__(parameter, because)
@@ -294,7 +294,7 @@ class GradientsChanged(ElixirError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"parameter {self.parameter} was updated in its backward, and then {self.because}. Use the option "
+            f"parameter {self.parameter} {self.because}. Use the option "
             'update="after_backward", or `with optimizer.accumulating():` around all backward passes but the last.'
         )
 

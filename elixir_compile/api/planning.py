@@ -1,17 +1,17 @@
 """What the planner is asked about one capture, on top of what an executor has in force."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import Saving, StepGraph, Update
-from elixir_compile.ops.registry import is_hybrid
+from elixir_compile.ops.registry import ParamState, Slot, planned_states
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 
-# Adam keeps two statistics per element in the parameter's dtype; other optimizers keep less.
+# Adam keeps two statistics per element in the parameter's dtype: what is planned for while no optimizer says better.
 STATE_COPIES = 2
 
 
@@ -40,21 +40,30 @@ def problem_of(
     slots = [executor.slots[name] for name in named]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
+    known = planned_states([slot.param for slot in trained])
+    states = states_by_name(trained, known)
     return Problem(
         name=captured.name,
         graph=graph,
         cluster=cluster,
         budget_bytes=device_budget_bytes(options, cluster, executor.device, executor.device_bytes()),
         host_budget_bytes=host_budget_bytes(options),
-        state_nbytes={slot.name: STATE_COPIES * slot.nbytes for slot in trained},
+        state_nbytes={name: state.nbytes for name, state in states.items()},
+        groups={name: state.group for name, state in states.items()},
         savings=savings_of(options),
-        hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
+        hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         update=update_of(options),
         base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
+
+
+def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[str, ParamState]:
+    """Return the param group and the bytes of optimizer state of each parameter, by its name: what its optimizer says,
+    which is `known` by the parameter's id, else one group and `STATE_COPIES`."""
+    return {slot.name: known.get(id(slot.param), ParamState(0, STATE_COPIES * slot.nbytes)) for slot in trained}
 
 
 def savings_of(options: Options) -> frozenset[Saving]:

@@ -22,10 +22,12 @@ class Bucket:
     trainable: bool
     shard_numels: tuple[int, ...]
     """Elements each rank owns; one entry per rank."""
+    group: int = 0
+    """The param group of the optimizer that updates the parameters, counted over all optimizers."""
 
     def __post_init__(self) -> None:
-        if min(self.numel, self.nbytes, self.state_nbytes, *self.shard_numels, 0) < 0:
-            raise InvalidPlan(f"bucket {self.id} has a negative size.")
+        if min(self.numel, self.nbytes, self.state_nbytes, *self.shard_numels, self.group) < 0:
+            raise InvalidPlan(f"bucket {self.id} has a negative size or group.")
         if len(set(self.params)) != len(self.params):
             raise InvalidPlan(f"bucket {self.id} lists a parameter twice.")
         if self.state_nbytes and not self.trainable:

@@ -214,6 +214,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
         f"{word(bucket.id):<6}  {word(bucket.dtype)}",
         f"numel {bucket.numel}  bytes {bucket.nbytes}  state {bucket.state_nbytes}",
         "trainable" if bucket.trainable else "frozen",
+        *([f"group {bucket.group}"] if bucket.group else []),
         f"param {placement.param}  optim {placement.optim}",
     ]
     parts += ["streamed"] if placement.streamed else []

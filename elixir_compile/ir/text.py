@@ -247,6 +247,7 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
     row.keyword("state")
     state_nbytes = row.integer()
     trainable = row.either("trainable", "frozen")
+    group = row.integer() if row.skip("group") else 0
     row.keyword("param")
     param = row.choice(Tier)
     row.keyword("optim")
@@ -267,6 +268,7 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
         dtype=dtype,
         trainable=trainable,
         shard_numels=tuple(shard_numels),
+        group=group,
     )
     return bucket, placement
 

@@ -6,7 +6,8 @@ executor, and the executor as long as the modules it prepared.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,8 +30,26 @@ class GradientSink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ParamState:
+    """What the optimizer of a parameter keeps for it."""
+
+    group: int
+    """The param group, counted over all optimizers."""
+    nbytes: int
+
+
 class StateOwner(Protocol):
-    """What an executor needs of the optimizer that keeps state where the plan says."""
+    """What the planner and an executor need of the optimizer that keeps state where the plan says."""
+
+    @property
+    def places_state(self) -> bool:
+        """Whether its state may live apart from the parameters."""
+        ...
+
+    def states_of(self, params: Sequence[torch.Tensor]) -> Sequence[ParamState]:
+        """Return what it keeps, or will keep, for each of `params`; groups as it counts them."""
+        ...
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Move the state that `params` have to where the placements of their buckets say."""
@@ -139,9 +158,15 @@ def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
     _HYBRID[param] = weakref.ref(owner)
 
 
-def is_hybrid(param: torch.Tensor) -> bool:
-    """Whether a hybrid optimizer updates `param`."""
-    return param in _HYBRID
+def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
+    """Return what hybrid optimizers keep, by the id of the parameter; nothing for parameters of others."""
+    found: dict[int, ParamState] = {}
+    first_group = 0
+    for owner, own in _owned(params).items():
+        states = [ParamState(first_group + state.group, state.nbytes) for state in owner.states_of(own)]
+        found.update(zip(map(id, own), states, strict=True))
+        first_group = 1 + max(state.group for state in states)
+    return found
 
 
 def let_state_follow(params: Sequence[torch.Tensor]) -> None:
@@ -164,7 +189,7 @@ def _owned(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor
         owner = None if reference is None else reference()
         if owner is not None:
             owned.setdefault(owner, []).append(param)
-    return owned
+    return {owner: own for owner, own in owned.items() if owner.places_state}
 
 
 def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:

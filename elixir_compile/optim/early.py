@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from elixir_compile.errors import GradientsChanged
-from elixir_compile.ops.registry import slot_of
-from elixir_compile.optim.update import Part, snapshot
+from elixir_compile.optim.guard import name_of
+from elixir_compile.optim.update import snapshot
+
+_UPDATED = "was updated in its backward, and then"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +33,26 @@ class EarlyUpdates:
     def __init__(self) -> None:
         self._notes: dict[nn.Parameter, _Note] = {}
 
-    def __contains__(self, param: nn.Parameter) -> bool:
-        return param in self._notes
+    def refuse(self, because: str) -> None:
+        """Raise GradientsChanged, and forget all, where a parameter was updated since the last step."""
+        notes, self._notes = self._notes, {}
+        for param in notes:
+            raise GradientsChanged(name_of(param), f"{_UPDATED} {because}")
 
     def require_first(self, params: Sequence[nn.Parameter]) -> None:
         """Raise GradientsChanged for a parameter that was updated since the last step."""
         for param in params:
             if param in self._notes:
-                raise GradientsChanged(_name(param), "another backward pass, or code outside the graph, added to it")
+                raise GradientsChanged(
+                    name_of(param), f"{_UPDATED} another backward pass, or code outside the graph, added to it"
+                )
 
-    def note(self, part: Part) -> None:
-        """Remember what an update of `part` reads."""
-        for param, grad in zip(part.params, part.grads, strict=True):
-            self._notes[param] = _Note(grad, grad._version, part.group)
+    def note(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
+        """Remember what an update of `params`, which are in `group` and have gradients, reads."""
+        now = snapshot(group) if params else {}
+        for param in params:
+            if param.grad is not None:
+                self._notes[param] = _Note(param.grad, param.grad._version, now)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> frozenset[nn.Parameter]:
         """Return the parameters that need no update any more, and forget them.
@@ -58,9 +67,9 @@ class EarlyUpdates:
                 if note is None:
                     continue
                 if param.grad is not note.grad or note.grad._version != note.version:
-                    raise GradientsChanged(_name(param), "its gradient was changed")
+                    raise GradientsChanged(name_of(param), f"{_UPDATED} its gradient was changed")
                 if not _is_same(now, note.group):
-                    raise GradientsChanged(_name(param), "a hyperparameter of its group was changed")
+                    raise GradientsChanged(name_of(param), f"{_UPDATED} a hyperparameter of its group was changed")
         return frozenset(notes)
 
 
@@ -71,8 +80,3 @@ def _is_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
         else value == second[name]
         for name, value in first.items()
     )
-
-
-def _name(param: nn.Parameter) -> str:
-    slot = slot_of(param)
-    return "outside of every model" if slot is None else slot.name

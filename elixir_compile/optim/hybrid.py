@@ -1,4 +1,4 @@
-"""AdamW whose state lives where the plan says, and which updates each bucket where and when the plan says.
+"""Optimizers whose state lives where the plan says, and which update each bucket where and when the plan says.
 
     in the backward      a bucket is updated once its gradient has landed; `step()` does what is left
     after the backward   `step()` updates everything and returns
@@ -6,24 +6,26 @@
                          whoever reads a parameter waits for the update of its bucket, and for no other
 
 Device updates are queued first, so that on an accelerator both sides work at once. What an update is: see `update` and
-`rule`. Every tensor goes through torch's own fused kernel as a tensor of its own, so the result is bitwise that of
-`torch.optim.AdamW(fused=True)` on the same side, in each of the three.
+`rule`; every tensor is a tensor of its own in it, so the result is the same bits in each of the three. A class that is
+not element-wise keeps its own step.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from elixir_compile.errors import NoGraphCaptured
+from elixir_compile.errors import ElixirWarning, NoGraphCaptured
 from elixir_compile.ir import Tier, Update
-from elixir_compile.ops.registry import claim_for_hybrid, slot_of
+from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
 from elixir_compile.optim.early import EarlyUpdates
+from elixir_compile.optim.host.threads import at_least_threads, crew_for
 from elixir_compile.optim.loading import held, unheld
-from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.optim.rule import UpdateRule
+from elixir_compile.optim.shadow import plain_step
 from elixir_compile.optim.state import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate, Part, part_of
 from elixir_compile.runtime.bucket import RunningBucket
@@ -31,44 +33,56 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.updates import UpdateLine
 
 
-class HybridAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with its state on the device or on the host, as planned.
+class Hybrid(torch.optim.Optimizer):
+    """The part of a hybrid optimizer that is the same for each class it inherits from; see `classes`."""
 
-    Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
-    directions. `foreach` and `fused` are accepted and change nothing: the update is fused. Parameters of models that
-    Elixir did not compile are updated where they are.
+    updates_as: ClassVar[type[torch.optim.Optimizer]]
+    """The class whose step it takes."""
 
-    Where the plan updates across steps, `step()` returns before the host is done. Reading a parameter, its gradient or
-    `state` waits for what is read; `wait()` waits for everything. An exception of an update is raised by the next call
-    that waits for it.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: "float | torch.Tensor" = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._begin()
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
-        # `GradScaler` then unscales the gradients itself and skips `step()` on overflow: weights, state and step count
-        # stay untouched.
-        self._step_supports_amp_scaling = False
+        super().__init__(*args, **kwargs)
+
+    def _new_rule(self) -> UpdateRule:
+        raise NotImplementedError
 
     def _begin(self) -> None:
-        self._rule = AdamWRule()
+        self._rule = self._new_rule()
         self._line = UpdateLine()
         self._placer = StatePlacer(self._rule)
         self._early = EarlyUpdates()
         self._is_accumulating = False
         self._has_stepped = False
+        self._has_warned = False
+
+    # What the planner and executors ask.
+
+    @property
+    def places_state(self) -> bool:
+        """Whether the state may live apart from the parameters: the class is element-wise."""
+        return not self._obstacle()
+
+    def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
+        """Return what is kept, or will be, for each of `params`; see `StateOwner`."""
+        where = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        groups = [where[id(param)] for param in params]
+        return [
+            ParamState(index, self._rule.state_nbytes(param, self.param_groups[index]))
+            for param, index in zip(params, groups, strict=True)
+        ]
+
+    def _obstacle(self) -> str:
+        because = self._rule.obstacle(self.param_groups)
+        if because and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                ElixirWarning(
+                    f"{type(self).__name__} is not element-wise: {because}. Its state stays beside the parameters and "
+                    "its step is that of its class, one for all parameters."
+                ),
+                stacklevel=2,
+            )
+        return because
 
     # What torch's optimizers have.
 
@@ -93,6 +107,13 @@ class HybridAdamW(torch.optim.AdamW):
         for param in self.param_groups[-1]["params"]:
             claim_for_hybrid(param, self)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `state_dict()` of the class returns, when every queued update is done."""
+        states = self.state
+        for param in [param for param, entry in states.items() if not entry]:
+            del states[param]
+        return super().state_dict()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; an update that reads them keeps them for itself. Without `set_to_none` it is waited
         for."""
@@ -103,10 +124,12 @@ class HybridAdamW(torch.optim.AdamW):
             super().zero_grad()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of `torch.optim.AdamW`, and put the state where the plan says."""
+        """Load a state dict of this class or of the class it inherits from, and put the state where the plan says."""
         self.wait()
+        saved = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        names = frozenset(name for group in saved for name in self._rule.statistics(group))
         entries = state_dict["state"].items()
-        super().load_state_dict({**state_dict, "state": {index: held(entry) for index, entry in entries}})
+        super().load_state_dict({**state_dict, "state": {index: held(entry, names) for index, entry in entries}})
         for param, entry in self.state.items():
             self.state[param] = unheld(entry, param, stays=self._is_on_host(param))
 
@@ -117,7 +140,6 @@ class HybridAdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
         super().__setstate__(state)
-        self._step_supports_amp_scaling = False
         for group in self.param_groups:
             for param in group["params"]:
                 claim_for_hybrid(param, self)
@@ -127,29 +149,34 @@ class HybridAdamW(torch.optim.AdamW):
         """Update every parameter that has a gradient, or queue that; return the loss that `closure` gives, if there is
         one.
 
-        Raises GradientsChanged where the plan updates in the backward and a gradient was changed after it.
+        Raises GradientsChanged where the plan updates in the backward and a gradient was changed after it. The first
+        step updates nothing before that is known.
         """
+        if self._obstacle():
+            self.wait()
+            return plain_step(self.updates_as)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._line.check()
-        self._first_step_checks()
+        if not self._has_stepped:
+            self._warn_where_unplanned()
         with torch.DisableTorchFunctionSubclass():
-            done = self._early.check(self.param_groups)
+            seen = self._early.check(self.param_groups)
+            done = seen if self._has_stepped else frozenset()
             self._update([p for group in self.param_groups for p in group["params"] if p not in done])
+        self._has_stepped = True
         return loss
 
-    def _first_step_checks(self) -> None:
-        if self._has_stepped:
-            return
-        self._has_stepped = True
+    def _warn_where_unplanned(self) -> None:
         params = [param for group in self.param_groups for param in group["params"]]
         if not any(slot_of(param) is not None for param in params):
             warnings.warn(
                 NoGraphCaptured(
-                    "no parameter of this HybridAdamW belongs to a model that Elixir compiled or prepared, so nothing "
-                    "is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, not `model`."
+                    f"no parameter of this {type(self).__name__} belongs to a model that Elixir compiled or prepared, "
+                    "so nothing is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, "
+                    "not `model`."
                 ),
                 stacklevel=4,
             )
@@ -174,9 +201,12 @@ class HybridAdamW(torch.optim.AdamW):
         own = [param for param in params if isinstance(param, nn.Parameter)]
         with torch.DisableTorchFunctionSubclass():
             self._early.require_first(own)
-            for update in self._update(own, arrived):
-                for part in update.parts:
-                    self._early.note(part)
+            wanted = {id(param) for param in own if param.grad is not None}
+            for group in self.param_groups:
+                self._early.note([param for param in group["params"] if id(param) in wanted], group)
+            if not self._has_stepped:
+                return  # What no update in the backward allows, scaling or clipping, shows at the first step.
+            self._update(own, arrived)
             torch.autograd.graph.increment_version(own)
 
     @torch.no_grad()
@@ -189,12 +219,27 @@ class HybridAdamW(torch.optim.AdamW):
             self._placer.place(self._states, group, _by_bucket(own)[0])
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False: `GradScaler`, which asks before each step, then unscales the gradients itself and skips `step()` on
+        overflow, so that weights, state and step count stay untouched.
+
+        Raises GradientsChanged where this backward has updated with gradients that are still scaled.
+        """
+        self._early.refuse("a GradScaler asked to unscale its gradient")
+        return False
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """Do nothing: torch's fused classes want True."""
+
+    @property
     def _states(self) -> States:
         """`state`, without waiting."""
         return self.__dict__["state"]
 
-    def _update(self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None) -> list[BucketUpdate]:
-        """Update those of `params` that have gradients, or queue that; return the updates of buckets."""
+    def _update(self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None) -> None:
+        """Update those of `params` that have gradients, or queue that."""
+        rule = self._rule.now()
         wanted = {id(param) for param in params if param.grad is not None}
         parts: dict[RunningBucket, list[Part]] = {}
         executors: dict[RunningBucket, Executor] = {}
@@ -204,15 +249,16 @@ class HybridAdamW(torch.optim.AdamW):
             executors |= found
             for bucket in buckets:
                 bucket.settle()
-            self._update_unplanned(unplanned, group)
+            self._update_unplanned(unplanned, group, rule)
             self._placer.place(self._states, group, buckets)
             for bucket, members in buckets.items():
-                parts.setdefault(bucket, []).append(part_of(members, self._states, group))
+                rooms = self._placer.rooms_of(bucket, members, group)
+                parts.setdefault(bucket, []).append(part_of(members, self._states, group, rooms))
         updates = [
             BucketUpdate(
                 bucket=bucket,
                 executor=executors[bucket],
-                rule=self._rule,
+                rule=rule,
                 rooms=self._placer.rooms,
                 parts=tuple(parts[bucket]),
             )
@@ -225,22 +271,23 @@ class HybridAdamW(torch.optim.AdamW):
         for update in updates:
             if not update.is_on_device:
                 self._run_on_host(update, arrived)
-        return updates
 
     def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:
+        num_threads = crew_for(update.executor.device).num_threads
         if update.bucket.update is Update.AFTER_BACKWARD:
-            update.run()
+            with at_least_threads(num_threads):
+                update.run()
             return
-        queued = self._line.queue(update.work(arrived), update.label)
+        queued = self._line.queue(update.work(arrived), update.label, num_threads)
         update.bucket.begin_update(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
-    def _update_unplanned(self, params: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+    def _update_unplanned(self, params: list[nn.Parameter], group: Mapping[str, Any], rule: UpdateRule) -> None:
         for param in params:
             self._placer.create(self._states, param, group)
         if params:
             part = part_of(params, self._states, group)
-            self._rule.update(part.weights, part.grads, part.states, part.group)
+            rule.update(part.weights, part.grads, part.states, part.group)
 
 
 def _bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":

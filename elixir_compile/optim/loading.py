@@ -4,13 +4,11 @@
 the plan keeps them on the host they may not fit there, so they pass through it in a wrapper that it leaves alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-
-STATISTICS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class _Held:
@@ -20,9 +18,12 @@ class _Held:
         self.tensor = tensor
 
 
-def held(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one parameter with its statistics wrapped."""
-    return {name: _Held(value) if name in STATISTICS else value for name, value in entry.items()}
+def held(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
+    """Return the state of one parameter with its `statistics` wrapped."""
+    return {
+        name: _Held(value) if name in statistics and isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+    }
 
 
 def unheld(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:

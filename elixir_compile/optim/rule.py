@@ -1,22 +1,43 @@
 """What one kind of optimizer computes: from gradients and statistics to new weights, in place.
 
 A rule knows nothing of placements, threads or devices; `update` calls it with tensors of one bucket and one param
-group. AdamW in the parameter's own dtype is the first.
+group. Here is AdamW in the parameter's own dtype; `class_rule` has that of any other class.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from elixir_compile import compat
 
-State = Mapping[str, torch.Tensor]
-"""The statistics of one parameter by name, and `step`, which counts."""
+State = MutableMapping[str, Any]
+"""The statistics of one parameter by name, and what counts, such as `step`."""
 
 
 class UpdateRule(Protocol):
     """How tensors of one bucket are updated; `group` holds the hyperparameters of their param group."""
+
+    @property
+    def makes_state(self) -> bool:
+        """Whether `update` makes the state of a parameter that has none; else it is zeros."""
+        ...
+
+    def now(self) -> "UpdateRule":
+        """Return the rule as it is now, for updates that run later."""
+        ...
+
+    def obstacle(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return why parameters of `groups` may not be updated bucket by bucket; empty where they may."""
+        ...
+
+    def state_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> int:
+        """Return the bytes of the statistics of `param`."""
+        ...
+
+    def travels(self, name: str, group: Mapping[str, Any]) -> bool:
+        """Whether the entry `name` of a state goes where the update is."""
+        ...
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the statistics, each shaped like its parameter."""
@@ -35,6 +56,24 @@ class UpdateRule(Protocol):
 
 class AdamWRule:
     """torch's fused AdamW: every tensor as a tensor of its own, bitwise `torch.optim.AdamW(fused=True)`."""
+
+    makes_state = False
+
+    def now(self) -> "AdamWRule":
+        """Return the rule: it has no attributes."""
+        return self
+
+    def obstacle(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return nothing: AdamW treats each element alone."""
+        return ""
+
+    def state_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> int:
+        """Return the bytes of the moments of `param`."""
+        return len(self.statistics(group)) * param.numel() * param.element_size()
+
+    def travels(self, name: str, group: Mapping[str, Any]) -> bool:
+        """Return True: the fused kernel reads `step` where the moments are."""
+        return True
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments, each shaped like its parameter."""

@@ -1,7 +1,7 @@
 """The state of one optimizer: made when a parameter is first updated, moved when a plan wants it elsewhere."""
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 
-States = MutableMapping[nn.Parameter, dict[str, torch.Tensor]]
+States = MutableMapping[nn.Parameter, dict[str, Any]]
 """What `torch.optim.Optimizer` calls `state`."""
 
 
@@ -34,16 +34,31 @@ class StatePlacer:
         for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
             placed = self._placed.setdefault(bucket, set())
             for param in params:
-                if id(param) in placed and states[param]:
+                state = states.get(param)
+                if id(param) in placed and state:
                     continue
-                rooms = {}
-                if bucket.placement.optim is Tier.HOST:
-                    rooms = {name: self.rooms.room(bucket, name, param) for name in self._rule.statistics(group)}
-                if states[param]:
-                    self._move(states[param], param, group, rooms)
+                rooms = self._rooms_of(bucket, param, group)
+                if state:
+                    self._move(state, param, group, rooms)
                 else:
                     self.create(states, param, group, rooms)
                 placed.add(id(param))
+
+    def rooms_of(
+        self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]
+    ) -> tuple[Mapping[str, torch.Tensor], ...]:
+        """Return by name where statistics of each of `params` belong that an update makes; nothing where the statistics
+        are there before it, or stay beside the parameter."""
+        if not self._rule.makes_state:
+            return ({},) * len(params)
+        return tuple(self._rooms_of(bucket, param, group) for param in params)
+
+    def _rooms_of(
+        self, bucket: RunningBucket, param: nn.Parameter, group: Mapping[str, Any]
+    ) -> Mapping[str, torch.Tensor]:
+        if bucket.placement.optim is not Tier.HOST:
+            return {}
+        return {name: self.rooms.room(bucket, name, param) for name in self._rule.statistics(group)}
 
     def create(
         self,
@@ -52,10 +67,10 @@ class StatePlacer:
         group: Mapping[str, Any],
         rooms: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Make the state of `param` where it has none: in `rooms`, or beside it."""
-        state = states[param]
-        if state:
+        """Make the state of `param` where it has none, in `rooms` or beside it, unless its update will."""
+        if self._rule.makes_state or states[param]:
             return
+        state = states[param]
         like = param.detach()
         for name in self._rule.statistics(group):
             room = rooms.get(name) if rooms else None
@@ -65,14 +80,21 @@ class StatePlacer:
 
     def _move(
         self,
-        state: dict[str, torch.Tensor],
+        state: dict[str, Any],
         param: nn.Parameter,
         group: Mapping[str, Any],
         rooms: Mapping[str, torch.Tensor],
     ) -> None:
-        for name in self._rule.statistics(group):
-            target = rooms.get(name)
-            if target is None:
-                target = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
-            state[name] = target if target.data_ptr() == state[name].data_ptr() else target.copy_(state[name])
-        state["step"] = state["step"].to(state[self._rule.statistics(group)[0]].device)
+        statistics = self._rule.statistics(group)
+        for name in statistics:
+            value, target = state.get(name), rooms.get(name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            device = param.device if target is None else target.device
+            if target is None or target.dtype != value.dtype:
+                target = torch.empty_like(param.detach(), dtype=value.dtype, device=device)
+            state[name] = target if target.data_ptr() == value.data_ptr() else target.copy_(value)
+        beside = next((state[name].device for name in statistics if isinstance(state.get(name), torch.Tensor)), None)
+        for name, value in state.items():
+            if name not in statistics and isinstance(value, torch.Tensor) and self._rule.travels(name, group):
+                state[name] = value.to(beside)

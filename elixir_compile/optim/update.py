@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Lane, Tier
+from elixir_compile.optim.guard import GradientGuard
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
@@ -33,6 +34,8 @@ class Part:
     """The values of `params`, where they live."""
     grads: tuple[torch.Tensor, ...]
     states: tuple[State, ...]
+    rooms: tuple[Mapping[str, torch.Tensor], ...]
+    """Where statistics belong that the update makes, by name."""
     group: Mapping[str, Any]
 
 
@@ -45,13 +48,19 @@ def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def part_of(params: Sequence[nn.Parameter], states: Mapping[nn.Parameter, State], group: Mapping[str, Any]) -> Part:
-    """Return the part of `params`, which have gradients and state, with `group` as it is now."""
+def part_of(
+    params: Sequence[nn.Parameter],
+    states: Mapping[nn.Parameter, State],
+    group: Mapping[str, Any],
+    rooms: Sequence[Mapping[str, torch.Tensor]] = (),
+) -> Part:
+    """Return the part of `params`, which have gradients, with `group` as it is now."""
     return Part(
         params=tuple(params),
         weights=tuple(param.detach() for param in params),
         grads=tuple(param.grad for param in params if param.grad is not None),
         states=tuple(states[param] for param in params),
+        rooms=tuple(rooms),
         group=snapshot(group),
     )
 
@@ -97,6 +106,7 @@ class BucketUpdate:
                     self._stream(part)
                 else:
                     self.rule.update(part.weights, part.grads, part.states, part.group)
+                    _keep(part.states, part.states, part.rooms)
 
     def work(self, arrived: torch.cuda.Event | None) -> Work:
         """Return what updates the bucket on the host, once `arrived`; on a device, copies to the host begin here."""
@@ -105,13 +115,17 @@ class BucketUpdate:
         landed = self.executor.d2h.mark() if is_copied else arrived
         # Not `self`, whose gradients are memory of the device.
         rule, ledger, label, h2d = self.rule, self.executor.ledger, self.label, self.executor.h2d
+        guard = GradientGuard(self.params, self.grads)
 
         def work() -> torch.cuda.Event | None:
             if landed is not None:
                 landed.synchronize()
+            guard.check()
             with ledger.span(Lane.HOST, label):
                 for side in sides:
                     rule.update(side.on_host, side.grads, side.states, side.group)
+                    _keep(side.states, side.states, side.rooms)
+            guard.check()
             if not is_copied:
                 return None
             with h2d.beside_compute():
@@ -134,6 +148,7 @@ class BucketUpdate:
             on_host=on_host,
             grads=grads,
             states=part.states,
+            rooms=part.rooms,
             group=part.group,
             is_copied=is_copied,
         )
@@ -148,17 +163,36 @@ class BucketUpdate:
 
         weights = [there(weight) for weight in part.weights]
         grads = [there(grad) for grad in part.grads]
-        states = [{name: there(value, is_state=True) for name, value in state.items()} for state in part.states]
+        states = [
+            {
+                name: there(value, is_state=True) if self._is_streamed(name, value, part.group) else value
+                for name, value in state.items()
+            }
+            for state in part.states
+        ]
         self.rule.update(weights, grads, states, part.group)
         for home, weight in zip(part.weights, weights, strict=True):
             if home is not weight:
                 home.copy_(weight, non_blocking=True)
-        for home, state in zip(part.states, states, strict=True):
-            for name, value in state.items():
-                home[name].copy_(value, non_blocking=True)
+        _keep(part.states, states, part.rooms)
         if device.type == "cuda":
             # Whoever reads the state or the parameter on the host next does not wait for the device.
             torch.cuda.current_stream(device).synchronize()
+
+    def _is_streamed(self, name: str, value: object, group: Mapping[str, Any]) -> bool:
+        return isinstance(value, torch.Tensor) and self.rule.travels(name, group)
+
+
+def _keep(homes: Sequence[State], updated: Sequence[State], rooms: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Bring what an update wrote home: into the tensor that was there before, or into its room."""
+    for index, (home, state) in enumerate(zip(homes, updated, strict=True)):
+        for name, value in list(state.items()):
+            target = rooms[index].get(name, home.get(name)) if rooms else home.get(name)
+            is_elsewhere = isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor) and target is not value
+            if is_elsewhere and (target.shape, target.dtype) == (value.shape, value.dtype):
+                home[name] = target.copy_(value, non_blocking=True)
+            else:
+                home[name] = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,5 +204,6 @@ class _HostSide:
     """The weights, or, where they are not on the host, copies."""
     grads: Sequence[torch.Tensor]
     states: Sequence[State]
+    rooms: Sequence[Mapping[str, torch.Tensor]]
     group: Mapping[str, Any]
     is_copied: bool

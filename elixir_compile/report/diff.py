@@ -197,6 +197,7 @@ def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
         bucket.id: {
             "params": " ".join(bucket.params),
             "shards": " ".join(map(str, bucket.shard_numels)),
+            "group": bucket.group,
             "param": placement.param.value,
             "optim": placement.optim.value,
             "resident": placement.resident,

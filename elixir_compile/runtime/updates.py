@@ -36,11 +36,11 @@ for."""
 class QueuedUpdate:
     """One update on its way."""
 
-    def __init__(self, work: Work, line: "UpdateLine", label: str) -> None:
+    def __init__(self, work: Work, line: "UpdateLine", label: str, num_threads: int) -> None:
         self.label = label
         self._work: Work | None = work
         self._line = line
-        self._num_threads = torch.get_num_threads()
+        self._num_threads = num_threads
         self._done = threading.Event()
         self._event: torch.cuda.Event | None = None
 
@@ -62,7 +62,7 @@ class QueuedUpdate:
         work, self._work = self._work, None
         try:
             if work is not None and not self._line.has_failed:
-                # Threads of OpenMP are counted per thread; a kernel must not see another number than in `step()`.
+                # Threads of OpenMP are counted per thread.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
                 self._event = work()
@@ -86,9 +86,10 @@ class UpdateLine:
         """Whether an update failed and nobody was told yet."""
         return self._failure is not None
 
-    def queue(self, work: Work, label: str) -> QueuedUpdate:
-        """Let the worker do `work` behind everything queued so far."""
-        update = QueuedUpdate(work, self, label)
+    def queue(self, work: Work, label: str, num_threads: int | None = None) -> QueuedUpdate:
+        """Let the worker do `work` behind everything queued so far, with `num_threads` of torch's threads or as many as
+        the caller has."""
+        update = QueuedUpdate(work, self, label, num_threads or torch.get_num_threads())
         self._queued = [*(other for other in self._queued if not other.is_done), update]
         _worker.put(update)
         return update

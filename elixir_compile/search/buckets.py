@@ -4,7 +4,7 @@
                                         exceeds `max`
 
 A tensor larger than `max`, or used again far away (a tied embedding), travels alone. Data types, and frozen and trained
-parameters, are never mixed.
+parameters, are never mixed, nor are param groups of the optimizer.
 """
 
 import itertools
@@ -30,6 +30,7 @@ _ITEM_BYTES = {
 class _Param:
     storage: Storage
     is_trained: bool
+    group: int
     layer: str
     uses: tuple[int, ...]
     """Indices of the forward ops that read it; of the backward ops where the forward never does."""
@@ -44,9 +45,9 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     min_bytes, max_bytes = _bounds(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
-    classes: dict[tuple[str, bool], list[_Param]] = {}
+    classes: dict[tuple[str, bool, int], list[_Param]] = {}
     for param in params:
-        classes.setdefault((param.storage.dtype, param.is_trained), []).append(param)
+        classes.setdefault((param.storage.dtype, param.is_trained, param.group), []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
         group
@@ -78,6 +79,7 @@ def _in_first_use_order(problem: Problem) -> list[_Param]:
         _Param(
             storage=storage,
             is_trained=storage.id in trained or problem.state_nbytes.get(storage.id, 0) > 0,
+            group=problem.groups.get(storage.id, 0),
             layer=layers[uses[storage.id][0]] if uses[storage.id] else "",
             uses=tuple(uses[storage.id]),
         )
@@ -157,4 +159,5 @@ def _bucket(name: BucketId, group: list[_Param], state_nbytes: Mapping[StorageId
         dtype=dtype,
         trainable=group[0].is_trained,
         shard_numels=_shards(numel, num_ranks),
+        group=group[0].group,
     )

@@ -22,6 +22,8 @@ class Problem:
     host_budget_bytes: int
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of optimizer state of each trainable parameter."""
+    groups: Mapping[StorageId, int] = field(default_factory=dict)
+    """The param group of each trainable parameter that an optimizer owns already; 0 for any other."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
     update: Update | None = None

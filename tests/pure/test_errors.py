@@ -17,7 +17,7 @@ SAMPLES: list[ElixirError] = [
     errors.NoFeasiblePlan("bwd.mm_2", "model.py:41", 20 << 30, 23 << 30, {"saved": 18 << 30, "temp": 5 << 30}),
     errors.NotPrepared("Its parameters are on meta."),
     errors.StaleParameters("transformer.wte.weight"),
-    errors.GradientsChanged("transformer.wte.weight", "its gradient was changed"),
+    errors.GradientsChanged("transformer.wte.weight", "was updated in its backward, and then its gradient was changed"),
     errors.ActivationsGone("h.3.matmul"),
     errors.UnsupportedModel("Embedding8bit", "its parameters are integers."),
     errors.InvalidProfile("link", "bytes_per_s", "a positive number", -1.0),

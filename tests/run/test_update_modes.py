@@ -13,6 +13,7 @@ from elixir_compile.ir import Tier, Update, Verb
 from tests.run.training import Run, assert_same_tensors, by_elixir, hybrid_adamw, loss_of, tight_bytes
 from tests.run.updating import (
     Ladder,
+    accumulate,
     buckets_of,
     controlled_worker,
     eager_run,
@@ -76,25 +77,10 @@ def test_schedulers_groups_and_frozen_parameters(update: Update) -> None:
         assert_equal(expected, train(run))
 
 
-def accumulate(run: Run, batches: list[torch.Tensor], num_backwards: int) -> Run:
-    """Train with one update per `num_backwards` batches."""
-    for first in range(0, len(batches), num_backwards):
-        *others, last = batches[first : first + num_backwards]
-        if others and isinstance(run.optimizer, elixir.HybridAdamW):
-            with run.optimizer.accumulating():
-                for batch in others:
-                    loss_of(run.compiled, batch).backward()
-        else:
-            for batch in others:
-                loss_of(run.compiled, batch).backward()
-        run.train([last])
-    return run
-
-
-@pytest.mark.parametrize("num_backwards", [1, 2, 4])
+@pytest.mark.parametrize("num_backwards", [1, 2, 4, 8])
 @pytest.mark.parametrize("update", list(Update))
 def test_accumulation(update: Update, num_backwards: int) -> None:
-    model, batches = ladder(), rows(12)
+    model, batches = ladder(), rows(16 if num_backwards == 8 else 12)
     expected = accumulate(eager_run(model), batches, num_backwards)
     with nan_staging(), hybrid_run(model, batches[0], home="host", update=update) as run:
         assert_equal(expected, accumulate(run, batches, num_backwards))

@@ -17,10 +17,11 @@ from elixir_compile import compat
 from elixir_compile.api.cache import plan_for
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
+from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.options import Options
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.search import Problem
-from tests.run.training import Run, by_elixir, fused_adamw, tight_bytes
+from tests.run.training import Run, by_elixir, fused_adamw, loss_of, tight_bytes
 
 WIDTH = 13  # odd, so that kernels have tails
 
@@ -90,7 +91,8 @@ def hybrid_run(
 ) -> Iterator[Run]:
     """Yield a run of a copy of `model` under such a plan."""
     with small_buckets(lambda plan: plan):
-        budget = tight_bytes(model, batch) if home == "host" else None
+        optimizer = {"optimizer": options["optimizer"]} if "optimizer" in options else {}
+        budget = tight_bytes(model, batch, **optimizer) if home == "host" else None
     with small_buckets(lambda plan: placed(plan, home, share, update)):
         yield by_elixir(model, device_memory=budget, replan=False, **options)
 
@@ -99,6 +101,21 @@ def eager_run(model: nn.Module, **options: Any) -> Run:
     """Return a run of a copy of `model` by torch, op by op, with torch's own fused AdamW."""
     own = copy.deepcopy(model)
     return Run(model=own, compiled=own, optimizer=fused_adamw(own.parameters(), **options))
+
+
+def accumulate(run: Run, batches: list[torch.Tensor], num_backwards: int) -> Run:
+    """Train with one update per `num_backwards` batches."""
+    for first in range(0, len(batches), num_backwards):
+        *others, last = batches[first : first + num_backwards]
+        if others and isinstance(run.optimizer, Hybrid):
+            with run.optimizer.accumulating():
+                for batch in others:
+                    loss_of(run.compiled, batch).backward()
+        else:
+            for batch in others:
+                loss_of(run.compiled, batch).backward()
+        run.train([last])
+    return run
 
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:

@@ -10,8 +10,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -118,6 +119,20 @@ def crew_for(device: torch.device | None = None) -> Crew:
         f", on the {len(beside)} cores beside {device}" if beside else "",
     )
     return Crew(num_threads, beside)
+
+
+@contextmanager
+def at_least_threads(num_threads: int) -> Iterator[None]:
+    """Let torch's own kernels take `num_threads` threads inside, where they would take fewer."""
+    usual = torch.get_num_threads()
+    if usual >= num_threads:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:

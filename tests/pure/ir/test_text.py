@@ -135,6 +135,14 @@ def test_when_and_where_buckets_are_updated_parses_back(update: Update) -> None:
     assert sum("optim host streamed" in line for line in lines) == 1
 
 
+def test_the_param_group_of_a_bucket_parses_back() -> None:
+    first, *others = PLAN.buckets
+    plan = dataclasses.replace(PLAN, buckets=(dataclasses.replace(first, group=2), *others))
+    assert parse_plan(str(plan)) == plan
+    assert "trainable  group 2  param host" in str(plan)
+    assert "group" not in str(PLAN)
+
+
 def test_comments_and_blank_lines_do_not_count() -> None:
     text = "# a review\n\n" + str(PLAN).replace("\n", "   # noted\n\n")
     assert parse_plan(text) == PLAN

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import profile_for
@@ -115,10 +116,22 @@ def test_a_problem_that_contradicts_itself_is_refused() -> None:
         problem(graph, placements=(Placement(bucket=BucketId("b"), param=Tier.HOST, optim=Tier.HOST, resident=True),))
 
 
-@given(step_graphs())
+def test_a_bucket_ends_where_a_param_group_does() -> None:
+    """Twenty weights of 100 bytes, at least 120 and at most 250: two each; twenty biases of 8 bytes: 15 and 5."""
+    graph = chain(layers(*[[25, 2]] * 20))
+    biases = {StorageId(f"p{number}_1"): 3 for number in range(20)}
+    made = form_buckets(problem(graph, min_bytes=120, max_bytes=250, groups=biases))
+    assert [bucket.nbytes for bucket in made if bucket.group == 0] == [200] * 10
+    assert [bucket.nbytes for bucket in made if bucket.group == 3] == [120, 40]
+    assert {name for bucket in made if bucket.group == 3 for name in bucket.params} == biases.keys()
+
+
+@given(step_graphs(), st.data())
 @settings(deadline=None, max_examples=60)
-def test_every_parameter_is_in_one_bucket_of_its_kind(graph: StepGraph) -> None:
-    made = form_buckets(problem(graph, min_bytes=256, max_bytes=1024))
+def test_every_parameter_is_in_one_bucket_of_its_kind(graph: StepGraph, data: st.DataObject) -> None:
+    ids = [storage.id for storage in graph.storages if storage.kind is Kind.PARAM]
+    groups = {name: data.draw(st.integers(0, 2)) for name in ids}
+    made = form_buckets(problem(graph, min_bytes=256, max_bytes=1024, groups=groups))
     params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
     trained = {storage.of for storage in graph.storages if storage.of is not None}
     assert sorted(name for bucket in made for name in bucket.params) == sorted(params)
@@ -127,6 +140,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(graph: StepGraph) -> None:
         members = [params[name] for name in bucket.params]
         assert {member.dtype for member in members} == {bucket.dtype}
         assert {member.id in trained for member in members} == {bucket.trainable}
+        assert {groups[member.id] for member in members} == {bucket.group}
         assert bucket.nbytes == sum(member.nbytes for member in members)
     firsts = [
         next((i for i, op in enumerate(graph.ops) if made_first.params[0] in op.reads), 10**6) for made_first in made

@@ -1,0 +1,92 @@
+"""The optimizers that a user takes: `HybridAdamW`, and `hybrid(cls)` for any other class.
+
+hybrid(torch.optim.SGD)   class HybridSGD, a subclass of SGD: its constructor, param groups, hooks, state dicts
+"""
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from elixir_compile.optim.class_rule import ClassRule
+from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.rule import AdamWRule, UpdateRule
+
+C = TypeVar("C", bound=Optimizer)
+
+
+class HybridAdamW(Hybrid, torch.optim.AdamW):
+    """`torch.optim.AdamW` with its state on the device or on the host, as planned.
+
+    Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
+    directions. `foreach` and `fused` are accepted and change nothing: the update is fused, bitwise that of
+    `torch.optim.AdamW(fused=True)` on the same side. Parameters of models that Elixir did not compile are updated where
+    they are.
+
+    Where the plan updates across steps, `step()` returns before the host is done. Reading a parameter, its gradient or
+    `state` waits for what is read; `wait()` waits for everything. An exception of an update is raised by the next call
+    that waits for it.
+    """
+
+    updates_as = torch.optim.AdamW
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: "float | torch.Tensor" = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
+
+    def _new_rule(self) -> UpdateRule:
+        return AdamWRule()
+
+
+class _HybridOfClass(Hybrid):
+    """What `hybrid` makes, whatever the class."""
+
+    def _new_rule(self) -> UpdateRule:
+        return ClassRule(self.updates_as, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A made class has no name to import it by; a subclass of one that the user wrote has.
+        if type(self) is hybrid(self.updates_as):
+            return _restored, (self.updates_as,), self.__getstate__()
+        return super().__reduce_ex__(protocol)
+
+
+def _restored(cls: type[Optimizer]) -> Optimizer:
+    made = hybrid(cls)
+    return made.__new__(made)
+
+
+@functools.cache
+def hybrid(cls: type[C]) -> type[C]:
+    """Return a subclass of the optimizer class `cls` whose state lives, and whose updates run, where the plan says.
+
+    An update runs the step of `cls` on the tensors of one bucket, so the result is bitwise that of `cls` with the same
+    flags, on the same side. What state `cls` keeps, and that it treats each element alone, is measured by dry steps on
+    small tensors. A class that is not element-wise, such as LBFGS, Adafactor or Muon, is left as it is, with its state
+    beside the parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
+
+    Raises TypeError for what is no subclass of `torch.optim.Optimizer`.
+    """
+    if not (inspect.isclass(cls) and issubclass(cls, Optimizer)) or cls is Optimizer:
+        raise TypeError(f"hybrid needs a subclass of torch.optim.Optimizer, such as torch.optim.SGD, not {cls!r}")
+    if issubclass(cls, Hybrid):
+        return cls
+    if cls is torch.optim.AdamW:
+        return HybridAdamW  # pyright: ignore[reportReturnType] - it is a subclass of AdamW, which C is
+    doc = f"`{cls.__module__}.{cls.__qualname__}` with its state on the device or on the host, as planned."
+    own = {"updates_as": cls, "__doc__": doc, "__module__": cls.__module__, "__signature__": inspect.signature(cls)}
+    return type(f"Hybrid{cls.__name__}", (_HybridOfClass, cls), own)

@@ -1,0 +1,159 @@
+"""`hybrid(cls)` against `cls` itself with the same flags, bitwise: losses, weights and state."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, Adam, NAdam, Optimizer, RMSprop, Rprop
+
+import elixir_compile as elixir
+from elixir_compile.ir import Tier, Update
+from tests.run import optimizers as users
+from tests.run.models import Stack, seeded, vectors
+from tests.run.training import Run, assert_same, assert_same_tensors, by_elixir, by_torch, loss_of
+from tests.run.updating import (
+    accumulate,
+    buckets_of,
+    eager_run,
+    hybrid_run,
+    in_flight,
+    ladder,
+    nan_staging,
+    rows,
+    weights_of,
+)
+
+Make = Callable[[Any], Optimizer]
+
+
+def both(cls: type[Optimizer], **options: Any) -> tuple[Make, Make]:
+    """Return what makes the optimizer of torch and its hybrid."""
+    return lambda params: cls(params, **options), lambda params: elixir.hybrid(cls)(params, **options)
+
+
+def flat_state(optimizer: Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()["state"]
+    return {f"{index}.{name}": value for index, entry in sorted(state.items()) for name, value in sorted(entry.items())}
+
+
+def assert_equal(expected: Run, got: Run) -> None:
+    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in got.losses]
+    assert_same_tensors(weights_of(expected), weights_of(got))
+    ours, theirs = flat_state(got.optimizer), flat_state(expected.optimizer)
+    tensors = [{name: torch.as_tensor(value) for name, value in state.items()} for state in (theirs, ours)]
+    assert_same_tensors(*tensors)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "home", "update", "share"),
+    [
+        (SGD, {"lr": 0.1}, "host", "in_backward", 0.0),
+        (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "host", "across_steps", 0.0),
+        (SGD, {"lr": 0.1, "momentum": 0.9, "fused": True, "maximize": True}, "host", "after_backward", 0.5),
+        (Adam, {"foreach": False}, "split", "across_steps", 0.5),
+        (Adam, {"amsgrad": True, "lr": torch.tensor(0.01)}, "host", "in_backward", 0.0),
+        (Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "host", "across_steps", 0.25),
+        (RMSprop, {"centered": True, "momentum": 0.5}, "split", "in_backward", 0.0),
+        (NAdam, {}, "device", "across_steps", 0.0),
+        (Rprop, {}, "host", "after_backward", 1.0),
+        (users.Lion, {}, "host", "across_steps", 0.5),
+        (users.Lion, {}, "device", "in_backward", 0.0),
+    ],
+)
+def test_bitwise_equal_to_the_class(
+    cls: type[Optimizer], options: dict[str, Any], home: str, update: str, share: float
+) -> None:
+    model, batches = ladder(), rows(6)
+    plain, hybrid = both(cls, **options)
+    expected = eager_run(model)
+    expected.optimizer = plain(expected.model.parameters())
+    expected.train(batches)
+    plan = {"home": home, "update": Update(update), "share": share}
+    with nan_staging(), hybrid_run(model, batches[0], optimizer=hybrid, **plan) as run:
+        run.train(batches)
+        if home != "device" and share == 0:
+            assert all(bucket.placement.update is Tier.HOST for bucket in buckets_of(run))
+            assert in_flight(run) == (0 if update == "after_backward" else 4)
+        assert_equal(expected, run)
+
+
+def test_state_lives_in_slabs_of_the_host_and_loads_in_both_directions() -> None:
+    model, batches = ladder(), rows(6)
+    plain, hybrid = both(SGD, lr=0.1, momentum=0.9)
+    expected = eager_run(model)
+    expected.optimizer = plain(expected.model.parameters())
+    expected.train(batches)
+    with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, optimizer=hybrid) as run:
+        run.train(batches[:2])
+        rooms = run.optimizer._placer.rooms
+        for bucket in buckets_of(run):
+            for slot in bucket.slots:
+                buffer = run.optimizer.state[slot.param]["momentum_buffer"]
+                assert buffer.data_ptr() == rooms.room(bucket, "momentum_buffer", slot.param).data_ptr()
+        middle = eager_run(model)
+        middle.model.load_state_dict(run.model.state_dict())
+        middle.optimizer = plain(middle.model.parameters())
+        middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        middle.train(batches[2:4])
+        run.train(batches[5:])  # to be overwritten
+        run.model.load_state_dict(middle.model.state_dict())
+        run.optimizer.load_state_dict(copy.deepcopy(middle.optimizer.state_dict()))
+        run.losses = expected.losses[:4]
+        assert_equal(expected, run.train(batches[4:]))
+
+
+def test_copies_and_pickles_continue() -> None:
+    model, batches = seeded(Stack), vectors(4)
+    plain, hybrid = both(Adam, lr=0.01)
+    expected = by_torch(model, optimizer=plain).train(batches)
+    run = by_elixir(model, optimizer=hybrid).train(batches[:2])
+    copied, pickled = copy.deepcopy(run.optimizer), pickle.loads(pickle.dumps(run.optimizer))
+    for other in (copied, pickled):
+        assert type(other) is elixir.hybrid(Adam)
+        assert_same_tensors(flat_state(run.optimizer), flat_state(other))
+    copied.wait()
+    assert_same(expected, run.train(batches[2:]))
+
+
+class Named(elixir.hybrid(SGD)):
+    """A subclass that a user wrote."""
+
+
+def test_a_subclass_of_a_made_class_pickles_as_itself() -> None:
+    optimizer = Named([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    assert type(pickle.loads(pickle.dumps(optimizer))) is Named
+
+
+@pytest.mark.parametrize("num_backwards", [2, 8])
+def test_accumulation_of_a_class(num_backwards: int) -> None:
+    model, batches = ladder(), rows(16)
+    plain, hybrid = both(SGD, lr=0.1, momentum=0.9)
+    expected = eager_run(model)
+    expected.optimizer = plain(expected.model.parameters())
+    accumulate(expected, batches, num_backwards)
+    with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD, optimizer=hybrid) as run:
+        assert_equal(expected, accumulate(run, batches, num_backwards))
+
+
+def test_a_class_that_is_not_elementwise_trains_with_its_state_beside_the_parameters() -> None:
+    model, batches = seeded(Stack), vectors(3)
+    plain, hybrid = both(torch.optim.LBFGS, lr=0.1, max_iter=3)
+
+    def step(compiled: Callable[..., Any], optimizer: Optimizer, batch: torch.Tensor) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(compiled, batch)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    expected = by_torch(model, optimizer=plain).train(batches, step)
+    with pytest.warns(elixir.ElixirWarning, match="HybridLBFGS is not element-wise: .*closure"):
+        run = by_elixir(model, optimizer=hybrid).train(batches, step)
+    assert_same(expected, run)
+    for plan in (record.plan for record in elixir.compilations(run.model)):
+        assert all(placement.optim is placement.param for placement in plan.placements)
