@@ -42,6 +42,7 @@ _ERRORS = (
     "InvalidOption",
     "InvalidPlan",
     "InvalidProfile",
+    "MasterIgnored",
     "NestedMeasurement",
     "NoFeasiblePlan",
     "NoGraphCaptured",
@@ -55,6 +56,7 @@ _ERRORS = (
     "UnknownOption",
     "UnknownSubject",
     "UnsupportedModel",
+    "WrongDtype",
 )
 _HOME.update(dict.fromkeys(_ERRORS, "errors"))
 

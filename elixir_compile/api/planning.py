@@ -2,17 +2,28 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import Saving, StepGraph, Update
+from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.registry import is_hybrid
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 
-# Adam keeps two statistics per element in the parameter's dtype; other optimizers keep less.
-STATE_COPIES = 2
+
+def state_bytes_per_element(param: torch.Tensor) -> int:
+    """Return the bytes of state that HybridAdamW keeps for each element of `param`; other optimizers keep less.
+
+    Two moments in the dtype of the parameter, 8 for fp32; of one with a master in fp32, and what of the master is not
+    the parameter: 10 for bfloat16, 12 for float16.
+    """
+    if has_master(param):
+        return 2 * torch.float32.itemsize + REST_DTYPES[param.dtype].itemsize
+    return 2 * param.dtype.itemsize
 
 
 def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -> StepGraph:
@@ -46,7 +57,7 @@ def problem_of(
         cluster=cluster,
         budget_bytes=device_budget_bytes(options, cluster, executor.device, executor.device_bytes()),
         host_budget_bytes=host_budget_bytes(options),
-        state_nbytes={slot.name: STATE_COPIES * slot.nbytes for slot in trained},
+        state_nbytes={slot.name: state_bytes_per_element(slot.param) * slot.param.numel() for slot in trained},
         savings=savings_of(options),
         hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
         update=update_of(options),

@@ -20,10 +20,12 @@ from torch import nn
 
 from elixir_compile.errors import NoGraphCaptured
 from elixir_compile.ir import Tier, Update
+from elixir_compile.ops.masters import claim_master
 from elixir_compile.ops.registry import claim_for_hybrid, slot_of
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.loading import held, unheld
-from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.optim.mixed import MixedAdamWRule
+from elixir_compile.optim.precision import KeepsMasters, scaled
 from elixir_compile.optim.state import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate, Part, part_of
 from elixir_compile.runtime.bucket import RunningBucket
@@ -31,7 +33,7 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.updates import UpdateLine
 
 
-class HybridAdamW(torch.optim.AdamW):
+class HybridAdamW(KeepsMasters, torch.optim.AdamW):
     """`torch.optim.AdamW` with its state on the device or on the host, as planned.
 
     Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
@@ -57,13 +59,10 @@ class HybridAdamW(torch.optim.AdamW):
         fused: bool | None = None,
     ) -> None:
         self._begin()
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
-        # `GradScaler` then unscales the gradients itself and skips `step()` on overflow: weights, state and step count
-        # stay untouched.
-        self._step_supports_amp_scaling = False
+        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
 
     def _begin(self) -> None:
-        self._rule = AdamWRule()
+        self._rule = MixedAdamWRule()
         self._line = UpdateLine()
         self._placer = StatePlacer(self._rule)
         self._early = EarlyUpdates()
@@ -92,6 +91,7 @@ class HybridAdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             claim_for_hybrid(param, self)
+            claim_master(param, self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; an update that reads them keeps them for itself. Without `set_to_none` it is waited
@@ -117,10 +117,10 @@ class HybridAdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
         super().__setstate__(state)
-        self._step_supports_amp_scaling = False
         for group in self.param_groups:
             for param in group["params"]:
                 claim_for_hybrid(param, self)
+                claim_master(param, self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -135,9 +135,11 @@ class HybridAdamW(torch.optim.AdamW):
                 loss = closure()
         self._line.check()
         self._first_step_checks()
+        factor = self._take_factor()
         with torch.DisableTorchFunctionSubclass():
-            done = self._early.check(self.param_groups)
-            self._update([p for group in self.param_groups for p in group["params"] if p not in done])
+            done = self._early.check(scaled(self.param_groups, 1.0 if factor is None else factor))
+            if factor is not None:
+                self._update([p for g in self.param_groups for p in g["params"] if p not in done], factor=factor)
         return loss
 
     def _first_step_checks(self) -> None:
@@ -193,12 +195,15 @@ class HybridAdamW(torch.optim.AdamW):
         """`state`, without waiting."""
         return self.__dict__["state"]
 
-    def _update(self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None) -> list[BucketUpdate]:
-        """Update those of `params` that have gradients, or queue that; return the updates of buckets."""
+    def _update(
+        self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None, factor: float = 1.0
+    ) -> list[BucketUpdate]:
+        """Update those of `params` that have gradients, or queue that; return the updates of buckets. Gradients count
+        `factor` times for parameters that have a master."""
         wanted = {id(param) for param in params if param.grad is not None}
         parts: dict[RunningBucket, list[Part]] = {}
         executors: dict[RunningBucket, Executor] = {}
-        for group in self.param_groups:
+        for group in scaled(self.param_groups, factor):
             own = [param for param in group["params"] if id(param) in wanted]
             buckets, unplanned, found = _by_bucket(own)
             executors |= found

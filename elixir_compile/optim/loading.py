@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-STATISTICS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+from elixir_compile.ops.masters import has_master
+from elixir_compile.optim.precision import with_master
+
+STATISTICS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
 class _Held:
@@ -26,10 +29,15 @@ def held(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unheld(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
-    """Return what `held` took; the statistics in the dtype of `param` and, unless each `stays`, on its device."""
-    return {
-        name: value.tensor.to(dtype=param.dtype, device=None if stays else param.device)
+    """Return what `held` took; the statistics in the dtype of `param` and, unless each `stays`, on its device.
+
+    Where `param` has a master, they are fp32, and the master is that of `entry`, else the parameter: see `with_master`.
+    """
+    dtype = torch.float32 if has_master(param) else param.dtype
+    found = {
+        name: value.tensor.to(dtype=dtype, device=None if stays else param.device)
         if isinstance(value, _Held)
         else value
         for name, value in entry.items()
     }
+    return with_master(found, param) if entry else found

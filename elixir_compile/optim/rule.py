@@ -22,6 +22,14 @@ class UpdateRule(Protocol):
         """Return the names of the statistics, each shaped like its parameter."""
         ...
 
+    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return what is kept for `param` by name, each shaped like it, with the dtypes."""
+        ...
+
+    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
+        """Fill fresh state of `param`, all zero, that does not begin at zero; updates run on `device` or beside it."""
+        ...
+
     def update(
         self,
         weights: Sequence[torch.Tensor],
@@ -39,6 +47,13 @@ class AdamWRule:
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments, each shaped like its parameter."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the moments by name, each shaped like `param` and in its dtype."""
+        return dict.fromkeys(self.statistics(group), param.dtype)
+
+    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
+        """Leave the moments at zero, where they begin."""
 
     def update(
         self,
@@ -61,7 +76,7 @@ class AdamWRule:
                 [state["max_exp_avg_sq"] for state in own] if group["amsgrad"] else [],
                 [state["step"] for state in own],
                 amsgrad=group["amsgrad"],
-                lr=_beside(group["lr"], weights[indices[0]]),
+                lr=beside(group["lr"], weights[indices[0]]),
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 weight_decay=group["weight_decay"],
@@ -70,7 +85,7 @@ class AdamWRule:
             )
 
 
-def _beside(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
+def beside(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
     """Return `lr` where the kernel of `weight` reads it: a number and a tensor on the host are read everywhere."""
     is_elsewhere = isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device
     return lr.to(weight.device) if is_elsewhere else lr

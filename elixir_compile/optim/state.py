@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Tier
+from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
@@ -38,12 +39,18 @@ class StatePlacer:
                     continue
                 rooms = {}
                 if bucket.placement.optim is Tier.HOST:
-                    rooms = {name: self.rooms.room(bucket, name, param) for name in self._rule.statistics(group)}
+                    rooms = self._rooms_of(bucket, param, group)
                 if states[param]:
                     self._move(states[param], param, group, rooms)
                 else:
                     self.create(states, param, group, rooms)
                 placed.add(id(param))
+
+    def _rooms_of(
+        self, bucket: RunningBucket, param: nn.Parameter, group: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        kinds = self._rule.kinds(param, group)
+        return {name: self.rooms.room(bucket, name, param, dtype) for name, dtype in kinds.items()}
 
     def create(
         self,
@@ -57,11 +64,12 @@ class StatePlacer:
         if state:
             return
         like = param.detach()
-        for name in self._rule.statistics(group):
+        for name, dtype in self._rule.kinds(param, group).items():
             room = rooms.get(name) if rooms else None
-            fresh = torch.zeros_like(like, memory_format=torch.preserve_format) if room is None else room.zero_()
-            state[name] = fresh
+            state[name] = torch.zeros_like(like, dtype=dtype) if room is None else room.zero_()
         state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
+        slot = slot_of(param)
+        self._rule.start(param, state, like.device if slot is None else slot.device)
 
     def _move(
         self,
@@ -70,9 +78,9 @@ class StatePlacer:
         group: Mapping[str, Any],
         rooms: Mapping[str, torch.Tensor],
     ) -> None:
-        for name in self._rule.statistics(group):
+        for name, dtype in self._rule.kinds(param, group).items():
             target = rooms.get(name)
             if target is None:
-                target = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
+                target = torch.empty_like(param.detach(), dtype=dtype)
             state[name] = target if target.data_ptr() == state[name].data_ptr() else target.copy_(state[name])
         state["step"] = state["step"].to(state[self._rule.statistics(group)[0]].device)

@@ -1,0 +1,150 @@
+"""What an optimizer whose parameters may have fp32 masters does besides updating: state dicts, clipping, loss scaling.
+
+    state_dict()            moments and masters in fp32, joined: `torch.optim.AdamW` loads it and does not mind the key
+    clip_grad_norm_(norm)   the coefficient waits for the update, which multiplies as it reads
+    GradScaler.step(self)   of float16 with masters: so does 1 / loss scale; on overflow nothing is touched
+
+Gradients of parameters without a master are multiplied at once, by torch's own ops, so that they stay what torch makes
+of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
+from elixir_compile.optim.host import sum_of_squares
+from elixir_compile.optim.host.fallback import joined, split
+from elixir_compile.optim.mixed import GRAD_SCALE, start_rest
+from elixir_compile.optim.neighbours import flat
+
+
+class KeepsMasters(torch.optim.Optimizer):
+    """The part of an optimizer that knows of masters."""
+
+    grad_scale: "torch.Tensor | float" = 1.0
+    """The loss scale, which `GradScaler` sets around `step()`."""
+    found_inf: "torch.Tensor | float" = 0.0
+    """How many gradients overflowed, which it sets too."""
+    _clip_factor: float = 1.0
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `GradScaler` hands its scale to `step()`; else it unscales the gradients, which it refuses to do for
+        float16, and skips `step()` on overflow."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return any(param.dtype == torch.float16 and has_master(param) for param in params)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch sets it for every fused optimizer; here the parameters decide."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizers do, with a `master` in fp32 for each parameter that has one."""
+        found = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        state = {
+            key: _joined(entry, params[key]) if isinstance(key, int) else entry for key, entry in found["state"].items()
+        }
+        return {**found, "state": state}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and what was to happen to them."""
+        self._clip_factor = 1.0
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0) -> torch.Tensor:
+        """Let the next step see gradients whose global norm is at most `max_norm`; return the norm that they have.
+
+        For parameters with a master neither reads nor writes their gradients twice: the norm is computed in fp32 or
+        more, and the update multiplies. The other gradients are scaled at once. `grad_scale` is what the loss was
+        multiplied by, `scaler.get_scale()`; the norm is that of the gradients without it.
+        """
+        mixed, plain = self._by_master()
+        if not mixed and grad_scale == 1.0:
+            return torch.nn.utils.clip_grad_norm_(plain, max_norm)
+        squares = self._clip_factor**2 * _sum_of_squares(mixed) + _sum_of_squares(plain)
+        norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float32)
+        # As torch does: without a branch, and not finite where the norm is not.
+        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self._clip_factor *= factor
+        if plain and factor != 1.0:
+            torch._foreach_mul_([param.grad for param in plain], factor)
+        return norm
+
+    def _take_factor(self) -> float | None:
+        """Return what the update multiplies gradients by, once; None where a gradient overflowed."""
+        clip_factor, self._clip_factor = self._clip_factor, 1.0
+        if float(self.found_inf):
+            return None
+        inverse_scale = 1.0 / float(self.grad_scale)
+        _, plain = self._by_master()
+        if inverse_scale != 1.0 and plain:
+            torch._foreach_mul_([param.grad for param in plain], inverse_scale)
+        return clip_factor * inverse_scale
+
+    def _by_master(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that have gradients: those with a master, and the rest."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        mixed = [param for param in params if has_master(param)]
+        return mixed, [param for param in params if not has_master(param)]
+
+
+def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Sequence[Mapping[str, Any]]:
+    """Return `groups` with what their updates multiply gradients by; as they are where that is 1."""
+    return groups if factor == 1.0 else [{**group, GRAD_SCALE: factor} for group in groups]
+
+
+def with_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    """Return loaded `state` with its `master`, in fp32, as `param` has it: none, whole, or split with `param`.
+
+    `param` becomes the nearest to the master. State without one, of `torch.optim.AdamW`, begins with the parameter.
+    """
+    found = dict(state)
+    master = found.pop("master", None)
+    if not has_master(param):
+        return found
+    home = found["exp_avg"]
+    rest = torch.empty_like(param.detach(), dtype=REST_DTYPES[param.dtype], device=home.device)
+    found[REST_NAMES[param.dtype]] = rest
+    if master is None:
+        start_rest(param, found)
+        return found
+    master = torch.empty_like(rest, dtype=torch.float32).copy_(master)
+    high = torch.empty_like(rest, dtype=param.dtype)
+    if rest.dtype == torch.int16:
+        split(flat(master), flat(high), flat(rest))
+    else:
+        rest.copy_(master)
+        high.copy_(master)
+    take_rest(param)
+    with torch.no_grad():
+        param.copy_(high)
+    return found
+
+
+def _joined(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return the state of one parameter with its master whole."""
+    found = dict(entry)
+    low = found.pop("master_low", None)
+    if low is not None:
+        found["master"] = joined(param.detach().to(low.device), low)
+    return found
+
+
+def _sum_of_squares(params: Iterable[nn.Parameter]) -> float:
+    """Return the sum of the squares of the gradients; those on a device cost one wait together."""
+    total, on_device = 0.0, []
+    for grad in _grads(params):
+        if grad.device.type == "cpu" and grad.is_contiguous():
+            total += sum_of_squares(flat(grad)) if grad.numel() else 0.0
+        else:
+            on_device.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+    return total + (float(torch.stack(on_device).double().square().sum()) if on_device else 0.0)
+
+
+def _grads(params: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+    return (param.grad for param in params if param.grad is not None)
