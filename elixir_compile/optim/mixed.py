@@ -16,6 +16,7 @@ from elixir_compile import compat
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.optim.host import Crew, crew_for, fallback, mixed_adamw, split_adamw
 from elixir_compile.optim.host.kernel import kernel
+from elixir_compile.optim.host.passes import Extras, Scalars
 from elixir_compile.optim.neighbours import flat, runs
 from elixir_compile.optim.rule import AdamWRule, State, beside
 
@@ -56,19 +57,23 @@ class MixedAdamWRule(AdamWRule):
         group: Mapping[str, Any],
     ) -> None:
         """Update `weights` and `states` in place."""
-        plain = [index for index, state in enumerate(states) if rest_of(state) is None]
+        plain, on_host = [], []
+        for each in zip(weights, grads, states, strict=True):
+            if rest_of(each[2]) is None:
+                plain.append(each)
+            elif each[0].device.type != "cpu":
+                _on_device(*each, group)
+            elif each[0].numel():
+                on_host.append(each)
         if plain:
-            super().update(*([tensors[index] for index in plain] for tensors in (weights, grads, states)), group)
-        mixed = [index for index, state in enumerate(states) if rest_of(state) is not None and weights[index].numel()]
-        on_host = [index for index in mixed if weights[index].device.type == "cpu"]
-        for index in mixed:
-            if weights[index].device.type != "cpu":
-                _on_device(weights[index], grads[index], states[index], group)
-        self._on_host(*([tensors[index] for index in on_host] for tensors in (weights, grads, states)), group)
+            own_weights, own_grads, own_states = zip(*plain, strict=True)
+            super().update(own_weights, own_grads, own_states, group)
+        self._on_host(on_host, group)
 
-    def _on_host(self, weights: Any, grads: Any, states: Any, group: Mapping[str, Any]) -> None:
-        steps = [int(state["step"]) + 1 for state in states]
-        scalars = {
+    def _on_host(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
+        """Update the weight, by the gradient, of each state."""
+        steps = [int(state["step"]) + 1 for *_, state in updates]
+        scalars: Scalars = {
             "lr": float(group["lr"]),
             "beta1": float(group["betas"][0]),
             "beta2": float(group["betas"][1]),
@@ -76,20 +81,20 @@ class MixedAdamWRule(AdamWRule):
             "weight_decay": group["weight_decay"],
             "grad_scale": group.get(GRAD_SCALE, 1.0),
             "maximize": group["maximize"],
-            "crew": self._crew,
         }
         rows = [
             [weight, like(grad, weight), rest_of(state), *(state[name] for name in self.statistics(group))]
-            for weight, grad, state in zip(weights, grads, states, strict=True)
+            for weight, grad, state in updates
         ]
         for members, (weight, grad, rest, exp_avg, exp_avg_sq, *most) in runs(rows, steps):
             kernel_of = split_adamw if rest.dtype == torch.int16 else mixed_adamw
-            extra = {"max_exp_avg_sq": most[0]} if most else {}
-            kernel_of(rest, exp_avg, exp_avg_sq, grad, weight, steps[members[0]], **scalars, **extra)
+            extras: Extras = {**scalars, "max_exp_avg_sq": most[0] if most else None, "crew": self._crew}
+            kernel_of(rest, exp_avg, exp_avg_sq, grad, weight, steps[members[0]], **extras)
             if len(members) > 1:
-                # The pass saw tensors of its own over the same memory.
-                torch.autograd.graph.increment_version([tensor for index in members for tensor in rows[index]])
-        for state in states:
+                # The pass saw tensors of its own over the same memory. It only reads gradients, which are second.
+                written = [tensor for index in members for tensor in (rows[index][0], *rows[index][2:])]
+                torch.autograd.graph.increment_version(written)
+        for *_, state in updates:
             state["step"].add_(1)
 
 
@@ -118,9 +123,9 @@ def like(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _on_device(weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
     """Update one parameter in blocks, where it is."""
-    rest = rest_of(state)
     names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    tensors = [flat(tensor) for tensor in (weight, like(grad, weight), rest, *(state[name] for name in names))]
+    kept = (rest_of(state), *(state[name] for name in names))
+    tensors = [flat(tensor) for tensor in (weight, like(grad, weight), *kept) if tensor is not None]
     for start in range(0, weight.numel(), _BLOCK):
         high, given, own, exp_avg, exp_avg_sq, *most = (tensor[start : start + _BLOCK] for tensor in tensors)
         wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))

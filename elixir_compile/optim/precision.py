@@ -8,7 +8,7 @@ Gradients of parameters without a master are multiplied at once, by torch's own 
 of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,9 @@ class KeepsMasters(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0) -> torch.Tensor:
         """Let the next step see gradients whose global norm is at most `max_norm`; return the norm that they have.
 
-        For parameters with a master neither reads nor writes their gradients twice: the norm is computed in fp32 or
-        more, and the update multiplies. The other gradients are scaled at once. `grad_scale` is what the loss was
-        multiplied by, `scaler.get_scale()`; the norm is that of the gradients without it.
+        Gradients of parameters with a master are read, in fp32 or wider, and not written: the update multiplies. The
+        others are scaled at once. `grad_scale` is what the loss was multiplied by, `scaler.get_scale()`; the norm is
+        that of the gradients without it.
         """
         mixed, plain = self._by_master()
         if not mixed and grad_scale == 1.0:
@@ -72,7 +72,7 @@ class KeepsMasters(torch.optim.Optimizer):
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self._clip_factor *= factor
         if plain and factor != 1.0:
-            torch._foreach_mul_([param.grad for param in plain], factor)
+            torch._foreach_mul_(_grads(plain), factor)
         return norm
 
     def _take_factor(self) -> float | None:
@@ -83,7 +83,7 @@ class KeepsMasters(torch.optim.Optimizer):
         inverse_scale = 1.0 / float(self.grad_scale)
         _, plain = self._by_master()
         if inverse_scale != 1.0 and plain:
-            torch._foreach_mul_([param.grad for param in plain], inverse_scale)
+            torch._foreach_mul_(_grads(plain), inverse_scale)
         return clip_factor * inverse_scale
 
     def _by_master(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -146,5 +146,5 @@ def _sum_of_squares(params: Iterable[nn.Parameter]) -> float:
     return total + (float(torch.stack(on_device).double().square().sum()) if on_device else 0.0)
 
 
-def _grads(params: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
-    return (param.grad for param in params if param.grad is not None)
+def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [param.grad for param in params if param.grad is not None]
