@@ -39,7 +39,7 @@ class MixedAdamWRule(AdamWRule):
         rest = {REST_NAMES[param.dtype]: REST_DTYPES[param.dtype]}
         return {**dict.fromkeys(self.statistics(group), torch.float32), **rest}
 
-    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Begin the master of `param` with every bit that `prepare` kept; else with the parameter as it is."""
         if not has_master(param):
             return
@@ -47,7 +47,8 @@ class MixedAdamWRule(AdamWRule):
         if self._crew is None:
             kernel()
             self._crew = crew_for(device)
-        start_rest(param, state)
+        if is_fresh:
+            start_rest(param, state)
 
     def update(
         self,
@@ -68,7 +69,8 @@ class MixedAdamWRule(AdamWRule):
         if plain:
             own_weights, own_grads, own_states = zip(*plain, strict=True)
             super().update(own_weights, own_grads, own_states, group)
-        self._on_host(on_host, group)
+        if on_host:
+            self._on_host(on_host, group)
 
     def _on_host(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
         """Update the weight, by the gradient, of each state."""

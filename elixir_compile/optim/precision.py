@@ -81,9 +81,10 @@ class KeepsMasters(torch.optim.Optimizer):
         if float(self.found_inf):
             return None
         inverse_scale = 1.0 / float(self.grad_scale)
-        _, plain = self._by_master()
-        if inverse_scale != 1.0 and plain:
-            torch._foreach_mul_(_grads(plain), inverse_scale)
+        if inverse_scale != 1.0:  # else nothing is read here: updates of this step may be on their way already
+            plain = _grads(self._by_master()[1])
+            if plain:
+                torch._foreach_mul_(plain, inverse_scale)
         return clip_factor * inverse_scale
 
     def _by_master(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -26,8 +26,9 @@ class UpdateRule(Protocol):
         """Return what is kept for `param` by name, each shaped like it, with the dtypes."""
         ...
 
-    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
-        """Fill fresh state of `param`, all zero, that does not begin at zero; updates run on `device` or beside it."""
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
+        """Get ready, on the thread that trains, for updates of `param` on `device` or beside it; fill fresh state, all
+        zero, that does not begin at zero."""
         ...
 
     def update(
@@ -52,7 +53,7 @@ class AdamWRule:
         """Return the moments by name, each shaped like `param` and in its dtype."""
         return dict.fromkeys(self.statistics(group), param.dtype)
 
-    def start(self, param: torch.Tensor, state: State, device: torch.device) -> None:
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Leave the moments at zero, where they begin."""
 
     def update(

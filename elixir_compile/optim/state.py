@@ -68,8 +68,11 @@ class StatePlacer:
             room = rooms.get(name) if rooms else None
             state[name] = torch.zeros_like(like, dtype=dtype) if room is None else room.zero_()
         state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
+        self._start(param, state, is_fresh=True)
+
+    def _start(self, param: nn.Parameter, state: dict[str, torch.Tensor], *, is_fresh: bool) -> None:
         slot = slot_of(param)
-        self._rule.start(param, state, like.device if slot is None else slot.device)
+        self._rule.start(param, state, param.device if slot is None else slot.device, is_fresh=is_fresh)
 
     def _move(
         self,
@@ -84,3 +87,4 @@ class StatePlacer:
                 target = torch.empty_like(param.detach(), dtype=dtype)
             state[name] = target if target.data_ptr() == state[name].data_ptr() else target.copy_(state[name])
         state["step"] = state["step"].to(state[self._rule.statistics(group)[0]].device)
+        self._start(param, state, is_fresh=False)
