@@ -44,6 +44,7 @@ _ERRORS = (
     "InvalidOption",
     "InvalidPlan",
     "InvalidProfile",
+    "MasterIgnored",
     "NestedMeasurement",
     "NoFeasiblePlan",
     "NoGraphCaptured",
@@ -57,6 +58,7 @@ _ERRORS = (
     "UnknownOption",
     "UnknownSubject",
     "UnsupportedModel",
+    "WrongDtype",
 )
 _HOME.update(dict.fromkeys(_ERRORS, "errors"))
 

@@ -18,6 +18,8 @@ Exception
     ├── UnknownSubject     (ValueError)     a name that a plan does not have
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
     ├── NotPrepared        (RuntimeError)   the model was not prepared and cannot be here
+    │   └── WrongDtype                      parameters in another dtype than the option `param_dtype`
+    ├── MasterIgnored      (RuntimeError)   an optimizer that does not keep fp32 masters, on parameters that have them
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
@@ -268,6 +270,39 @@ class NotPrepared(ElixirError, RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.because} Call `model = elixir_compile.prepare(model)` before compiling it."
+
+
+class WrongDtype(NotPrepared):
+    """`parameter` is `dtype`, or has no fp32 master, where the option `param_dtype` names another."""
+
+    def __init__(self, parameter: str, dtype: str, param_dtype: str) -> None:
+        super().__init__(f"parameter {parameter} is {dtype} without a master, and the option is {param_dtype!r}.")
+        self.args = (parameter, dtype, param_dtype)
+        self.parameter = parameter
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+
+    def __str__(self) -> str:
+        return (
+            f"{self.because} Compiling is too late for a cast, because the graph was captured in {self.dtype}. Call "
+            f"`model = elixir_compile.prepare(model, param_dtype={self.param_dtype!r})` before compiling it."
+        )
+
+
+class MasterIgnored(ElixirError, RuntimeError):
+    """`optimizer` would update `parameter`, of `dtype`, and leave its fp32 master behind."""
+
+    def __init__(self, parameter: str, dtype: str, optimizer: str) -> None:
+        super().__init__(parameter, dtype, optimizer)
+        self.parameter = parameter
+        self.dtype = dtype
+        self.optimizer = optimizer
+
+    def __str__(self) -> str:
+        return (
+            f"parameter {self.parameter} is {self.dtype} with an fp32 master, which {self.optimizer} does not update. "
+            "Use `elixir_compile.HybridAdamW`, or `prepare` the model without `param_dtype` and cast it yourself."
+        )
 
 
 class StaleParameters(ElixirError, RuntimeError):

@@ -15,6 +15,7 @@ from elixir_compile.units import BYTES_EXAMPLE, parse_bytes
 Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "zero_offload", "fsdp_offload", "keep_all"]
 Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
+ParamDtype = Literal["bfloat16", "float16"]
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -37,6 +38,9 @@ class Options:
     """When HybridAdamW updates: `after_backward`, within `optimizer.step()`; `across_steps`, where `step()` queues what
     the host updates and the next forward waits bucket by bucket; `in_backward`, as soon as the gradient of a bucket has
     landed, for training without clipping and loss scaling. `auto`: across steps where the host updates anything."""
+    param_dtype: ParamDtype | None = None
+    """What `prepare(model, param_dtype=...)` casts fp32 parameters to, with an fp32 master for HybridAdamW. Compiling
+    only checks it, because graphs are captured after the cast. None: parameters stay as they are."""
     search_timeout: float = 10.0
     """Seconds after which `milp` returns the best plan so far, with the gap it has proved."""
     hardware: str | None = None
@@ -88,6 +92,15 @@ def _one_of(*names: str) -> Callable[[str, object], str]:
     return parse
 
 
+def _one_of_or_none(*names: str) -> Callable[[str, object], str | None]:
+    def parse(name: str, value: object) -> str | None:
+        if value is not None and (not isinstance(value, str) or value not in names):
+            raise InvalidOption(name, value, "one of " + ", ".join(repr(choice) for choice in names) + ", or None")
+        return value
+
+    return parse
+
+
 def _path(name: str, value: object) -> Path | None:
     if value is None:
         return None
@@ -120,6 +133,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "planner": _one_of(*get_args(Planner)),
     "activations": _one_of(*get_args(Activations)),
     "update": _one_of(*get_args(UpdateTime)),
+    "param_dtype": _one_of_or_none(*get_args(ParamDtype)),
     "search_timeout": _seconds,
     "hardware": _text,
     "plan": _path,

@@ -21,6 +21,7 @@ from torch import fx, nn
 from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
+from elixir_compile.api.masters import check_masters
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.saved import load_plan
 from elixir_compile.capture.loss import chunk_loss
@@ -81,6 +82,8 @@ def _compile_gathers(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor
 ) -> Callable[..., Any]:
     """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
+    if options.param_dtype is not None:
+        check_masters(executor.slots.values(), options.param_dtype)
     chunks = chunks_of(gm, options)
     if options.plan is not None:
         num_chunks = load_plan(options.plan).loss_chunks

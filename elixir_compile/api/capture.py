@@ -14,7 +14,8 @@ from torch import fx, nn
 from elixir_compile.api.backend import with_compiler
 from elixir_compile.api.budget import library_bytes
 from elixir_compile.api.loss import Chunks, chunks_of
-from elixir_compile.api.planning import STATE_COPIES, graph_of, savings_of, update_of
+from elixir_compile.api.masters import torch_dtype
+from elixir_compile.api.planning import graph_of, savings_of, state_bytes_per_element, update_of
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
 from elixir_compile.capture.convert import Captured
@@ -40,6 +41,8 @@ class Capture:
     """Where the step was captured; the kernels of attention, for one, differ between devices."""
     numels: Mapping[StorageId, int]
     """Elements of each parameter that is trained."""
+    state_bytes: Mapping[StorageId, int]
+    """What HybridAdamW keeps for each of them."""
     held_bytes: int
     """Bytes of parameters that are on the device now; 0 for a model on `meta`."""
     base_bytes: int
@@ -62,11 +65,11 @@ class Capture:
         return replace(self, graph=graph_at(self.graph, {self.batch_symbol: batch}))
 
     def state_nbytes(self, bytes_per_element: int | None = None) -> Mapping[StorageId, int]:
-        """Return the bytes of optimizer state of each trained parameter: what HybridAdamW keeps, two copies in the
-        parameter's dtype, or `bytes_per_element`, of which 12 are fp32 master weights and moments."""
+        """Return the bytes of optimizer state of each trained parameter: what HybridAdamW keeps, or so many
+        `bytes_per_element`; 12 are fp32 master weights and moments."""
         if bytes_per_element is not None:
             return {name: numel * bytes_per_element for name, numel in self.numels.items()}
-        return {s.id: STATE_COPIES * s.nbytes for s in self.graph.storages if s.id in self.numels}
+        return self.state_bytes
 
     def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
         """Return the question for one rank of `cluster`, whose parameters HybridAdamW updates.
@@ -107,7 +110,8 @@ def capture_step(
     """
     model = built(model)
     target = _device_of(model) if device is None else torch.device(device)
-    own = stand_in(model, target)
+    param_dtype = None if options is None else options.param_dtype
+    own = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
     executor = new_executor([own], target)
     swap_modules([own], executor)
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
@@ -130,13 +134,15 @@ def capture_step(
 def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int | None) -> Capture:
     read = set(captured.param_names.values())
     unread_bytes = sum(slot.nbytes for slot in executor.slots.values() if slot.name not in read)
-    trained = [executor.slots[name] for name in captured.param_names.values()]
+    slots = [executor.slots[name] for name in captured.param_names.values()]
+    trained = {StorageId(slot.name): slot.param for slot in slots if slot.param.requires_grad}
     graph = graph_of(captured, executor, {})
     batches = [symbol for symbol, value in graph.symbols if value == batch]
     return Capture(
         graph=graph,
         device=executor.device,
-        numels={StorageId(slot.name): slot.param.numel() for slot in trained if slot.param.requires_grad},
+        numels={name: param.numel() for name, param in trained.items()},
+        state_bytes={name: state_bytes_per_element(param) * param.numel() for name, param in trained.items()},
         held_bytes=held_bytes,
         base_bytes=unread_bytes + library_bytes(executor.device),
         batch_symbol=batches[0] if len(batches) == 1 else None,

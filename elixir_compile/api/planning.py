@@ -2,17 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import Saving, StepGraph, Update
+from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.registry import ParamState, Slot, planned_states
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 
-# Adam keeps two statistics per element in the parameter's dtype: what is planned for while no optimizer says better.
-STATE_COPIES = 2
+
+def state_bytes_per_element(param: torch.Tensor) -> int:
+    """Return the bytes of state that HybridAdamW keeps for each element of `param`; other optimizers keep less.
+
+    Two moments in the dtype of the parameter, 8 for fp32; of one with a master in fp32, and what of the master is not
+    the parameter: 10 for bfloat16, 12 for float16.
+    """
+    if has_master(param):
+        return 2 * torch.float32.itemsize + REST_DTYPES[param.dtype].itemsize
+    return 2 * param.dtype.itemsize
 
 
 def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -> StepGraph:
@@ -62,8 +73,11 @@ def problem_of(
 
 def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[str, ParamState]:
     """Return the param group and the bytes of optimizer state of each parameter, by its name: what its optimizer says,
-    which is `known` by the parameter's id, else one group and `STATE_COPIES`."""
-    return {slot.name: known.get(id(slot.param), ParamState(0, STATE_COPIES * slot.nbytes)) for slot in trained}
+    which is `known` by the parameter's id, else one group and what HybridAdamW would keep."""
+    return {
+        slot.name: known.get(id(slot.param)) or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
+        for slot in trained
+    }
 
 
 def savings_of(options: Options) -> frozenset[Saving]:

@@ -7,22 +7,33 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.api.masters import cast, gets_master, torch_dtype
 from elixir_compile.api.meta import materialize
 from elixir_compile.capture.modules import executor_of, is_swapped, swap, whole_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.ops.masters import has_master
+from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.runtime.executor import Executor
 
 _lock = threading.RLock()
 
 
-def prepare(model: nn.Module, device: "torch.device | str | None" = None) -> nn.Module:
+def prepare(
+    model: nn.Module, device: "torch.device | str | None" = None, *, param_dtype: ParamDtype | None = None
+) -> nn.Module:
     """Make every parameter of `model` readable on `device` from wherever it lives, and return `model`.
 
     The parameters stay what and where they are (one on `meta` is created on the host), so a model larger than the
     device never is whole on it; buffers move to `device`, by default the device of the first parameter that has one.
-    `state_dict()` keys do not change. Preparing twice changes nothing. Raises UnsupportedModel for a model without
-    parameters and for one that was prepared for another device.
+    `state_dict()` keys do not change. Preparing twice changes nothing.
+
+    `param_dtype` casts fp32 parameters, not buffers, to `"bfloat16"` or `"float16"`. HybridAdamW then updates an fp32
+    master, which begins with every bit of the weights as they are now. Parameters of that dtype get a master too.
+
+    Raises UnsupportedModel for a model without parameters and for one that was prepared for another device or
+    `param_dtype`, InvalidOption for a `param_dtype` that is none.
     """
+    param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
     with _lock:
         target = _target_device(model, device)
@@ -32,8 +43,12 @@ def prepare(model: nn.Module, device: "torch.device | str | None" = None) -> nn.
                 raise UnsupportedModel(
                     type(model).__name__, f"it was prepared for {prepared.device} and cannot move to {target}"
                 )
+            if param_dtype is not None:
+                _require_masters(model, param_dtype)
             return model
         materialize(model)
+        if param_dtype is not None:
+            cast(model, param_dtype)
         attach([model], target)
     return model
 
@@ -92,6 +107,13 @@ def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Para
                 if param is not None and id(param) not in seen:
                     seen.add(id(param))
                     yield f"{prefix}{path}.{local}" if path else f"{prefix}{local}", param, module, local
+
+
+def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:
+    for name, param in model.named_parameters():
+        if gets_master(param, torch_dtype(param_dtype)) and not has_master(param):
+            because = f"it was prepared as {param.dtype} and cannot become {param_dtype}. Name `param_dtype` in the "
+            raise UnsupportedModel(name, because + "first call of `prepare`, before the model is compiled and run")
 
 
 def _target_device(model: nn.Module, device: "torch.device | str | None") -> torch.device:

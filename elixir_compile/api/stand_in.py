@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.api.masters import gets_master
 from elixir_compile.errors import InvalidOption, UnsupportedModel
+from elixir_compile.ops.masters import add_master, has_master
 
 
 def built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
@@ -31,8 +33,10 @@ def built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
     return compat.undo_compile(made)
 
 
-def stand_in(model: nn.Module, device: torch.device) -> nn.Module:
+def stand_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a copy of `model` without its weights; its buffers are on `device`. `model` stays as it is.
+
+    The parameters of the copy are as if they were cast to `dtype`, with masters; None: as they are.
 
     Raises UnsupportedModel for a model without parameters, with one whose shape is not known yet, or that cannot be
     copied.
@@ -45,7 +49,11 @@ def stand_in(model: nn.Module, device: torch.device) -> nn.Module:
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedTensorMixin):
             raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
-        memo[id(param)] = _without_weights(param, room)
+        is_cast = dtype is not None and gets_master(param, dtype)
+        own = _without_weights(param, room, dtype if is_cast else None)
+        if is_cast or has_master(param):
+            add_master(own, None)
+        memo[id(param)] = own
     for module in model.modules():
         # Tensors that a module keeps as plain attributes are constants of its graph.
         for value in (*module._buffers.values(), *vars(module).values()):
@@ -63,10 +71,12 @@ def _nbytes(param: nn.Parameter) -> int:
     return 0 if is_uninitialized else param.numel() * param.element_size()
 
 
-def _without_weights(param: nn.Parameter, room: torch.UntypedStorage) -> nn.Parameter:
+def _without_weights(param: nn.Parameter, room: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
     if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
-        return nn.Parameter(param.detach(), requires_grad=param.requires_grad)  # no plan moves it
-    empty = torch.empty(0, dtype=param.dtype)
+        return nn.Parameter(
+            param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad
+        )  # no plan moves it
+    empty = torch.empty(0, dtype=dtype or param.dtype)
     return nn.Parameter(empty.set_(room, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
 
 

@@ -61,16 +61,19 @@ class ClassRule:
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the statistics, each shaped like its parameter."""
-        return tuple(self.kept(group, torch.float32).itemsizes)
+        return tuple(self.kept(group, torch.float32).dtypes)
 
     def travels(self, name: str, group: Mapping[str, Any]) -> bool:
         """Whether the entry `name` of a state goes where the update is; what counts stays on the host unless the class
         wants it beside the parameter."""
         return name in self.statistics(group) or bool(group.get("fused") or group.get("capturable"))
 
-    def state_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> int:
-        """Return the bytes of the statistics of `param`."""
-        return param.numel() * sum(self.kept(group, param.dtype).itemsizes.values())
+    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the statistics of `param` by name, each shaped like it, with the dtypes."""
+        return self.kept(group, param.dtype).dtypes
+
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
+        """Do nothing: the class makes the state at its first step."""
 
     def update(
         self,

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from elixir_compile.optim.class_rule import ClassRule
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.rule import AdamWRule, UpdateRule
+from elixir_compile.optim.precision import KeepsMasters
+from elixir_compile.optim.rule import UpdateRule
 
 C = TypeVar("C", bound=Optimizer)
 
 
-class HybridAdamW(Hybrid, torch.optim.AdamW):
+class HybridAdamW(KeepsMasters, torch.optim.AdamW):
     """`torch.optim.AdamW` with its state on the device or on the host, as planned.
 
     Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
@@ -47,9 +48,6 @@ class HybridAdamW(Hybrid, torch.optim.AdamW):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
-
-    def _new_rule(self) -> UpdateRule:
-        return AdamWRule()
 
 
 class _HybridOfClass(Hybrid):

@@ -30,8 +30,8 @@ _SCALES = (1e-2, 1.0, 1e2)
 class Kept:
     """What a class keeps for one parameter."""
 
-    itemsizes: Mapping[str, int]
-    """Bytes per element of each statistic, which are shaped like the parameter."""
+    dtypes: Mapping[str, torch.dtype]
+    """By name, the statistics, which are shaped like the parameter."""
     is_stateless: bool = False
     because: str = ""
     """Why the class is not element-wise; empty where it is."""
@@ -63,7 +63,7 @@ def _dry_step(
             return _compare(make, dtype)
         except Exception as error:
             failures.append(f"{type(error).__name__}: {error}")
-    return Kept(itemsizes={}, because=f"a step of one tensor, or of half of one, fails with {failures[0]}")
+    return Kept(dtypes={}, because=f"a step of one tensor, or of half of one, fails with {failures[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,8 @@ def _compare(make: "_Shadow | _Built", dtype: torch.dtype) -> Kept:
     first = _train(make, start.flatten()[:middle], [grad.flatten()[:middle] for grad in grads])
     second = _train(make, start.flatten()[middle:], [grad.flatten()[middle:] for grad in grads])
     statistics = {name: value for name, value in whole.state.items() if _shape(value) == _SHAPE}
-    itemsizes = {name: value.element_size() for name, value in statistics.items()}
     return Kept(
-        itemsizes=itemsizes,
+        dtypes={name: value.dtype for name, value in statistics.items()},
         is_stateless=not whole.state,
         because=whole.counted or _difference(whole, first, second, list(statistics)),
     )

@@ -24,7 +24,7 @@ from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.host.threads import at_least_threads, crew_for
 from elixir_compile.optim.loading import held, unheld
-from elixir_compile.optim.rule import UpdateRule
+from elixir_compile.optim.rule import UpdateRule, scaled
 from elixir_compile.optim.shadow import plain_step
 from elixir_compile.optim.state import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate, Part, part_of
@@ -67,9 +67,12 @@ class Hybrid(torch.optim.Optimizer):
         where = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
         groups = [where[id(param)] for param in params]
         return [
-            ParamState(index, self._rule.state_nbytes(param, self.param_groups[index]))
+            ParamState(index, param.numel() * self._bytes_per_element(param, self.param_groups[index]))
             for param, index in zip(params, groups, strict=True)
         ]
+
+    def _bytes_per_element(self, param: torch.Tensor, group: Mapping[str, Any]) -> int:
+        return sum(dtype.itemsize for dtype in self._rule.kinds(param, group).values())
 
     def _obstacle(self) -> str:
         because = self._rule.obstacle(self.param_groups)
@@ -127,7 +130,7 @@ class Hybrid(torch.optim.Optimizer):
         """Load a state dict of this class or of the class it inherits from, and put the state where the plan says."""
         self.wait()
         saved = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        names = frozenset(name for group in saved for name in self._rule.statistics(group))
+        names = {"master", *(name for group in saved for name in self._rule.statistics(group))}
         entries = state_dict["state"].items()
         super().load_state_dict({**state_dict, "state": {index: held(entry, names) for index, entry in entries}})
         for param, entry in self.state.items():
@@ -162,10 +165,13 @@ class Hybrid(torch.optim.Optimizer):
         self._line.check()
         if not self._has_stepped:
             self._warn_where_unplanned()
+        factor = self._take_factor()
         with torch.DisableTorchFunctionSubclass():
-            seen = self._early.check(self.param_groups)
+            seen = self._early.check(scaled(self.param_groups, 1.0 if factor is None else factor))
             done = seen if self._has_stepped else frozenset()
-            self._update([p for group in self.param_groups for p in group["params"] if p not in done])
+            if factor is not None:
+                left = [param for group in self.param_groups for param in group["params"] if param not in done]
+                self._update(left, factor=factor)
         self._has_stepped = True
         return loss
 
@@ -220,30 +226,40 @@ class Hybrid(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """False: `GradScaler`, which asks before each step, then unscales the gradients itself and skips `step()` on
-        overflow, so that weights, state and step count stay untouched.
+        """Whether `GradScaler`, which asks before a step, hands its scale to `step()`; else it unscales the gradients
+        itself and skips `step()` on overflow, so that weights, state and step count stay untouched.
 
         Raises GradientsChanged where this backward has updated with gradients that are still scaled.
         """
         self._early.refuse("a GradScaler asked to unscale its gradient")
-        return False
+        return self._takes_loss_scale()
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Do nothing: torch's fused classes want True."""
+
+    def _takes_loss_scale(self) -> bool:
+        return False
+
+    def _take_factor(self) -> float | None:
+        """Return what the update multiplies gradients by, once; None where a gradient overflowed."""
+        return 1.0
 
     @property
     def _states(self) -> States:
         """`state`, without waiting."""
         return self.__dict__["state"]
 
-    def _update(self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None) -> None:
-        """Update those of `params` that have gradients, or queue that."""
+    def _update(
+        self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None, factor: float = 1.0
+    ) -> None:
+        """Update those of `params` that have gradients, or queue that; gradients count `factor` times for parameters
+        that have a master."""
         rule = self._rule.now()
         wanted = {id(param) for param in params if param.grad is not None}
         parts: dict[RunningBucket, list[Part]] = {}
         executors: dict[RunningBucket, Executor] = {}
-        for group in self.param_groups:
+        for group in scaled(self.param_groups, factor):
             own = [param for param in group["params"] if id(param) in wanted]
             buckets, unplanned, found = _by_bucket(own)
             executors |= found

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile.ops.masters import has_master
+from elixir_compile.optim.master_state import with_master
+
 
 class _Held:
     """A tensor that `load_state_dict` takes for some other value."""
@@ -27,10 +30,15 @@ def held(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any
 
 
 def unheld(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
-    """Return what `held` took; the statistics in the dtype of `param` and, unless each `stays`, on its device."""
-    return {
-        name: value.tensor.to(dtype=param.dtype, device=None if stays else param.device)
+    """Return what `held` took; the statistics in the dtype of `param` and, unless each `stays`, on its device.
+
+    Where `param` has a master, they are fp32, and the master is that of `entry`, else the parameter: see `with_master`.
+    """
+    dtype = torch.float32 if has_master(param) else param.dtype
+    found = {
+        name: value.tensor.to(dtype=dtype, device=None if stays else param.device)
         if isinstance(value, _Held)
         else value
         for name, value in entry.items()
     }
+    return with_master(found, param) if entry else found

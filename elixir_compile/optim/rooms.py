@@ -17,11 +17,13 @@ class StateRooms:
             weakref.WeakKeyDictionary()
         )
 
-    def room(self, bucket: RunningBucket, kind: str, param: nn.Parameter) -> torch.Tensor:
-        """Return the host tensor of `kind` for `param`, zero when it was never written."""
+    def room(
+        self, bucket: RunningBucket, kind: str, param: nn.Parameter, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the host tensor of `kind` for `param`, in its dtype or `dtype`, zero when it was never written."""
         kinds = self._rooms.setdefault(bucket, {})
         if kind not in kinds:
-            tensors = bucket.state_room()
+            tensors = bucket.state_room(dtype)
             kinds[kind] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
         return kinds[kind][id(param)]
 

@@ -14,6 +14,14 @@ from elixir_compile import compat
 State = MutableMapping[str, Any]
 """The statistics of one parameter by name, and what counts, such as `step`."""
 
+GRAD_SCALE = "grad_scale"
+"""What gradients are multiplied by, among the hyperparameters that an update gets; 1 where it is not there."""
+
+
+def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Sequence[Mapping[str, Any]]:
+    """Return `groups` with what their updates multiply gradients by; as they are where that is 1."""
+    return groups if factor == 1.0 else [{**group, GRAD_SCALE: factor} for group in groups]
+
 
 class UpdateRule(Protocol):
     """How tensors of one bucket are updated; `group` holds the hyperparameters of their param group."""
@@ -31,16 +39,21 @@ class UpdateRule(Protocol):
         """Return why parameters of `groups` may not be updated bucket by bucket; empty where they may."""
         ...
 
-    def state_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> int:
-        """Return the bytes of the statistics of `param`."""
-        ...
-
     def travels(self, name: str, group: Mapping[str, Any]) -> bool:
         """Whether the entry `name` of a state goes where the update is."""
         ...
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the statistics, each shaped like its parameter."""
+        ...
+
+    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return what is kept for `param` by name, each shaped like it, with the dtypes."""
+        ...
+
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
+        """Get ready, on the thread that trains, for updates of `param` on `device` or beside it; fill fresh state, all
+        zero, that does not begin at zero."""
         ...
 
     def update(
@@ -67,10 +80,6 @@ class AdamWRule:
         """Return nothing: AdamW treats each element alone."""
         return ""
 
-    def state_nbytes(self, param: torch.Tensor, group: Mapping[str, Any]) -> int:
-        """Return the bytes of the moments of `param`."""
-        return len(self.statistics(group)) * param.numel() * param.element_size()
-
     def travels(self, name: str, group: Mapping[str, Any]) -> bool:
         """Return True: the fused kernel reads `step` where the moments are."""
         return True
@@ -78,6 +87,13 @@ class AdamWRule:
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments, each shaped like its parameter."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the moments by name, each shaped like `param` and in its dtype."""
+        return dict.fromkeys(self.statistics(group), param.dtype)
+
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
+        """Leave the moments at zero, where they begin."""
 
     def update(
         self,
@@ -100,7 +116,7 @@ class AdamWRule:
                 [state["max_exp_avg_sq"] for state in own] if group["amsgrad"] else [],
                 [state["step"] for state in own],
                 amsgrad=group["amsgrad"],
-                lr=_beside(group["lr"], weights[indices[0]]),
+                lr=beside(group["lr"], weights[indices[0]]),
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 weight_decay=group["weight_decay"],
@@ -109,7 +125,7 @@ class AdamWRule:
             )
 
 
-def _beside(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
+def beside(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
     """Return `lr` where the kernel of `weight` reads it: a number and a tensor on the host are read everywhere."""
     is_elsewhere = isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device
     return lr.to(weight.device) if is_elsewhere else lr

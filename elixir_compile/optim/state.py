@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Tier
+from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
@@ -58,7 +59,8 @@ class StatePlacer:
     ) -> Mapping[str, torch.Tensor]:
         if bucket.placement.optim is not Tier.HOST:
             return {}
-        return {name: self.rooms.room(bucket, name, param) for name in self._rule.statistics(group)}
+        kinds = self._rule.kinds(param, group)
+        return {name: self.rooms.room(bucket, name, param, dtype) for name, dtype in kinds.items()}
 
     def create(
         self,
@@ -72,11 +74,15 @@ class StatePlacer:
             return
         state = states[param]
         like = param.detach()
-        for name in self._rule.statistics(group):
+        for name, dtype in self._rule.kinds(param, group).items():
             room = rooms.get(name) if rooms else None
-            fresh = torch.zeros_like(like, memory_format=torch.preserve_format) if room is None else room.zero_()
-            state[name] = fresh
+            state[name] = torch.zeros_like(like, dtype=dtype) if room is None else room.zero_()
         state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
+        self._start(param, state, is_fresh=True)
+
+    def _start(self, param: nn.Parameter, state: dict[str, torch.Tensor], *, is_fresh: bool) -> None:
+        slot = slot_of(param)
+        self._rule.start(param, state, param.device if slot is None else slot.device, is_fresh=is_fresh)
 
     def _move(
         self,
@@ -85,8 +91,8 @@ class StatePlacer:
         group: Mapping[str, Any],
         rooms: Mapping[str, torch.Tensor],
     ) -> None:
-        statistics = self._rule.statistics(group)
-        for name in statistics:
+        kinds = self._rule.kinds(param, group)
+        for name in kinds:
             value, target = state.get(name), rooms.get(name)
             if not isinstance(value, torch.Tensor):
                 continue
@@ -94,7 +100,8 @@ class StatePlacer:
             if target is None or target.dtype != value.dtype:
                 target = torch.empty_like(param.detach(), dtype=value.dtype, device=device)
             state[name] = target if target.data_ptr() == value.data_ptr() else target.copy_(value)
-        beside = next((state[name].device for name in statistics if isinstance(state.get(name), torch.Tensor)), None)
+        beside = next((state[name].device for name in kinds if isinstance(state.get(name), torch.Tensor)), None)
         for name, value in state.items():
-            if name not in statistics and isinstance(value, torch.Tensor) and self._rule.travels(name, group):
+            if name not in kinds and isinstance(value, torch.Tensor) and self._rule.travels(name, group):
                 state[name] = value.to(beside)
+        self._start(param, state, is_fresh=False)

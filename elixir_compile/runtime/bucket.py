@@ -153,9 +153,13 @@ class RunningBucket:
         self._grads.append((slab, [weakref.ref(tensor.untyped_storage()) for tensor in room]))
         return room
 
-    def state_room(self) -> tuple[torch.Tensor, ...]:
-        """Return zeroed host tensors shaped like the parameters, for one kind of optimizer state."""
-        return cut_slab(Slab(self._total_bytes, pin=self.pin), self.slots, self._offsets_bytes)
+    def state_room(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+        """Return zeroed host tensors shaped like the parameters, for one kind of optimizer state; of `dtype`, which is
+        no smaller than the parameters', each at as many elements from the start as its parameter."""
+        own = self.slots[0].param.dtype
+        ratio = 1 if dtype is None else dtype.itemsize // own.itemsize
+        offsets_bytes = [ratio * offset for offset in self._offsets_bytes]
+        return cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), self.slots, offsets_bytes, dtype)
 
     def _versions(self) -> list[int]:
         return [slot.param._version for slot in self.slots]
@@ -170,12 +174,15 @@ class RunningBucket:
         self.whole = None
 
 
-def cut_slab(slab: Slab, slots: Sequence[Slot], offsets_bytes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Return one tensor per slot, shaped and strided like its parameter, each with its own storage in `slab`."""
+def cut_slab(
+    slab: Slab, slots: Sequence[Slot], offsets_bytes: Sequence[int], dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return one tensor per slot, shaped and strided like its parameter, each with its own storage in `slab`; in the
+    dtype of the parameter, or in `dtype`."""
     tensors = []
     for slot, offset in zip(slots, offsets_bytes, strict=True):
         param = slot.param
-        flat = slab.tensor(param.dtype, (param.numel(),), offset)
+        flat = slab.tensor(dtype or param.dtype, (param.numel(),), offset)
         tensors.append(flat.as_strided(param.shape, param.stride()))
     return tuple(tensors)
 

@@ -8,6 +8,7 @@ lives until the slab and every tensor cut from it are gone; then it is unpinned 
 Does not model: which offsets are free. A slab is cut once, by whoever made it.
 """
 
+import bisect
 import contextlib
 import mmap
 import threading
@@ -49,18 +50,23 @@ class _Book:
         # Re-entrant: a garbage collection inside a locked section may run `_Mapping.__del__` on the same thread.
         self._lock = threading.RLock()
         self._nbytes_at: dict[int, int] = {}
+        # Replaced whole, never edited: a collection may take a slab away between any two lines here. An address that
+        # stays by such an accident has no bytes, and is gone before a slab can be mapped over it.
+        self._starts: tuple[int, ...] = ()
         self._live_bytes = 0
         self._peak_bytes = 0
 
     def add(self, address: int, nbytes: int) -> None:
         with self._lock:
             self._nbytes_at[address] = nbytes
+            self._starts = tuple(sorted(self._nbytes_at))
             self._live_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
     def remove(self, address: int) -> None:
         with self._lock:
             self._live_bytes -= self._nbytes_at.pop(address, 0)
+            self._starts = tuple(sorted(self._nbytes_at))
 
     def reset_peak(self) -> None:
         with self._lock:
@@ -72,8 +78,9 @@ class _Book:
 
     def holds(self, address: int) -> bool:
         with self._lock:
-            ranges = tuple(self._nbytes_at.items())
-        return any(start <= address < start + nbytes for start, nbytes in ranges)
+            starts = self._starts
+            before = bisect.bisect_right(starts, address)
+            return before > 0 and address < starts[before - 1] + self._nbytes_at.get(starts[before - 1], 0)
 
 
 _book = _Book()

@@ -16,6 +16,8 @@ SAMPLES: list[ElixirError] = [
     errors.PlanMismatch("graph", "7f3a91", "0b1c2d"),
     errors.NoFeasiblePlan("bwd.mm_2", "model.py:41", 20 << 30, 23 << 30, {"saved": 18 << 30, "temp": 5 << 30}),
     errors.NotPrepared("Its parameters are on meta."),
+    errors.WrongDtype("transformer.wte.weight", "torch.float32", "bfloat16"),
+    errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "SGD"),
     errors.StaleParameters("transformer.wte.weight"),
     errors.GradientsChanged("transformer.wte.weight", "was updated in its backward, and then its gradient was changed"),
     errors.ActivationsGone("h.3.matmul"),

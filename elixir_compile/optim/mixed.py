@@ -1,0 +1,153 @@
+"""AdamW for parameters with an fp32 master, beside torch's own for those without.
+
+    on the host      one pass of `optim.host` over each tensor, or over neighbours in memory at once
+    on a device      torch's fused kernel on blocks of the master in fp32, which are made and rounded around it
+
+bfloat16 parameters are the high half of their master: state `master_low` is the rest, and the pair is bitwise what an
+fp32 master would be. float16 parameters have the whole one, state `master`. Both have fp32 moments.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elixir_compile import compat
+from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
+from elixir_compile.optim.host import Crew, crew_for, fallback, mixed_adamw, split_adamw
+from elixir_compile.optim.host.kernel import kernel
+from elixir_compile.optim.host.passes import Extras, Scalars
+from elixir_compile.optim.neighbours import flat, runs
+from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State, beside
+
+_BLOCK = 1 << 24
+"""Elements whose master a device makes at once: 64 MiB, and as much for the gradient."""
+
+
+class MixedAdamWRule(AdamWRule):
+    """torch's fused AdamW, and for parameters with a master the same arithmetic on the master."""
+
+    def __init__(self) -> None:
+        self._crew: Crew | None = None
+
+    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the statistics of `param` by name, each shaped like it: moments, and the rest of its master."""
+        if not has_master(param):
+            return super().kinds(param, group)
+        rest = {REST_NAMES[param.dtype]: REST_DTYPES[param.dtype]}
+        return {**dict.fromkeys(self.statistics(group), torch.float32), **rest}
+
+    def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
+        """Begin the master of `param` with every bit that `prepare` kept; else with the parameter as it is."""
+        if not has_master(param):
+            return
+        # On the thread that trains, once: the worker's first update would read the machine and build the kernel.
+        if self._crew is None:
+            kernel()
+            self._crew = crew_for(device)
+        if is_fresh:
+            start_rest(param, state)
+
+    def update(
+        self,
+        weights: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[State],
+        group: Mapping[str, Any],
+    ) -> None:
+        """Update `weights` and `states` in place."""
+        plain, on_host = [], []
+        for each in zip(weights, grads, states, strict=True):
+            if rest_of(each[2]) is None:
+                plain.append(each)
+            elif each[0].device.type != "cpu":
+                _on_device(*each, group)
+            elif each[0].numel():
+                on_host.append(each)
+        if plain:
+            own_weights, own_grads, own_states = zip(*plain, strict=True)
+            super().update(own_weights, own_grads, own_states, group)
+        if on_host:
+            self._on_host(on_host, group)
+
+    def _on_host(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
+        """Update the weight, by the gradient, of each state."""
+        steps = [int(state["step"]) + 1 for *_, state in updates]
+        scalars: Scalars = {
+            "lr": float(group["lr"]),
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "grad_scale": group.get(GRAD_SCALE, 1.0),
+            "maximize": group["maximize"],
+        }
+        rows = [
+            [weight, like(grad, weight), rest_of(state), *(state[name] for name in self.statistics(group))]
+            for weight, grad, state in updates
+        ]
+        for members, (weight, grad, rest, exp_avg, exp_avg_sq, *most) in runs(rows, steps):
+            kernel_of = split_adamw if rest.dtype == torch.int16 else mixed_adamw
+            extras: Extras = {**scalars, "max_exp_avg_sq": most[0] if most else None, "crew": self._crew}
+            kernel_of(rest, exp_avg, exp_avg_sq, grad, weight, steps[members[0]], **extras)
+            if len(members) > 1:
+                # The pass saw tensors of its own over the same memory. It only reads gradients, which are second.
+                written = [tensor for index in members for tensor in (rows[index][0], *rows[index][2:])]
+                torch.autograd.graph.increment_version(written)
+        for *_, state in updates:
+            state["step"].add_(1)
+
+
+def rest_of(state: State) -> torch.Tensor | None:
+    """Return what `state` has of a master: its int16 low half, the fp32 whole, or None where there is none."""
+    return next((state[name] for name in REST_NAMES.values() if name in state), None)
+
+
+def start_rest(param: torch.Tensor, state: State) -> None:
+    """Write the rest of `param`'s master to `state`."""
+    target, rest = state[REST_NAMES[param.dtype]], take_rest(param)
+    if rest is not None:
+        target.copy_(rest)
+    elif target.dtype == torch.int16:
+        target.zero_()
+    else:
+        target.copy_(param.detach())
+
+
+def like(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `grad` in the memory layout of `weight`."""
+    if grad.stride() == weight.stride():
+        return grad
+    return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+
+
+def _on_device(weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
+    """Update one parameter in blocks, where it is."""
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    kept = (rest_of(state), *(state[name] for name in names))
+    tensors = [flat(tensor) for tensor in (weight, like(grad, weight), *kept) if tensor is not None]
+    for start in range(0, weight.numel(), _BLOCK):
+        high, given, own, exp_avg, exp_avg_sq, *most = (tensor[start : start + _BLOCK] for tensor in tensors)
+        wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))
+        is_split = own.dtype == torch.int16
+        master = fallback.joined(high, own) if is_split else own
+        compat.fused_adamw_(
+            [master],
+            [wide],
+            [exp_avg],
+            [exp_avg_sq],
+            most,
+            [state["step"].clone()],
+            amsgrad=group["amsgrad"],
+            lr=beside(group["lr"], weight),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        if is_split:
+            fallback.split(master, high, own)
+        else:
+            high.copy_(master)
+    state["step"].add_(1)

@@ -1,0 +1,121 @@
+"""What an optimizer whose parameters may have fp32 masters does besides updating: state dicts, clipping, loss scaling.
+
+    state_dict()            moments and masters in fp32, joined: `torch.optim.AdamW` loads it and does not mind the key
+    clip_grad_norm_(norm)   the coefficient waits for the update, which multiplies as it reads
+    GradScaler.step(self)   of float16 with masters: so does 1 / loss scale; on overflow nothing is touched
+
+Gradients of parameters without a master are multiplied at once, by torch's own ops, so that they stay what torch makes
+of them.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile.ops.masters import claim_master, has_master
+from elixir_compile.optim.host import sum_of_squares
+from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.master_state import with_whole_master
+from elixir_compile.optim.mixed import MixedAdamWRule
+from elixir_compile.optim.neighbours import flat
+from elixir_compile.optim.rule import UpdateRule
+
+
+class KeepsMasters(Hybrid):
+    """The part of an optimizer that knows of masters."""
+
+    grad_scale: "torch.Tensor | float" = 1.0
+    """The loss scale, which `GradScaler` sets around `step()`."""
+    found_inf: "torch.Tensor | float" = 0.0
+    """How many gradients overflowed, which it sets too."""
+    _clip_factor: float = 1.0
+
+    def _new_rule(self) -> UpdateRule:
+        return MixedAdamWRule()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as every torch optimizer does."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            claim_master(param, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for param in group["params"]:
+                claim_master(param, self)
+
+    def _takes_loss_scale(self) -> bool:
+        """`GradScaler` refuses to unscale float16 itself."""
+        params = (param for group in self.param_groups for param in group["params"])
+        return any(param.dtype == torch.float16 and has_master(param) for param in params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizers do, with a `master` in fp32 for each parameter that has one."""
+        found = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        state = {
+            key: with_whole_master(entry, params[key]) if isinstance(key, int) else entry
+            for key, entry in found["state"].items()
+        }
+        return {**found, "state": state}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and what was to happen to them."""
+        self._clip_factor = 1.0
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0) -> torch.Tensor:
+        """Let the next step see gradients whose global norm is at most `max_norm`; return the norm that they have.
+
+        Gradients of parameters with a master are read, in fp32 or wider, and not written: the update multiplies. The
+        others are scaled at once. `grad_scale` is what the loss was multiplied by, `scaler.get_scale()`; the norm is
+        that of the gradients without it.
+        """
+        mixed, plain = self._by_master()
+        if not mixed and grad_scale == 1.0:
+            return torch.nn.utils.clip_grad_norm_(plain, max_norm)
+        squares = self._clip_factor**2 * _sum_of_squares(mixed) + _sum_of_squares(plain)
+        norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float32)
+        # As torch does: without a branch, and not finite where the norm is not.
+        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self._clip_factor *= factor
+        if plain and factor != 1.0:
+            torch._foreach_mul_(_grads(plain), factor)
+        return norm
+
+    def _take_factor(self) -> float | None:
+        """Return what the update multiplies gradients by, once; None where a gradient overflowed."""
+        clip_factor, self._clip_factor = self._clip_factor, 1.0
+        if float(self.found_inf):
+            return None
+        inverse_scale = 1.0 / float(self.grad_scale)
+        if inverse_scale != 1.0:  # else nothing is read here: updates of this step may be on their way already
+            plain = _grads(self._by_master()[1])
+            if plain:
+                torch._foreach_mul_(plain, inverse_scale)
+        return clip_factor * inverse_scale
+
+    def _by_master(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that have gradients: those with a master, and the rest."""
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        mixed = [param for param in params if has_master(param)]
+        return mixed, [param for param in params if not has_master(param)]
+
+
+def _sum_of_squares(params: Iterable[nn.Parameter]) -> float:
+    """Return the sum of the squares of the gradients; those on a device cost one wait together."""
+    total, on_device = 0.0, []
+    for grad in _grads(params):
+        if grad.device.type == "cpu" and grad.is_contiguous():
+            total += sum_of_squares(flat(grad)) if grad.numel() else 0.0
+        else:
+            on_device.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+    return total + (float(torch.stack(on_device).double().square().sum()) if on_device else 0.0)
+
+
+def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [param.grad for param in params if param.grad is not None]

@@ -1,0 +1,513 @@
+"""16-bit parameters with fp32 masters: exact for every placement and moment of the update."""
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import elixir_compile as elixir
+from elixir_compile import HybridAdamW
+from elixir_compile.errors import GradientsChanged
+from elixir_compile.ir import Update
+from elixir_compile.ops.masters import has_master
+from elixir_compile.optim import mixed
+from elixir_compile.optim.host import fallback, mixed_adamw
+from elixir_compile.runtime.slab import live_slab_bytes
+from tests.run import training
+from tests.run.models import hf_batches, seeded, small_gpt2
+from tests.run.training import Run, assert_same_tensors, loss_of
+from tests.run.updating import Ladder, buckets_of, in_flight, ladder, nan_staging, placed, rows, small_buckets
+
+STEPS = 20
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+BF16, FP16 = torch.bfloat16, torch.float16
+NAMES = {BF16: "bfloat16", FP16: "float16"}
+
+
+class Attention(nn.Module):
+    """One block of attention over odd sizes, between an embedding and the same, tied; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 14)
+        self.norm = nn.LayerNorm(14)
+        self.mix = nn.Linear(14, 42)
+        self.out = nn.Linear(14, 14, bias=False)
+        self.up = nn.Linear(14, 15)
+        self.down = nn.Linear(15, 14)
+        for name, param in self.named_parameters():
+            if name != "norm.weight":
+                nn.init.normal_(param, std=0.02)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, 2, 7)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.down(functional.gelu(self.up(x)))
+        logits = functional.linear(x, self.embed.weight)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def attention() -> Attention:
+    torch.manual_seed(5)
+    return Attention()
+
+
+def sentences(num_batches: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 17, (3, 9), generator=generator) for _ in range(num_batches)]
+
+
+def mixed_of(model: nn.Module, dtype: torch.dtype = BF16, adam: Mapping[str, Any] = ADAM, **options: Any) -> Run:
+    """Return a run of a copy of `model` that was prepared for `dtype`."""
+    own = elixir.prepare(copy.deepcopy(model), param_dtype=NAMES[dtype])
+    options = {"inner": "aot_eager", "replan": False, "param_dtype": NAMES[dtype], **options}
+    return training._elixir_run(own, lambda params: HybridAdamW(params, **adam), options)
+
+
+@contextmanager
+def mixed_run(
+    model: nn.Module,
+    batch: Any,
+    *,
+    home: str = "device",
+    update: Update = Update.AFTER_BACKWARD,
+    share: float = 0.0,
+    dtype: torch.dtype = BF16,
+    adam: Mapping[str, Any] = ADAM,
+) -> Iterator[Run]:
+    """Yield such a run under a plan with this placement and moment of the update."""
+    budget = None
+    if home == "host":
+        with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
+            loss_of(mixed_of(model, dtype, adam, device_memory=1).compiled, batch)
+        budget = int(1.05 * raised.value.needed_bytes)
+    with nan_staging(), small_buckets(lambda plan: placed(plan, home, share, update)):
+        yield mixed_of(model, dtype, adam, device_memory=budget)
+
+
+@dataclass(kw_only=True)
+class Recorded:
+    """What training left: losses, gradients of each step, weights and state by name."""
+
+    losses: list[float] = field(default_factory=list)
+    grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def recorded(run: Run, batches: list[Any]) -> Recorded:
+    """Train `run` on `batches`."""
+    found = Recorded()
+    for batch in batches:
+        loss = loss_of(run.compiled, batch)
+        loss.backward()
+        found.grads.append({name: param.grad.clone() for name, param in run.model.named_parameters()})
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        found.losses.append(loss.item())
+    found.state = state_of(run)
+    found.weights = {name: param.detach().clone() for name, param in run.model.named_parameters()}
+    return found
+
+
+def state_of(run: Run) -> dict[str, dict[str, torch.Tensor]]:
+    names = [name for name, _ in run.model.named_parameters()]
+    state = run.optimizer.state_dict()["state"]
+    return {names[key]: {kind: entry[kind].clone() for kind in sorted(entry)} for key, entry in state.items()}
+
+
+@functools.cache
+def on_device() -> Recorded:
+    """Train by the plainest plan."""
+    with mixed_run(attention(), sentences(1)[0]) as run:
+        return recorded(run, sentences(STEPS))
+
+
+COMBINATIONS = [
+    *((home, update, 0.0) for home in ("device", "split", "host") for update in Update),
+    ("split", Update.ACROSS_STEPS, 0.5),
+    ("host", Update.ACROSS_STEPS, 0.5),
+    ("host", Update.AFTER_BACKWARD, 1.0),
+]
+
+
+@pytest.mark.parametrize(("home", "update", "share"), COMBINATIONS)
+def test_placements_and_moments_change_no_bit(home: str, update: Update, share: float) -> None:
+    expected, batches = on_device(), sentences(STEPS)
+    with mixed_run(attention(), batches[0], home=home, update=update, share=share) as run:
+        found = recorded(run, batches)
+        assert {bucket.update for bucket in buckets_of(run)} == {update}
+    assert found.losses == expected.losses
+    assert_same_tensors(expected.weights, found.weights)
+    for name, entry in expected.state.items():
+        assert_same_tensors(entry, found.state[name])
+
+
+def replayed(found: Recorded, master: torch.Tensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return what the host kernel makes of an fp32 master and the recorded gradients."""
+    master, exp_avg, exp_avg_sq = master.clone(), torch.zeros_like(master), torch.zeros_like(master)
+    param = torch.empty_like(master, dtype=dtype)
+    for step, grads in enumerate(found.grads, start=1):
+        scalars = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+        mixed_adamw(master, exp_avg, exp_avg_sq, grads[name], param, step, **scalars)
+    return {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master, "param": param}
+
+
+def in_fp64(found: Recorded, master: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what AdamW in fp64 makes of the same."""
+    own = nn.Parameter(master.double())
+    optimizer = torch.optim.AdamW([own], foreach=False, **ADAM)
+    for grads in found.grads:
+        own.grad = grads[name].double()
+        optimizer.step()
+    return own.detach()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_master_is_that_of_the_kernel_and_of_fp64(dtype: torch.dtype) -> None:
+    model = attention()
+    if dtype == BF16:
+        found = on_device()
+    else:
+        with mixed_run(model, sentences(1)[0], home="host", update=Update.ACROSS_STEPS, dtype=dtype) as run:
+            found = recorded(run, sentences(STEPS))
+    for name, param in model.named_parameters():
+        expected = replayed(found, param.detach(), name, dtype)
+        master = found.state[name]["master"]
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            assert found.state[name][kind].dtype == torch.float32
+            assert torch.equal(found.state[name][kind], expected[kind])
+        # A split master rounds ties away from zero, the kernel with a whole one to even.
+        is_tie = (master.view(torch.int32) & 0xFFFF) == 0x8000 if dtype == BF16 else torch.zeros_like(master).bool()
+        assert torch.equal(found.weights[name][~is_tie], expected["param"][~is_tie])
+        assert found.weights[name].dtype == dtype
+        # Between 1 and 2 neighbours in fp32 are 1.2e-7 apart.
+        error = (master - in_fp64(found, param.detach(), name)).abs().max()
+        assert error < (1e-7 if name != "norm.weight" else 5e-7)
+
+
+def test_no_bit_of_the_weights_is_lost() -> None:
+    model, batches = ladder(), [batch.to(BF16) for batch in rows(1)]
+    run = mixed_of(model, adam={**ADAM, "lr": 0.0})
+    run.train(batches)
+    masters = {name: entry["master"] for name, entry in state_of(run).items()}
+    assert_same_tensors({name: param.detach() for name, param in model.named_parameters()}, masters)
+
+
+def test_weights_that_were_loaded_after_prepare_are_their_own_master() -> None:
+    run, batches = mixed_of(ladder(), adam={**ADAM, "lr": 0.0}), [batch.to(BF16) for batch in rows(1)]
+    torch.manual_seed(1)
+    run.model.load_state_dict(Ladder().state_dict())
+    run.train(batches)
+    for name, param in run.model.named_parameters():
+        assert torch.equal(state_of(run)[name]["master"], param.float())
+
+
+def test_host_bytes_are_fourteen_a_parameter() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(2)), nn.Flatten(0))
+    model[1] = nn.Linear(512, 256, bias=False)
+    before = live_slab_bytes()
+    run = mixed_of(model, device_memory=None)
+    numel = sum(param.numel() for param in model.parameters())
+    assert live_slab_bytes() - before == 2 * numel  # the low halves
+    with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
+        mixed_of(model, device_memory=1).compiled(torch.ones(1, 256, dtype=BF16)).sum().backward()
+    del run
+    before = live_slab_bytes()
+    with small_buckets(lambda plan: plan):
+        run = mixed_of(model, device_memory=raised.value.needed_bytes)
+        for _ in range(2):
+            run.compiled(torch.ones(1, 256, dtype=BF16)).sum().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    plan = elixir.compilations(run.model)[0].plan
+    assert {bucket.param.value for bucket in plan.placements} == {"host"}
+    assert sum(bucket.state_nbytes for bucket in plan.buckets) == 10 * numel
+    assert live_slab_bytes() - before == 14 * numel
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True, "weight_decay": 0.1}, {"lr": "tensor"}])
+def test_options_of_adamw(options: dict[str, Any]) -> None:
+    """Masters begin as fp32 weights of torch's own AdamW, which gets the same gradients."""
+    model, batches = ladder(), [batch.to(BF16) for batch in rows(6)]
+    if "lr" in options:
+        options = {"lr": torch.tensor(1e-3)}
+    with mixed_run(model, batches[0], home="split", update=Update.ACROSS_STEPS, adam={**ADAM, **options}) as run:
+        found = recorded(run, batches)
+    optimizer = torch.optim.AdamW(model.parameters(), **{**ADAM, **options})
+    for grads in found.grads:
+        for name, param in model.named_parameters():
+            param.grad = grads[name].float()
+        optimizer.step()
+    for (name, param), entry in zip(model.named_parameters(), optimizer.state.values(), strict=True):
+        torch.testing.assert_close(found.state[name]["master"], param.detach(), rtol=0, atol=2e-7)
+        assert found.state[name].keys() == {*entry, "master"}
+
+
+def test_groups_and_parameters_without_a_master() -> None:
+    """Groups have hyperparameters of their own; fp64 has no master and is updated as ever."""
+    model, batches = ladder(), [batch.to(BF16) for batch in rows(5)]
+    with mixed_run(model, batches[0], home="host", update=Update.ACROSS_STEPS) as run:
+        params = list(run.model.parameters())
+        loose = nn.Parameter(torch.ones(7, dtype=torch.float64))
+        groups = [{"params": params[::2], "lr": 0.0}, {"params": params[1::2]}, {"params": [loose]}]
+        run.optimizer = HybridAdamW(groups, **ADAM)
+        for batch in batches:
+            loss_of(run.compiled, batch).backward()
+            loose.grad = torch.ones_like(loose)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        for index, (param, before) in enumerate(zip(params, model.parameters(), strict=True)):
+            assert torch.equal(param, before.to(BF16)) == (index % 2 == 0)
+    twin = nn.Parameter(torch.ones(7, dtype=torch.float64))
+    expected = torch.optim.AdamW([twin], fused=True, **ADAM)
+    for _ in batches:
+        twin.grad = torch.ones_like(twin)
+        expected.step()
+    assert torch.equal(loose, twin)
+    assert "master" not in run.optimizer.state_dict()["state"][len(params)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_state_loads_in_both_directions(dtype: torch.dtype) -> None:
+    """Across steps, and saved while updates are on their way."""
+    model, batches = ladder(), [batch.to(dtype) for batch in rows(8)]
+    arguments = {"home": "host", "update": Update.ACROSS_STEPS, "dtype": dtype}
+    with mixed_run(model, batches[0], **arguments) as run, mixed_run(model, batches[0], **arguments) as other:
+        run.train(batches[:4])
+        saved = copy.deepcopy(run.optimizer.state_dict())
+        weights = {name: value.clone() for name, value in run.model.state_dict().items()}
+        other.train(batches[:1])
+        assert in_flight(other) > 0
+        other.optimizer.load_state_dict(saved)  # writes the parameters too, as halves of their masters
+        assert_same_tensors(weights, other.model.state_dict())
+        run.train(batches[4:])
+        other.train(batches[4:])
+        assert_same_tensors(run.weights, other.weights)
+        for name, entry in state_of(run).items():
+            assert_same_tensors(entry, state_of(other)[name])
+        into_torch = torch.optim.AdamW(copy.deepcopy(model).parameters())
+        into_torch.load_state_dict(saved)
+        step = into_torch.state_dict()
+        for param in into_torch.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        into_torch.step()
+        entries = {key: {k: v for k, v in e.items() if k != "master"} for key, e in saved["state"].items()}
+        other.optimizer.load_state_dict({**step, "state": entries})
+        for name, param in other.model.named_parameters():
+            assert torch.equal(state_of(other)[name]["master"], param.float())
+        other.train(batches[:1])
+
+
+def scaled_step(scaler: torch.amp.GradScaler, max_norm: float | None = None) -> training.Step:
+    def step(compiled: Any, optimizer: Any, batch: Any) -> torch.Tensor:
+        loss = loss_of(compiled, batch)
+        scaler.scale(loss).backward()
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm, grad_scale=scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_float16_with_a_scaler_trains_and_skips_an_overflow_whole(home: str) -> None:
+    """A loss scale that is a power of two changes no bit where nothing is subnormal without it."""
+    model, batches = ladder(), [batch.to(FP16) for batch in rows(5)]
+    adam = {**ADAM, "eps": 1e-6}
+    arguments = {"home": home, "update": Update.ACROSS_STEPS, "dtype": FP16, "adam": adam}
+    with mixed_run(model, batches[0], **arguments) as run:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        run.train(batches[:3], scaled_step(scaler))
+        before, kept = run.weights, state_of(run)
+        run.train([torch.full_like(batches[3], float("inf"))], scaled_step(scaler))
+        assert_same_tensors(before, run.weights)
+        for name, entry in kept.items():
+            assert_same_tensors(entry, state_of(run)[name])
+        assert scaler.get_scale() == 2.0**9
+        run.train(batches[3:], scaled_step(scaler))
+        assert state_of(run)["steps.0.weight"]["step"] == 5
+    with mixed_run(model, batches[0], **arguments) as plain:
+        plain.train(batches)
+    for name, entry in state_of(plain).items():
+        torch.testing.assert_close(state_of(run)[name]["master"], entry["master"], rtol=0, atol=1e-4)
+
+
+def test_a_scaler_in_the_backward_is_refused() -> None:
+    model, batches = ladder(), [batch.to(FP16) for batch in rows(1)]
+    with mixed_run(model, batches[0], home="host", update=Update.IN_BACKWARD, dtype=FP16) as run:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with pytest.raises(GradientsChanged, match="after_backward"):
+            run.train(batches, scaled_step(scaler))
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_clipping_multiplies_in_the_update(home: str, dtype: torch.dtype) -> None:
+    model, batches = ladder(), [batch.to(dtype) for batch in rows(4)]
+    norms, masters = [], {name: param.detach().clone() for name, param in model.named_parameters()}
+    reference = torch.optim.AdamW([nn.Parameter(master) for master in masters.values()], **ADAM)
+    with mixed_run(model, batches[0], home=home, update=Update.ACROSS_STEPS, dtype=dtype) as run:
+        for batch in batches:
+            loss_of(run.compiled, batch).backward()
+            grads = [param.grad.clone() for param in run.model.parameters()]
+            eager = torch.nn.utils.get_total_norm([grad.float() for grad in grads])
+            norms.append(run.optimizer.clip_grad_norm_(1e-3))
+            torch.testing.assert_close(norms[-1], eager, rtol=1e-6, atol=0)
+            torch.testing.assert_close(run.optimizer.clip_grad_norm_(1.0), torch.tensor(1e-3), rtol=1e-2, atol=0)
+            assert_same_tensors(dict(enumerate(grads)), dict(enumerate(p.grad for p in run.model.parameters())))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            for param, grad in zip(reference.param_groups[0]["params"], grads, strict=True):
+                param.grad = grad.float() * min(1e-3 / (float(eager) + 1e-6), 1.0)
+            reference.step()
+        assert min(norms) > 1e-3
+        found = state_of(run)
+    for name, param in zip(masters, reference.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(found[name]["master"], param.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_clip_is_forgotten_with_its_gradients() -> None:
+    model, batches = ladder(), [batch.to(BF16) for batch in rows(2)]
+    with mixed_run(model, batches[0]) as run, mixed_run(model, batches[0]) as other:
+        loss_of(run.compiled, batches[0]).backward()
+        run.optimizer.clip_grad_norm_(1e-6)
+        run.optimizer.zero_grad()
+        assert_same_tensors(recorded(other, batches).weights, recorded(run, batches).weights)
+
+
+def test_fp32_clips_as_torch_does() -> None:
+    params = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(4))]
+    twins = copy.deepcopy(params)
+    optimizer = HybridAdamW(params)
+    for own in (params, twins):
+        for param in own:
+            param.grad = torch.full_like(param, 0.5)
+    assert torch.equal(optimizer.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(twins, 0.1))
+    for param, twin in zip(params, twins, strict=True):
+        assert torch.equal(param.grad, twin.grad)
+
+
+def test_a_second_norm_and_torchs_own_still_work() -> None:
+    model, batches = ladder(), [batch.to(BF16) for batch in rows(2)]
+    with mixed_run(model, batches[0], home="host", update=Update.ACROSS_STEPS) as run:
+        loss_of(run.compiled, batches[0]).backward()
+        grads = [param.grad.clone() for param in run.model.parameters()]
+        expected = torch.nn.utils.get_total_norm(grads)
+        assert torch.equal(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3), expected)
+        run.optimizer.step()
+
+
+def test_the_device_kernel_is_the_host_kernel_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks, the last one short, for each master, with every option."""
+    monkeypatch.setattr(mixed, "_BLOCK", 64)
+    rule = mixed.MixedAdamWRule()
+    for dtype in (BF16, FP16):
+        torch.manual_seed(2)
+        master = torch.randn(11, 13) * 0.05
+        made = []
+        for _ in range(2):
+            weight = torch.empty_like(master, dtype=dtype)
+            state = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+            if dtype == BF16:
+                state["master_low"] = torch.empty_like(master, dtype=torch.int16)
+                fallback.split(master, weight, state["master_low"])
+            else:
+                weight.copy_(master)
+                state["master"] = master.clone()
+            made.append((weight, {**state, "step": torch.zeros(())}))
+        group = {**ADAM, "amsgrad": True, "maximize": True, mixed.GRAD_SCALE: 0.25}
+        for step in range(10):
+            grad = torch.randn(11, 13, generator=torch.Generator().manual_seed(step)).to(dtype)
+            rule.update([made[0][0]], [grad], [made[0][1]], group)
+            mixed._on_device(made[1][0], grad.t().contiguous().t(), made[1][1], group)
+        (weight, state), (other, found) = made
+        assert float(found["step"]) == float(state["step"]) == 10
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            torch.testing.assert_close(found[name], state[name], rtol=1e-5, atol=1e-7)
+        masters = [
+            fallback.joined(weight, entry["master_low"]) if dtype == BF16 else entry["master"]
+            for weight, entry in ((weight, state), (other, found))
+        ]
+        torch.testing.assert_close(*masters, rtol=0, atol=1e-7)
+        torch.testing.assert_close(other, weight, rtol=1e-2, atol=0)
+
+
+def test_other_optimizers_say_that_they_leave_the_master_behind() -> None:
+    run, batches = mixed_of(ladder()), [batch.to(BF16) for batch in rows(1)]
+    loss_of(run.compiled, batches[0]).backward()
+    before = run.weights
+    for optimizer in (torch.optim.SGD(run.model.parameters(), lr=0.1), torch.optim.AdamW(run.model.parameters())):
+        with pytest.raises(elixir.MasterIgnored, match=rf"steps\.0.*bfloat16.*{type(optimizer).__name__}.*HybridAdamW"):
+            optimizer.step()
+    assert_same_tensors(before, run.weights)
+
+
+def test_a_cast_comes_before_the_compilation() -> None:
+    batch = rows(1)[0]
+    for model in (ladder(), elixir.prepare(ladder()), ladder().bfloat16()):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="elixir", options={"param_dtype": "bfloat16", "report": False})
+        with pytest.raises(elixir.WrongDtype, match=r"prepare\(model, param_dtype='bfloat16'\)") as raised:
+            compiled(batch.to(next(model.parameters()).dtype))
+        assert raised.value.parameter == "steps.0.weight"
+
+
+def test_preparing_again_changes_nothing_or_says_why_it_cannot() -> None:
+    model = elixir.prepare(ladder(), param_dtype="bfloat16")
+    before = model.state_dict()
+    assert elixir.prepare(model, param_dtype="bfloat16") is model
+    assert_same_tensors(before, model.state_dict())
+    with pytest.raises(elixir.UnsupportedModel, match=r"steps\.0.*torch\.float32.*first call"):
+        elixir.prepare(elixir.prepare(ladder()), param_dtype="float16")
+    with pytest.raises(elixir.InvalidOption, match=r"'bfloat16', 'float16', or None"):
+        elixir.prepare(ladder(), param_dtype="float8")
+
+
+def test_what_is_cast() -> None:
+    """Frozen parameters keep no rest; buffers, integers and fp64 stay; gradients come along; meta is created first."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.float64), nn.LSTM(3, 3))
+    model[0].bias.requires_grad_(False)
+    model[0].weight.grad = torch.ones(3, 3)
+    before = live_slab_bytes()
+    elixir.prepare(model, param_dtype="bfloat16")
+    kept = [name for name, param in model.named_parameters() if param.dtype == BF16 and has_master(param)]
+    assert [name for name, _ in model.named_parameters() if not name.startswith("2.")] == kept
+    assert model[0]._parameters["weight"].grad.dtype == BF16
+    assert model[1].running_mean.dtype == torch.float32
+    assert live_slab_bytes() - before == 4096 * sum(p.requires_grad for p in model.parameters() if p.dtype == BF16)
+    with torch.device("meta"):
+        large = nn.Linear(5, 5)
+    elixir.prepare(large, "cpu", param_dtype="float16")
+    assert large._parameters["weight"].dtype == FP16
+    assert large._parameters["weight"].abs().max() > 0
+
+
+@pytest.mark.parametrize(("dtype", "per_element"), [(None, 8), ("bfloat16", 10), ("float16", 12)])
+def test_a_plan_counts_the_state(dtype: str | None, per_element: int) -> None:
+    model, batch = attention(), sentences(1)[0]
+    plan = elixir.plan(model, (batch,), hardware="a100-40g", options={"param_dtype": dtype, "inner": "aot_eager"})
+    numel = sum(param.numel() for param in model.parameters())
+    assert sum(bucket.state_nbytes for bucket in plan.buckets) == per_element * numel
+    assert sum(bucket.nbytes for bucket in plan.buckets) == (4 if dtype is None else 2) * numel
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_a_gpt2_trains() -> None:
+    model = seeded(small_gpt2)
+    batches = hf_batches(1) * 8
+    run = mixed_of(model, adam={**ADAM, "lr": 3e-3}).train(batches)
+    losses = [loss.item() for loss in run.losses]
+    assert losses[-1] < 0.8 * losses[0]
