@@ -141,8 +141,8 @@ class BucketUpdate:
         on_host, grads = part.weights, part.grads
         if is_copied:
             with self.executor.d2h.behind_compute():
-                on_host = self.rooms.copies(self.bucket, "param", dict(zip(part.params, part.weights, strict=True)))
-                grads = self.rooms.copies(self.bucket, "grad", dict(zip(part.params, part.grads, strict=True)))
+                on_host = self.rooms.copies(self.bucket, "landed param", dict(zip(part.params, part.weights, strict=True)))
+                grads = self.rooms.copies(self.bucket, "landed grad", dict(zip(part.params, part.grads, strict=True)))
         return _HostSide(
             weights=part.weights,
             on_host=on_host,
