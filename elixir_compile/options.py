@@ -16,6 +16,7 @@ Planner = Literal["milp", "greedy", "exhaustive", "elixir", "zero3_offload", "ze
 Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
+ReduceDtype = Literal["float32"]
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -41,6 +42,9 @@ class Options:
     param_dtype: ParamDtype | None = None
     """What `prepare(model, param_dtype=...)` casts fp32 parameters to, with an fp32 master for HybridAdamW. Compiling
     only checks it, because graphs are captured after the cast. None: parameters stay as they are."""
+    reduce_dtype: ReduceDtype | None = None
+    """`float32`: gradients of several micro-batches add up in fp32, of parameters that have a master. None: in the
+    dtype of the parameter."""
     search_timeout: float = 10.0
     """Seconds after which `milp` returns the best plan so far, with the gap it has proved."""
     hardware: str | None = None
@@ -134,6 +138,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "activations": _one_of(*get_args(Activations)),
     "update": _one_of(*get_args(UpdateTime)),
     "param_dtype": _one_of_or_none(*get_args(ParamDtype)),
+    "reduce_dtype": _one_of_or_none(*get_args(ReduceDtype)),
     "search_timeout": _seconds,
     "hardware": _text,
     "plan": _path,

@@ -84,6 +84,7 @@ def _compile_gathers(
     """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
     if options.param_dtype is not None:
         check_masters(executor.slots.values(), options.param_dtype)
+    executor.sums_in_fp32 |= options.reduce_dtype == "float32"
     chunks = chunks_of(gm, options)
     if options.plan is not None:
         num_chunks = load_plan(options.plan).loss_chunks

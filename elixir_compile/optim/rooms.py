@@ -8,12 +8,14 @@ from torch import nn
 
 from elixir_compile.runtime.bucket import RunningBucket
 
+_Kind = tuple[str, torch.dtype]
+
 
 class StateRooms:
     """The slabs of one optimizer, made when first asked for and kept as long as the bucket."""
 
     def __init__(self) -> None:
-        self._rooms: weakref.WeakKeyDictionary[RunningBucket, dict[str, dict[int, torch.Tensor]]] = (
+        self._rooms: weakref.WeakKeyDictionary[RunningBucket, dict[_Kind, dict[int, torch.Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -22,10 +24,11 @@ class StateRooms:
     ) -> torch.Tensor:
         """Return the host tensor of `kind` for `param`, in its dtype or `dtype`, zero when it was never written."""
         kinds = self._rooms.setdefault(bucket, {})
-        if kind not in kinds:
+        dtype = dtype or param.dtype
+        if (kind, dtype) not in kinds:
             tensors = bucket.state_room(dtype)
-            kinds[kind] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
-        return kinds[kind][id(param)]
+            kinds[kind, dtype] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
+        return kinds[kind, dtype][id(param)]
 
     def copies(
         self, bucket: RunningBucket, kind: str, values: Mapping[nn.Parameter, torch.Tensor]
@@ -33,5 +36,5 @@ class StateRooms:
         """Start copying `values`, by parameter, to the host, and return where they land."""
         landing = []
         for param, value in values.items():
-            landing.append(self.room(bucket, kind, param).copy_(value, non_blocking=True))
+            landing.append(self.room(bucket, kind, param, value.dtype).copy_(value, non_blocking=True))
         return landing

@@ -42,6 +42,8 @@ class RunningBucket:
         self._params: Slab | None = None
         self._grads: list[tuple[Slab, list[weakref.ref]]] = []
         """Slabs of gradients, each with the storages of it that were given out."""
+        self._totals: dict[int, tuple[Slab, weakref.ref]] = {}
+        """By slot, the slab of its sum of gradients, and the storage of it that was given out last."""
 
     @property
     def is_on_host(self) -> bool:
@@ -151,6 +153,18 @@ class RunningBucket:
             slab = free[0]
         room = cut_slab(slab, self.slots, self._offsets_bytes)
         self._grads.append((slab, [weakref.ref(tensor.untyped_storage()) for tensor in room]))
+        return room
+
+    def total_room(self, slot: Slot) -> torch.Tensor:
+        """Return memory for an fp32 sum of gradients of the slot's parameter, where it lives; on the host the same one
+        again unless somebody still holds it."""
+        if not self.is_on_host:
+            return torch.empty_like(slot.param, dtype=torch.float32)
+        slab, given = self._totals.get(slot.key, (None, None))
+        if slab is None or given() is not None:
+            slab = Slab(4 * slot.param.numel(), pin=self.pin)
+        room = cut_slab(slab, [slot], [0], torch.float32)[0]
+        self._totals[slot.key] = (slab, weakref.ref(room.untyped_storage()))
         return room
 
     def state_room(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:

@@ -5,6 +5,7 @@ return a `Transfer`, `wait` takes it. The executor owns every gathered copy and 
 and `param.grad`; nothing else does, so a program that fails in the middle is cleaned up by `abandon`.
 """
 
+import functools
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -17,6 +18,7 @@ from elixir_compile.ops.registry import Slot, let_state_follow, let_update, new_
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.runtime.publish import publish
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
@@ -35,6 +37,8 @@ class Executor:
         """Parameters that no plan can move, by name, with the reason."""
         self.generation = 0
         """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""
+        self.sums_in_fp32 = False
+        """Whether gradients of several backward passes add up in fp32, of parameters that have a master."""
         self._serves_training = False
         self._regions: dict[str, RegionCompiler] = {}
         self._buckets: dict[BucketId, RunningBucket] = {}
@@ -371,23 +375,8 @@ class Executor:
         for slot in slots:
             self.settle(slot)
             _, grad = self._pending.pop(slot.key)
-            _publish(slot.param, grad)
+            bucket = self._bucket_of.get(slot.key) if self.sums_in_fp32 else None
+            publish(slot.param, grad, None if bucket is None else functools.partial(bucket.total_room, slot))
 
     def _versions(self, names: Sequence[str]) -> list[int]:
         return [self.slots[name].param._version for name in names]
-
-
-def _publish(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    """Do to `param` what autograd does when a gradient reaches a leaf."""
-    if not param.requires_grad:
-        return
-    if grad.device != param.device:
-        grad = grad.to(param.device)
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param).copy_(grad)
-    if compat.has_gradient_hooks(param):
-        torch.autograd.backward([param], [grad])
-    elif param.grad is None:
-        param.grad = grad
-    else:
-        param.grad.add_(grad)

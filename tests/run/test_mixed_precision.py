@@ -82,6 +82,7 @@ def mixed_run(
     share: float = 0.0,
     dtype: torch.dtype = BF16,
     adam: Mapping[str, Any] = ADAM,
+    reduce_dtype: str | None = None,
 ) -> Iterator[Run]:
     """Yield such a run under a plan with this placement and moment of the update."""
     budget = None
@@ -90,7 +91,7 @@ def mixed_run(
             loss_of(mixed_of(model, dtype, adam, device_memory=1).compiled, batch)
         budget = int(1.05 * raised.value.needed_bytes)
     with nan_staging(), small_buckets(lambda plan: placed(plan, home, share, update)):
-        yield mixed_of(model, dtype, adam, device_memory=budget)
+        yield mixed_of(model, dtype, adam, device_memory=budget, reduce_dtype=reduce_dtype)
 
 
 @dataclass(kw_only=True)
@@ -511,3 +512,43 @@ def test_a_gpt2_trains() -> None:
     run = mixed_of(model, adam={**ADAM, "lr": 3e-3}).train(batches)
     losses = [loss.item() for loss in run.losses]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("home", ["split", "host"])
+@pytest.mark.parametrize("update", list(Update))
+def test_micro_batches_add_up_in_fp32(home: str, update: Update) -> None:
+    """The sum is that of the gradients that each alone would give; the next step uses the same memory."""
+    model, batches = ladder(), [batch.to(BF16) for batch in rows(9)]
+    with mixed_run(model, batches[0], home=home, update=update, reduce_dtype="float32") as run:
+        params, held_bytes = list(run.model.parameters()), []
+        for first in range(0, 9, 3):
+            alone = []
+            with run.optimizer.accumulating():
+                for batch in batches[first : first + 3]:
+                    loss_of(run.compiled, batch).backward()
+                    assert {param.grad.dtype for param in params} == {BF16}
+                    alone.append([param.grad.clone() for param in params])
+                    run.optimizer.zero_grad()
+                for batch in batches[first : first + 2]:
+                    loss_of(run.compiled, batch).backward()
+            loss_of(run.compiled, batches[first + 2]).backward()
+            for param, one, two, three in zip(params, *alone, strict=True):
+                assert torch.equal(param.grad, one.float() + two + three)
+            held_bytes.append(live_slab_bytes())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        assert held_bytes[1] == held_bytes[2]
+        run.optimizer.wait()
+        step = state_of(run)["steps.0.weight"]["step"]
+    assert step == 3
+
+
+def test_a_gradient_hook_sees_each_micro_batch_and_an_fp32_sum_is_made() -> None:
+    batches, seen = [batch.to(BF16) for batch in rows(2)], []
+    run = mixed_of(ladder(), reduce_dtype="float32")
+    param = run.model.steps[0]._parameters["weight"]
+    param.register_hook(lambda grad: seen.append(grad.clone()))
+    for batch in batches:
+        loss_of(run.compiled, batch).backward()
+    assert [grad.dtype for grad in seen] == [BF16, BF16]
+    assert torch.equal(param.grad, seen[0].float() + seen[1])

@@ -1,0 +1,47 @@
+"""A gradient becomes `param.grad`, or is added to what is there: what autograd does when one reaches a leaf.
+
+    reduce dtype None       the sum has the dtype of the parameter, as in eager code
+    reduce dtype float32    from the second micro-batch on the sum is fp32; one micro-batch alone costs nothing more
+
+Only parameters with a master have such a sum: their update reads gradients of any dtype.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from elixir_compile import compat
+from elixir_compile.ops.masters import has_master
+
+_BLOCK = 1 << 19
+"""Elements that are widened at once, in the cache: `add_` of another dtype takes ten times as long on a host."""
+
+
+def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], torch.Tensor] | None) -> None:
+    """Add `grad` to the gradient of `param`; `room` makes memory for an fp32 sum, None sums in the dtype of `param`."""
+    if not param.requires_grad:
+        return
+    if grad.device != param.device:
+        grad = grad.to(param.device)
+    if grad.stride() != param.stride():
+        grad = torch.empty_like(param).copy_(grad)
+    if room is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
+        total = room().copy_(param.grad)
+        param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
+        param.grad = total
+    if compat.has_gradient_hooks(param):
+        torch.autograd.backward([param], [grad])
+    elif param.grad is None:
+        param.grad = grad
+    elif param.grad.dtype == grad.dtype:
+        param.grad.add_(grad)
+    else:
+        _add_narrow(param.grad, grad)
+
+
+def _add_narrow(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add `grad` to `total`, which is wider and in the same memory layout."""
+    wide, narrow = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (total, grad))
+    for start in range(0, total.numel(), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        wide[block].add_(narrow[block].to(wide.dtype))
