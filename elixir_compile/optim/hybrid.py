@@ -21,6 +21,7 @@ from torch import nn
 from elixir_compile.errors import NoGraphCaptured
 from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import claim_for_hybrid, slot_of
+from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.loading import held, unheld
 from elixir_compile.optim.rule import AdamWRule
@@ -65,7 +66,7 @@ class HybridAdamW(torch.optim.AdamW):
     def _begin(self) -> None:
         self._rule = AdamWRule()
         self._line = UpdateLine()
-        self._placer = StatePlacer(self._rule)
+        self._placer = StatePlacer(self._rule, self._line.fail)
         self._early = EarlyUpdates()
         self._is_accumulating = False
         self._has_stepped = False
@@ -85,6 +86,8 @@ class HybridAdamW(torch.optim.AdamW):
     def wait(self) -> None:
         """Return when every queued update is done; raises what failed in one."""
         self._line.wait()
+        self._placer.disk.settle()
+        self._line.check()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as every torch optimizer does."""
@@ -102,17 +105,26 @@ class HybridAdamW(torch.optim.AdamW):
         with torch.DisableTorchFunctionSubclass():
             super().zero_grad()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state dict as `torch.optim.AdamW` has; state on disk is read into memory."""
+        found = super().state_dict()
+        found["state"] = {
+            index: dict(entry) if isinstance(entry, DiskState) else entry for index, entry in found["state"].items()
+        }
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of `torch.optim.AdamW`, and put the state where the plan says."""
         self.wait()
         entries = state_dict["state"].items()
         super().load_state_dict({**state_dict, "state": {index: held(entry) for index, entry in entries}})
         for param, entry in self.state.items():
-            self.state[param] = unheld(entry, param, stays=self._is_on_host(param))
+            self.state[param] = unheld(entry, param, stays=self._is_off_device(param))
+        self.follow([param for param in self.state if self._is_off_device(param)])
 
-    def _is_on_host(self, param: nn.Parameter) -> bool:
+    def _is_off_device(self, param: nn.Parameter) -> bool:
         found = _bucket_of(param)
-        return found is not None and found[0].placement.optim is Tier.HOST
+        return found is not None and found[0].placement.optim is not Tier.DEVICE
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
@@ -185,7 +197,9 @@ class HybridAdamW(torch.optim.AdamW):
         self.wait()
         moved = {id(param) for param in params}
         for group in self.param_groups:
-            own = [param for param in group["params"] if id(param) in moved and self._states.get(param)]
+            own = [param for param in group["params"] if id(param) in moved]
+            self._placer.reserve(group, _by_bucket(own)[0])
+            own = [param for param in own if self._states.get(param)]
             self._placer.place(self._states, group, _by_bucket(own)[0])
 
     @property
@@ -215,6 +229,7 @@ class HybridAdamW(torch.optim.AdamW):
                 rule=self._rule,
                 rooms=self._placer.rooms,
                 parts=tuple(parts[bucket]),
+                disk=self._placer.disk.prepare(bucket, (state for part in parts[bucket] for state in part.states)),
             )
             for executor in dict.fromkeys(executors.values())
             for bucket in executor.in_use_order(b for b in parts if executors[b] is executor)

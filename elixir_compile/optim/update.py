@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Lane, Tier
+from elixir_compile.optim.disk_states import DiskUpdate
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
@@ -65,6 +66,8 @@ class BucketUpdate:
     rule: UpdateRule
     rooms: StateRooms
     parts: tuple[Part, ...]
+    disk: DiskUpdate | None = None
+    """What reads the state and writes it back, where it is on disk."""
 
     @property
     def is_on_device(self) -> bool:
@@ -104,13 +107,15 @@ class BucketUpdate:
         is_copied = any(side.is_copied for side in sides)
         landed = self.executor.d2h.mark() if is_copied else arrived
         # Not `self`, whose gradients are memory of the device.
-        rule, ledger, label, h2d = self.rule, self.executor.ledger, self.label, self.executor.h2d
+        rule, disk, ledger, label, h2d = self.rule, self.disk, self.executor.ledger, self.label, self.executor.h2d
 
         def work() -> torch.cuda.Event | None:
             if landed is not None:
                 landed.synchronize()
             with ledger.span(Lane.HOST, label):
-                for side in sides:
+                if disk is not None:
+                    disk.run(rule, sides)
+                for side in sides if disk is None else ():
                     rule.update(side.on_host, side.grads, side.states, side.group)
             if not is_copied:
                 return None

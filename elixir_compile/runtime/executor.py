@@ -7,6 +7,7 @@ and `param.grad`; nothing else does, so a program that fails in the middle is cl
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -35,6 +36,8 @@ class Executor:
         """Parameters that no plan can move, by name, with the reason."""
         self.generation = 0
         """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""
+        self.disk: tuple[Path, bool] | None = None
+        """See `RunningBucket.disk`."""
         self._serves_training = False
         self._regions: dict[str, RegionCompiler] = {}
         self._buckets: dict[BucketId, RunningBucket] = {}
@@ -150,6 +153,7 @@ class Executor:
                 self._buckets.pop(old.spec.id, None)
             bucket = RunningBucket(spec, placement, slots, pin=self.device.type == "cuda")
             bucket.settle_home(self.device)
+            bucket.disk = self.disk
             self._buckets[spec.id] = bucket
             self._bucket_of.update((slot.key, bucket) for slot in slots)
             moved += [slot.param for slot in slots]

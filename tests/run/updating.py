@@ -54,6 +54,8 @@ HOMES = {
     "device": {"param": Tier.DEVICE, "optim": Tier.DEVICE},
     "split": {"param": Tier.DEVICE, "optim": Tier.HOST},
     "host": {"param": Tier.HOST, "optim": Tier.HOST},
+    "split disk": {"param": Tier.DEVICE, "optim": Tier.DISK},
+    "host disk": {"param": Tier.HOST, "optim": Tier.DISK},
 }
 
 
@@ -76,7 +78,8 @@ def placed(plan: Plan, home: str, share: float, update: Update) -> Plan:
     wanted = HOMES[home]
     placements: list[Placement] = []
     for number, placement in enumerate(plan.placements):
-        optim = wanted["optim"] if home == "split" else placement.optim
+        optim = wanted["optim"] if home.startswith("split") else placement.optim
+        optim = Tier.DISK if home.endswith("disk") else optim
         streamed = optim is Tier.HOST and number < round(share * len(plan.placements))
         placements.append(replace(placement, optim=optim, streamed=streamed))
     if not any(placement.param is wanted["param"] for placement in placements):
@@ -90,7 +93,7 @@ def hybrid_run(
 ) -> Iterator[Run]:
     """Yield a run of a copy of `model` under such a plan."""
     with small_buckets(lambda plan: plan):
-        budget = tight_bytes(model, batch) if home == "host" else None
+        budget = tight_bytes(model, batch) if home.startswith("host") else None
     with small_buckets(lambda plan: placed(plan, home, share, update)):
         yield by_elixir(model, device_memory=budget, replan=False, **options)
 
