@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.analysis.timeline import host_bytes
@@ -21,6 +21,12 @@ from tests.pure.search.test_planner import CLUSTERS
 
 PROBLEM = tight_problem(0.3)
 IN_MEMORY = plan(PROBLEM, "greedy")
+STATE_BYTES = sum(
+    bucket.state_nbytes
+    for bucket, placement in zip(IN_MEMORY.buckets, IN_MEMORY.placements, strict=True)
+    if placement.optim is Tier.HOST
+)
+"""What may go to disk."""
 
 
 def on_disk(found: Plan) -> list[str]:
@@ -50,14 +56,14 @@ def test_nothing_goes_to_disk_where_the_host_holds_all() -> None:
 
 @pytest.mark.parametrize("planner", ["greedy", "milp", "zero_offload"])
 def test_the_latest_state_goes_where_the_host_is_one_byte_short(planner: Planner) -> None:
-    all_in_memory = plan(PROBLEM, planner) if planner != "zero_offload" else None
+    all_in_memory = plan(PROBLEM, planner, timeout_s=1.0) if planner != "zero_offload" else None
     if all_in_memory is None:
         problem = replace(PROBLEM, budget_bytes=2 * PROBLEM.budget_bytes)
         all_in_memory = plan(problem, planner)
     else:
         problem = PROBLEM
     short = replace(problem, host_budget_bytes=host_bytes(all_in_memory) - 1, disk=True)
-    found = plan(short, planner)
+    found = plan(short, planner, timeout_s=1.0)
     assert host_bytes(found) <= short.host_budget_bytes
     assert found.prediction.host_peak_bytes == host_bytes(found)
     off = [placement.bucket for placement in found.placements if placement.optim is not Tier.DEVICE]
@@ -67,7 +73,7 @@ def test_the_latest_state_goes_where_the_host_is_one_byte_short(planner: Planner
 
 
 def test_every_bucket_on_disk_says_why_and_how_much() -> None:
-    found = plan(short_of(sum(bucket.state_nbytes for bucket in IN_MEMORY.buckets)), "greedy")
+    found = plan(short_of(STATE_BYTES), "greedy")
     there = on_disk(found)
     assert len(there) > 2
     decided = {decision.subject: decision for decision in found.decisions if decision.choice == "optim disk"}
@@ -79,12 +85,12 @@ def test_every_bucket_on_disk_says_why_and_how_much() -> None:
 
 
 def test_without_a_disk_there_is_no_plan() -> None:
-    short = short_of(sum(bucket.state_nbytes for bucket in IN_MEMORY.buckets))
+    short = short_of(STATE_BYTES)
     with pytest.raises(NoFeasiblePlan, match="host"):
         plan(replace(short, disk=False), "greedy")
 
 
-@given(st.integers(0, sum(bucket.state_nbytes for bucket in IN_MEMORY.buckets)))
+@given(st.integers(0, STATE_BYTES))
 def test_the_host_holds_the_rest_and_no_bucket_goes_in_vain(over_bytes: int) -> None:
     problem = short_of(over_bytes)
     going = going_to_disk(problem, IN_MEMORY)
@@ -94,19 +100,22 @@ def test_the_host_holds_the_rest_and_no_bucket_goes_in_vain(over_bytes: int) -> 
     assert all(gone_bytes - sizes[name] < over_bytes for name in going)
 
 
-@settings(max_examples=8)
-@given(st.floats(1e3, 1e12), st.integers(1, 6))
-def test_the_bound_holds_and_a_slower_disk_is_never_faster(bytes_per_s: float, num_eighths: int) -> None:
-    state_bytes = sum(bucket.state_nbytes for bucket in IN_MEMORY.buckets)
-    steps = []
-    for rate in (bytes_per_s, bytes_per_s / 10):
-        problem = short_of(num_eighths * state_bytes // 8, cluster=with_disk_rates(rate))
-        found = plan(problem, "milp", timeout_s=5.0)
-        assert found.bound_s is not None
-        assert found.bound_s <= found.prediction.step_s * (1 + 1e-9)
-        assert simulate(problem.graph, found, problem.cluster).step_s == found.prediction.step_s
-        steps.append(found.prediction.step_s)
-    assert steps[0] <= steps[1] * (1 + 1e-3)
+@pytest.mark.parametrize("num_eighths", [1, 4])
+def test_the_bound_holds(num_eighths: int) -> None:
+    problem = short_of(num_eighths * STATE_BYTES // 8, cluster=with_disk_rates(1e6))
+    found = plan(problem, "milp", timeout_s=1.0)
+    assert found.bound_s is not None
+    assert 0 < found.bound_s <= found.prediction.step_s * (1 + 1e-9)
+    assert simulate(problem.graph, found, problem.cluster).step_s == found.prediction.step_s
+
+
+def test_a_slower_disk_is_never_faster() -> None:
+    steps = [
+        plan(short_of(STATE_BYTES // 2, cluster=with_disk_rates(rate)), "greedy").prediction.step_s
+        for rate in (1e12, 1e7, 1e5)
+    ]
+    assert steps == sorted(steps)
+    assert steps[0] < steps[-1]
 
 
 def test_what_is_on_disk_stays_there() -> None:
