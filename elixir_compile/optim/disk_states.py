@@ -8,7 +8,9 @@ element-wise, and pieces are cut at multiples of the cache line, so that a slice
 torch's fused kernels cut tensors into tasks there too.
 """
 
+import atexit
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from elixir_compile.runtime import disk_file
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk import DiskStore
 from elixir_compile.runtime.read_ahead import Piece, ReadAhead
+from elixir_compile.runtime.updates import finish_updates
 
 _STAGING_BYTES = 16 << 20
 """One buffer: four blocks for four threads, 2 M elements of Adam's two statistics in fp32."""
@@ -129,7 +132,17 @@ class DiskStates:
         if disk not in self._stores:
             path, check = disk
             self._stores[disk] = DiskStore(os.fspath(path), check=check)
+            # What was registered last runs first: updates that are queued then still find their store open.
+            atexit.register(_finish, weakref.ref(self))
         return self._stores[disk]
+
+
+def _finish(states: "weakref.ref[DiskStates]") -> None:
+    """Before the process ends: run what is queued, and write what it updated."""
+    finish_updates()
+    found = states()
+    if found is not None:
+        found.settle()
 
 
 class _Cut:
