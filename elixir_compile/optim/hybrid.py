@@ -33,7 +33,7 @@ from elixir_compile.runtime.updates import UpdateLine
 
 
 class HybridAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with its state on the device or on the host, as planned.
+    """`torch.optim.AdamW` with its state on the device, on the host or on disk, as planned.
 
     Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
     directions. `foreach` and `fused` are accepted and change nothing: the update is fused. Parameters of models that
