@@ -49,7 +49,7 @@ def problem_of(
         state_nbytes={slot.name: STATE_COPIES * slot.nbytes for slot in trained},
         savings=savings_of(options),
         hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
-        disk=options.disk_path is not None,
+        disk=executor.disk is not None,
         update=update_of(options),
         base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
         # All of them: a new bucket must not take the name of one that another graph uses.

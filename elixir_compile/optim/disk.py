@@ -110,7 +110,8 @@ class DiskHome:
         self.check("write")
         buffer, room, start_bytes = self._around(param)
         region = self._regions[name]
-        region.read_into(buffer, start_bytes).wait()  # what else is in its first block and its last
+        if buffer.nbytes > room.end_bytes - room.start_bytes:
+            region.read_into(buffer, start_bytes).wait()  # what else is in its first block and its last
         own = buffer[room.start_bytes - start_bytes : room.end_bytes - start_bytes].view(room.dtype)
         room.shaped(own).copy_(value)
         self._written.add(param)
@@ -169,34 +170,36 @@ class DiskHome:
 class DiskState(MutableMapping[str, Any]):
     """The state of one parameter: statistics on disk, all else in memory."""
 
-    def __init__(self, home: DiskHome, param: nn.Parameter, rest: Mapping[str, Any]) -> None:
+    def __init__(self, home: DiskHome, param: nn.Parameter, names: Sequence[str], rest: Mapping[str, Any]) -> None:
         self.home = home
+        self.names = tuple(names)
+        """The statistics that it has; others in its bucket may have more."""
         self.param = id(param)
         self.rest = dict(rest)
         """What is in memory."""
 
     def __getitem__(self, name: str) -> Any:
-        return self.home.read(name, self.param) if name in self.home.names else self.rest[name]
+        return self.home.read(name, self.param) if name in self.names else self.rest[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self.home.names:
+        if name in self.names:
             self.home.write(name, self.param, value)
         else:
             self.rest[name] = value
 
     def __delitem__(self, name: str) -> None:
-        if name in self.home.names:
+        if name in self.names:
             raise TypeError(f"{name} is on disk, where the plan wants it: it can be written, not deleted")
         del self.rest[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from (*self.home.names, *self.rest)
+        yield from (*self.names, *self.rest)
 
     def __len__(self) -> int:
-        return len(self.home.names) + len(self.rest)
+        return len(self.names) + len(self.rest)
 
     def __repr__(self) -> str:
-        return f"DiskState({self.home.label}: {', '.join(self.home.names)} on disk, {self.rest})"
+        return f"DiskState({self.home.label}: {', '.join(self.names)} on disk, {self.rest})"
 
     # A copy, and what is pickled, is an ordinary state in memory: files belong to one process.
 

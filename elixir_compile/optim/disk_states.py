@@ -81,12 +81,12 @@ class DiskStates:
                 continue
             rest = {name: value for name, value in before.items() if name not in names}
             rest["step"] = rest.get("step", torch.zeros((), dtype=torch.float32)).to("cpu")
-            there = DiskState(home, param, rest)
-            for name in home.names:
+            there = DiskState(home, param, names, rest)
+            if not before:
+                home.clear(id(param))
+            for name in names:
                 if name in before:
                     there[name] = before[name]
-            if not any(name in before for name in home.names):
-                home.clear(id(param))
             states[param] = there
             self._leave(before, param)
 
@@ -166,7 +166,9 @@ class _Cut:
         inside = slice((start_bytes - self.room.start_bytes) // size, (end_bytes - self.room.start_bytes) // size)
         there = slice(start_bytes - piece.start_bytes, end_bytes - piece.start_bytes)
         statistics = {
-            name: view[there].view(self.room.dtype) for name, view in zip(self.state.home.names, views, strict=True)
+            name: view[there].view(self.room.dtype)
+            for name, view in zip(self.state.home.names, views, strict=True)
+            if name in self.state.names
         }
         # Each slice counts from the same step; what the last one makes of it is kept.
         self.rest = {

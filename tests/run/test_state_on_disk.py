@@ -163,6 +163,22 @@ def test_the_planner_sends_to_disk_what_the_host_cannot_hold(tmp_path: Path) -> 
         by_elixir(model, plan=tmp_path / "plan.json").train(batches[:1])
 
 
+def test_two_groups_of_one_bucket_have_their_own_statistics(tmp_path: Path) -> None:
+    """The weights have a third statistic, the biases do not."""
+
+    def groups(params: Any) -> list[dict[str, Any]]:
+        params = list(params)
+        kinds = ((2, True), (1, False))
+        return [{"params": [p for p in params if p.dim() == dims], "amsgrad": amsgrad} for dims, amsgrad in kinds]
+
+    model, batches = ladder(), rows(5)
+    expected = eager_run(model)
+    expected.optimizer = torch.optim.AdamW(groups(expected.model.parameters()), lr=1e-2, fused=True)
+    expected.train(batches)
+    with disk_run(tmp_path, optimizer=lambda params: elixir.HybridAdamW(groups(params), lr=1e-2)) as run:
+        assert_equal(expected, run.train(batches))
+
+
 def disk_run(tmp_path: Path, update: Update = Update.ACROSS_STEPS, **options: Any) -> Any:
     """Return the context of a run with all state on disk."""
     return hybrid_run(ladder(), rows(1)[0], home="host disk", update=update, disk_path=tmp_path, **options)
