@@ -119,7 +119,8 @@ class DiskStates:
 
     def _leave(self, before: object, param: nn.Parameter) -> None:
         if isinstance(before, DiskState):
-            self.settle()
+            if self._reads is not None:
+                self._reads.stop()  # or files were closed while they are read
             before.home.leave(id(param))
             self._homes = {key: home for key, home in self._homes.items() if home.names}
 

@@ -52,6 +52,8 @@ class ReadAhead:
         self._announced: deque[Piece] = deque()
         self._num_writing = 0
         self._num_waiting = 0
+        self._num_taken = 0
+        """Buffers that are read into, used, or written from."""
         self._pid = os.getpid()
         # Re-entrant: a transfer that is done already calls back at once.
         self._changed = threading.Condition(threading.RLock())
@@ -111,10 +113,17 @@ class ReadAhead:
             # The threads of the disk do not live on in a forked child.
             self._changed.wait_for(lambda: self._num_writing == 0 or os.getpid() != self._pid)
 
+    def stop(self) -> None:
+        """Return when nothing is in flight: let go of what is announced, and wait for what was taken and is written."""
+        with self._changed:
+            while self._announced:
+                self._let_go(self._announced.popleft())
+            self._changed.wait_for(lambda: self._num_taken == 0 or os.getpid() != self._pid)
+
     def _read_now(self, piece: Piece) -> StagingBuffer:
         self._num_waiting += 1  # so that nothing is read ahead into what comes free
         try:
-            while (buffer := self._ring.try_acquire()) is None:
+            while (buffer := self._acquire()) is None:
                 if not self._let_go_of_last():
                     self._changed.wait()
         finally:
@@ -133,9 +142,15 @@ class ReadAhead:
             self._free(buffer)
             self._read_on()
 
+    def _acquire(self) -> StagingBuffer | None:
+        buffer = self._ring.try_acquire()
+        self._num_taken += buffer is not None
+        return buffer
+
     def _free(self, buffer: StagingBuffer) -> None:
         with self._changed:
             buffer.release()
+            self._num_taken -= 1
             self._changed.notify_all()
 
     def _read_on(self) -> None:
@@ -145,7 +160,7 @@ class ReadAhead:
         for piece in self._announced:
             if piece.buffer is not None:
                 continue
-            buffer = self._ring.try_acquire()
+            buffer = self._acquire()
             if buffer is None:
                 return
             try:

@@ -49,6 +49,9 @@ def values(views: list[torch.Tensor]) -> list[int]:
 
 def test_what_comes_next_is_read_while_the_first_is_used(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = ReadAhead(3, 2 * PAGE)
+    reads.announce(pieces[3:])
+    reads.stop()
+    assert not any(piece.buffer for piece in pieces)
     reads.announce(pieces)
     assert values(reads.take(pieces[0])) == [0, 10]
     assert [piece.buffer is not None for piece in pieces] == [True] * 3 + [False] * (NUM_PIECES - 3)
