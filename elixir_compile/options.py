@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +29,11 @@ class Options:
     """Bytes that training may hold on the device at once, `"20GiB"` or a number. None: free memory less the reserve."""
     host_memory: int | None = None
     """Bytes of host memory for parameters, gradients and optimizer state. None: what the host has free."""
+    disk_path: Path | None = None
+    """A folder for optimizer state that the host has no room for; files in it belong to this process and go with it.
+    None: no state is kept on disk."""
+    disk_check: bool = False
+    """Compare what is read from `disk_path` with a checksum of what was written."""
     planner: Planner = "milp"
     """`milp` proves how good its plan is, `greedy` is quicker, `exhaustive` tries each placement of a few buckets. The
     others are rules to compare with: `elixir` (the paper's), `zero3_offload`, `zero_offload`, `fsdp_offload`,
@@ -113,6 +119,19 @@ def _path(name: str, value: object) -> Path | None:
     return Path(value)
 
 
+def _folder(name: str, value: object) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | Path) or str(value) == "":
+        raise InvalidOption(name, value, 'a folder such as "/mnt/nvme", or None')
+    # Not made here: a disk that is not mounted would silently be another disk.
+    if not os.path.isdir(value):
+        raise InvalidOption(name, value, "a folder that exists")
+    if not os.access(value, os.W_OK | os.X_OK):
+        raise InvalidOption(name, value, "a folder that may be written")
+    return Path(value).absolute()
+
+
 def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
         raise InvalidOption(name, value, "a positive number of seconds such as 10.0")
@@ -134,6 +153,8 @@ def _bool(name: str, value: object) -> bool:
 _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "device_memory": _memory,
     "host_memory": _memory,
+    "disk_path": _folder,
+    "disk_check": _bool,
     "planner": _one_of(*get_args(Planner)),
     "activations": _one_of(*get_args(Activations)),
     "update": _one_of(*get_args(UpdateTime)),

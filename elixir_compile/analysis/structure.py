@@ -28,7 +28,15 @@ from elixir_compile.ir import (
 )
 from elixir_compile.units import format_bytes
 
-LEGAL_HOMES = frozenset({(Tier.DEVICE, Tier.DEVICE), (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.HOST)})
+LEGAL_HOMES = frozenset(
+    {
+        (Tier.DEVICE, Tier.DEVICE),
+        (Tier.DEVICE, Tier.HOST),
+        (Tier.DEVICE, Tier.DISK),
+        (Tier.HOST, Tier.HOST),
+        (Tier.HOST, Tier.DISK),
+    }
+)
 """Homes of (parameters, optimizer state) that a program can be made for."""
 
 
@@ -73,6 +81,8 @@ def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
     homes = f"parameters on the {placement.param} and optimizer state on the {placement.optim}"
     if (placement.param, placement.optim) not in LEGAL_HOMES:
         return f"{bucket.id} has its {homes}, which no program can do."
+    if placement.optim is Tier.DISK and placement.streamed:
+        return f"{bucket.id} streams its optimizer state from the disk, which no program can do."
     if not bucket.trainable and placement.param is not placement.optim:
         return f"{bucket.id} is frozen, but has its {homes}: expected one home."
     if placement.param is Tier.DEVICE and not placement.resident and not bucket.is_sharded:

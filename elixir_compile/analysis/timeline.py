@@ -131,8 +131,8 @@ def host_bytes(plan: Plan, rank: int = 0) -> int:
         nbytes = bucket.shard_nbytes(rank)
         if placement.param is Tier.HOST:
             total += nbytes * (2 if bucket.trainable else 1)
-        if placement.optim is Tier.HOST:
-            total += bucket.shard_state_nbytes(rank)
+        if placement.optim is not Tier.DEVICE:
+            total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
             # Staging for a gradient on its way in and an updated parameter on its way out.
             total += 2 * nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total

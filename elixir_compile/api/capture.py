@@ -87,6 +87,7 @@ class Capture:
             state_nbytes=self.state_nbytes(state_bytes_per_element),
             savings=savings_of(options),
             hybrid=bool(self.numels),
+            disk=options.disk_path is not None,
             update=update_of(options),
             base_bytes=self.base_bytes,
         )

@@ -13,6 +13,7 @@ from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
 from elixir_compile.api.cache import plan_for
 from elixir_compile.api.correction import Correction, correct
+from elixir_compile.api.disk import disk_of, require_disk
 from elixir_compile.api.loss import as_decided
 from elixir_compile.api.planning import graph_of, may_move_back, problem_of
 from elixir_compile.api.profile import Profiler, RegionProfile
@@ -60,6 +61,7 @@ class Compilation:
         self.profile: RegionProfile | None = None
         """What each region took before it was planned; None without the option `profile_regions`."""
         self._executor = executor
+        executor.disk = disk_of(options) or executor.disk
         self._regions = regions
         self._options = options
         self._review = review
@@ -159,6 +161,7 @@ class Compilation:
         elif self._options.profile_regions and in_force is None and not self.is_inference:
             self._problem = replace(self._problem, measured=self._profiled(self._problem).measured)
         self.plan = in_force or self._saved_plan(self._problem) or self._searched(self._problem, self._options)
+        require_disk(self.plan, self._executor.disk)
         return before
 
     def _profiled(self, problem: Problem) -> RegionProfile:

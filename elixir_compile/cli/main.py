@@ -53,12 +53,13 @@ def measure(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the profile to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile's JSON and nothing else.")] = False,
     seconds: Annotated[float, typer.Option(min=1.0, max=60.0, help="About how long to measure.")] = 30.0,
+    disk_path: Annotated[Path | None, typer.Option(help="Also measure the disk that this folder is on.")] = None,
 ) -> None:
     """Measure this machine: copies, optimizer updates, matrix products, memory. Later plans use what was found."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     from elixir_compile.cli.measure import run_measure
 
-    raise typer.Exit(code=run_measure(output=output, as_json=as_json, seconds=seconds))
+    raise typer.Exit(code=run_measure(output=output, as_json=as_json, seconds=seconds, disk_path=disk_path))
 
 
 @app.command()

@@ -13,13 +13,15 @@ from rich.table import Table
 from torch import distributed
 
 from elixir_compile.api.machines import store_machine
+from elixir_compile.errors import DiskFailed, DiskFull
 from elixir_compile.hardware import Cluster, Link, cluster_to_json
-from elixir_compile.measure.machine import measure_machine
+from elixir_compile.measure.machine import measure_machine, with_disk
 from elixir_compile.units import format_bytes, format_s
 
 
-def run_measure(*, output: Path | None, as_json: bool, seconds: float) -> int:
-    """Measure for about `seconds`, write the profile to `output` and to the cache, print it; return the exit code.
+def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path: Path | None = None) -> int:
+    """Measure for about `seconds`, and the disk that `disk_path` is on; write the profile to `output` and to the cache,
+    print it; return the exit code.
 
     With `as_json` the profile is all that stdout gets. Under `torchrun` every rank measures and the first one writes.
     """
@@ -27,7 +29,15 @@ def run_measure(*, output: Path | None, as_json: bool, seconds: float) -> int:
     with _ranks() as (device, is_first):
         with _progress_bar(notes, is_shown=is_first) as progress:
             cluster = measure_machine(device, progress=progress, seconds=seconds)
-        return _tell(cluster, device, output, as_json, notes) if is_first else 0
+        if not is_first:
+            return 0
+        if disk_path is not None:
+            try:
+                cluster = with_disk(cluster, disk_path)
+            except (DiskFailed, DiskFull) as error:
+                notes.print(f"the disk was not measured: {error}", soft_wrap=True, highlight=False)
+                return 1
+        return _tell(cluster, device, output, as_json, notes)
 
 
 def _tell(cluster: Cluster, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:
@@ -99,6 +109,9 @@ def machine_table(cluster: Cluster) -> Table:
     table.add_row("Adam on the host", f"{_count(host.update_elements_per_s)}elements/s")
     if host.busy_update_elements_per_s is not None:
         table.add_row("  while copies run", f"{_count(host.busy_update_elements_per_s)}elements/s")
+    if host.disk_read_bytes_per_s is not None and host.disk_write_bytes_per_s is not None:
+        rates = f"{_count(host.disk_read_bytes_per_s)}B/s read, {_count(host.disk_write_bytes_per_s)}B/s written"
+        table.add_row("disk", rates)
     table.add_section()
     links = (
         ("host to device", cluster.h2d),

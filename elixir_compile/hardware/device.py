@@ -78,10 +78,15 @@ class HostProfile:
     source: str
     busy_update_elements_per_s: float | None = None
     """The same while copies run, which share the host's memory; None where that was not measured."""
+    disk_read_bytes_per_s: float | None = None
+    """From the disk for optimizer state, in large blocks; None where that was not measured."""
+    disk_write_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         require_positive(
             "host",
+            disk_read_bytes_per_s=self.disk_read_bytes_per_s,
+            disk_write_bytes_per_s=self.disk_write_bytes_per_s,
             memory_bytes=self.memory_bytes,
             cores=self.cores,
             memory_bytes_per_s=self.memory_bytes_per_s,

@@ -7,7 +7,7 @@ executor, and the executor as long as the modules it prepared.
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -37,6 +37,8 @@ class ParamState:
     group: int
     """The param group, counted over all optimizers."""
     nbytes: int
+    may_be_on_disk: bool = False
+    """Whether it consists of statistics in the dtype of the parameter, which begin at zero."""
 
 
 class StateOwner(Protocol):
@@ -163,7 +165,7 @@ def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
     found: dict[int, ParamState] = {}
     first_group = 0
     for owner, own in _owned(params).items():
-        states = [ParamState(first_group + state.group, state.nbytes) for state in owner.states_of(own)]
+        states = [replace(state, group=first_group + state.group) for state in owner.states_of(own)]
         found.update(zip(map(id, own), states, strict=True))
         first_group = 1 + max(state.group for state in states)
     return found

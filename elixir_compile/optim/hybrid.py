@@ -21,6 +21,7 @@ from torch import nn
 from elixir_compile.errors import ElixirWarning, NoGraphCaptured
 from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
+from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.host.threads import at_least_threads, crew_for
 from elixir_compile.optim.loading import held, unheld
@@ -49,7 +50,7 @@ class Hybrid(torch.optim.Optimizer):
     def _begin(self) -> None:
         self._rule = self._new_rule()
         self._line = UpdateLine()
-        self._placer = StatePlacer(self._rule)
+        self._placer = StatePlacer(self._rule, self._line.fail)
         self._early = EarlyUpdates()
         self._is_accumulating = False
         self._has_stepped = False
@@ -66,13 +67,15 @@ class Hybrid(torch.optim.Optimizer):
         """Return what is kept, or will be, for each of `params`; see `StateOwner`."""
         where = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
         groups = [where[id(param)] for param in params]
-        return [
-            ParamState(index, param.numel() * self._bytes_per_element(param, self.param_groups[index]))
-            for param, index in zip(params, groups, strict=True)
-        ]
+        return [self._state_of(param, index) for param, index in zip(params, groups, strict=True)]
 
-    def _bytes_per_element(self, param: torch.Tensor, group: Mapping[str, Any]) -> int:
-        return sum(dtype.itemsize for dtype in self._rule.kinds(param, group).values())
+    def _state_of(self, param: torch.Tensor, group: int) -> ParamState:
+        dtypes = self._rule.kinds(param, self.param_groups[group]).values()
+        return ParamState(
+            group=group,
+            nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes),
+            may_be_on_disk=not self._rule.makes_state and all(dtype == param.dtype for dtype in dtypes),
+        )
 
     def _obstacle(self) -> str:
         because = self._rule.obstacle(self.param_groups)
@@ -102,6 +105,8 @@ class Hybrid(torch.optim.Optimizer):
     def wait(self) -> None:
         """Return when every queued update is done; raises what failed in one."""
         self._line.wait()
+        self._placer.disk.settle()
+        self._line.check()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as every torch optimizer does."""
@@ -111,11 +116,14 @@ class Hybrid(torch.optim.Optimizer):
             claim_for_hybrid(param, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `state_dict()` of the class returns, when every queued update is done."""
+        """Return what `state_dict()` of the class returns, when every queued update is done; state on disk is read into
+        memory."""
         states = self.state
         for param in [param for param, entry in states.items() if not entry]:
             del states[param]
-        return super().state_dict()
+        found = super().state_dict()
+        entries = found["state"].items()
+        return {**found, "state": {key: dict(own) if isinstance(own, DiskState) else own for key, own in entries}}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; an update that reads them keeps them for itself. Without `set_to_none` it is waited
@@ -134,11 +142,12 @@ class Hybrid(torch.optim.Optimizer):
         entries = state_dict["state"].items()
         super().load_state_dict({**state_dict, "state": {index: held(entry, names) for index, entry in entries}})
         for param, entry in self.state.items():
-            self.state[param] = unheld(entry, param, stays=self._is_on_host(param))
+            self.state[param] = unheld(entry, param, stays=self._is_off_device(param))
+        self.follow([param for param in self.state if self._is_off_device(param)])
 
-    def _is_on_host(self, param: nn.Parameter) -> bool:
+    def _is_off_device(self, param: nn.Parameter) -> bool:
         found = _bucket_of(param)
-        return found is not None and found[0].placement.optim is Tier.HOST
+        return found is not None and found[0].placement.optim is not Tier.DEVICE
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
@@ -221,7 +230,9 @@ class Hybrid(torch.optim.Optimizer):
         self.wait()
         moved = {id(param) for param in params}
         for group in self.param_groups:
-            own = [param for param in group["params"] if id(param) in moved and self._states.get(param)]
+            own = [param for param in group["params"] if id(param) in moved]
+            self._placer.reserve(group, _by_bucket(own)[0])
+            own = [param for param in own if self._states.get(param)]
             self._placer.place(self._states, group, _by_bucket(own)[0])
 
     @property
@@ -277,6 +288,7 @@ class Hybrid(torch.optim.Optimizer):
                 rule=rule,
                 rooms=self._placer.rooms,
                 parts=tuple(parts[bucket]),
+                disk=self._placer.disk.prepare(bucket, (state for part in parts[bucket] for state in part.states)),
             )
             for executor in dict.fromkeys(executors.values())
             for bucket in executor.in_use_order(b for b in parts if executors[b] is executor)

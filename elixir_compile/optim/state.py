@@ -1,7 +1,7 @@
 """The state of one optimizer: made when a parameter is first updated, moved when a plan wants it elsewhere."""
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -9,18 +9,21 @@ from torch import nn
 
 from elixir_compile.ir import Tier
 from elixir_compile.ops.registry import slot_of
+from elixir_compile.optim.disk_states import DiskStates
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 
-States = MutableMapping[nn.Parameter, dict[str, Any]]
+States = MutableMapping[nn.Parameter, MutableMapping[str, Any]]
 """What `torch.optim.Optimizer` calls `state`."""
 
 
 class StatePlacer:
     """Puts the state of parameters where the placements of their buckets say."""
 
-    def __init__(self, rule: UpdateRule) -> None:
+    def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
+        self.disk = DiskStates(fail)
+        """State on disk."""
         self.rooms = StateRooms()
         """Host memory of the state, one slab per bucket and statistic."""
         self._rule = rule
@@ -33,17 +36,28 @@ class StatePlacer:
         """Create the state of parameters that have none, and move what a new plan wants elsewhere."""
         # What leaves the device goes before what comes back.
         for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
+            if bucket.placement.optim is Tier.DISK:
+                self.disk.place(states, self._rule.statistics(group), bucket, params)
+                continue
             placed = self._placed.setdefault(bucket, set())
             for param in params:
                 state = states.get(param)
                 if id(param) in placed and state:
                     continue
+                self.disk.fetch(states, param)
+                state = states.get(param)
                 rooms = self._rooms_of(bucket, param, group)
                 if state:
                     self._move(state, param, group, rooms)
                 else:
                     self.create(states, param, group, rooms)
                 placed.add(id(param))
+
+    def reserve(self, group: Mapping[str, Any], buckets: Iterable[RunningBucket]) -> None:
+        """Take the space on disk of the state that goes there; DiskFull where there is none."""
+        for bucket in buckets:
+            if bucket.placement.optim is Tier.DISK:
+                self.disk.reserve(bucket, self._rule.statistics(group))
 
     def rooms_of(
         self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]
@@ -86,7 +100,7 @@ class StatePlacer:
 
     def _move(
         self,
-        state: dict[str, Any],
+        state: MutableMapping[str, Any],
         param: nn.Parameter,
         group: Mapping[str, Any],
         rooms: Mapping[str, torch.Tensor],

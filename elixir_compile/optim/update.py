@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Lane, Tier
+from elixir_compile.optim.disk_states import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import State, UpdateRule
@@ -74,6 +75,8 @@ class BucketUpdate:
     rule: UpdateRule
     rooms: StateRooms
     parts: tuple[Part, ...]
+    disk: DiskUpdate | None = None
+    """What reads the state and writes it back, where it is on disk."""
 
     @property
     def is_on_device(self) -> bool:
@@ -114,7 +117,7 @@ class BucketUpdate:
         is_copied = any(side.is_copied for side in sides)
         landed = self.executor.d2h.mark() if is_copied else arrived
         # Not `self`, whose gradients are memory of the device.
-        rule, ledger, label, h2d = self.rule, self.executor.ledger, self.label, self.executor.h2d
+        rule, disk, ledger, label, h2d = self.rule, self.disk, self.executor.ledger, self.label, self.executor.h2d
         guard = GradientGuard(self.params, self.grads)
 
         def work() -> torch.cuda.Event | None:
@@ -122,7 +125,9 @@ class BucketUpdate:
                 landed.synchronize()
             guard.check()
             with ledger.span(Lane.HOST, label):
-                for side in sides:
+                if disk is not None:
+                    disk.run(rule, sides)
+                for side in sides if disk is None else ():
                     rule.update(side.on_host, side.grads, side.states, side.group)
                     _keep(side.states, side.states, side.rooms)
             guard.check()
@@ -141,7 +146,9 @@ class BucketUpdate:
         on_host, grads = part.weights, part.grads
         if is_copied:
             with self.executor.d2h.behind_compute():
-                on_host = self.rooms.copies(self.bucket, "landed param", dict(zip(part.params, part.weights, strict=True)))
+                on_host = self.rooms.copies(
+                    self.bucket, "landed param", dict(zip(part.params, part.weights, strict=True))
+                )
                 grads = self.rooms.copies(self.bucket, "landed grad", dict(zip(part.params, part.grads, strict=True)))
         return _HostSide(
             weights=part.weights,

@@ -248,7 +248,7 @@ def _move_text(move: Move, found: BucketAnswer) -> str:
     if move.verb is Verb.OFFLOAD:
         return f"offload the gradient after {move.region}, waited for {regions} later"
     if move.verb is Verb.UPDATE:
-        return f"update on the {found.placement.optim}"
+        return f"update on the {found.placement.update}"
     return f"{move.verb} after {move.region}"
 
 

@@ -8,6 +8,7 @@ that
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,8 @@ class RunningBucket:
         self.placement = placement
         self.slots = tuple(slots)
         self.pin = pin
+        self.disk: tuple[Path, bool] | None = None
+        """The folder for state on disk, and whether what is read there is checked; None without the option."""
         self.whole: tuple[torch.Tensor, ...] | None = None
         """The parameters on the device in bucket order, while they are there."""
         self.update = Update.AFTER_BACKWARD

@@ -37,18 +37,18 @@ class DiskRegion:
         self.label = label
         self.nbytes = file.nbytes
         self._store = store  # a store that nobody holds closes
-        self._file = file
+        self.file = file
         self._queue = queue
 
     @property
     def path(self) -> str:
         """The file that holds the bytes."""
-        return self._file.path
+        return self.file.path
 
     @property
     def is_direct(self) -> bool:
         """Whether transfers pass by the page cache."""
-        return self._file.is_direct
+        return self.file.is_direct
 
     def read_into(self, buffer: "torch.Tensor", offset_bytes: int = 0) -> DiskTransfer:
         """Begin to fill `buffer` with the bytes at `offset_bytes`; it holds them when the transfer's `wait` returns.
@@ -80,7 +80,7 @@ class DiskRegion:
                 f"{DISK_BLOCK_BYTES}"
             )
         view = view.cast("B") if view.nbytes else memoryview(b"")
-        transfer = DiskTransfer(self._file, operation, view, offset_bytes, owner=self)
+        transfer = DiskTransfer(self.file, operation, view, offset_bytes, owner=self)
         self._queue.submit(transfer)
         return transfer
 
@@ -96,6 +96,7 @@ class DiskStore:
         self._check = check
         self._folder = PrivateFolder(os.fspath(path))
         self._files: list[DiskFile] = []
+        self._num_named = 0
         self._queue = DiskQueue(_NUM_THREADS)
         self._lock = threading.Lock()
         # Runs at the latest when the interpreter exits; must not hold the store, or it would never be collected.
@@ -116,10 +117,19 @@ class DiskStore:
         with self._lock:
             if not self._finalizer.alive:
                 raise DiskFailed(self.path, "allocation", "the store was closed")
-            name = f"{len(self._files):04d}-{re.sub(r'[^A-Za-z0-9_.-]', '_', label)[:80]}"
+            name = f"{self._num_named:04d}-{re.sub(r'[^A-Za-z0-9_.-]', '_', label)[:80]}"
+            self._num_named += 1
             file = DiskFile(os.path.join(self.path, name), label, nbytes, check=self._check)
             self._files.append(file)
         return DiskRegion(self, label, file, self._queue)
+
+    def free(self, region: DiskRegion) -> None:
+        """Give the space of `region` back. Nothing of it may be in flight; later operations on it fail."""
+        with self._lock:
+            if region.file in self._files:
+                self._files.remove(region.file)
+                region.file.close()
+                os.unlink(region.path)
 
     def close(self) -> None:
         """Fail what is in flight, end the threads and remove the files. Does nothing the second time."""

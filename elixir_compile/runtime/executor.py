@@ -8,6 +8,7 @@ and `param.grad`; nothing else does, so a program that fails in the middle is cl
 import functools
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -39,6 +40,8 @@ class Executor:
         """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""
         self.sums_in_fp32 = False
         """Whether gradients of several backward passes add up in fp32, of parameters that have a master."""
+        self.disk: tuple[Path, bool] | None = None
+        """See `RunningBucket.disk`."""
         self._serves_training = False
         self._regions: dict[str, RegionCompiler] = {}
         self._buckets: dict[BucketId, RunningBucket] = {}
@@ -154,6 +157,7 @@ class Executor:
                 self._buckets.pop(old.spec.id, None)
             bucket = RunningBucket(spec, placement, slots, pin=self.device.type == "cuda")
             bucket.settle_home(self.device)
+            bucket.disk = self.disk
             self._buckets[spec.id] = bucket
             self._bucket_of.update((slot.key, bucket) for slot in slots)
             moved += [slot.param for slot in slots]

@@ -95,6 +95,15 @@ class StagingBuffers:
             self._held[buffer] = me
             return buffer
 
+    def try_acquire(self) -> StagingBuffer | None:
+        """Return a free buffer with the contents of its last use, None where there is none now."""
+        with self._changed:
+            if self._failure is not None or not self._free:
+                return None
+            buffer = StagingBuffer(self, self._free.pop())
+            self._held[buffer] = threading.get_ident()
+            return buffer
+
     def _release(self, buffer: StagingBuffer) -> None:
         with self._changed:
             if buffer in self._held and buffer not in self._returning:

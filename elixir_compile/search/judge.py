@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from elixir_compile.search.facts import Facts, gather_facts
-from elixir_compile.search.levels import Level, host_bytes_of, placement_of
+from elixir_compile.search.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
 from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.schedule import cut_regions, program
 from elixir_compile.search.stays import Moves, moves_at_use
@@ -31,7 +31,9 @@ class Judge:
         )
         self._away_bytes = sum(absence.nbytes for absence in facts.absences)
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
-        self._host_bytes = [{level: host_bytes_of(bucket, level) for level in Level} for bucket in facts.buckets]
+        # Where state may go to disk, that it takes no memory of the host is a relaxation: see `search.disk`.
+        host = host_bytes_without_state if problem.disk else host_bytes_of
+        self._host_bytes = [{level: host(bucket, level) for level in Level} for bucket in facts.buckets]
         self._step_s: dict[tuple[Level, ...], float] = {}
 
     def at(self, modes: Sequence[int]) -> "Judge":

@@ -80,6 +80,12 @@ def host_bytes_of(bucket: Bucket, level: Level) -> int:
     return bucket.shard_nbytes() * (2 if bucket.trainable else 1) + bucket.shard_state_nbytes()
 
 
+def host_bytes_without_state(bucket: Bucket, level: Level) -> int:
+    """Return `host_bytes_of` less the optimizer state, which may be on disk instead."""
+    total_bytes = host_bytes_of(bucket, level)
+    return total_bytes - bucket.shard_state_nbytes() if level.has_state_on_host else 0
+
+
 def level_text(level: Level) -> str:
     """Return `level` as a plan says it."""
     return {

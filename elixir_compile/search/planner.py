@@ -15,6 +15,7 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
+from elixir_compile.search.disk import plan_with_disk
 from elixir_compile.search.draft import Answer, Draft
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
 from elixir_compile.search.facts import gather_facts
@@ -37,8 +38,12 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     The same problem gives the same plan, unless `milp` runs into its `timeout_s` seconds. Raises `NoFeasiblePlan` with
     the smallest budget that would do, for this planner, and `InvalidOption` where there is too much to try.
     """
-    judge = Judge(gather_facts(problem))
-    result = write_out(judge, _place(judge, planner, timeout_s))
+
+    def search(asked: Problem) -> Plan:
+        judge = Judge(gather_facts(asked))
+        return write_out(judge, _place(judge, planner, timeout_s))
+
+    result = plan_with_disk(problem, search)
     verify(problem.graph, result)
     return result
 

@@ -26,6 +26,8 @@ class Problem:
     """The param group of each trainable parameter that an optimizer owns already; 0 for any other."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
+    disk: bool = False
+    """Whether the hybrid optimizer may keep state on disk."""
     update: Update | None = None
     """When the hybrid optimizer has to update; None where the planner may choose."""
     base_bytes: int = 0
@@ -52,7 +54,7 @@ class Problem:
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
         for placement in self.placements:
-            if Tier.DISK in (placement.param, placement.optim):
+            if placement.param is Tier.DISK or (placement.optim is Tier.DISK and not self.disk):
                 raise InvalidPlan(
                     f"problem {self.name}: bucket {placement.bucket} is on disk, which is not planned for."
                 )

@@ -144,6 +144,6 @@ class _Lanes:
         is_staged = placement.param is Tier.DEVICE and not self.price.is_one_memory
         if is_staged:
             after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.d2h_s[bucket])
-        after_s = self.occupy(Lane.HOST, label, after_s, self.price.host_update_s[bucket])
+        after_s = self.occupy(Lane.HOST, label, after_s, self.price.off_device_update_s(bucket, placement.optim))
         if is_staged:
             self.occupy(Lane.H2D, f"gather {bucket}", after_s, self.price.h2d_s[bucket])

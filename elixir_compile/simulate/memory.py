@@ -145,8 +145,9 @@ class _Walk:
         total_bytes = sum(group.nbytes for group in self.offloaded.values())
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]
-            if home.optim is Tier.HOST:
-                # Parameters or their staging; gradients or theirs; state.
+            if home.optim is not Tier.DEVICE:
+                # Parameters or their staging; gradients or theirs; state that is not on disk.
                 copies = 2 if bucket.trainable else 1
-                total_bytes += copies * bucket.shard_nbytes() + bucket.shard_state_nbytes()
+                total_bytes += copies * bucket.shard_nbytes()
+                total_bytes += bucket.shard_state_nbytes() if home.optim is Tier.HOST else 0
         return total_bytes

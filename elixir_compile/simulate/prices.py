@@ -1,11 +1,11 @@
 """Seconds of everything a plan can do on one machine, looked up once so that thousands of schedules can be played."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from elixir_compile.analysis.recompute import as_run, repeated_op
-from elixir_compile.cost import Measured, Stretch, collective_s, copy_s, corrected_s, is_free, op_s, update_s
+from elixir_compile.cost import Measured, Stretch, collective_s, copy_s, corrected_s, disk_s, is_free, op_s, update_s
 from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket
@@ -31,11 +31,18 @@ class Prices:
     host_update_s: Mapping[str, float]
     lane_of: Mapping[Lane, Lane]
     """The lane that each lane's work really takes: a copy that does not overlap compute is work for the same cores."""
+    disk_s: Mapping[str, float] = field(default_factory=dict)
+    """The bucket's state from the disk and back."""
 
     @property
     def is_one_memory(self) -> bool:
         """Whether device and host are the same cores, so that an update reads both where they are."""
         return self.lane_of[Lane.HOST] is Lane.COMPUTE
+
+    def off_device_update_s(self, bucket: str, optim: Tier) -> float:
+        """Return the seconds of an update by the host; reads and writes of state on disk run beside it."""
+        seconds = self.host_update_s[bucket]
+        return max(seconds, self.disk_s[bucket]) if optim is Tier.DISK else seconds
 
     def run_s(self, first: int, last: int) -> float:
         """Return the seconds of the ops from index `first` to index `last`, both included."""
@@ -65,6 +72,7 @@ def prices(
         collective_s={bucket.id: collective_s(bucket.nbytes, cluster) for bucket in buckets},
         device_update_s=device_update_s,
         host_update_s=host_update_s,
+        disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
     )
 

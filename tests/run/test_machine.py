@@ -12,15 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from torch import distributed
 from typer.testing import CliRunner
 
 from elixir_compile.api.budget import machine
 from elixir_compile.api.machines import cached_machine, machine_path, store_machine, with_memory
 from elixir_compile.cli.main import app
-from elixir_compile.errors import ElixirWarning, ProfileFileError, UnknownHardware
+from elixir_compile.cli.measure import machine_table
+from elixir_compile.errors import DiskFailed, ElixirWarning, ProfileFileError, UnknownHardware
 from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, preset, profile_for
-from elixir_compile.measure.machine import measure_machine, memory_sizes_bytes, rounds, sizes
+from elixir_compile.measure.machine import measure_machine, memory_sizes_bytes, rounds, sizes, with_disk
 from elixir_compile.measure.machine.clock import MIN_REPEATS, beside, median_s
 from elixir_compile.measure.machine.collectives import fitted_line
 from elixir_compile.measure.machine.copies import copies_of
@@ -276,3 +278,18 @@ def test_two_ranks_share_a_profile_with_a_link_between_them(tmp_path: Path) -> N
     assert first.collective is not None
     assert 1e6 < first.collective.bytes_per_s < 1e12
     assert 0 <= first.collective.latency_s < 1.0
+
+
+def test_the_disk_is_measured_where_a_folder_is_given(tmp_path: Path) -> None:
+    rough = remembered()
+    found = with_disk(rough, tmp_path, nbytes=8 * MIB)
+    assert list(tmp_path.glob("elixir-disk*")) == []
+    rates = (found.host.disk_read_bytes_per_s, found.host.disk_write_bytes_per_s)
+    assert all(rate is not None and 1e6 < rate < 1e12 for rate in rates)
+    assert cluster_from_json(cluster_to_json(found)) == found
+    shown = Console(width=200)
+    with shown.capture() as captured:
+        shown.print(machine_table(found))
+    assert "B/s written" in captured.get()
+    with pytest.raises(DiskFailed, match="new folder failed"):
+        with_disk(rough, tmp_path / "not-mounted")

@@ -55,6 +55,8 @@ HOMES = {
     "device": {"param": Tier.DEVICE, "optim": Tier.DEVICE},
     "split": {"param": Tier.DEVICE, "optim": Tier.HOST},
     "host": {"param": Tier.HOST, "optim": Tier.HOST},
+    "split disk": {"param": Tier.DEVICE, "optim": Tier.DISK},
+    "host disk": {"param": Tier.HOST, "optim": Tier.DISK},
 }
 
 
@@ -77,7 +79,8 @@ def placed(plan: Plan, home: str, share: float, update: Update) -> Plan:
     wanted = HOMES[home]
     placements: list[Placement] = []
     for number, placement in enumerate(plan.placements):
-        optim = wanted["optim"] if home == "split" else placement.optim
+        optim = wanted["optim"] if home.startswith("split") else placement.optim
+        optim = Tier.DISK if home.endswith("disk") else optim
         streamed = optim is Tier.HOST and number < round(share * len(plan.placements))
         placements.append(replace(placement, optim=optim, streamed=streamed))
     if not any(placement.param is wanted["param"] for placement in placements):
@@ -92,7 +95,7 @@ def hybrid_run(
     """Yield a run of a copy of `model` under such a plan."""
     with small_buckets(lambda plan: plan):
         optimizer = {"optimizer": options["optimizer"]} if "optimizer" in options else {}
-        budget = tight_bytes(model, batch, **optimizer) if home == "host" else None
+        budget = tight_bytes(model, batch, **optimizer) if home.startswith("host") else None
     with small_buckets(lambda plan: placed(plan, home, share, update)):
         yield by_elixir(model, device_memory=budget, replan=False, **options)
 

@@ -3,10 +3,11 @@
 sizes         how much memory there is          clock    seconds of one thing, alone or beside another
 copies        h2d, d2h and both at once         updates  Adam on the device, on the host, on a busy host
 kernels       matrix products, pointwise, launch, DRAM   collectives  all-gather and reduce-scatter by size
-rounds        all rates, several times over
+rounds        all rates, several times over             disk     reads and writes of optimizer state
 """
 
 from elixir_compile.measure.machine.cluster import measure_machine
+from elixir_compile.measure.machine.disk import with_disk
 from elixir_compile.measure.machine.sizes import available_host_bytes, memory_sizes_bytes
 
-__all__ = ["available_host_bytes", "measure_machine", "memory_sizes_bytes"]
+__all__ = ["available_host_bytes", "measure_machine", "memory_sizes_bytes", "with_disk"]

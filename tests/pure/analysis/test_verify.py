@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import plan_timeline, verify
+from elixir_compile.analysis import plan_timeline, verify, with_peaks
 from elixir_compile.errors import IllegalSchedule, PlanMismatch
-from elixir_compile.ir import Action, Bucket, Plan, Schedule, StepGraph, Tier, Verb
+from elixir_compile.ir import Action, Bucket, Plan, Schedule, StepGraph, Tier, Verb, parse_plan
 from elixir_compile.ir.kinds import Kind
 from tests.pure.plans import bucket_of, claim_peak, make_plan, planned_graphs
 from tests.pure.strategies import Layer, chain
@@ -232,7 +232,8 @@ def with_prediction(**changes: Any) -> Plan:
         (with_bucket(1, shard_numels=(9,)), r"b1 has 10 elements in shards of \(9,\) for 1 ranks", "b1"),
         (with_bucket(1, trainable=False, state_nbytes=0), "b1 is frozen, but the graph writes a gradient", "b1"),
         (with_placement(0, optim=Tier.DEVICE), "parameters on the host and optimizer state on the device", "b0"),
-        (with_placement(0, optim=Tier.DISK), "parameters on the host and optimizer state on the disk", "b0"),
+        (with_placement(0, optim=Tier.DISK, streamed=True), "b0 streams its optimizer state from the disk", "b0"),
+        (with_placement(0, param=Tier.DISK), "parameters on the disk and optimizer state on the host", "b0"),
         (with_placement(0, param=Tier.DISK, optim=Tier.DISK), "which no program can do", "b0"),
         (with_placement(1, resident=False), "b1 lives on the device, but is not resident", "b1"),
         (
@@ -370,3 +371,11 @@ def test_a_smaller_budget_than_the_peak_is_refused(planned: tuple[StepGraph, Pla
     assert claim_peak(graph, plan) == plan
     with pytest.raises(IllegalSchedule, match="above the budget"):
         verify(graph, dataclasses.replace(plan, budget_bytes=plan.budget_bytes - 1))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_state_on_disk_is_legal_wherever_the_parameters_are(number: int) -> None:
+    """b0 lives on the host, b1 on the device."""
+    plan = with_peaks(GRAPH, with_placement(number, optim=Tier.DISK))
+    verify(GRAPH, plan)
+    assert parse_plan(str(plan)) == plan

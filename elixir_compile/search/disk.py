@@ -1,0 +1,123 @@
+"""Which optimizer state goes to disk where the host has no room for all that leaves the device.
+
+    search with state that takes no host memory     a relaxation: its bound is below every plan, with disk or without
+    fewest bytes that let the host hold the rest    -> disk, priced
+    search with state that has to fit the host      taken instead where there is such a plan and it is faster
+
+The state that is needed latest goes first: buckets are updated in the order in which the next forward reads them, and
+that of the first ones is waited for. The second search is only made where the first needs the disk. Not modelled: that
+less state off the device, say by recomputing more, may be better than any of the two.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from elixir_compile.analysis.timeline import host_bytes
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.ir import Bucket, BucketId, Decision, Plan, Tier
+from elixir_compile.search.problem import Problem
+from elixir_compile.simulate import exposed_s, hidden_share, prices, simulate
+from elixir_compile.units import format_bytes, format_s
+
+log = logging.getLogger("elixir_compile")
+
+
+def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
+    """Return what `search` finds, with the state on disk that the host has no room for, where the problem allows that.
+
+    Raises NoFeasiblePlan where not even the rest fits.
+    """
+    is_in_use = bool(_in_force(problem))
+    if not problem.disk or not (problem.hybrid or is_in_use):
+        return search(replace(problem, disk=False))
+    found = search(problem)
+    going = going_to_disk(problem, found)
+    if not going:
+        return found
+    with_disk = _moved(problem, found, going)
+    if is_in_use:
+        return with_disk
+    try:
+        without = search(replace(problem, disk=False))
+    except NoFeasiblePlan:
+        return with_disk
+    if with_disk.prediction.step_s <= without.prediction.step_s:
+        return with_disk
+    log.debug("%s: state on disk makes no shorter step", problem.name)
+    # Only the bound of the relaxation holds for plans with state on disk too.
+    return replace(without, bound_s=with_disk.bound_s, binding=with_disk.binding, gib_saves_s=with_disk.gib_saves_s)
+
+
+def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
+    """Return the buckets of `plan` whose state has to be on disk: those in force there, and the fewest bytes with
+    which the rest fits the host."""
+    there = _in_force(problem)
+    order = [
+        bucket
+        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
+        if placement.optim is Tier.HOST and not placement.streamed and bucket.shard_state_nbytes()
+    ]
+    chosen = [bucket for bucket in order if bucket.id in there]
+    over_bytes = host_bytes(plan) - problem.host_budget_bytes - _state_bytes(chosen)
+    for bucket in reversed(order):
+        if problem.hybrid and over_bytes > 0 and bucket.id not in there:
+            chosen.append(bucket)
+            over_bytes -= bucket.shard_state_nbytes()
+    # The last one may have been so large that others need not go.
+    for bucket in sorted(chosen, key=lambda one: one.shard_state_nbytes(), reverse=True):
+        if bucket.id not in there and over_bytes + bucket.shard_state_nbytes() <= 0:
+            chosen.remove(bucket)
+            over_bytes += bucket.shard_state_nbytes()
+    ids = {bucket.id for bucket in chosen}
+    return tuple(bucket.id for bucket in order if bucket.id in ids)
+
+
+def _in_force(problem: Problem) -> frozenset[BucketId]:
+    return frozenset(placement.bucket for placement in problem.placements if placement.optim is Tier.DISK)
+
+
+def _state_bytes(buckets: list[Bucket]) -> int:
+    return sum(bucket.shard_state_nbytes() for bucket in buckets)
+
+
+def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
+    """Return `plan` with the state of `going` on disk, and what it predicts then."""
+    placements = tuple(
+        replace(placement, optim=Tier.DISK) if placement.bucket in going else placement for placement in plan.placements
+    )
+    moved = replace(plan, placements=placements)
+    record = simulate(problem.graph, moved, problem.cluster, problem.measured)
+    prediction = replace(
+        plan.prediction,
+        step_s=record.step_s,
+        exposed_s=exposed_s(record),
+        hidden_share=hidden_share(record),
+        host_peak_bytes=record.host_peak_bytes,
+    )
+    decisions = (*plan.decisions, *_decisions(problem, plan, going))
+    return replace(moved, prediction=prediction, decisions=decisions)
+
+
+def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> list[Decision]:
+    """Why each of `going` has its state on disk; `plan` has it on the host."""
+    price = prices(problem.graph, plan.buckets, problem.cluster)
+    host, budget = format_bytes(host_bytes(plan)), format_bytes(problem.host_budget_bytes)
+    found: list[Decision] = []
+    for bucket in plan.buckets:
+        if bucket.id not in going:
+            continue
+        disk_s, update_s = price.disk_s[bucket.id], price.host_update_s[bucket.id]
+        nbytes = format_bytes(bucket.shard_state_nbytes())
+        found.append(
+            Decision(
+                subject=bucket.id,
+                choice="optim disk",
+                because=(
+                    f"with all state in memory the host would hold {host} of {budget}; "
+                    f"{nbytes} are read and written in {format_s(disk_s)}"
+                ),
+                cost_s=max(0.0, disk_s - update_s),
+            )
+        )
+    return found

@@ -1,0 +1,133 @@
+"""`search.disk`: state that the host has no room for."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elixir_compile.analysis.timeline import host_bytes
+from elixir_compile.cost import disk_s
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import Plan, Tier, parse_plan
+from elixir_compile.options import Planner
+from elixir_compile.report.explain import explain
+from elixir_compile.search import Problem, plan
+from elixir_compile.search.disk import going_to_disk
+from elixir_compile.simulate import simulate
+from tests.pure.problems import tight_problem
+from tests.pure.search.test_planner import CLUSTERS
+
+PROBLEM = tight_problem(0.3)
+IN_MEMORY = plan(PROBLEM, "greedy")
+STATE_BYTES = sum(
+    bucket.state_nbytes
+    for bucket, placement in zip(IN_MEMORY.buckets, IN_MEMORY.placements, strict=True)
+    if placement.optim is Tier.HOST
+)
+"""What may go to disk."""
+
+
+def on_disk(found: Plan) -> list[str]:
+    return [placement.bucket for placement in found.placements if placement.optim is Tier.DISK]
+
+
+def short_of(nbytes: int, problem: Problem = PROBLEM, **more: object) -> Problem:
+    """Return the problem with so many bytes less on the host than all state takes, and a disk."""
+    return replace(problem, host_budget_bytes=host_bytes(IN_MEMORY) - nbytes, disk=True, **more)
+
+
+def with_disk_rates(bytes_per_s: float) -> Cluster:
+    node = CLUSTERS["cuda"].nodes[0]
+    host = replace(node.host, disk_read_bytes_per_s=bytes_per_s, disk_write_bytes_per_s=2 * bytes_per_s)
+    return Cluster(nodes=(replace(node, host=host),))
+
+
+def test_the_problem_has_state_on_the_host() -> None:
+    assert sum(placement.optim is Tier.HOST for placement in IN_MEMORY.placements) > 2
+
+
+def test_nothing_goes_to_disk_where_the_host_holds_all() -> None:
+    found = plan(short_of(0), "greedy")
+    assert on_disk(found) == []
+    assert found == IN_MEMORY
+
+
+@pytest.mark.parametrize("planner", ["greedy", "milp", "zero_offload"])
+def test_the_latest_state_goes_where_the_host_is_one_byte_short(planner: Planner) -> None:
+    all_in_memory = plan(PROBLEM, planner, timeout_s=1.0) if planner != "zero_offload" else None
+    if all_in_memory is None:
+        problem = replace(PROBLEM, budget_bytes=2 * PROBLEM.budget_bytes)
+        all_in_memory = plan(problem, planner)
+    else:
+        problem = PROBLEM
+    short = replace(problem, host_budget_bytes=host_bytes(all_in_memory) - 1, disk=True)
+    found = plan(short, planner, timeout_s=1.0)
+    assert host_bytes(found) <= short.host_budget_bytes
+    assert found.prediction.host_peak_bytes == host_bytes(found)
+    off = [placement.bucket for placement in found.placements if placement.optim is not Tier.DEVICE]
+    if planner == "zero_offload":
+        assert on_disk(found) == off[-1:]
+    assert parse_plan(str(found)) == found
+
+
+def test_every_bucket_on_disk_says_why_and_how_much() -> None:
+    found = plan(short_of(STATE_BYTES), "greedy")
+    there = on_disk(found)
+    assert len(there) > 2
+    decided = {decision.subject: decision for decision in found.decisions if decision.choice == "optim disk"}
+    assert list(decided) == there
+    text = explain(found, there[0])
+    assert "optimizer state on the disk" in text
+    assert "are read and written in" in text
+    assert "update on the host" in text
+
+
+def test_without_a_disk_there_is_no_plan() -> None:
+    short = short_of(STATE_BYTES)
+    with pytest.raises(NoFeasiblePlan, match="host"):
+        plan(replace(short, disk=False), "greedy")
+
+
+@given(st.integers(0, STATE_BYTES))
+def test_the_host_holds_the_rest_and_no_bucket_goes_in_vain(over_bytes: int) -> None:
+    problem = short_of(over_bytes)
+    going = going_to_disk(problem, IN_MEMORY)
+    sizes = {bucket.id: bucket.state_nbytes for bucket in IN_MEMORY.buckets}
+    gone_bytes = sum(sizes[name] for name in going)
+    assert gone_bytes >= over_bytes
+    assert all(gone_bytes - sizes[name] < over_bytes for name in going)
+
+
+@pytest.mark.parametrize("num_eighths", [1, 4])
+def test_the_bound_holds(num_eighths: int) -> None:
+    problem = short_of(num_eighths * STATE_BYTES // 8, cluster=with_disk_rates(1e6))
+    found = plan(problem, "milp", timeout_s=1.0)
+    assert found.bound_s is not None
+    assert 0 < found.bound_s <= found.prediction.step_s * (1 + 1e-9)
+    assert simulate(problem.graph, found, problem.cluster).step_s == found.prediction.step_s
+
+
+def test_a_slower_disk_is_never_faster() -> None:
+    steps = [
+        plan(short_of(STATE_BYTES // 2, cluster=with_disk_rates(rate)), "greedy").prediction.step_s
+        for rate in (1e12, 1e7, 1e5)
+    ]
+    assert steps == sorted(steps)
+    assert steps[0] < steps[-1]
+
+
+def test_what_is_on_disk_stays_there() -> None:
+    first = plan(short_of(1), "greedy")
+    assert on_disk(first)
+    again = replace(short_of(0), buckets=first.buckets, placements=first.placements)
+    assert on_disk(plan(again, "greedy")) == on_disk(first)
+    inference = replace(again, hybrid=False)
+    assert on_disk(plan(inference, "greedy")) == on_disk(first)
+
+
+def test_bytes_over_rates() -> None:
+    bucket = IN_MEMORY.buckets[0]
+    assert disk_s(bucket, with_disk_rates(100.0)) == bucket.state_nbytes * (1 / 100 + 1 / 200)
+    assert disk_s(bucket, CLUSTERS["cuda"]) == 2 * bucket.state_nbytes / 1e9

@@ -1,0 +1,133 @@
+"""Pieces through a ring of buffers: read ahead in order, right in any other order, nothing lost and nothing stuck."""
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elixir_compile.errors import DiskFailed
+from elixir_compile.runtime import disk, disk_file, disk_queue
+from elixir_compile.runtime.disk import DiskStore
+from elixir_compile.runtime.read_ahead import Piece, ReadAhead
+
+PAGE = 4096
+NUM_PIECES = 9
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here compiles; blocks are of one page."""
+    for module in (disk, disk_file, disk_queue):
+        monkeypatch.setattr(module, "DISK_BLOCK_BYTES", PAGE)
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> Iterator[list[Piece]]:
+    """Nine pieces of two regions each; piece n of region r holds 10 * r + n."""
+    store = DiskStore(tmp_path)
+    regions = [store.allocate(f"r{number}", NUM_PIECES * PAGE) for number in range(2)]
+    made = [Piece(regions, number * PAGE, (number + 1) * PAGE, PAGE) for number in range(NUM_PIECES)]
+    reads = ReadAhead(1, 2 * PAGE)
+    for number, piece in enumerate(made):
+        for region, view in enumerate(reads.take(piece)):
+            view.fill_(10 * region + number)
+        reads.write(piece, lambda error: None)
+    reads.settle()
+    yield made
+    store.close()
+
+
+def values(views: list[torch.Tensor]) -> list[int]:
+    assert all(bool((view == view[0]).all()) and len(view) == PAGE for view in views)
+    return [int(view[0]) for view in views]
+
+
+def test_what_comes_next_is_read_while_the_first_is_used(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = ReadAhead(3, 2 * PAGE)
+    reads.announce(pieces[3:])
+    reads.stop()
+    assert not any(piece.buffer for piece in pieces)
+    reads.announce(pieces)
+    assert values(reads.take(pieces[0])) == [0, 10]
+    assert [piece.buffer is not None for piece in pieces] == [True] * 3 + [False] * (NUM_PIECES - 3)
+    for transfer in (*pieces[1].reads, *pieces[2].reads):
+        transfer.wait()
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read already"))
+    assert values(reads.take(pieces[1])) == [1, 11]
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_gives_what_was_written_last(pieces: list[Piece], seed: int, num_buffers: int) -> None:
+    chance, reads = random.Random(seed), ReadAhead(num_buffers, 2 * PAGE)
+    expected = [[number, 10 + number] for number in range(NUM_PIECES)]
+    for _ in range(12):
+        reads.announce(chance.sample(pieces, chance.randint(0, 4)))
+        number = chance.randrange(NUM_PIECES)
+        views = reads.take(pieces[number])
+        assert values(views) == expected[number]
+        if chance.random() < 0.7:
+            expected[number] = [chance.randrange(256), chance.randrange(256)]
+            for view, value in zip(views, expected[number], strict=True):
+                view.fill_(value)
+            reads.write(pieces[number], lambda error: None)
+        else:
+            reads.give_back(pieces[number])
+    reads.settle()
+
+
+def test_two_threads_share_one_buffer(pieces: list[Piece]) -> None:
+    reads = ReadAhead(1, 2 * PAGE)
+
+    def add_one(own: list[Piece]) -> None:
+        reads.announce(own)
+        for piece in own:
+            for view in reads.take(piece):
+                view.add_(1)
+            reads.write(piece, lambda error: None)
+
+    threads = [threading.Thread(target=add_one, args=(pieces[first::2],)) for first in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [values(reads.take(piece)) for piece in pieces[:1]] == [[1, 11]]
+
+
+def test_errors_are_told_and_the_buffers_come_back(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = ReadAhead(1, 2 * PAGE)
+    failed: list[BaseException | None] = []
+
+    def bad(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", bad)
+        with pytest.raises(DiskFailed, match="read failed"):
+            reads.take(pieces[0])
+    assert values(reads.take(pieces[0])) == [0, 10]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", bad)
+        reads.write(pieces[0], failed.append)
+        reads.settle()
+    assert isinstance(failed[0], DiskFailed)
+    with pytest.raises(DiskFailed, match="an earlier write failed"):
+        reads.take(pieces[1])
+    with pytest.raises(ValueError, match="not taken"):
+        reads.write(pieces[1], failed.append)
+
+
+def test_space_is_given_back(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    first, second = store.allocate("a", PAGE), store.allocate("a", PAGE)
+    store.free(first)
+    store.free(first)
+    third = store.allocate("a", PAGE)
+    assert sorted(os.listdir(store.path)) == sorted(os.path.basename(region.path) for region in (second, third))
+    store.close()
