@@ -59,7 +59,7 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):
         fused: bool | None = None,
     ) -> None:
         self._begin()
-        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
 
     def _begin(self) -> None:
         self._rule = MixedAdamWRule()
