@@ -80,6 +80,8 @@ class PlanAnswer:
     binding: tuple[str, ...]
     gib_saves_s: float | None
     formula: str
+    disk_bytes: int
+    """Optimizer state on disk."""
     num_buckets: Mapping[str, int]
     """Buckets by where they live, in words."""
     activations: tuple[SavingAnswer, ...]
@@ -124,6 +126,9 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         binding=plan.binding,
         gib_saves_s=plan.gib_saves_s,
         formula=plan.formula,
+        disk_bytes=sum(
+            bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
+        ),
         num_buckets=dict(Counter(home_text(bucket, placement) for bucket, placement in homes)),
         activations=saving_answers(plan),
         num_regions=len(plan.regions),

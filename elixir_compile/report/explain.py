@@ -95,6 +95,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("budget", [format_bytes(found.budget_bytes) + base]),
             ("peak", [f"{format_bytes(made.device_peak_bytes)}{share} at {made.device_peak_at}"]),
             ("host", [format_bytes(made.host_peak_bytes)]),
+            ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
             ("bound", [bound + gap]),
             ("binding", found.binding),

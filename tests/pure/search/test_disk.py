@@ -16,6 +16,7 @@ from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.disk import going_to_disk
 from elixir_compile.simulate import simulate
+from elixir_compile.units import format_bytes
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import CLUSTERS
 
@@ -78,6 +79,8 @@ def test_every_bucket_on_disk_says_why_and_how_much() -> None:
     assert len(there) > 2
     decided = {decision.subject: decision for decision in found.decisions if decision.choice == "optim disk"}
     assert list(decided) == there
+    disk_bytes = sum(bucket.state_nbytes for bucket in found.buckets if bucket.id in there)
+    assert f" {format_bytes(disk_bytes)} of optimizer state\n" in explain(found)
     text = explain(found, there[0])
     assert "optimizer state on the disk" in text
     assert "are read and written in" in text
