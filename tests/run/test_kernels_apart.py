@@ -34,7 +34,7 @@ def test_a_repeated_op_shares_no_kernel_with_a_gradient(repeated: tuple[str, ...
     examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     metrics.reset()
     with config.patch(force_disable_caches=True):
-        run, _ = compat.lower_with_inductor(gm, examples, [0, 1], keeps_order=False, repeated=repeated)
+        run, _ = compat.lower_with_inductor(gm, examples, [0, 1], repeated=repeated)
     assert metrics.generated_kernel_count == num_kernels
     h, product, output = (torch.randn(64, 64) for _ in range(3))
     weight, back = run([h, product, output])
