@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
+from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine, scalar_bytes
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import Saving, StepGraph, Update
@@ -40,6 +40,7 @@ def problem_of(
     slots = [executor.slots[name] for name in named]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
+    fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values())
     return Problem(
         name=captured.name,
         graph=graph,
@@ -50,7 +51,7 @@ def problem_of(
         savings=savings_of(options),
         hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
         update=update_of(options),
-        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
+        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + fixed_bytes,
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
