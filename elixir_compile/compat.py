@@ -221,9 +221,9 @@ def _calls_apart() -> Iterator[None]:
 
     usual = CppScheduling.ready_to_flush
 
-    def ready_to_flush(scheduling: Any) -> bool:
-        dying = scheduling.scheduler.buffer_names_to_free - V.graph.removed_buffers
-        return bool(dying) or usual(scheduling)
+    def ready_to_flush(self: Any) -> bool:
+        dying = self.scheduler.buffer_names_to_free - V.graph.removed_buffers
+        return bool(dying) or usual(self)
 
     keys = {**config.unsafe_marked_cacheable_functions, "elixir_compile.calls_apart": "1"}
     CppScheduling.ready_to_flush = ready_to_flush
