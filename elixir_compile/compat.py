@@ -179,7 +179,6 @@ def lower_with_inductor(
     inputs: Sequence[Any],
     visible: Sequence[int],
     *,
-    keeps_order: bool,
     repeated: Collection[str] = (),
     **options: Any,
 ) -> tuple[Callable, list[Strides]]:
@@ -199,10 +198,40 @@ def lower_with_inductor(
     context = TracingContext(fake_mode_of(inputs))
     context.output_strides = []
     apart = _kernels_apart(frozenset(repeated)) if repeated else nullcontext()
-    # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order. No CUDA graphs: they want fixed addresses.
-    with tracing(context), config.patch(reorder_for_peak_memory=not keeps_order), apart:
+    # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan.
+    with tracing(context), config.patch(reorder_for_peak_memory=False), _calls_apart(), apart:
+        # No CUDA graphs: they want fixed addresses.
         compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
     return compiled, context.output_strides
+
+
+@contextmanager
+def _calls_apart() -> Iterator[None]:
+    """Call the C++ kernels of a CPU one by one where values die between them, as those of a GPU are.
+
+    Inductor writes pointwise kernels that follow each other into one C++ function, and frees what any of them was the
+    last to read when the function returns: 4 layers of width 256 held up to 3.7 % more than planned, now 1 KB.
+    `CppScheduling.ready_to_flush`, `Scheduler.buffer_names_to_free`, torch 2.11 to 2.13. Gone: AttributeError at the
+    first region. Inductor's cache keys on `unsafe_marked_cacheable_functions`, so code with longer functions is not
+    taken from there.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.virtualized import V
+
+    usual = CppScheduling.ready_to_flush
+
+    def ready_to_flush(self: Any) -> bool:
+        dying = self.scheduler.buffer_names_to_free - V.graph.removed_buffers
+        return bool(dying) or usual(self)
+
+    keys = {**config.unsafe_marked_cacheable_functions, "elixir_compile.calls_apart": "1"}
+    CppScheduling.ready_to_flush = ready_to_flush
+    try:
+        with config.patch(unsafe_marked_cacheable_functions=keys):
+            yield
+    finally:
+        CppScheduling.ready_to_flush = usual
 
 
 def _kernels_apart(repeated: frozenset[str]) -> AbstractContextManager[Any]:

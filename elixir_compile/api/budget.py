@@ -1,6 +1,7 @@
 """What the device and the host have for training when the user does not say."""
 
 import functools
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -10,7 +11,11 @@ from elixir_compile.api.machines import cached_machine
 from elixir_compile.errors import ProfileFileError
 from elixir_compile.hardware import Cluster, cluster_from_json, parse_hardware, profile_for
 from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes
+from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
+
+_HANDLES = 2
+_STEP_COUNT_BYTES = 4
 
 
 def machine(device: torch.device, hardware: str | None = None) -> Cluster:
@@ -75,6 +80,15 @@ def library_bytes(device: torch.device) -> int:
     product = one @ one
     left_bytes = torch.cuda.memory_allocated(device) - before_bytes - product.untyped_storage().nbytes()
     return 2 * left_bytes
+
+
+def scalar_bytes(slots: Collection[Slot]) -> int:
+    """Return the bytes of the one-element tensors that training keeps for each parameter of `slots`.
+
+    A handle in its module, another in the first graph of a plain model, and the optimizer's count of steps in fp32.
+    """
+    handles_bytes = _HANDLES * sum(slot.param.element_size() for slot in slots)
+    return handles_bytes + _STEP_COUNT_BYTES * sum(slot.param.requires_grad for slot in slots)
 
 
 def host_budget_bytes(options: Options) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from elixir_compile.api.backend import with_compiler
-from elixir_compile.api.budget import library_bytes
+from elixir_compile.api.budget import library_bytes, scalar_bytes
 from elixir_compile.api.loss import Chunks, chunks_of
 from elixir_compile.api.masters import torch_dtype
 from elixir_compile.api.planning import graph_of, savings_of, state_bytes_per_element, update_of
@@ -46,7 +46,8 @@ class Capture:
     held_bytes: int
     """Bytes of parameters that are on the device now; 0 for a model on `meta`."""
     base_bytes: int
-    """Device bytes that no plan can move: parameters that the step does not read, and what matrix products leave."""
+    """Device bytes that no plan can move: parameters that the step does not read, what matrix products leave, and a
+    few per parameter."""
     chunks: Chunks | None = None
     """How the loss could be chunked; None where it could not, or is."""
     loss_chunks: int = 1
@@ -145,7 +146,7 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
         numels={name: param.numel() for name, param in trained.items()},
         state_bytes={name: state_bytes_per_element(param) * param.numel() for name, param in trained.items()},
         held_bytes=held_bytes,
-        base_bytes=unread_bytes + library_bytes(executor.device),
+        base_bytes=unread_bytes + library_bytes(executor.device) + scalar_bytes(executor.slots.values()),
         batch_symbol=batches[0] if len(batches) == 1 else None,
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
+from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine, scalar_bytes
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir import Saving, StepGraph, Update
@@ -53,6 +53,7 @@ def problem_of(
     in_force = executor.buckets_in_force(for_training=is_training)
     known = planned_states([slot.param for slot in trained])
     states = states_by_name(trained, known)
+    fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values())
     return Problem(
         name=captured.name,
         graph=graph,
@@ -65,7 +66,7 @@ def problem_of(
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         disk=executor.disk is not None and all(state.may_be_on_disk for state in known.values()),
         update=update_of(options),
-        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
+        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + fixed_bytes,
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),

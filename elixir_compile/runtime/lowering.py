@@ -73,7 +73,7 @@ class RegionCompiler:
     def lower(self, region: RegionGraph, visible: Sequence[int], *, is_inference: bool = False) -> CompiledRegion:
         """Return `region` compiled, or the compiled form of an equal one; outputs `visible` keep the graph's
         strides."""
-        key = f"{region_key(region)}\n{list(visible)} {region.is_whole}"
+        key = f"{region_key(region)}\n{list(visible)}"
         if key not in self._compiled:
             self._compiled[key] = self._compile(region, visible, is_inference)
         return self._compiled[key]
@@ -95,7 +95,6 @@ class RegionCompiler:
             region.module,
             examples,
             visible,
-            keeps_order=region.is_whole,
             repeated=[node.name for node in region.module.graph.nodes if node.name.startswith(AGAIN)],
             static_input_idxs=static,
             is_backward=region.phase is Phase.BACKWARD,

@@ -33,6 +33,18 @@ def gpt2(*, num_layers: int = 3, dropout: float = 0.0, checkpointed: bool = Fals
     return model.train(), [{"input_ids": ids, "labels": ids} for ids in _tokens()]
 
 
+def gpt2_wide() -> Case:
+    """Return a GPT-2 whose logits are 2 MiB; an activation is 256 KiB."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=2, n_embd=128, n_head=2, vocab_size=1024, n_positions=128, use_cache=False,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(0, 1024, (4, 128), generator=torch.Generator().manual_seed(0))
+    return seeded(GPT2LMHeadModel, config).train(), [{"input_ids": ids, "labels": ids}]
+
+
 def llama() -> Case:
     """Return a Llama of three layers whose embedding is its output layer."""
     from transformers import LlamaConfig, LlamaForCausalLM

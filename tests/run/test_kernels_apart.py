@@ -1,12 +1,14 @@
-"""A repeated activation and the gradient of its op are not made by one kernel, which would hold both at once."""
+"""Two values are not there at once because Inductor made them, or called their kernels, together."""
 
 import pytest
 import torch
 from torch import fx
 from torch._inductor import config, metrics
 from torch._subclasses import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile import compat
+from elixir_compile.measure.peak import peak_bytes
 
 aten = torch.ops.aten
 
@@ -34,9 +36,30 @@ def test_a_repeated_op_shares_no_kernel_with_a_gradient(repeated: tuple[str, ...
     examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     metrics.reset()
     with config.patch(force_disable_caches=True):
-        run, _ = compat.lower_with_inductor(gm, examples, [0, 1], keeps_order=False, repeated=repeated)
+        run, _ = compat.lower_with_inductor(gm, examples, [0, 1], repeated=repeated)
     assert metrics.generated_kernel_count == num_kernels
     h, product, output = (torch.randn(64, 64) for _ in range(3))
     weight, back = run([h, product, output])
     torch.testing.assert_close(weight, h.sin() @ output)
     torch.testing.assert_close(back, product * h.cos())
+
+
+def test_what_one_kernel_reads_last_is_gone_when_the_next_one_writes() -> None:
+    with FakeTensorMode():
+        fakes = torch.empty(512, 512), torch.empty(512, 1)
+    graph = fx.Graph()
+    large, column = (graph.placeholder(name) for name in ("large", "column"))
+    row = graph.call_function(aten.sum.dim_IntList, (large, [0]))
+    spread = graph.call_function(aten.add.Tensor, (row, column))
+    graph.output((spread,))
+    for node, value in zip(graph.nodes, (*fakes, torch.empty(512, device="meta"), fakes[0]), strict=False):
+        node.meta["val"] = value
+    with config.patch(force_disable_caches=True):
+        run, _ = compat.lower_with_inductor(fx.GraphModule(torch.nn.Module(), graph), fakes, [0])
+    column = torch.randn(512, 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        box = [torch.ones(512, 512), column]
+        (spread,) = run(box)
+    torch.testing.assert_close(spread, 512 + column.expand(512, 512))
+    one_bytes = 4 * 512 * 512
+    assert one_bytes <= peak_bytes({}, (), compat.cpu_allocations(profiler)) < 1.1 * one_bytes
