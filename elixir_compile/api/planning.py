@@ -1,6 +1,7 @@
 """What the planner is asked about one capture, on top of what an executor has in force."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine
 from elixir_compile.capture.convert import Captured, step_graph
@@ -13,6 +14,7 @@ from elixir_compile.search import Problem
 
 # Adam keeps two statistics per element in the parameter's dtype; other optimizers keep less.
 STATE_COPIES = 2
+_TRAINED = 1 + STATE_COPIES  # a gradient and the state, as multiples of the parameter
 
 
 def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -> StepGraph:
@@ -21,14 +23,22 @@ def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -
     Parameters that share a bucket in force with one of the step's are in it too: they travel along.
     """
     read = set(captured.param_names.values())
-    siblings = [executor.slots[name] for name in _named(captured, executor) if name not in read]
+    siblings = [executor.slots[name] for name in named(captured, executor) if name not in read]
     return step_graph(captured, sizes, siblings)
 
 
-def problem_of(
-    captured: Captured, graph: StepGraph, executor: Executor, options: Options, beside_bytes: int
-) -> Problem:
-    """Return the question; `beside_bytes` are device bytes that earlier forwards hold until their backward."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Company:
+    """What is on the device besides a graph and the parameters that live there."""
+
+    waiting_bytes: int = 0
+    """What earlier forwards left for their backward."""
+    reserved_bytes: int = 0
+    """Room for the state and gradients of parameters that no graph has read yet."""
+
+
+def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options: Options, company: Company) -> Problem:
+    """Return the question about `graph` in `company`."""
     is_training = captured.backward is not None
     cluster = machine(executor.device, options.hardware)
     if options.hardware is not None and cluster.num_ranks > 1:
@@ -36,10 +46,13 @@ def problem_of(
         raise InvalidOption("hardware", options.hardware, expected)
     # A profile that was measured under torchrun knows several.
     cluster = cluster.alone()
-    named = _named(captured, executor)
-    slots = [executor.slots[name] for name in named]
+    own = named(captured, executor)
+    slots = [executor.slots[name] for name in own]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
+    held_bytes = executor.device_bytes(leaving_out=own) + company.waiting_bytes
+    if is_training:
+        held_bytes = outside_bytes(executor, own, company.waiting_bytes) + company.reserved_bytes
     return Problem(
         name=captured.name,
         graph=graph,
@@ -50,11 +63,37 @@ def problem_of(
         savings=savings_of(options),
         hybrid=bool(trained) and all(is_hybrid(slot.param) for slot in trained),
         update=update_of(options),
-        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + library_bytes(executor.device),
+        base_bytes=held_bytes + library_bytes(executor.device),
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
+
+
+def unread_bytes(captured: Captured, executor: Executor) -> int:
+    """Return the bytes of state and gradients of parameters that neither this graph nor one before it reads."""
+    if captured.backward is None:
+        return 0
+    read = set(named(captured, executor))
+    slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
+    return sum(_TRAINED * slot.nbytes for slot in slots if executor.running(slot) is None)
+
+
+def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int = 0) -> int:
+    """Return the device bytes outside of training graphs that read the parameters `read`, beside `waiting_bytes`.
+
+    The gradients of other graphs come when what their forwards left has gone.
+    """
+    grads_bytes = eager_bytes = 0
+    for slot in executor.slots.values():
+        bucket = executor.running(slot)
+        if slot.name in read or not slot.param.requires_grad:
+            continue
+        if bucket is not None:
+            grads_bytes += 0 if bucket.is_on_host else slot.nbytes
+        elif slot.key in executor.trained_eagerly:
+            eager_bytes += _TRAINED * slot.nbytes
+    return executor.device_bytes(leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
 
 
 def savings_of(options: Options) -> frozenset[Saving]:
@@ -80,7 +119,7 @@ def may_move_back(problem: Problem, executor: Executor) -> bool:
     return problem.hybrid or not problem.state_nbytes or executor.device.type == "cpu"
 
 
-def _named(captured: Captured, executor: Executor) -> list[str]:
+def named(captured: Captured, executor: Executor) -> list[str]:
     """Return the parameters that the step reads, and those that share a bucket in force with them."""
     read = dict.fromkeys(captured.param_names.values())
     for bucket, _ in executor.buckets_in_force(for_training=captured.backward is not None):

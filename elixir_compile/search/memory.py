@@ -172,7 +172,11 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
         if not owned and life is not None:
             changes[life.first] += storage.nbytes
             changes[life.last + 1] -= storage.nbytes
-    return np.cumsum(changes[:-1])
+    rest = np.cumsum(changes[:-1])
+    # What this graph holds while others run is what is there when its last forward op has run, and at the update.
+    rest[facts.num_forward - 1] += facts.problem.between_bytes
+    rest[facts.num_run :] += facts.problem.after_bytes
+    return rest
 
 
 def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int64]:

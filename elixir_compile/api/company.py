@@ -1,0 +1,124 @@
+"""Forwards that wait for their backward at the same time: noticed as they run, planned together between two steps.
+
+```text
+  step 0    A.fwd B.fwd           B does not fit beside what A left: that goes to the host
+                        B.bwd A.bwd                                  and comes back
+  step 1    nothing waits: A and B are planned again, each with room for the other (`sharing`)
+```
+
+Where no two plans keep the budget together, what waits goes to the host in every step.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from elixir_compile.api.budget import library_bytes
+from elixir_compile.api.planning import Company, outside_bytes
+from elixir_compile.api.sharing import Planned, Turn, share_out
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.units import format_bytes
+
+if TYPE_CHECKING:
+    from elixir_compile.api.compilation import Compilation
+
+log = logging.getLogger("elixir_compile")
+Answer = TypeVar("Answer")
+
+
+def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company], Answer]) -> Answer:
+    """Return what `plan` makes beside what waits, or, where nothing fits there, once that has gone to the host.
+
+    `reserved_bytes` are left alone where that can be. Raises NoFeasiblePlan as `plan` does.
+    """
+    waiting_bytes = executor.saved.device_bytes()
+    if reserved_bytes:
+        try:
+            return plan(Company(waiting_bytes=waiting_bytes, reserved_bytes=reserved_bytes))
+        except NoFeasiblePlan:
+            executor.is_crowded = True
+    try:
+        return plan(Company(waiting_bytes=waiting_bytes))
+    except NoFeasiblePlan:
+        if not executor.saved.make_room():
+            raise
+    executor.is_crowded = True
+    return plan(Company(waiting_bytes=executor.saved.device_bytes()))
+
+
+class Together:
+    """What one record knows of the forwards beside its own."""
+
+    def __init__(self, record: "Compilation") -> None:
+        self._record = record
+        self._beside: tuple[Compilation, ...] = ()
+        self._has_run = False
+        self.takes_turns = False
+        """Whether what waits goes to the host whenever this one runs."""
+
+    def begin(self) -> None:
+        """Before a forward: plan anew what was crowded, once nothing waits."""
+        executor = self._record._executor
+        waiting = executor.saved.waiting()
+        if not waiting and executor.is_crowded:
+            executor.is_crowded = False
+            _settle(executor)
+        self._has_run = True
+        self.meet(waiting)
+
+    def meet(self, waiting: Sequence[object]) -> None:
+        """Remember the most forwards that waited while this one ran."""
+        if len(waiting) > len(self._beside):
+            self._beside = tuple(waiting)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the record ran in the steps that are looked at."""
+        return self._has_run and not self._record.is_superseded and not self._record.is_inference
+
+    def beside(self, records: Sequence["Compilation"]) -> tuple[int, ...]:
+        """Return which of `records` waited while this one ran, by number."""
+        return tuple(records.index(other) for other in self._beside if other in records)
+
+    def forget(self) -> None:
+        """Look at the steps from now on."""
+        self._has_run = False
+
+
+def _settle(executor: Executor) -> None:
+    """Plan the graphs of the last steps together; nothing waits."""
+    records: list[Compilation] = [record for record in executor.compilations if record.company.is_part]
+    planned = _planned_together(executor, records)
+    for record in records:
+        record.company.forget()
+        record.company.takes_turns = not planned
+    programs = [record.written(plan) for record, (_, plan) in zip(records, planned, strict=False)]
+    if not programs:
+        return
+    for record, (problem, _), own in zip(records, planned, programs, strict=True):
+        waiting_bytes = sum(programs[other].device_bytes for other in record.company.beside(records))
+        record.follow(problem, own, waiting_bytes)
+    buckets = [bucket for _, plan in planned for bucket in plan.buckets]
+    executor.move(buckets, [home for _, plan in planned for home in plan.placements])
+    for record in records:
+        record.is_in_force()
+
+
+def _planned_together(executor: Executor, records: Sequence["Compilation"]) -> Sequence[Planned]:
+    """Questions and plans of `records` that keep the budget together; none where there are none."""
+    if not records or not all(record.may_replan() for record in records):
+        return ()
+    read = {name for record in records for name in record.reads}
+    base_bytes = outside_bytes(executor, read) + library_bytes(executor.device)
+    turns = [Turn(problem=record.question(base_bytes), beside=record.company.beside(records)) for record in records]
+    try:
+        return share_out(turns, records[0].search)
+    except NoFeasiblePlan as error:
+        log.warning(
+            "the forwards that wait for their backward together need %s beside each other, budget %s: what waits goes "
+            "to the host in every step",
+            format_bytes(error.needed_bytes),
+            format_bytes(error.budget_bytes),
+        )
+        return ()
