@@ -81,24 +81,24 @@ class Together:
         """Return which of `records` waited while this one ran, by number."""
         return tuple(records.index(other) for other in self._beside if other in records)
 
-    def forget(self) -> None:
-        """Look at the steps from now on."""
-        self._has_run = False
+    def forget(self, *, takes_turns: bool) -> None:
+        """Look at the steps from now on, in which it runs beside others or takes turns with them."""
+        self._has_run, self._beside = False, ()
+        self.takes_turns = takes_turns
 
 
 def _settle(executor: Executor) -> None:
     """Plan the graphs of the last steps together; nothing waits."""
     records: list[Compilation] = [record for record in executor.compilations if record.company.is_part]
     planned = _planned_together(executor, records)
+    beside = [record.company.beside(records) for record in records]
     for record in records:
-        record.company.forget()
-        record.company.takes_turns = not planned
-    programs = [record.written(plan) for record, (_, plan) in zip(records, planned, strict=False)]
+        record.company.forget(takes_turns=not planned)
+    programs = [record.written(*answer) for record, answer in zip(records, planned, strict=False)]
     if not programs:
         return
-    for record, (problem, _), own in zip(records, planned, programs, strict=True):
-        waiting_bytes = sum(programs[other].device_bytes for other in record.company.beside(records))
-        record.follow(problem, own, waiting_bytes)
+    for record, (problem, _), own, others in zip(records, planned, programs, beside, strict=True):
+        record.follow(problem, own, sum(programs[other].device_bytes for other in others))
     buckets = [bucket for _, plan in planned for bucket in plan.buckets]
     executor.move(buckets, [home for _, plan in planned for home in plan.placements])
     for record in records:

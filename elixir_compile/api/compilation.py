@@ -215,16 +215,16 @@ class Compilation:
         is_first = self._chose_strides is None
         if is_first:
             self._chose_strides = is_one_region_each(self.plan) and not self.is_inference
-        programs = self._programs_of(self.plan)
+        programs = self._programs_of(self.graph, self.plan)
         if is_first and not self.is_inference:
             compat.report_forward(programs.output_strides if programs.chooses_strides else ())
         self._take(programs)
 
-    def _programs_of(self, plan: Plan) -> Programs:
+    def _programs_of(self, graph: StepGraph, plan: Plan) -> Programs:
         # Not under a plan of one region each that follows one of several: autograd's strides are those of the first.
         return Programs(
             self._captured,
-            self.graph,
+            graph,
             plan,
             self._executor,
             self._regions,
@@ -310,7 +310,8 @@ class Compilation:
 
     def question(self, base_bytes: int) -> Problem:
         """Return what to plan with `base_bytes` outside; its buckets may move wherever they can."""
-        problem = problem_of(self._captured, self.graph, self._executor, self._options, Company())
+        graph = graph_of(self._captured, self._executor, self._sizes.with_room())
+        problem = problem_of(self._captured, graph, self._executor, self._options, Company())
         problem = self._correction.applied_to(problem) if self._correction is not None else problem
         problem = replace(problem, base_bytes=base_bytes)
         return with_buckets_free(problem, self.plan) if may_move_back(problem, self._executor) else problem
@@ -319,16 +320,18 @@ class Compilation:
         """Return the plan that answers `problem`."""
         return self._searched(problem, self._options)
 
-    def written(self, plan: Plan) -> Programs:
-        """Return the programs of `plan`, which is not in force yet."""
-        programs = self._programs_of(plan)
+    def written(self, problem: Problem, plan: Plan) -> Programs:
+        """Return the programs of `plan`, which answers `problem` and is not in force yet."""
+        programs = self._programs_of(problem.graph, plan)
         if self._wants_backward:
             _ = programs.backward
         return programs
 
     def follow(self, problem: Problem, programs: Programs, beside_bytes: int) -> None:
         """Go on with `programs`, whose plan answers `problem`; the caller puts it in force."""
-        self._problem, self.plan, self._beside_bytes = problem, programs.plan, beside_bytes
+        self._problem, self.graph, self.plan = problem, problem.graph, programs.plan
+        self._sizes.take(dict(problem.graph.symbols))
+        self._beside_bytes = beside_bytes
         self._progress.planned(self.plan)
         self._take(programs)
         if self._wants_backward:
@@ -352,7 +355,7 @@ class Compilation:
             if not outcome.is_new:
                 self.plan = outcome.plan
                 return
-            self.follow(self._problem, self.written(outcome.plan), self._beside_bytes)
+            self.follow(self._problem, self.written(self._problem, outcome.plan), self._beside_bytes)
             self._executor.move(self.plan.buckets, self.plan.placements)
             self.is_in_force()
 

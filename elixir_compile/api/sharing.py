@@ -56,7 +56,7 @@ def share_out(turns: Sequence[Turn], search: Callable[[Problem], Plan]) -> list[
         try:
             planned = _planned(turns, held, search)
         except NoFeasiblePlan as error:
-            last = error
+            last = error.with_traceback(None)  # which would keep this frame, and so what its callers hold
             continue
         if all(plan.prediction.device_peak_bytes <= plan.budget_bytes for _, plan in planned):
             return planned
