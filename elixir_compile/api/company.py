@@ -11,6 +11,7 @@ Where no two plans keep the budget together, what waits goes to the host in ever
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from elixir_compile.api.budget import library_bytes
@@ -32,7 +33,7 @@ def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company],
 
     `reserved_bytes` are left alone where that can be. Raises NoFeasiblePlan as `plan` does.
     """
-    waiting_bytes = executor.saved.device_bytes()
+    waiting_bytes = executor.saved.held_bytes()
     if reserved_bytes:
         try:
             return plan(Company(waiting_bytes=waiting_bytes, reserved_bytes=reserved_bytes))
@@ -44,14 +45,26 @@ def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company],
         if not executor.saved.make_room():
             raise
     executor.is_crowded = True
-    return plan(Company(waiting_bytes=executor.saved.device_bytes()))
+    return plan(Company(waiting_bytes=executor.saved.held_bytes()))
+
+
+def earlier_capture(record: "Compilation", executor: Executor) -> "Compilation | None":
+    """Return the earlier capture of the step of `record`, whose plan is in force: the first call of a plain model."""
+    for other in executor.compilations:
+        is_another = other is not record and other.plan is not None
+        is_same = is_another and other.graph == replace(record.graph, name=other.graph.name)
+        is_same = is_same and other.beside_bytes >= record.beside_bytes
+        if is_same and executor.agrees(other.plan.buckets, other.plan.placements, may_adopt=False):
+            return other
+    return None
 
 
 class Together:
     """What one record knows of the forwards beside its own."""
 
-    def __init__(self, record: "Compilation") -> None:
+    def __init__(self, record: "Compilation", executor: Executor) -> None:
         self._record = record
+        self._executor = executor
         self._beside: tuple[Compilation, ...] = ()
         self._has_run = False
         self.takes_turns = False
@@ -59,11 +72,12 @@ class Together:
 
     def begin(self) -> None:
         """Before a forward: plan anew what was crowded, once nothing waits."""
-        executor = self._record._executor
+        executor = self._executor
         waiting = executor.saved.waiting()
-        if not waiting and executor.is_crowded:
+        records: list[Compilation] = [record for record in executor.compilations if record.company.is_part]
+        if records and executor.is_crowded and not waiting:
             executor.is_crowded = False
-            _settle(executor)
+            _settle(executor, records)
         self._has_run = True
         self.meet(waiting)
 
@@ -77,6 +91,17 @@ class Together:
         """Whether the record ran in the steps that are looked at."""
         return self._has_run and not self._record.is_superseded and not self._record.is_inference
 
+    def take_over(self, before: "Compilation | None") -> None:
+        """Stand for `before`, an earlier capture of the same step, from now on."""
+        if before is None:
+            return
+        before.is_superseded = True
+        self._has_run |= before.company._has_run
+        for record in (before, *self._executor.compilations):
+            own = record.company
+            own._beside = tuple(self._record if other is before else other for other in own._beside)
+        self._beside = before.company._beside
+
     def beside(self, records: Sequence["Compilation"]) -> tuple[int, ...]:
         """Return which of `records` waited while this one ran, by number."""
         return tuple(records.index(other) for other in self._beside if other in records)
@@ -87,9 +112,8 @@ class Together:
         self.takes_turns = takes_turns
 
 
-def _settle(executor: Executor) -> None:
+def _settle(executor: Executor, records: Sequence["Compilation"]) -> None:
     """Plan the graphs of the last steps together; nothing waits."""
-    records: list[Compilation] = [record for record in executor.compilations if record.company.is_part]
     planned = _planned_together(executor, records)
     beside = [record.company.beside(records) for record in records]
     for record in records:
@@ -97,8 +121,9 @@ def _settle(executor: Executor) -> None:
     programs = [record.written(*answer) for record, answer in zip(records, planned, strict=False)]
     if not programs:
         return
-    for record, (problem, _), own, others in zip(records, planned, programs, beside, strict=True):
-        record.follow(problem, own, sum(programs[other].device_bytes for other in others))
+    for record, (problem, plan), own, others in zip(records, planned, programs, beside, strict=True):
+        record.follow(problem, plan, own)
+        record.beside_bytes = sum(programs[other].device_bytes + programs[other].given_bytes for other in others)
     buckets = [bucket for _, plan in planned for bucket in plan.buckets]
     executor.move(buckets, [home for _, plan in planned for home in plan.placements])
     for record in records:
@@ -107,7 +132,7 @@ def _settle(executor: Executor) -> None:
 
 def _planned_together(executor: Executor, records: Sequence["Compilation"]) -> Sequence[Planned]:
     """Questions and plans of `records` that keep the budget together; none where there are none."""
-    if not records or not all(record.may_replan() for record in records):
+    if not all(record.may_replan() for record in records):
         return ()
     read = {name for record in records for name in record.reads}
     base_bytes = outside_bytes(executor, read) + library_bytes(executor.device)

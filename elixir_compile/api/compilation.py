@@ -11,12 +11,12 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
 from elixir_compile.api.cache import plan_for
-from elixir_compile.api.company import Together, with_room
+from elixir_compile.api.company import Together, earlier_capture, with_room
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.loss import as_decided, is_pressed
 from elixir_compile.api.planning import Company, graph_of, may_move_back, named, problem_of, unread_bytes
 from elixir_compile.api.profile import Profiler, RegionProfile
-from elixir_compile.api.programs import Programs, Succession, is_one_region_each, storages_of, ticket_position
+from elixir_compile.api.programs import Programs, Succession, is_one_region_each, runs_as, storages_of, ticket_position
 from elixir_compile.api.progress import Progress
 from elixir_compile.api.replan import replan, with_buckets_free
 from elixir_compile.api.saved import load_plan_for
@@ -73,8 +73,9 @@ class Compilation:
         self._correction: Correction | None = None
         self._sizes = PlannedSizes()
         self._generation = -1
-        self._beside_bytes = 0
-        self.company = Together(self)
+        self.beside_bytes = 0
+        """Bytes that other forwards may hold until their backward while this one runs."""
+        self.company = Together(self, executor)
         """Which forwards wait for their backward while this one runs."""
         self._wants_backward = False
         self._programs = Succession()
@@ -146,7 +147,7 @@ class Compilation:
         if self._review is not None:
             self.plan = self._review(self.plan)
             self._reviewed = self.plan
-        _supersede(before)
+        self.company.take_over(before)
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
@@ -156,9 +157,9 @@ class Compilation:
         return with_room(self._executor, unread_bytes(self._captured, self._executor), self._plan_beside)
 
     def _plan_beside(self, company: Company) -> "Compilation | None":
-        self._beside_bytes = company.waiting_bytes
+        self.beside_bytes = company.waiting_bytes
         self._problem = problem_of(self._captured, self.graph, self._executor, self._options, company)
-        before = self._same_step()
+        before = earlier_capture(self, self._executor)
         in_force = None if before is None else self._as_in_force(before)
         if self._correction is not None:
             self._problem = self._correction.applied_to(self._problem)
@@ -183,17 +184,6 @@ class Compilation:
     def _searched(self, problem: Problem, options: Options) -> Plan:
         found = plan_for(problem, options)
         return found if self._reviewed is None else as_decided(found, self._reviewed)
-
-    def _same_step(self) -> "Compilation | None":
-        """Return the earlier capture of the same step, whose plan is in force: the first call of a plain model."""
-        executor = self._executor
-        for other in executor.compilations:
-            is_another = other is not self and other.plan is not None
-            is_same = is_another and other.graph == replace(self.graph, name=other.graph.name)
-            is_same = is_same and other._beside_bytes >= self._beside_bytes
-            if is_same and executor.agrees(other.plan.buckets, other.plan.placements, may_adopt=False):
-                return other
-        return None
 
     def _as_in_force(self, other: "Compilation") -> Plan:
         """Return the plan of `other`, with what was learnt for it taken over."""
@@ -269,7 +259,8 @@ class Compilation:
         if not self.is_inference:
             ticket = results[self._captured.num_outputs]
             ran = self._programs.last
-            self._executor.saved.note(ticket, self, ran.device_bytes, ran.kept(results, given))
+            kept = ran.kept(results, given)
+            self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, kept)
             self._programs.wait_for(ticket)
         return results
 
@@ -296,7 +287,7 @@ class Compilation:
             self._progress.measured(self.plan, seen)
             self._seen = seen if self.may_replan() else None
         # Parameters do not move while a forward still waits for its backward.
-        if self._seen is not None and self._executor.saved.device_bytes() <= self._beside_bytes:
+        if self._seen is not None and not self._executor.saved.waiting():
             seen, self._seen = self._seen, None
             if self._executor.generation == self._generation:
                 self._learn(seen)
@@ -322,25 +313,32 @@ class Compilation:
 
     def written(self, problem: Problem, plan: Plan) -> Programs:
         """Return the programs of `plan`, which answers `problem` and is not in force yet."""
+        if problem.graph == self.graph and runs_as(plan, self._programs.last.plan):
+            return self._programs.last
         programs = self._programs_of(problem.graph, plan)
         if self._wants_backward:
             _ = programs.backward
         return programs
 
-    def follow(self, problem: Problem, programs: Programs, beside_bytes: int) -> None:
-        """Go on with `programs`, whose plan answers `problem`; the caller puts it in force."""
-        self._problem, self.graph, self.plan = problem, problem.graph, programs.plan
+    def follow(self, problem: Problem, plan: Plan, programs: Programs) -> None:
+        """Go on with `programs` of `plan`, which answers `problem`; the caller puts it in force."""
+        self._problem, self.graph, self.plan = problem, problem.graph, plan
         self._sizes.take(dict(problem.graph.symbols))
-        self._beside_bytes = beside_bytes
+        if programs is self._programs.last:
+            return
         self._progress.planned(self.plan)
         self._take(programs)
         if self._wants_backward:
             self._write_backward()
 
     def is_in_force(self) -> None:
-        """Note that the plan is in force."""
-        self._schedule_updates()
+        """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
         self._generation = self._executor.generation
+        if not self.is_inference:
+            others = [other for other in self._executor.compilations if other is not self and not other.is_inference]
+            is_alone = all(other.is_superseded for other in others)
+            closing = closing_verbs(self.plan) if is_alone else {}
+            self._executor.schedule_updates(self.plan, closing)
 
     def _learn(self, seen: Seen) -> None:
         with _compile_lock:
@@ -355,7 +353,7 @@ class Compilation:
             if not outcome.is_new:
                 self.plan = outcome.plan
                 return
-            self.follow(self._problem, self.written(self._problem, outcome.plan), self._beside_bytes)
+            self.follow(self._problem, outcome.plan, self.written(self._problem, outcome.plan))
             self._executor.move(self.plan.buckets, self.plan.placements)
             self.is_in_force()
 
@@ -373,7 +371,7 @@ class Compilation:
         """
         executor = self._executor
         grown = self._sizes.grown(self._captured, args)
-        has_company = not self.is_inference and executor.saved.device_bytes() > self._beside_bytes
+        has_company = not self.is_inference and executor.saved.held_bytes() > self.beside_bytes
         if has_company and self.company.takes_turns:
             has_company = not executor.saved.make_room()
         if not grown and not has_company and executor.generation == self._generation:
@@ -388,24 +386,10 @@ class Compilation:
                 if grown and self._correction is not None:
                     # The regions were measured at other sizes; the links and the optimizer are the same.
                     self._correction = replace(self._correction, measured=Measured())
-                _supersede(self._replan())
+                self.company.take_over(self._replan())
                 self._progress.planned(self.plan)
                 self._write_forward()
                 if self._wants_backward:
                     self._write_backward()
             executor.adopt(self.plan.buckets, self.plan.placements, for_training=not self.is_inference)
-            self._schedule_updates()
-            self._generation = executor.generation
-
-    def _schedule_updates(self) -> None:
-        """Tell the executor when the plan wants each bucket updated."""
-        if not self.is_inference:
-            others = [other for other in self._executor.compilations if other is not self and not other.is_inference]
-            is_alone = all(other.is_superseded for other in others)
-            closing = closing_verbs(self.plan) if is_alone else {}
-            self._executor.schedule_updates(self.plan, closing)
-
-
-def _supersede(other: Compilation | None) -> None:
-    if other is not None:
-        other.is_superseded = True
+            self.is_in_force()

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.joint import TICKET
 from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
@@ -47,6 +47,8 @@ class Programs:
         self._strides: Mapping[str, compat.Strides] = {}
         self.device_bytes = _device_bytes(graph, plan)
         """What a forward leaves on the device."""
+        self.given_bytes = given_bytes(graph)
+        """Inputs that the backward reads."""
         self._alone = _for_the_backward_alone(self._halves.captured, graph)
         self._backward: fx.GraphModule | None = None
         self.forward = self._write(Phase.FORWARD)
@@ -174,6 +176,14 @@ def storages_of(values: Sequence[Any]) -> Set[int]:
 def is_one_region_each(plan: Plan) -> bool:
     """Whether each half is one region."""
     return all(sum(region.phase is phase for region in plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD))
+
+
+def runs_as(plan: Plan, other: Plan) -> bool:
+    """Whether the programs of `other` are those of `plan`, which is for the same graph."""
+    return all(
+        getattr(plan, field) == getattr(other, field)
+        for field in ("buckets", "placements", "activations", "regions", "schedules")
+    )
 
 
 def ticket_position(captured: Captured) -> int:

@@ -48,19 +48,18 @@ def share_out(turns: Sequence[Turn], search: Callable[[Problem], Plan]) -> list[
     """
     found = [extents(turn.problem) for turn in turns]
     share = _largest_share(turns, found)
-    last = NoFeasiblePlan("", "", turns[0].problem.budget_bytes, _needed_bytes(turns, [low for low, _ in found]), {})
-    if share is None:
-        raise last
-    for eased in _EASED:
+    needed_bytes = _needed_bytes(turns, [low for low, _ in found])
+    for eased in _EASED if share is not None else ():
         held = [low.towards(high, share * eased) for low, high in found]
         try:
             planned = _planned(turns, held, search)
         except NoFeasiblePlan as error:
-            last = error.with_traceback(None)  # which would keep this frame, and so what its callers hold
+            needed_bytes = error.needed_bytes
             continue
         if all(plan.prediction.device_peak_bytes <= plan.budget_bytes for _, plan in planned):
             return planned
-    raise last
+    # No variable of this frame: a traceback would keep it, and so what its callers hold of earlier forwards.
+    raise NoFeasiblePlan("", "", turns[0].problem.budget_bytes, needed_bytes, {})
 
 
 def _largest_share(turns: Sequence[Turn], found: Sequence[tuple[Extent, Extent]]) -> float | None:

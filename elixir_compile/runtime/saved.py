@@ -110,6 +110,8 @@ class _Forward:
     owner: object = None
     """Whose forward it was."""
     device_bytes: int = 0
+    given_bytes: int = 0
+    """Of inputs, which stay for as long as its backward needs them."""
     kept: list["weakref.ref[torch.UntypedStorage]"] = field(default_factory=list)
     """Storages on the device that only its backward reads."""
     emptied: list[tuple["weakref.ref[torch.UntypedStorage]", torch.Tensor]] = field(default_factory=list)
@@ -184,11 +186,13 @@ class SavedActivations:
         weakref.finalize(ticket.untyped_storage(), self._forget, number).atexit = False
         return ticket
 
-    def note(self, ticket: torch.Tensor, owner: object, device_bytes: int, kept: Sequence[torch.Tensor]) -> None:
-        """Remember that the forward of `ticket`, of `owner`, left `device_bytes` on the device; of them `kept` are for
-        its backward alone."""
+    def note(
+        self, ticket: torch.Tensor, owner: object, device_bytes: int, given_bytes: int, kept: Sequence[torch.Tensor]
+    ) -> None:
+        """Remember that the forward of `ticket`, of `owner`, left `device_bytes` on the device, of which `kept` are for
+        its backward alone, and that this reads `given_bytes` of inputs."""
         forward = self._forwards[number_of(ticket)]
-        forward.owner, forward.device_bytes = owner, device_bytes
+        forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
         storages = {compat.storage_key(value): value.untyped_storage() for value in kept}
         forward.kept = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
 
@@ -201,6 +205,10 @@ class SavedActivations:
     def device_bytes(self) -> int:
         """Return the bytes that forwards left on the device and no backward freed yet."""
         return sum(forward.device_bytes for forward in list(self._forwards.values()) if forward.slab is None)
+
+    def held_bytes(self) -> int:
+        """Return `device_bytes()` and those of the inputs that wait with them."""
+        return self.device_bytes() + sum(forward.given_bytes for forward in list(self._forwards.values()))
 
     @torch.no_grad()
     def make_room(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Judge
@@ -82,9 +82,9 @@ def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kep
 
 
 def _kept_bytes(step: StepGraph, activations: Sequence[Activations]) -> int:
-    """Activations of `step`, as it is run, that stay on the device until the backward."""
+    """Activations of `step`, as it is run, and inputs that stay on the device until the backward."""
     away = {name for group in activations if group.saving is Saving.OFFLOAD for name in group.storages}
-    return sum(s.nbytes for s in step.storages if s.kind is Kind.SAVED and s.id not in away)
+    return given_bytes(step) + sum(s.nbytes for s in step.storages if s.kind is Kind.SAVED and s.id not in away)
 
 
 def _between(low: int, high: int, share: float) -> int:
