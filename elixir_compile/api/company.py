@@ -141,9 +141,9 @@ def _planned_together(executor: Executor, records: Sequence["Compilation"]) -> S
         return share_out(turns, records[0].search)
     except NoFeasiblePlan as error:
         log.warning(
-            "the forwards that wait for their backward together need %s beside each other, budget %s: what waits goes "
+            "no plans keep the budget of %s together, where the forwards that wait need at least %s: what waits goes "
             "to the host in every step",
-            format_bytes(error.needed_bytes),
             format_bytes(error.budget_bytes),
+            format_bytes(error.needed_bytes),
         )
         return ()

@@ -116,16 +116,24 @@ def _planned(turns: Sequence[Turn], held: list[Extent], search: Callable[[Proble
 
 
 def _more_bytes(turns: Sequence[Turn], held: Sequence[Extent], number: int, *, waits: bool) -> int:
-    """What others need while the graph `number` waits, or while it does not, beyond its base: of all that is there
-    then, not its own."""
-    own = held[number]
-    own_bytes = own.resident_bytes + (own.left_bytes if waits else own.grad_bytes)
-    needed_bytes = [
-        _base_bytes(turns, held, other) + held[other].peak_bytes - own_bytes
+    """What others need while the graph `number` waits, or while it does not, beyond its base.
+
+    It may hold what it is thought to, and what is free then, shared by as many forwards of it as wait; nothing more
+    where it waits for itself, because what is free is for its own peak.
+    """
+    own, budget_bytes = held[number], turns[number].problem.budget_bytes
+    free_bytes = [
+        0
+        if other == number
+        else (budget_bytes - _base_bytes(turns, held, other) - held[other].peak_bytes)
+        // max(1, later.beside.count(number))
         for other, later in enumerate(turns)
         if (number in later.beside) == waits and (waits or other != number)
     ]
-    return max(0, max(needed_bytes, default=0) - _base_bytes(turns, held, number))
+    if not free_bytes:
+        return 0
+    own_bytes = own.resident_bytes + (own.left_bytes if waits else own.grad_bytes)
+    return max(0, budget_bytes - _base_bytes(turns, held, number) - own_bytes - min(free_bytes))
 
 
 def _rebased(plan: Plan, base_bytes: int) -> Plan:

@@ -112,16 +112,19 @@ def test_what_made_room_leaves_no_trace() -> None:
 
 
 def test_measured_peaks_keep_the_budget_once_settled() -> None:
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for budget_bytes, planned_bytes, record in pool.map(measured, CROWDED):
+    with ProcessPoolExecutor(
+        max_workers=1, max_tasks_per_child=1, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        budgets_bytes = [half_bytes(name) for name in CROWDED]
+        found = pool.map(measured, CROWDED, budgets_bytes)
+        for budget_bytes, (planned_bytes, record) in zip(budgets_bytes, found, strict=True):
             assert record.device_peak_bytes <= budget_bytes + UNPLANNED_BYTES
-            assert planned_bytes == pytest.approx(record.device_peak_bytes, rel=0.05)
+            # Planned is a batch that both forwards read twice.
+            assert 0.9 * planned_bytes <= record.device_peak_bytes <= planned_bytes + UNPLANNED_BYTES
 
 
-def measured(name: str) -> tuple[int, int, elixir.Record]:
-    """Return the budget, the planned peak and the record of a step; run in a process of its own."""
-    budget_bytes = half_bytes(name)
-    torch._dynamo.reset()
+def measured(name: str, budget_bytes: int) -> tuple[int, elixir.Record]:
+    """Return the planned peak and the record of a settled step; run in a process of its own."""
     model, batches = CASES[name]()
     batch = batches[0]
     del batches  # as all else that is alive, they would count
@@ -135,4 +138,4 @@ def measured(name: str) -> tuple[int, int, elixir.Record]:
     for _ in range(3):
         CROWDED[name](run.compiled, run.optimizer, batch)
     record = elixir.measure_step(lambda: CROWDED[name](run.compiled, run.optimizer, batch))
-    return budget_bytes, planned_peak_bytes(run), record
+    return planned_peak_bytes(run), record
