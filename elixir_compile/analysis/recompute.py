@@ -80,6 +80,12 @@ def given_storages(graph: StepGraph) -> frozenset[StorageId]:
     return frozenset(storage.id for storage in graph.storages if storage.kind in _GIVEN)
 
 
+def given_bytes(graph: StepGraph) -> int:
+    """Return the bytes of inputs that the backward reads: another graph's output lives for as long as this needs it."""
+    read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}
+    return sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT and storage.id in read)
+
+
 def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
     """Return what the forward makes and the backward reads."""
     read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}

@@ -1,8 +1,7 @@
 """One captured graph on its way from capture to a running program, and its record after."""
 
-import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +11,17 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
 from elixir_compile.api.cache import plan_for
+from elixir_compile.api.company import Together, earlier_capture, with_room
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.disk import disk_of, require_disk
-from elixir_compile.api.loss import as_decided
-from elixir_compile.api.planning import graph_of, may_move_back, problem_of
+from elixir_compile.api.loss import as_decided, is_pressed
+from elixir_compile.api.planning import Company, graph_of, may_move_back, named, problem_of, unread_bytes
 from elixir_compile.api.profile import Profiler, RegionProfile
-from elixir_compile.api.programs import Programs, Succession, is_one_region_each, ticket_position
+from elixir_compile.api.programs import Programs, Succession, is_one_region_each, runs_as, storages_of, ticket_position
 from elixir_compile.api.progress import Progress
-from elixir_compile.api.replan import replan
+from elixir_compile.api.replan import replan, with_buckets_free
 from elixir_compile.api.saved import load_plan_for
+from elixir_compile.api.sizes import PlannedSizes
 from elixir_compile.api.watch import Seen, Watch
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import gather_keys, partition_hidden, show_in_inference
@@ -68,13 +69,16 @@ class Compilation:
         self._reviewed: Plan | None = None
         self._captured: Captured | None = None
         self._progress = Progress(is_on=options.report)
-        self._watch = Watch(executor, is_on=options.report or options.replan, records=self._may_replan())
+        self._watch = Watch(executor, is_on=options.report or options.replan, records=self.may_replan())
         self._seen: Seen | None = None
         self._problem: Problem | None = None
         self._correction: Correction | None = None
-        self._sizes: dict[str, int] = {}
+        self._sizes = PlannedSizes()
         self._generation = -1
-        self._beside_bytes = 0
+        self.beside_bytes = 0
+        """Bytes that other forwards may hold until their backward while this one runs."""
+        self.company = Together(self, executor)
+        """Which forwards wait for their backward while this one runs."""
         self._wants_backward = False
         self._programs = Succession()
         self._ticket_at = -1
@@ -145,16 +149,19 @@ class Compilation:
         if self._review is not None:
             self.plan = self._review(self.plan)
             self._reviewed = self.plan
-        _supersede(before)
+        self.company.take_over(before)
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
     def _replan(self) -> "Compilation | None":
         """Plan for the sizes at hand, on top of what is in force; return the earlier capture whose plan was taken."""
-        self._beside_bytes = self._executor.saved.device_bytes()
-        self.graph = graph_of(self._captured, self._executor, self._sizes)
-        self._problem = problem_of(self._captured, self.graph, self._executor, self._options, self._beside_bytes)
-        before = self._same_step()
+        self.graph = graph_of(self._captured, self._executor, self._sizes.values)
+        return with_room(self._executor, unread_bytes(self._captured, self._executor), self._plan_beside)
+
+    def _plan_beside(self, company: Company) -> "Compilation | None":
+        self.beside_bytes = company.waiting_bytes
+        self._problem = problem_of(self._captured, self.graph, self._executor, self._options, company)
+        before = earlier_capture(self, self._executor)
         in_force = None if before is None else self._as_in_force(before)
         if self._correction is not None:
             self._problem = self._correction.applied_to(self._problem)
@@ -162,12 +169,14 @@ class Compilation:
             self._problem = replace(self._problem, measured=self._profiled(self._problem).measured)
         self.plan = in_force or self._saved_plan(self._problem) or self._searched(self._problem, self._options)
         require_disk(self.plan, self._executor.disk)
+        # What was left alone may be more than others want: that is known once they ran.
+        self._executor.is_crowded |= bool(company.reserved_bytes) and is_pressed(self.plan)
         return before
 
     def _profiled(self, problem: Problem) -> RegionProfile:
         """Time the regions, at the sizes of this plan."""
         profiler = Profiler(self._regions, self._executor.device, self._options.inner)
-        self.profile = profiler.profile(self._captured, problem, self._sizes)
+        self.profile = profiler.profile(self._captured, problem, self._sizes.values)
         self._progress.say(str(self.profile))
         return self.profile
 
@@ -178,17 +187,6 @@ class Compilation:
     def _searched(self, problem: Problem, options: Options) -> Plan:
         found = plan_for(problem, options)
         return found if self._reviewed is None else as_decided(found, self._reviewed)
-
-    def _same_step(self) -> "Compilation | None":
-        """Return the earlier capture of the same step, whose plan is in force: the first call of a plain model."""
-        executor = self._executor
-        for other in executor.compilations:
-            is_another = other is not self and other.plan is not None
-            is_same = is_another and other.graph == replace(self.graph, name=other.graph.name)
-            is_same = is_same and other._beside_bytes >= self._beside_bytes
-            if is_same and executor.agrees(other.plan.buckets, other.plan.placements, may_adopt=False):
-                return other
-        return None
 
     def _as_in_force(self, other: "Compilation") -> Plan:
         """Return the plan of `other`, with what was learnt for it taken over."""
@@ -210,18 +208,21 @@ class Compilation:
         is_first = self._chose_strides is None
         if is_first:
             self._chose_strides = is_one_region_each(self.plan) and not self.is_inference
+        programs = self._programs_of(self.graph, self.plan)
+        if is_first and not self.is_inference:
+            compat.report_forward(programs.output_strides if programs.chooses_strides else ())
+        self._take(programs)
+
+    def _programs_of(self, graph: StepGraph, plan: Plan) -> Programs:
         # Not under a plan of one region each that follows one of several: autograd's strides are those of the first.
-        programs = Programs(
+        return Programs(
             self._captured,
-            self.graph,
-            self.plan,
+            graph,
+            plan,
             self._executor,
             self._regions,
             may_choose_strides=bool(self._chose_strides),
         )
-        if is_first and not self.is_inference:
-            compat.report_forward(programs.output_strides if programs.chooses_strides else ())
-        self._take(programs)
 
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""
@@ -247,9 +248,11 @@ class Compilation:
                 other._watch.restart()  # It runs the same buckets, and regions of the same labels.
         else:
             self._look_back(args)
+            self.company.begin()
         self._keep_current(args)
         self._programs.drop_old()
         self._executor.begin()
+        given = storages_of(args)
         try:
             results = self.forward.forward(args)
             self._executor.end()
@@ -258,13 +261,18 @@ class Compilation:
             raise
         if not self.is_inference:
             ticket = results[self._captured.num_outputs]
-            self._executor.saved.note(ticket, self._programs.last.device_bytes)
+            ran = self._programs.last
+            kept = ran.kept(results, given)
+            self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, kept)
             self._programs.wait_for(ticket)
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
+        ticket = args[self._ticket_at]
+        self.company.meet(self._executor.saved.waiting(leaving_out=ticket))
+        self._executor.saved.bring_back(ticket)
         try:
-            return self._backward_of(args[self._ticket_at]).forward(args)
+            return self._backward_of(ticket).forward(args)
         except BaseException:
             self._executor.abandon()
             raise
@@ -274,18 +282,66 @@ class Compilation:
         for other in self._executor.compilations:
             if other is not self and not other.is_inference:
                 other._watch.stop()  # Spans of two graphs have the same labels.
-        if any(value != self._planned_size(name, example) for name, example, value in self._sizes_of(args)):
+        if self._sizes.differ(self._captured, args):
             self._watch.restart()
             return
         seen = self._watch.forward_begins()
         if seen is not None:
             self._progress.measured(self.plan, seen)
-            self._seen = seen if self._may_replan() else None
+            self._seen = seen if self.may_replan() else None
         # Parameters do not move while a forward still waits for its backward.
-        if self._seen is not None and self._executor.saved.device_bytes() <= self._beside_bytes:
+        if self._seen is not None and not self._executor.saved.waiting():
             seen, self._seen = self._seen, None
             if self._executor.generation == self._generation:
                 self._learn(seen)
+
+    # Planned together with other graphs of the step.
+
+    @property
+    def reads(self) -> list[str]:
+        """Names of the parameters that it reads, and of those that travel with them."""
+        return named(self._captured, self._executor)
+
+    def question(self, base_bytes: int) -> Problem:
+        """Return what to plan with `base_bytes` outside; its buckets may move wherever they can."""
+        graph = graph_of(self._captured, self._executor, self._sizes.with_room())
+        problem = problem_of(self._captured, graph, self._executor, self._options, Company())
+        problem = self._correction.applied_to(problem) if self._correction is not None else problem
+        problem = replace(problem, base_bytes=base_bytes)
+        return with_buckets_free(problem, self.plan) if may_move_back(problem, self._executor) else problem
+
+    def search(self, problem: Problem) -> Plan:
+        """Return the plan that answers `problem`."""
+        return self._searched(problem, self._options)
+
+    def written(self, problem: Problem, plan: Plan) -> Programs:
+        """Return the programs of `plan`, which answers `problem` and is not in force yet."""
+        if problem.graph == self.graph and runs_as(plan, self._programs.last.plan):
+            return self._programs.last
+        programs = self._programs_of(problem.graph, plan)
+        if self._wants_backward:
+            _ = programs.backward
+        return programs
+
+    def follow(self, problem: Problem, plan: Plan, programs: Programs) -> None:
+        """Go on with `programs` of `plan`, which answers `problem`; the caller puts it in force."""
+        self._problem, self.graph, self.plan = problem, problem.graph, plan
+        self._sizes.take(dict(problem.graph.symbols))
+        if programs is self._programs.last:
+            return
+        self._progress.planned(self.plan)
+        self._take(programs)
+        if self._wants_backward:
+            self._write_backward()
+
+    def is_in_force(self) -> None:
+        """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
+        self._generation = self._executor.generation
+        if not self.is_inference:
+            others = [other for other in self._executor.compilations if other is not self and not other.is_inference]
+            is_alone = all(other.is_superseded for other in others)
+            closing = closing_verbs(self.plan) if is_alone else {}
+            self._executor.schedule_updates(self.plan, closing)
 
     def _learn(self, seen: Seen) -> None:
         with _compile_lock:
@@ -296,23 +352,15 @@ class Compilation:
             outcome = replan(self._problem, self.plan, self._correction, search)
             if outcome is None:
                 return
-            before = self.plan, copy.copy(self._programs), self.forward, self.backward
-            self.plan = outcome.plan
             self._progress.say(outcome.line)
-            if outcome.is_new:
-                self._progress.planned(self.plan)
-                try:
-                    self._write_forward()
-                    if self._wants_backward:
-                        self._write_backward()
-                except BaseException:
-                    self.plan, self._programs, self.forward, self.backward = before
-                    raise
-                self._executor.move(self.plan.buckets, self.plan.placements)
-                self._schedule_updates()
-                self._generation = self._executor.generation
+            if not outcome.is_new:
+                self.plan = outcome.plan
+                return
+            self.follow(self._problem, outcome.plan, self.written(self._problem, outcome.plan))
+            self._executor.move(self.plan.buckets, self.plan.placements)
+            self.is_in_force()
 
-    def _may_replan(self) -> bool:
+    def may_replan(self) -> bool:
         """Whether the first steps may change the plan: not a plan that the user gave, and not on one rank of several,
         whose plans are equal."""
         is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
@@ -325,8 +373,10 @@ class Compilation:
         bucket.
         """
         executor = self._executor
-        grown = self._grown(args)
-        has_company = not self.is_inference and executor.saved.device_bytes() > self._beside_bytes
+        grown = self._sizes.grown(self._captured, args)
+        has_company = not self.is_inference and executor.saved.held_bytes() > self.beside_bytes
+        if has_company and self.company.takes_turns:
+            has_company = not executor.saved.make_room()
         if not grown and not has_company and executor.generation == self._generation:
             return
         with _compile_lock:
@@ -335,49 +385,14 @@ class Compilation:
                 or has_company
                 or not executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=self._generation < 0)
             ):
-                self._sizes.update(grown)
+                self._sizes.values.update(grown)
                 if grown and self._correction is not None:
                     # The regions were measured at other sizes; the links and the optimizer are the same.
                     self._correction = replace(self._correction, measured=Measured())
-                _supersede(self._replan())
+                self.company.take_over(self._replan())
                 self._progress.planned(self.plan)
                 self._write_forward()
                 if self._wants_backward:
                     self._write_backward()
             executor.adopt(self.plan.buckets, self.plan.placements, for_training=not self.is_inference)
-            self._schedule_updates()
-            self._generation = executor.generation
-
-    def _schedule_updates(self) -> None:
-        """Tell the executor when the plan wants each bucket updated."""
-        if not self.is_inference:
-            others = [other for other in self._executor.compilations if other is not self and not other.is_inference]
-            is_alone = all(other.is_superseded for other in others)
-            closing = closing_verbs(self.plan) if is_alone else {}
-            self._executor.schedule_updates(self.plan, closing)
-
-    def _grown(self, args: Sequence[Any]) -> Mapping[str, int]:
-        """Return the symbols whose value exceeds what was planned for."""
-        return {
-            name: value
-            for name, example, value in self._sizes_of(args)
-            if value > self._sizes.setdefault(name, self._planned_size(name, example))
-        }
-
-    def _planned_size(self, name: str, example: torch.SymInt) -> int:
-        return self._sizes.get(name, compat.evaluate_size(example, {}))
-
-    def _sizes_of(self, args: Sequence[Any]) -> Iterator[tuple[str, torch.SymInt, int]]:
-        """Yield each input that is a symbol: its name, its value in the capture, and its value now."""
-        placeholders = self._captured.forward.graph.find_nodes(op="placeholder")
-        for node, value in zip(placeholders, args, strict=True):
-            example = node.meta.get("val")
-            if isinstance(example, torch.SymInt):
-                name, _ = compat.expression_of(example)
-                if name.isidentifier():
-                    yield name, example, value
-
-
-def _supersede(other: Compilation | None) -> None:
-    if other is not None:
-        other.is_superseded = True
+            self.is_in_force()

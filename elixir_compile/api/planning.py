@@ -1,6 +1,7 @@
 """What the planner is asked about one capture, on top of what an executor has in force."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,14 +33,22 @@ def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -
     Parameters that share a bucket in force with one of the step's are in it too: they travel along.
     """
     read = set(captured.param_names.values())
-    siblings = [executor.slots[name] for name in _named(captured, executor) if name not in read]
+    siblings = [executor.slots[name] for name in named(captured, executor) if name not in read]
     return step_graph(captured, sizes, siblings)
 
 
-def problem_of(
-    captured: Captured, graph: StepGraph, executor: Executor, options: Options, beside_bytes: int
-) -> Problem:
-    """Return the question; `beside_bytes` are device bytes that earlier forwards hold until their backward."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Company:
+    """What is on the device besides a graph and the parameters that live there."""
+
+    waiting_bytes: int = 0
+    """What earlier forwards left for their backward."""
+    reserved_bytes: int = 0
+    """Room for the state and gradients of parameters that no graph has read yet."""
+
+
+def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options: Options, company: Company) -> Problem:
+    """Return the question about `graph` in `company`."""
     is_training = captured.backward is not None
     cluster = machine(executor.device, options.hardware)
     if options.hardware is not None and cluster.num_ranks > 1:
@@ -47,12 +56,15 @@ def problem_of(
         raise InvalidOption("hardware", options.hardware, expected)
     # A profile that was measured under torchrun knows several.
     cluster = cluster.alone()
-    named = _named(captured, executor)
-    slots = [executor.slots[name] for name in named]
+    own = named(captured, executor)
+    slots = [executor.slots[name] for name in own]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
     known = planned_states([slot.param for slot in trained])
     states = states_by_name(trained, known)
+    held_bytes = executor.device_bytes(leaving_out=own) + company.waiting_bytes
+    if is_training:
+        held_bytes = outside_bytes(executor, own, company.waiting_bytes) + company.reserved_bytes
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values())
     return Problem(
         name=captured.name,
@@ -66,7 +78,7 @@ def problem_of(
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         disk=executor.disk is not None and all(state.may_be_on_disk for state in known.values()),
         update=update_of(options),
-        base_bytes=executor.device_bytes(leaving_out=named) + beside_bytes + fixed_bytes,
+        base_bytes=held_bytes + fixed_bytes,
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
@@ -80,6 +92,37 @@ def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> 
         slot.name: known.get(id(slot.param)) or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
         for slot in trained
     }
+
+
+def unread_bytes(captured: Captured, executor: Executor) -> int:
+    """Return the bytes of state and gradients of parameters that neither this graph nor one before it reads."""
+    if captured.backward is None:
+        return 0
+    read = set(named(captured, executor))
+    slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
+    return sum(_trained_bytes(slot) for slot in slots if executor.running(slot) is None)
+
+
+def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int = 0) -> int:
+    """Return the device bytes outside of training graphs that read the parameters `read`, beside `waiting_bytes`.
+
+    The gradients of other graphs come when what their forwards left has gone.
+    """
+    grads_bytes = eager_bytes = 0
+    for slot in executor.slots.values():
+        bucket = executor.running(slot)
+        if slot.name in read or not slot.param.requires_grad:
+            continue
+        if bucket is not None:
+            grads_bytes += 0 if bucket.is_on_host else slot.nbytes
+        elif slot.key in executor.trained_eagerly:
+            eager_bytes += _trained_bytes(slot)
+    return executor.device_bytes(leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
+
+
+def _trained_bytes(slot: Slot) -> int:
+    """Return the bytes of the gradient and the state."""
+    return slot.nbytes + state_bytes_per_element(slot.param) * slot.param.numel()
 
 
 def savings_of(options: Options) -> frozenset[Saving]:
@@ -105,7 +148,7 @@ def may_move_back(problem: Problem, executor: Executor) -> bool:
     return problem.hybrid or not problem.state_nbytes or executor.device.type == "cpu"
 
 
-def _named(captured: Captured, executor: Executor) -> list[str]:
+def named(captured: Captured, executor: Executor) -> list[str]:
     """Return the parameters that the step reads, and those that share a bucket in force with them."""
     read = dict.fromkeys(captured.param_names.values())
     for bucket, _ in executor.buckets_in_force(for_training=captured.backward is not None):

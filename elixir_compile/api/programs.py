@@ -5,15 +5,15 @@ plan, though another may have taken over in between.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.analysis.recompute import as_run
-from elixir_compile.capture.convert import Captured
+from elixir_compile.analysis.recompute import as_run, given_bytes
+from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.joint import TICKET
 from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.rewrite.check import check
@@ -47,6 +47,9 @@ class Programs:
         self._strides: Mapping[str, compat.Strides] = {}
         self.device_bytes = _device_bytes(graph, plan)
         """What a forward leaves on the device."""
+        self.given_bytes = given_bytes(graph)
+        """Inputs that the backward reads."""
+        self._alone = _for_the_backward_alone(self._halves.captured, graph)
         self._backward: fx.GraphModule | None = None
         self.forward = self._write(Phase.FORWARD)
 
@@ -65,6 +68,13 @@ class Programs:
             self._restride_placeholders()
             self._backward = self._write(Phase.BACKWARD)
         return self._backward
+
+    def kept(self, results: Sequence[Any], given: Set[int]) -> list[torch.Tensor]:
+        """Return what of `results` the step made and nobody but its backward sees; `given` are storages of inputs."""
+        # A kernel may hand on what it got where the capture made a copy.
+        seen = given | storages_of(results[: self._halves.captured.num_outputs])
+        values = [results[position] for position in self._alone]
+        return [value for value in values if value is not None and compat.storage_key(value) not in seen]
 
     def saves_as(self, other: "Programs") -> bool:
         """Whether the backward of `other` can follow this forward."""
@@ -158,9 +168,22 @@ class Succession:
         return max(place for place, (first, _) in enumerate(self._programs) if first <= number)
 
 
+def storages_of(values: Sequence[Any]) -> Set[int]:
+    """Return the keys of the storages of the tensors among `values`."""
+    return {compat.storage_key(value) for value in values if isinstance(value, torch.Tensor)}
+
+
 def is_one_region_each(plan: Plan) -> bool:
     """Whether each half is one region."""
     return all(sum(region.phase is phase for region in plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD))
+
+
+def runs_as(plan: Plan, other: Plan) -> bool:
+    """Whether the programs of `other` are those of `plan`, which is for the same graph."""
+    return all(
+        getattr(plan, field) == getattr(other, field)
+        for field in ("buckets", "placements", "activations", "regions", "schedules")
+    )
 
 
 def ticket_position(captured: Captured) -> int:
@@ -179,3 +202,12 @@ def _device_bytes(graph: StepGraph, plan: Plan) -> int:
     }
     storages = as_run(graph, plan.activations).storages
     return sum(storage.nbytes for storage in storages if storage.kind is Kind.SAVED and storage.id not in away)
+
+
+def _for_the_backward_alone(captured: Captured, graph: StepGraph) -> list[int]:
+    """Positions among the forward's results of tensors that the step makes and does not hand out."""
+    made = {storage.id for storage in graph.storages if storage.kind in (Kind.SAVED, Kind.TEMP)} - {*graph.outputs}
+    behind = storages_behind(captured)
+    outputs = captured.forward.graph.output_node().args[0]
+    found = [(position, behind.get(node, ())) for position, node in enumerate(outputs) if isinstance(node, fx.Node)]
+    return [place for place, names in found if place >= captured.num_outputs and names and made.issuperset(names)]

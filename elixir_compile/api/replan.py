@@ -90,18 +90,22 @@ def _moves_anything(plan: Plan) -> bool:
     return not (is_all_on_device and is_all_kept and verbs.isdisjoint({Verb.GATHER, Verb.OFFLOAD}))
 
 
-def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan]) -> Plan | None:
-    """The answer with every bucket of `plan` free to live anywhere; None where nothing fits any more."""
+def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
+    """Return `problem`, which `plan` answers, with every bucket of `plan` free to live anywhere."""
     ours = {bucket.id for bucket in plan.buckets}
-    kept = {placement.bucket: placement for placement in corrected.placements}
-    in_force = zip(plan.buckets, plan.placements, strict=True)
-    buckets = {bucket.id: bucket for bucket in (*corrected.buckets, *(bucket for bucket, _ in in_force))}
+    kept = {placement.bucket: placement for placement in problem.placements}
+    buckets = {bucket.id: bucket for bucket in (*problem.buckets, *plan.buckets)}
     placements = tuple(
         Placement(bucket=name, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) if name in ours else kept[name]
         for name in buckets
     )
+    return replace(problem, buckets=tuple(buckets.values()), placements=placements)
+
+
+def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan]) -> Plan | None:
+    """The answer with every bucket free; None where nothing fits any more."""
     try:
-        return search(replace(corrected, buckets=tuple(buckets.values()), placements=placements))
+        return search(with_buckets_free(corrected, plan))
     except NoFeasiblePlan:
         return None
 

@@ -38,6 +38,10 @@ class Executor:
         """Parameters that no plan can move, by name, with the reason."""
         self.generation = 0
         """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""
+        self.trained_eagerly: set[int] = set()
+        """Keys of slots whose gradients eager code made: no plan knows what they need."""
+        self.is_crowded = False
+        """Whether a forward found too little room beside those that wait for their backward."""
         self.sums_in_fp32 = False
         """Whether gradients of several backward passes add up in fp32, of parameters that have a master."""
         self.disk: tuple[Path, bool] | None = None
@@ -312,6 +316,7 @@ class Executor:
         """Add `grad`, made by eager code, to the gradient of `slot`."""
         # A copy, because autograd may hand one tensor to several parameters: the gradients of a sum are one tensor.
         self._add(slot, grad.clone())
+        self.trained_eagerly.add(slot.key)
         self._queue_flush()
 
     @torch.no_grad()

@@ -5,6 +5,8 @@
              ticket  [17, versions...]    number 17 names this forward, for as long as autograd keeps the ticket
   backward   prefetch (17, h.3.matmul) -> device;  wait
   after      autograd drops the ticket -> the slabs of forward 17 are free for the next
+  crowded    what a plan kept on the device beside a later forward that needs the room -> slab (`make_room`);
+             its backward brings it back first
 ```
 
 A storage is copied as a whole, once, whatever views of it the backward reads; each view is made again with its own
@@ -105,7 +107,17 @@ class _Forward:
     """What one forward left."""
 
     groups: dict[str, _Away] = field(default_factory=dict)
+    owner: object = None
+    """Whose forward it was."""
     device_bytes: int = 0
+    given_bytes: int = 0
+    """Of inputs, which stay for as long as its backward needs them."""
+    kept: list["weakref.ref[torch.UntypedStorage]"] = field(default_factory=list)
+    """Storages on the device that only its backward reads."""
+    emptied: list[tuple["weakref.ref[torch.UntypedStorage]", torch.Tensor]] = field(default_factory=list)
+    """Those whose bytes are on the host, to make room, with the bytes."""
+    slab: Slab | None = None
+    """The memory of these bytes."""
 
 
 class SavedActivations:
@@ -174,13 +186,72 @@ class SavedActivations:
         weakref.finalize(ticket.untyped_storage(), self._forget, number).atexit = False
         return ticket
 
-    def note(self, ticket: torch.Tensor, device_bytes: int) -> None:
-        """Remember that the forward of `ticket` left `device_bytes` on the device."""
-        self._forwards[number_of(ticket)].device_bytes = device_bytes
+    def note(
+        self, ticket: torch.Tensor, owner: object, device_bytes: int, given_bytes: int, kept: Sequence[torch.Tensor]
+    ) -> None:
+        """Remember that the forward of `ticket`, of `owner`, left `device_bytes` on the device, of which `kept` are for
+        its backward alone, and that this reads `given_bytes` of inputs."""
+        forward = self._forwards[number_of(ticket)]
+        forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
+        storages = {compat.storage_key(value): value.untyped_storage() for value in kept}
+        forward.kept = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
+
+    def waiting(self, leaving_out: torch.Tensor | None = None) -> list[object]:
+        """Return whose forwards wait for their backward, in order, that of the ticket `leaving_out` left out."""
+        number = None if leaving_out is None else number_of(leaving_out)
+        found = [forward.owner for other, forward in list(self._forwards.items()) if other != number]
+        return [owner for owner in found if owner is not None]
 
     def device_bytes(self) -> int:
         """Return the bytes that forwards left on the device and no backward freed yet."""
-        return sum(forward.device_bytes for forward in list(self._forwards.values()))
+        return sum(forward.device_bytes for forward in list(self._forwards.values()) if forward.slab is None)
+
+    def held_bytes(self) -> int:
+        """Return `device_bytes()` and those of the inputs that wait with them."""
+        return self.device_bytes() + sum(forward.given_bytes for forward in list(self._forwards.values()))
+
+    @torch.no_grad()
+    def make_room(self) -> bool:
+        """Take what forwards left on the device to the host until their backward; return whether there was anything."""
+        found = [forward for forward in list(self._forwards.values()) if forward.slab is None and forward.kept]
+        with compat.real_tensors():  # where a later graph is being traced
+            return sum(map(self._empty, found)) > 0
+
+    @torch.no_grad()
+    def bring_back(self, ticket: torch.Tensor) -> None:
+        """Before a backward: have on the device again what its forward left there; other forwards' makes room."""
+        forward = self._forwards.get(number_of(ticket))
+        if forward is None or forward.slab is None:
+            return
+        self.make_room()
+        for reference, host in forward.emptied:
+            storage = reference()
+            if storage is not None:
+                storage.resize_(host.numel())
+                _as_bytes(storage).copy_(host)
+        self._give_back_room(forward)
+
+    def _empty(self, forward: _Forward) -> bool:
+        storages = [storage for reference in forward.kept if (storage := reference()) is not None]
+        storages = [storage for storage in storages if storage.nbytes() and storage.resizable()]
+        if not storages:
+            return False
+        forward.slab = self._pool.take(sum(aligned_bytes(storage.nbytes()) for storage in storages))
+        start = 0
+        for storage in storages:
+            host = forward.slab.tensor(torch.uint8, (storage.nbytes(),), start)
+            start = aligned_bytes(start + storage.nbytes())
+            # Not asynchronous: it happens in a few steps at most, and the memory is wanted at once.
+            host.copy_(_as_bytes(storage))
+            forward.emptied.append((weakref.ref(storage), host))
+            storage.resize_(0)
+        return True
+
+    def _give_back_room(self, forward: _Forward) -> None:
+        forward.emptied.clear()
+        slab, forward.slab = forward.slab, None
+        if slab is not None:
+            self._pool.give_back(slab)
 
     def end(self) -> None:
         """After a backward: unmap slabs that no step takes any more."""
@@ -211,6 +282,7 @@ class SavedActivations:
         self._let_go(self._forwards.pop(number))
 
     def _let_go(self, forward: _Forward) -> None:
+        self._give_back_room(forward)
         for away in forward.groups.values():
             away.transfer.kept = ()
             away.on_host = ()

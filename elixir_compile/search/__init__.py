@@ -1,6 +1,7 @@
 """The only package that decides: a problem in, a plan out."""
 
+from elixir_compile.search.extent import Extent, extent_of, extents
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
 
-__all__ = ["Problem", "plan"]
+__all__ = ["Extent", "Problem", "extent_of", "extents", "plan"]

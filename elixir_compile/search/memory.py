@@ -162,6 +162,7 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
     away = {name for group in facts.activations if group.id in names for name in group.storages}
     changes = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     changes[0] = facts.problem.base_bytes
+    ends: list[tuple[int, int]] = []
     for storage in graph.storages:
         owned = (
             storage.id in away
@@ -172,7 +173,15 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
         if not owned and life is not None:
             changes[life.first] += storage.nbytes
             changes[life.last + 1] -= storage.nbytes
-    return np.cumsum(changes[:-1])
+            ends.append((life.last, storage.nbytes))
+    rest = np.cumsum(changes[:-1])
+    # What this graph holds while others run is what is left of its last forward op, and what is there at the update.
+    last = facts.num_forward - 1
+    dying_bytes = sum(nbytes for end, nbytes in ends if end == last)
+    rest[last] += max(0, facts.problem.between_bytes - dying_bytes)
+    inputs_bytes = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT)
+    rest[facts.num_run :] += max(0, facts.problem.after_bytes - inputs_bytes)
+    return rest
 
 
 def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int64]:

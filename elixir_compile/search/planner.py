@@ -158,7 +158,8 @@ def _no_plan(judge: Judge, least: Draft) -> NoFeasiblePlan:
     peak = plan_timeline(problem.graph, write_out(judge, least)).peak
     op = next(op for op in judge.facts.graph.ops if op.id == peak.op)
     by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
-    if peak.nbytes > problem.budget_bytes:
-        return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, peak.nbytes, by_kind)
+    device_bytes = max(peak.nbytes, judge.memory.peak_bytes(least.levels, ahead=0))
+    if device_bytes > problem.budget_bytes:
+        return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, device_bytes, by_kind)
     needed_bytes = judge.host_bytes(least.levels)
     return NoFeasiblePlan("", "", problem.host_budget_bytes, needed_bytes, {}, "host")

@@ -32,6 +32,11 @@ class Problem:
     """When the hybrid optimizer has to update; None where the planner may choose."""
     base_bytes: int = 0
     """Device bytes held outside this graph during the whole step."""
+    between_bytes: int = 0
+    """Device bytes that other graphs need, beyond `base_bytes`, between the forward and the backward of this one."""
+    after_bytes: int = 0
+    """Device bytes that they need, beyond `base_bytes`, while this one holds no more than parameters, state and
+    gradients."""
     measured: Measured = field(default_factory=Measured)
     """Seconds of ops that are known from this machine."""
     savings: frozenset[Saving] = frozenset(Saving)
@@ -49,8 +54,9 @@ class Problem:
                 f"problem {self.name}: bucket_min_bytes {self.bucket_min_bytes} and bucket_max_bytes "
                 f"{self.bucket_max_bytes} must be positive and in this order."
             )
-        if self.base_bytes < 0:
-            raise InvalidPlan(f"problem {self.name}: base_bytes must not be negative, got {self.base_bytes}.")
+        for name in ("base_bytes", "between_bytes", "after_bytes"):
+            if getattr(self, name) < 0:
+                raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
         for placement in self.placements:

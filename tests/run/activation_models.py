@@ -97,6 +97,11 @@ def blocks(*, dropout: float = 0.0) -> Case:
     return seeded(_Blocks, dropout), _vectors()
 
 
+def broken() -> Case:
+    """Return residual blocks with graph breaks between them: three graphs per step."""
+    return seeded(_Broken), _vectors()
+
+
 def routed(*, breaks: bool = False) -> Case:
     """Return two layers of four experts of which each token takes two, all computed and masked in one graph; with
     `breaks` only those taken, picked by index, which no single graph holds."""
@@ -137,6 +142,18 @@ class _Blocks(nn.Module):
         for block in self.blocks:
             x = functional.dropout(block(x), self.dropout, self.training)
         return x.square().mean()
+
+
+class _Broken(_Blocks):
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        torch._dynamo.graph_break()
+        return self.blocks[2](x).square().mean()
 
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -191,11 +208,12 @@ def _vectors() -> list[torch.Tensor]:
 
 CASES: Mapping[str, Callable[[], Case]] = {
     "gpt2": gpt2,
-    "gpt2_checkpointed": lambda: gpt2(checkpointed=True),
+    "gpt2_checkpointed": lambda: gpt2(num_layers=6, checkpointed=True),
     "gpt2_dropout": lambda: gpt2(dropout=0.1),
     "gpt2_checkpointed_dropout": lambda: gpt2(dropout=0.1, checkpointed=True),
     "gpt2_deep": lambda: gpt2(num_layers=5),
     "blocks": blocks,
+    "broken": broken,
     "blocks_dropout": lambda: blocks(dropout=0.1),
     "llama": llama,
     "t5": t5,

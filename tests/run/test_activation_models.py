@@ -78,8 +78,8 @@ def assert_close(expected: Run, got: Run) -> None:
     [
         pytest.param("gpt2_deep", 0.35, marks=pytest.mark.slow),
         ("gpt2_dropout", 0.5),
-        # What the user recomputes is the peak already; the rest of the budget is the first layer's.
-        ("gpt2_checkpointed", 0.8),
+        # The least is one layer that the user runs again as a whole, 2.44 MB: 49.6 % with six layers, 57 % with three.
+        ("gpt2_checkpointed", 0.5),
         pytest.param("gpt2_checkpointed_dropout", 0.8, marks=pytest.mark.slow),
         pytest.param("llama", 0.5, marks=pytest.mark.slow),
         ("t5", 0.5),
@@ -128,30 +128,18 @@ def test_what_a_policy_must_save_is_not_computed_again(monkeypatch: pytest.Monke
     assert again.isdisjoint("1234")
 
 
-def test_experts_that_break_the_graph() -> None:
-    """Each expert is a graph of its own, for as many tokens as the batch gives it; nothing presses them here."""
-    model, batches = routed(breaks=True)
-    expected = by_torch(model).train(batches)
-    got = by_elixir(model, **OPTIONS).train(batches)
-    assert_same(expected, got)
-    assert len(elixir.compilations(got.model)) > 4
-
-
 def test_a_plan_in_one_graph_is_refused_where_shapes_depend_on_data() -> None:
     model, (batch, *_) = routed(breaks=True)
     with pytest.raises(elixir.UnsupportedModel, match="depends on what tensors hold"):
         elixir.plan(model, (batch,), options=OPTIONS)
 
 
-# The first of two forwards is planned alone, so the second gets what it leaves: at half the budget, too little.
-@pytest.mark.parametrize(("step", "share"), [(two_forwards, 0.8), (accumulate, 0.5), (backward_twice, 0.5)])
-def test_steps_of_several_forwards_or_backwards_under_a_searched_plan(
-    step: Callable[..., torch.Tensor], share: float
-) -> None:
+@pytest.mark.parametrize("step", [two_forwards, accumulate, backward_twice])
+def test_steps_of_several_forwards_or_backwards_under_a_searched_plan(step: Callable[..., torch.Tensor]) -> None:
     model, batches = blocks()
     expected = by_torch(model).train(batches, step)
     free = by_elixir(model, **OPTIONS).train(batches, step)
-    budget_bytes = int(share * planned_peak_bytes(free))
+    budget_bytes = planned_peak_bytes(free) // 2
     got = by_elixir(model, device_memory=budget_bytes, **OPTIONS).train(batches, step)
     assert_same(expected, got)
     assert planned_peak_bytes(got) <= budget_bytes

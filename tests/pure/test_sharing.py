@@ -1,0 +1,75 @@
+"""`sharing`: graphs that wait for each other keep one budget together."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir_compile.api.sharing import Turn, share_out
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.ir import Plan
+from elixir_compile.search import Problem, extent_of, extents, plan
+from tests.pure.search.test_planner import chain_of, problem_of
+
+BESIDE = {"alone": [()], "chain": [(), (0,), (0, 1)], "twice": [(0,)], "thrice": [(0, 0)], "in turn": [(), ()]}
+
+
+def greedy(problem: Problem) -> Plan:
+    return plan(problem, "greedy")
+
+
+def turns_of(name: str, budget_bytes: int) -> list[Turn]:
+    graphs = [chain_of(2 + number % 2) for number in range(len(BESIDE[name]))]
+    problems = [problem_of(graph, budget_bytes=budget_bytes, base_bytes=100) for graph in graphs]
+    return [Turn(problem=problem, beside=beside) for problem, beside in zip(problems, BESIDE[name], strict=True)]
+
+
+def least_bytes(name: str) -> int:
+    with pytest.raises(NoFeasiblePlan) as caught:
+        share_out(turns_of(name, 1), greedy)
+    return caught.value.needed_bytes
+
+
+@given(st.sampled_from(sorted(BESIDE)), st.sampled_from([1.05, 1.2, 1.5, 2.0, 10.0]))
+@settings(deadline=None, max_examples=25)
+def test_plans_keep_the_budget_together(name: str, times: float) -> None:
+    """What each needs while it runs, all that the others hold included, counted here once more."""
+    turns = turns_of(name, int(times * least_bytes(name)))
+    planned = share_out(turns, greedy)
+    held = [extent_of(problem.graph, made) for problem, made in planned]
+    for number, (turn, (_, made)) in enumerate(zip(turns, planned, strict=True)):
+        resident_bytes = sum(own.resident_bytes for own in held) - held[number].resident_bytes
+        left_bytes = sum(held[other].left_bytes for other in turn.beside)
+        needed_bytes = turn.problem.base_bytes + resident_bytes + left_bytes + held[number].peak_bytes
+        assert needed_bytes <= made.prediction.device_peak_bytes <= turn.problem.budget_bytes
+
+
+def test_with_room_for_everything_nothing_moves() -> None:
+    turns = turns_of("chain", 1 << 30)
+    for turn, (_, made) in zip(turns, share_out(turns, greedy), strict=True):
+        alone = greedy(turn.problem)
+        assert (made.placements, made.activations) == (alone.placements, alone.activations)
+
+
+def test_extents_hold_every_plan() -> None:
+    problem = problem_of(chain_of(3))
+    low, high = extents(problem)
+    assert low.left_bytes < high.left_bytes
+    assert low.resident_bytes == 0 < high.resident_bytes
+    assert extent_of(problem.graph, greedy(problem)) == high
+    tight = greedy(replace(problem, budget_bytes=low.peak_bytes))
+    assert extent_of(problem.graph, tight).peak_bytes == low.peak_bytes
+
+
+@pytest.mark.parametrize("field", ["between_bytes", "after_bytes"])
+def test_what_others_need_is_left_to_them(field: str) -> None:
+    """Nothing fits above the budget, and below it something has to go that would stay otherwise."""
+    problem = problem_of(chain_of(3), budget_bytes=100_000)
+    free = extent_of(problem.graph, greedy(problem))
+    pressed = greedy(replace(problem, **{field: 100_000 - free.resident_bytes}))
+    held = extent_of(problem.graph, pressed)
+    assert held.resident_bytes + held.left_bytes < free.resident_bytes + free.left_bytes
+    with pytest.raises(NoFeasiblePlan) as caught:
+        greedy(replace(problem, **{field: 200_000}))
+    assert caught.value.needed_bytes > 100_000
