@@ -11,6 +11,7 @@ not element-wise keeps its own step.
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -43,8 +44,9 @@ class Hybrid(torch.optim.Optimizer):
         self._begin()
         super().__init__(*args, **kwargs)
 
+    @abstractmethod
     def _new_rule(self) -> UpdateRule:
-        raise NotImplementedError
+        """Return what the class computes."""
 
     def _begin(self) -> None:
         self._rule = self._new_rule()
@@ -65,11 +67,14 @@ class Hybrid(torch.optim.Optimizer):
     def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
         """Return what is kept, or will be, for each of `params`; see `StateOwner`."""
         where = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        groups = [where[id(param)] for param in params]
-        return [
-            ParamState(index, self._rule.state_nbytes(param, self.param_groups[index]))
-            for param, index in zip(params, groups, strict=True)
-        ]
+        states: list[ParamState] = []
+        for param in params:
+            index = where.get(id(param))
+            if index is None:  # somebody took it out of its group: it is not updated any more
+                states.append(ParamState(0, 0))
+            else:
+                states.append(ParamState(index, self._rule.state_nbytes(param, self.param_groups[index])))
+        return states
 
     def _obstacle(self) -> str:
         because = self._rule.obstacle(self.param_groups)

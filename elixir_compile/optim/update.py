@@ -141,7 +141,9 @@ class BucketUpdate:
         on_host, grads = part.weights, part.grads
         if is_copied:
             with self.executor.d2h.behind_compute():
-                on_host = self.rooms.copies(self.bucket, "landed param", dict(zip(part.params, part.weights, strict=True)))
+                on_host = self.rooms.copies(
+                    self.bucket, "landed param", dict(zip(part.params, part.weights, strict=True))
+                )
                 grads = self.rooms.copies(self.bucket, "landed grad", dict(zip(part.params, part.grads, strict=True)))
         return _HostSide(
             weights=part.weights,
