@@ -11,6 +11,7 @@ not element-wise keeps its own step.
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -44,8 +45,9 @@ class Hybrid(torch.optim.Optimizer):
         self._begin()
         super().__init__(*args, **kwargs)
 
+    @abstractmethod
     def _new_rule(self) -> UpdateRule:
-        raise NotImplementedError
+        """Return what the class computes."""
 
     def _begin(self) -> None:
         self._rule = self._new_rule()
@@ -66,10 +68,11 @@ class Hybrid(torch.optim.Optimizer):
     def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
         """Return what is kept, or will be, for each of `params`; see `StateOwner`."""
         where = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        groups = [where[id(param)] for param in params]
-        return [self._state_of(param, index) for param, index in zip(params, groups, strict=True)]
+        return [self._state_of(param, where.get(id(param))) for param in params]
 
-    def _state_of(self, param: torch.Tensor, group: int) -> ParamState:
+    def _state_of(self, param: torch.Tensor, group: int | None) -> ParamState:
+        if group is None:  # somebody took it out of its group: it is not updated any more
+            return ParamState(0, 0)
         dtypes = self._rule.kinds(param, self.param_groups[group]).values()
         return ParamState(
             group=group,

@@ -37,8 +37,7 @@ def everything(run: Run) -> dict[str, torch.Tensor]:
     return dict(sorted({**weights_of(run), **flat}.items()))
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("update", [Update.AFTER_BACKWARD, Update.ACROSS_STEPS])
+@pytest.mark.parametrize(("update", "unscales"), [(Update.AFTER_BACKWARD, False), (Update.ACROSS_STEPS, True)])
 def test_an_overflow_leaves_weights_and_state_bitwise_untouched(update: Update, unscales: bool) -> None:
     model, batches = ladder(), rows(5)
 
@@ -59,14 +58,13 @@ def test_an_overflow_leaves_weights_and_state_bitwise_untouched(update: Update, 
         assert_same_tensors(everything(expected), everything(run))
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_scaler_where_the_backward_updates_is_refused_before_the_first_update(unscales: bool) -> None:
+def test_a_scaler_where_the_backward_updates_is_refused_before_the_first_update() -> None:
     model, batches = ladder(), rows(2)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
         before = weights_of(run)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
         with pytest.raises(GradientsChanged, match=r"steps\.\d.* GradScaler .* update=\"after_backward\""):
-            run.train(batches, scaled_step(scaler, unscales=unscales))
+            run.train(batches, scaled_step(scaler, unscales=True))
         assert_same_tensors(before, weights_of(run))
         assert run.optimizer.state_dict()["state"] == {}
         run.optimizer.zero_grad()
