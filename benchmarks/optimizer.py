@@ -54,7 +54,8 @@ def disk_part(arguments: argparse.Namespace) -> list[str]:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         figures.append(json.loads(done.stdout.splitlines()[-1]))
     wrong = optimizer_disk.missed(figures)
-    text = optimizer_disk.table(figures)
+    load = f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    text = f"{optimizer_disk.table(figures)}\n{load}: seconds compare only where it is about 1.\n"
     print(text)
     path = save("optimizer_disk_cpu", {"missed": wrong, "load_average": os.getloadavg(), "figures": figures})
     (RESULTS / "optimizer_disk_cpu.md").write_text(text, encoding="utf-8")

@@ -1,5 +1,6 @@
 """Forwards that wait for their backward at the same time keep one budget: graphs of one step, or one graph twice."""
 
+import functools
 import gc
 import multiprocessing
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
+@functools.cache
 def half_bytes(name: str) -> int:
     """Return half of what the step of a case needs where everything is kept."""
     model, batches = CASES[name]()
@@ -64,7 +66,6 @@ def test_half_the_budget_is_enough_and_settled_after_one_step(name: str, rooms: 
 def test_experts_that_break_the_graph_share_half_the_budget(rooms: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is a graph of its own, for as many tokens as the batch gives it."""
     model, batches = routed(breaks=True)
-    batches = [*batches, *batches[-1:]]
     with torch._dynamo.config.patch(recompile_limit=32):
         expected = by_torch(model).train(batches)
         free = by_elixir(model, **OPTIONS).train(batches[:1])
