@@ -4,6 +4,17 @@ from elixir_compile.cost.collective import collective_s
 from elixir_compile.cost.compute import is_free, op_s
 from elixir_compile.cost.measured import Measured, Stretch, corrected_s
 from elixir_compile.cost.transfer import copy_s
-from elixir_compile.cost.update import update_s
+from elixir_compile.cost.update import stream_s, streamed_bytes, update_s
 
-__all__ = ["Measured", "Stretch", "collective_s", "copy_s", "corrected_s", "is_free", "op_s", "update_s"]
+__all__ = [
+    "Measured",
+    "Stretch",
+    "collective_s",
+    "copy_s",
+    "corrected_s",
+    "is_free",
+    "op_s",
+    "stream_s",
+    "streamed_bytes",
+    "update_s",
+]

@@ -22,8 +22,9 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
     facts, problem, proved = judge.facts, judge.facts.problem, draft.certificate
     cuts = cut_regions(facts, draft.levels, draft.moves)
     actions = program(facts, draft.levels, draft.moves, cuts)
-    buckets = zip(facts.buckets, draft.levels, strict=True)
-    placements = tuple(placement_of(bucket, level) for bucket, level in buckets)
+    streamed = draft.moves.streamed
+    buckets = enumerate(zip(facts.buckets, draft.levels, strict=True))
+    placements = tuple(placement_of(bucket, level, streamed=i in streamed) for i, (bucket, level) in buckets)
     unpredicted = Plan(
         name=problem.name,
         graph=fingerprint(problem.graph),

@@ -1,11 +1,21 @@
 """Seconds of everything a plan can do on one machine, looked up once so that thousands of schedules can be played."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from elixir_compile.analysis.recompute import as_run, repeated_op
-from elixir_compile.cost import Measured, Stretch, collective_s, copy_s, corrected_s, is_free, op_s, update_s
+from elixir_compile.cost import (
+    Measured,
+    Stretch,
+    collective_s,
+    copy_s,
+    corrected_s,
+    is_free,
+    op_s,
+    stream_s,
+    update_s,
+)
 from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket
@@ -31,6 +41,8 @@ class Prices:
     host_update_s: Mapping[str, float]
     lane_of: Mapping[Lane, Lane]
     """The lane that each lane's work really takes: a copy that does not overlap compute is work for the same cores."""
+    stream_s: Mapping[tuple[str, Tier], tuple[float, float]] = field(default_factory=dict)
+    """By bucket and home of its parameters: what a streamed update carries to the device, and back."""
 
     @property
     def is_one_memory(self) -> bool:
@@ -66,6 +78,12 @@ def prices(
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         lane_of=lane_of,
+        stream_s={
+            (bucket.id, home): stream_s(bucket, home, cluster)
+            for bucket in buckets
+            if bucket.trainable
+            for home in (Tier.DEVICE, Tier.HOST)
+        },
     )
 
 
