@@ -5,9 +5,9 @@
     across steps         `step()` updates what the device updates, queues what the host updates and returns;
                          whoever reads a parameter waits for the update of its bucket, and for no other
 
-Device updates are queued first, so that on an accelerator both sides work at once; what is streamed comes last. What an update is: see `update` and
-`rule`. Every tensor goes through torch's own fused kernel as a tensor of its own, so the result is bitwise that of
-`torch.optim.AdamW(fused=True)` on the same side, in each of the three.
+Device updates are queued first, so that on an accelerator both sides work at once, and what is streamed comes last.
+What an update is: see `update` and `rule`. Every tensor goes through torch's own fused kernel as a tensor of its own, so
+the result is bitwise that of `torch.optim.AdamW(fused=True)` on the same side, in each of the three.
 """
 
 import warnings
@@ -219,15 +219,15 @@ class HybridAdamW(torch.optim.AdamW):
             for executor in dict.fromkeys(executors.values())
             for bucket in executor.in_use_order(b for b in parts if executors[b] is executor)
         ]
-        streamed = [update for update in updates if update.bucket.placement.streamed]
         for update in updates:
-            if update.is_on_device and update not in streamed:
+            if update.is_on_device and not update.bucket.placement.streamed:
                 update.run()
         for update in updates:
             if not update.is_on_device:
                 self._run_on_host(update, arrived)
-        for update in streamed:  # which returns when its copies are done: the host works meanwhile
-            update.run()
+        for update in updates:
+            if update.bucket.placement.streamed:  # returns when its copies are done: the host works meanwhile
+                update.run()
         return updates
 
     def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:

@@ -34,7 +34,8 @@ class Judge:
             facts.activations,
         )
         self._away_bytes = sum(absence.nbytes for absence in facts.absences)
-        self._update = asked_time(problem)
+        self.update = asked_time(problem)
+        """When a bucket that the host updates is updated."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
         self._host_bytes = [{level: host_bytes_of(bucket, level) for level in Level} for bucket in facts.buckets]
         self._step_s: dict[tuple[Level, ...], float] = {}
@@ -105,11 +106,11 @@ class Judge:
         actions: Sequence[tuple[Verb, str]],
         placements: Mapping[BucketId, Placement],
     ) -> Cycle:
-        if self._update is Update.IN_BACKWARD:
+        if self.update is Update.IN_BACKWARD:
             read = {region.id: region.buckets for region in regions(self.facts, cuts)}
             closing = closing_of(actions, read, placements.values())
-            return Cycle(update=self._update, reads=read, closing=closing)
-        if self._update is Update.AFTER_BACKWARD or not any(level.has_state_on_host for level in levels):
+            return Cycle(update=self.update, reads=read, closing=closing)
+        if self.update is Update.AFTER_BACKWARD or not any(level.has_state_on_host for level in levels):
             return Cycle()
         # Where a bucket is gathered, the gather waits; else the first region that reads it does.
         firsts = [cut.first for cut in cuts]
@@ -119,4 +120,4 @@ class Judge:
             if level.has_state_on_host and not level.has_param_on_host and windows:
                 region = cuts[bisect_right(firsts, windows[0].first) - 1]
                 reads.setdefault(region.id, []).append(self.facts.buckets[i].id)
-        return Cycle(update=self._update, reads=reads)
+        return Cycle(update=self.update, reads=reads)

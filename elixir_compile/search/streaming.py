@@ -13,10 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from elixir_compile.ir import Decision, Update
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.stays import Moves
+from elixir_compile.units import format_s
 
 _LEAST_SHARE = 1e-3
 """Of a step: compute that waits less than this for updates has no reason to wait differently."""
@@ -89,3 +91,34 @@ def _may_be_streamed(judge: Judge, levels: Sequence[Level], moves: Moves) -> lis
         for i in sorted(facts.streamable)
         if levels[i].has_state_on_host and memory.streamed_bytes(i, levels[i].home) <= free_bytes
     ]
+
+
+def update_decisions(judge: Judge, levels: Sequence[Level], moves: Moves, hidden_share: float) -> tuple[Decision, ...]:
+    """Return why updates of the host run when they do, and why so many of them are streamed; nothing where the host
+    updates nothing, or waits for nothing.
+
+    `hidden_share` of the host's seconds are under compute.
+    """
+    facts = judge.facts
+    on_host = [i for i, bucket in enumerate(facts.buckets) if bucket.trainable and levels[i].has_state_on_host]
+    if not on_host or judge.update is Update.AFTER_BACKWARD:
+        return ()
+    numel = sum(facts.buckets[i].numel for i in on_host)
+    share = sum(facts.buckets[i].numel for i in moves.streamed.intersection(on_host)) / numel
+    step_s = judge.step_s(levels, moves)
+    rejected: list[str] = []
+    if moves.streamed - facts.streamed:
+        other_s = judge.step_s(levels, moves._replace(streamed=facts.streamed))
+        rejected.append(f"x = 0: {format_s(other_s - step_s)} longer")
+    more = [i for i in _may_be_streamed(judge, levels, moves) if i not in moves.streamed]
+    if more:
+        other_s = judge.step_s(levels, moves._replace(streamed=moves.streamed | {more[0]}))
+        rejected.append(f"{facts.buckets[more[0]].id} streamed too: {format_s(max(other_s - step_s, 0.0))} longer")
+    return (
+        Decision(
+            subject="update",
+            choice=f"{judge.update}, a share x = {share:.2f} of what lives on the host streamed to the device",
+            because=f"{hidden_share:.0%} of the seconds that the host updates are under compute",
+            rejected=tuple(rejected),
+        ),
+    )
