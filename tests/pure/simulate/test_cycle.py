@@ -85,8 +85,8 @@ def test_what_is_streamed_takes_compute_and_spares_the_host() -> None:
 
 
 def test_in_the_backward_an_update_begins_when_its_gradient_has_landed() -> None:
-    """In its steady cycle 7 s of the host's b0 are left over. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1 27-37,
-    bwd.0 37-47, gradient of b1 47-52, host 52-60; bwd.1 47-57, gradient of b0 57-60, host 60-67."""
+    """In its steady cycle 7 s of the host's b0 are left over. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1
+    27-37, bwd.0 37-47, gradient of b1 47-52, host 52-60; bwd.1 47-57, gradient of b0 57-60, host 60-67."""
     cycle = Cycle(update=Update.IN_BACKWARD, reads=READS, closing={BucketId("b0"): OFF, BucketId("b1"): OFF})
     spans: list[Span] = []
     assert step_s(ON_HOST, (HOST, HOST), cycle, spans=spans) == 60
