@@ -6,36 +6,47 @@
 ```
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from elixir_compile.ir import BucketId, Plan, RegionId, Tier, Verb, grad_of
+from elixir_compile.ir import BucketId, Placement, Plan, RegionId, Tier, Verb, grad_of
 
 
 def closing_verbs(plan: Plan, rank: int = 0) -> Mapping[BucketId, Verb]:
     """Return the last thing that the program does to each bucket: REDUCE of parameters on the device, OFFLOAD of their
     gradient, or the one RELEASE behind it. Buckets that are read after that are left out."""
-    regions = {region.id: region.buckets for region in plan.regions}
+    actions = ((action.verb, action.what) for action in plan.schedules[rank].actions)
+    return closing_of(actions, {region.id: region.buckets for region in plan.regions}, plan.placements)
+
+
+def closing_of(
+    actions: Iterable[tuple[Verb, str]],
+    regions: Mapping[RegionId, Sequence[BucketId]],
+    placements: Iterable[Placement],
+) -> Mapping[BucketId, Verb]:
+    """Return the same of a program of (verb, what) pairs whose `regions` read these buckets."""
     landings = {
-        (Verb.REDUCE, bucket.id) if placement.param is Tier.DEVICE else (Verb.OFFLOAD, grad_of(bucket.id)): bucket.id
-        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
+        (Verb.REDUCE, placed.bucket)
+        if placed.param is Tier.DEVICE
+        else (Verb.OFFLOAD, grad_of(placed.bucket)): placed.bucket
+        for placed in placements
     }
     closing: dict[BucketId, Verb] = {}
     reduced: set[BucketId] = set()
     reread: set[BucketId] = set()
     banned: set[BucketId] = set()
-    for action in plan.schedules[rank].actions:
-        bucket = BucketId(action.what)
-        if action.verb is Verb.RUN:
-            reread.update(read for read in regions[RegionId(action.what)] if read in reduced)
-        elif action.verb is Verb.RELEASE and bucket in reduced:
+    for verb, what in actions:
+        bucket = BucketId(what)
+        if verb is Verb.RUN:
+            reread.update(read for read in regions[RegionId(what)] if read in reduced)
+        elif verb is Verb.RELEASE and bucket in reduced:
             is_first = closing.pop(bucket, None) is Verb.OFFLOAD
             if is_first:
                 closing[bucket] = Verb.RELEASE
                 reread.discard(bucket)
             else:
                 banned.add(bucket)
-        if action.verb is Verb.REDUCE:
+        if verb is Verb.REDUCE:
             reduced.add(bucket)
-        if (action.verb, action.what) in landings:
-            closing[landings[action.verb, action.what]] = action.verb
+        if (verb, what) in landings:
+            closing[landings[verb, what]] = verb
     return {bucket: verb for bucket, verb in closing.items() if bucket not in reread | banned}

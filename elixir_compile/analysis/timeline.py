@@ -26,7 +26,20 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.ir import BucketId, Kind, OpId, Plan, RegionId, Saving, StepGraph, StorageId, Tier, Verb, grad_of
+from elixir_compile.ir import (
+    BucketId,
+    Kind,
+    OpId,
+    Phase,
+    Plan,
+    RegionId,
+    Saving,
+    StepGraph,
+    StorageId,
+    Tier,
+    Verb,
+    grad_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +111,7 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
             stays = placements[bucket.id].param is Tier.DEVICE
             last = end if stays else moves.grad_ends[bucket.id]
             tally.add(Kind.GRAD, bucket.shard_nbytes(rank), moves.reduced_at[bucket.id], last)
+    _add_streamed(tally, step, plan, rank)
     # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
     tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
     return tally.timeline(step, host_bytes(plan, rank))
@@ -136,6 +150,22 @@ def host_bytes(plan: Plan, rank: int = 0) -> int:
             # Staging for a gradient on its way in and an updated parameter on its way out.
             total += 2 * nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total
+
+
+def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
+    """State passes the device bucket by bucket during the update: the largest one counts, with its parameters and
+    gradients where they are not there."""
+    streamed = [
+        (bucket, 0 if placement.param is Tier.DEVICE else bucket.shard_nbytes(rank))
+        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
+        if placement.streamed and bucket.trainable
+    ]
+    first = sum(op.phase is not Phase.UPDATE for op in step.ops)
+    if streamed:
+        bucket, nbytes = max(streamed, key=lambda one: one[0].shard_state_nbytes(rank) + 2 * one[1])
+        tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), first, len(step.ops) - 1)
+        tally.add(Kind.GATHERED, nbytes, first, len(step.ops) - 1)
+        tally.add(Kind.GRAD, nbytes, first, len(step.ops) - 1)
 
 
 @dataclass(slots=True)

@@ -114,7 +114,9 @@ def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) ->
 
 def _updates(plan: Plan, price: Prices, seconds: Mapping[str, float], tier: Tier) -> Mapping[str, float]:
     """Seconds of the updates on `tier`, copies taken off where the parameter lives on the other side."""
-    there = [(bucket, placed) for bucket, placed in _placed(plan, seconds) if placed.optim is tier]
+    # A streamed update is copies for the most part: it tells nothing about either side.
+    own = [pair for pair in _placed(plan, seconds) if not pair[1].streamed]
+    there = [(bucket, placed) for bucket, placed in own if placed.optim is tier]
     if tier is Tier.DEVICE:
         return {f"update {bucket.id}": seconds[f"update {bucket.id}"] for bucket, _ in there}
     plain = {f"update {b.id}": seconds[f"update {b.id}"] for b, placed in there if placed.param is Tier.HOST}

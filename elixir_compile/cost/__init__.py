@@ -5,6 +5,18 @@ from elixir_compile.cost.compute import is_free, op_s
 from elixir_compile.cost.disk import disk_s
 from elixir_compile.cost.measured import Measured, Stretch, corrected_s
 from elixir_compile.cost.transfer import copy_s
-from elixir_compile.cost.update import update_s
+from elixir_compile.cost.update import stream_s, streamed_bytes, update_s
 
-__all__ = ["Measured", "Stretch", "collective_s", "copy_s", "corrected_s", "disk_s", "is_free", "op_s", "update_s"]
+__all__ = [
+    "Measured",
+    "Stretch",
+    "collective_s",
+    "copy_s",
+    "corrected_s",
+    "disk_s",
+    "is_free",
+    "op_s",
+    "stream_s",
+    "streamed_bytes",
+    "update_s",
+]

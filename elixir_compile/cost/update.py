@@ -1,8 +1,13 @@
-"""Seconds of one bucket's optimizer update on the tier where its state lives: numel / update_elements_per_s.
+"""Seconds of one bucket's optimizer update on the tier where it happens: numel / update_elements_per_s.
 
-The ranks of one node share its host.
+The ranks of one node share its host. State that lives on the host can be streamed, updated on the device for the price
+of two copies:
+
+    there   state, and parameters and gradients that live on the host
+    back    state, and parameters that live on the host
 """
 
+from elixir_compile.cost.transfer import copy_s
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir.bucket import Bucket
@@ -22,3 +27,21 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     if tier is Tier.HOST:
         return numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
+
+
+def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
+    """Return the device bytes that a streamed update of what `rank` owns takes, of parameters that live on `param`."""
+    return bucket.shard_state_nbytes(rank) + (0 if param is Tier.DEVICE else 2 * bucket.shard_nbytes(rank))
+
+
+def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of the copies to the device and back, of parameters that live on `param`.
+
+    Each of Adam's two moments, and each parameter and gradient, is a copy of its own.
+    """
+    state_bytes, num_states = bucket.shard_state_nbytes(), 2 * len(bucket.params)
+    if param is Tier.DEVICE:
+        return copy_s(state_bytes, cluster.h2d, num_states), copy_s(state_bytes, cluster.d2h, num_states)
+    there_bytes, num_there = streamed_bytes(bucket, param), num_states + 2 * len(bucket.params)
+    back_bytes, num_back = state_bytes + bucket.shard_nbytes(), num_states + len(bucket.params)
+    return copy_s(there_bytes, cluster.h2d, num_there), copy_s(back_bytes, cluster.d2h, num_back)

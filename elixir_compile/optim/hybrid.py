@@ -5,9 +5,9 @@
     across steps         `step()` updates what the device updates, queues what the host updates and returns;
                          whoever reads a parameter waits for the update of its bucket, and for no other
 
-Device updates are queued first, so that on an accelerator both sides work at once. What an update is: see `update` and
-`rule`; every tensor is a tensor of its own in it, so the result is the same bits in each of the three. A class that is
-not element-wise keeps its own step.
+Device updates are queued first, so that on an accelerator both sides work at once, and what is streamed comes last.
+What an update is: see `update` and `rule`; every tensor is a tensor of its own in it, so the result is the same bits in
+each of the three. A class that is not element-wise keeps its own step.
 """
 
 import warnings
@@ -297,11 +297,14 @@ class Hybrid(torch.optim.Optimizer):
             for bucket in executor.in_use_order(b for b in parts if executors[b] is executor)
         ]
         for update in updates:
-            if update.is_on_device:
+            if update.is_on_device and not update.bucket.placement.streamed:
                 update.run()
         for update in updates:
             if not update.is_on_device:
                 self._run_on_host(update, arrived)
+        for update in updates:
+            if update.bucket.placement.streamed:  # returns when its copies are done: the host works meanwhile
+                update.run()
 
     def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:
         num_threads = crew_for(update.executor.device).num_threads

@@ -249,7 +249,8 @@ def _move_text(move: Move, found: BucketAnswer) -> str:
     if move.verb is Verb.OFFLOAD:
         return f"offload the gradient after {move.region}, waited for {regions} later"
     if move.verb is Verb.UPDATE:
-        return f"update on the {found.placement.update}"
+        how = ", its state streamed there and back" if found.placement.streamed else ""
+        return f"update on the {found.placement.update}{how}"
     return f"{move.verb} after {move.region}"
 
 

@@ -22,7 +22,7 @@ _NUM_REJECTED = 6
 def decisions(program: Program, draft: Draft) -> tuple[Decision, ...]:
     """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept."""
     facts = program.judge.facts
-    x = program.vector(draft.answer)
+    x = program.vector(draft.answer, draft.moves.streamed)
     chosen = _Chosen(x, program.lower_s(x), program.peak_bytes(x))
     found: list[Decision] = []
     for i, (bucket, level, start) in enumerate(zip(facts.buckets, draft.levels, facts.start_levels, strict=True)):

@@ -15,8 +15,8 @@ from elixir_compile.search.draft import Answer, Certificate, Draft
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
 from elixir_compile.search.milp import gib_saves_s, relaxed, whole
-from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.program import Program, Solution
+from elixir_compile.search.streaming import best_moves
 from elixir_compile.units import format_s
 
 log = logging.getLogger("elixir_compile")
@@ -50,8 +50,7 @@ class _Search:
         judge = self.judge.at(modes)
         if answer in self.found or not judge.fits(levels, ahead=0):
             return
-        moves = raise_prefetch(judge, levels)
-        step_s = judge.step_s(levels, moves)
+        moves, step_s = best_moves(judge, levels, self.best.step_s)
         draft = Draft(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=(), planner="milp")
         self.found[answer] = draft
         if (step_s, self.host_bytes(draft)) < (self.best.step_s, self.host_bytes(self.best)):
@@ -68,6 +67,15 @@ class _Search:
     def round(self, program: Program, bound_s: float) -> None:
         """Try the rounded optima with more and more memory kept free, in which gathers can be early, until a step is
         found that is good for `bound_s`."""
+        if program.has_streams:
+            # Which placements are good is clearer where nothing but they can be chosen.
+            program.may_stream = False
+            self._round_to(program, bound_s)
+            program.may_stream = True
+        if not self.is_good(bound_s):
+            self._round_to(program, bound_s)
+
+    def _round_to(self, program: Program, bound_s: float) -> None:
         widest_bytes = max(bucket.nbytes for bucket in self.judge.facts.buckets)
         overlaps = self.judge.facts.problem.cluster.h2d.overlaps_compute
         for share in _FREE_SHARES if overlaps else _FREE_SHARES[:1]:
@@ -80,13 +88,16 @@ class _Search:
 
     def solve(self, program: Program, deadline_s: float) -> float:
         """Try whole solutions, best first, until nothing untried can be better; return the bound in seconds."""
-        bound_s, proved_s, since_s = 0.0, float("inf"), self.best.step_s
+        bound_s, since_s = 0.0, self.best.step_s
+        proved: dict[Answer, float] = {}
         num_idle, max_idle = 0, max(_MIN_IDLE, _IDLE_COLUMNS // program.num_choices)
         for answer, rest_s in whole(program, deadline_s, self.tolerance / 2):
             # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
-            bound_s = max(bound_s, min(rest_s, proved_s))
+            bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != answer))))
             self.try_answer(answer)
-            proved_s = min(proved_s, program.lower_s(program.vector(answer)))
+            # `lower_s` holds for what is streamed in x; what the rest takes holds for the first of it however streamed.
+            own_s = rest_s if program.has_streams else program.lower_s(program.vector(answer))
+            proved[answer] = max(proved.get(answer, 0.0), own_s)
             # Layers that are alike have many answers that are: the program cannot tell which leaves room for prefetch.
             num_idle = num_idle + 1 if self.best.step_s > since_s * (1 - self.tolerance) else 0
             since_s = min(since_s, self.best.step_s) if num_idle == 0 else since_s
@@ -138,7 +149,7 @@ class _Search:
     def _is_hopeful(self, program: Program, answer: Answer, limit_s: float) -> bool:
         """Whether the program, which is quick, does not know already that `answer` is too large, or takes longer than
         `limit_s`."""
-        x = program.vector(answer)
+        x = program.vector(answer, self.best.moves.streamed)
         fits = program.peak_bytes(x) <= self.judge.facts.problem.budget_bytes
         return fits and program.lower_s(x) <= limit_s * (1 + _ROUNDING)
 
@@ -180,7 +191,8 @@ def place_best(
     candidates = [first.answer] if stays else [first.answer, *others]
     began_s = time.monotonic()
     search = _Search(judge, began_s + timeout_s * _SEARCH_SHARE, replace(first, planner="milp"), tolerance)
-    for answer in candidates:
+    search.found[first.answer] = search.best
+    for answer in candidates[1:]:
         search.try_answer(answer)
     shortest_s = search.best.step_s
     program = Program(judge, max(search.best.step_s, 1e-12))

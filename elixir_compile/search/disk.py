@@ -56,7 +56,7 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     order = [
         bucket
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
-        if placement.optim is Tier.HOST and not placement.streamed and bucket.shard_state_nbytes()
+        if placement.optim is Tier.HOST and bucket.shard_state_nbytes()
     ]
     chosen = [bucket for bucket in order if bucket.id in there]
     over_bytes = host_bytes(plan) - problem.host_budget_bytes - _state_bytes(chosen)
@@ -84,7 +84,8 @@ def _state_bytes(buckets: list[Bucket]) -> int:
 def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
     """Return `plan` with the state of `going` on disk, and what it predicts then."""
     placements = tuple(
-        replace(placement, optim=Tier.DISK) if placement.bucket in going else placement for placement in plan.placements
+        replace(placement, optim=Tier.DISK, streamed=False) if placement.bucket in going else placement
+        for placement in plan.placements
     )
     moved = replace(plan, placements=placements)
     record = simulate(problem.graph, moved, problem.cluster, problem.measured)

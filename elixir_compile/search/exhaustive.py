@@ -12,7 +12,7 @@ from elixir_compile.search.draft import Draft
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import level_text
 from elixir_compile.search.modes import mode_text
-from elixir_compile.search.prefetch import raise_prefetch
+from elixir_compile.search.streaming import best_moves
 from elixir_compile.units import format_s
 
 MAX_PLACEMENTS = 4096
@@ -43,8 +43,7 @@ def place_exhaustively(judge: Judge) -> Draft | None:
         for levels in itertools.product(*choices):
             if not here.fits(levels, ahead=0):
                 continue
-            moves = raise_prefetch(here, levels)
-            step_s = here.step_s(levels, moves)
+            moves, step_s = best_moves(here, levels, math.inf if best is None else best[0])
             if best is None or (step_s, here.host_bytes(levels)) < best[:2]:
                 draft = Draft(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=())
                 best = (step_s, here.host_bytes(levels), draft)

@@ -16,6 +16,7 @@ from elixir_compile.search.buckets import form_buckets
 from elixir_compile.search.levels import Level, level_of, levels_from
 from elixir_compile.search.modes import Layer, activations_of, layers_of
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.update_time import may_stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,10 @@ class Facts:
     windows: tuple[tuple[Window, ...], ...]
     gradients: tuple[Gradients | None, ...]
     """None for a bucket that gets no gradient in this graph, and for all where no update follows."""
+    streamed: frozenset[int]
+    """Buckets in force whose update is streamed: it stays so."""
+    streamable: frozenset[int]
+    """Buckets whose update may be streamed once their state is on the host."""
     choices: tuple[tuple[Level, ...], ...]
     """Levels of each bucket from the one in force outward."""
     num_forward: int
@@ -83,6 +88,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     found = use_windows(graph, buckets)
     windows = tuple(tuple(sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets)
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
+    streaming = {placement.bucket for placement in problem.placements if placement.streamed}
     return Facts(
         problem=problem,
         graph=graph,
@@ -94,6 +100,12 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         lives=lives,
         windows=windows,
         gradients=_gradients(graph, buckets, lives),
+        streamed=frozenset(i for i, bucket in enumerate(buckets) if bucket.id in streaming),
+        streamable=frozenset(
+            i
+            for i, bucket in enumerate(buckets)
+            if may_stream(problem, bucket) and not in_force.get(bucket.id, Level.KEPT).has_state_on_host
+        ),
         choices=tuple(
             levels_from(in_force.get(bucket.id, Level.KEPT), bucket, hybrid=problem.hybrid, num_windows=len(own))
             for bucket, own in zip(buckets, windows, strict=True)

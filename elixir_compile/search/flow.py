@@ -133,6 +133,16 @@ class Table:
             self._columns.append(self._choices[choice])
             self._values.append(seconds)
 
+    def copy_lane(self, lane: Lane, other: "Table") -> None:
+        """Give the table `other`, of as many events, the work of `lane`."""
+        start, there = self.lanes.index(lane) * self.num_events, other.lanes.index(lane) * self.num_events
+        other.constants_s[other.lanes.index(lane)] = self.constants_s[self.lanes.index(lane)]
+        for row, column, seconds in zip(self._rows, self._columns, self._values, strict=True):
+            if start <= row < start + self.num_events:
+                other._rows.append(row - start + there)
+                other._columns.append(column)
+                other._values.append(seconds)
+
     def phase(self) -> Phase:
         shape = (len(self.lanes) * self.num_events, len(self._choices))
         matrix = sparse.csr_array((self._values, (self._rows, self._columns)), shape=shape)

@@ -22,8 +22,8 @@ from elixir_compile.ir import Decision
 from elixir_compile.search.draft import Draft
 from elixir_compile.search.judge import MAX_AHEAD, Judge
 from elixir_compile.search.levels import Level, level_text
-from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.stays import moves_at_use
+from elixir_compile.search.streaming import best_moves
 from elixir_compile.units import format_bytes, format_s
 
 _LEAST_COST_S = 1e-9
@@ -238,8 +238,7 @@ def _draft(judge: Judge, walk: _Walk) -> Draft:
         for bucket, decision in walk.moved.items()
         if levels[bucket] != starts[bucket]
     )
-    moves = raise_prefetch(judge, levels)
-    step_s = judge.step_s(levels, moves)
+    moves, step_s = best_moves(judge, levels)
     return Draft(levels=levels, modes=judge.facts.modes, moves=moves, step_s=step_s, decisions=decisions)
 
 

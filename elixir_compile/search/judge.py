@@ -1,13 +1,17 @@
 """What the planners ask: how many bytes and how many seconds would these levels need?"""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
+from elixir_compile.analysis.closing import closing_of
+from elixir_compile.ir import BucketId, Placement, RegionId, Update, Verb
 from elixir_compile.search.facts import Facts, gather_facts
 from elixir_compile.search.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
 from elixir_compile.search.memory import MemoryModel
-from elixir_compile.search.schedule import cut_regions, program
+from elixir_compile.search.schedule import Cut, cut_regions, program, regions
 from elixir_compile.search.stays import Moves, moves_at_use
-from elixir_compile.simulate import play, prices
+from elixir_compile.search.update_time import asked_time
+from elixir_compile.simulate import Cycle, Played, play, prices
 
 MAX_AHEAD = 2
 """Two windows ahead already equals unlimited where layers are alike and a transfer is shorter than a layer."""
@@ -30,6 +34,8 @@ class Judge:
             facts.activations,
         )
         self._away_bytes = sum(absence.nbytes for absence in facts.absences)
+        self.update = asked_time(problem)
+        """When a bucket that the host updates is updated."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
         # Where state may go to disk, that it takes no memory of the host is a relaxation: see `search.disk`.
         host = host_bytes_without_state if problem.disk else host_bytes_of
@@ -70,14 +76,50 @@ class Judge:
     def step_s(self, levels: Sequence[Level], moves: Moves | None = None) -> float:
         """Return the simulated seconds of a step; without moves, as if memory allowed gathers two windows early."""
         if moves is not None:
-            return self._play(levels, moves)
+            return self.played(levels, moves).step_s
         key = tuple(levels)
         if key not in self._step_s:
-            self._step_s[key] = self._play(levels, moves_at_use(self.facts, levels, MAX_AHEAD))
+            self._step_s[key] = self.played(levels, moves_at_use(self.facts, levels, MAX_AHEAD)).step_s
         return self._step_s[key]
 
-    def _play(self, levels: Sequence[Level], moves: Moves) -> float:
+    def stream_s(self, bucket: int, level: Level) -> float:
+        """Return the seconds of compute that a streamed update of one bucket at `level` takes."""
+        placement = self._placements[bucket][level]
+        copies_s = sum(self.prices.stream_s[placement.bucket, placement.param])
+        return copies_s + self.prices.device_update_s[placement.bucket]
+
+    def played(self, levels: Sequence[Level], moves: Moves) -> Played:
+        """Return what the simulator says of these levels with these moves."""
         cuts = cut_regions(self.facts, levels, moves)
         run_s = {cut.id: self.prices.run_s(cut.first, cut.last) for cut in cuts}
         placements = {own[level].bucket: own[level] for own, level in zip(self._placements, levels, strict=True)}
-        return play(program(self.facts, levels, moves, cuts), run_s, placements, self.prices)
+        for i in moves.streamed:
+            streamed = placement_of(self.facts.buckets[i], levels[i], streamed=True)
+            placements[streamed.bucket] = streamed
+        actions = program(self.facts, levels, moves, cuts)
+        cycle = self._cycle(levels, moves, cuts, actions, placements)
+        return play(actions, run_s, placements, self.prices, cycle=cycle)
+
+    def _cycle(
+        self,
+        levels: Sequence[Level],
+        moves: Moves,
+        cuts: Sequence[Cut],
+        actions: Sequence[tuple[Verb, str]],
+        placements: Mapping[BucketId, Placement],
+    ) -> Cycle:
+        if self.update is Update.IN_BACKWARD:
+            read = {region.id: region.buckets for region in regions(self.facts, cuts)}
+            closing = closing_of(actions, read, placements.values())
+            return Cycle(update=self.update, reads=read, closing=closing)
+        if self.update is Update.AFTER_BACKWARD or not any(level.has_state_on_host for level in levels):
+            return Cycle()
+        # Where a bucket is gathered, the gather waits; else the first region that reads it does.
+        firsts = [cut.first for cut in cuts]
+        reads: dict[RegionId, list[BucketId]] = {}
+        for i, level in enumerate(levels):
+            windows = self.facts.windows[i]
+            if level.has_state_on_host and not level.has_param_on_host and windows:
+                region = cuts[bisect_right(firsts, windows[0].first) - 1]
+                reads.setdefault(region.id, []).append(self.facts.buckets[i].id)
+        return Cycle(update=self.update, reads=reads)

@@ -32,6 +32,11 @@ class Level(IntEnum):
         return self >= Level.RESIDENT
 
     @property
+    def home(self) -> Tier:
+        """Where parameters and gradients live."""
+        return Tier.HOST if self.has_param_on_host else Tier.DEVICE
+
+    @property
     def is_released(self) -> bool:
         """Whether a gathered copy goes after each window of uses."""
         return self in (Level.KEPT_RELEASED, Level.STATE_OFF_RELEASED, Level.STREAMED)
@@ -42,15 +47,14 @@ def is_gathered(bucket: Bucket, level: Level) -> bool:
     return bucket.is_sharded or level.has_param_on_host
 
 
-def placement_of(bucket: Bucket, level: Level) -> Placement:
-    """Return the placement that puts `bucket` at `level`."""
-    param = Tier.HOST if level.has_param_on_host else Tier.DEVICE
+def placement_of(bucket: Bucket, level: Level, *, streamed: bool = False) -> Placement:
+    """Return the placement that puts `bucket` at `level`, its update `streamed` or where its state lives."""
     optim = Tier.HOST if level.has_state_on_host else Tier.DEVICE
-    return Placement(bucket=bucket.id, param=param, optim=optim, resident=not level.is_released)
+    return Placement(bucket=bucket.id, param=level.home, optim=optim, resident=not level.is_released, streamed=streamed)
 
 
 def level_of(placement: Placement) -> Level:
-    """Return the level that `placement` is."""
+    """Return the level that `placement` is, streamed or not."""
     if placement.param is not Tier.DEVICE:
         return Level.RESIDENT if placement.resident else Level.STREAMED
     if placement.optim is Tier.DEVICE:

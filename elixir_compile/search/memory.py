@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Bucket, Kind
+from elixir_compile.cost import streamed_bytes
+from elixir_compile.ir import Bucket, Kind, Tier
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, is_gathered
 from elixir_compile.search.stays import Moves, moves_at_use, spans
@@ -65,7 +66,14 @@ class MemoryModel:
                 changes[segment[gradients.complete + 1]] += shard_nbytes
                 if level.has_param_on_host:
                     changes[segment[ends[bucket] + 1]] -= shard_nbytes
+        if moves.streamed:
+            changes[segment[facts.num_run]] += max(self.streamed_bytes(i, levels[i].home) for i in moves.streamed)
         return self.rest_bytes + np.cumsum(changes[:-1])
+
+    def streamed_bytes(self, bucket: int, home: Tier) -> int:
+        """Return what a streamed update of one bucket takes beside what is on the device anyway, its parameters at
+        `home`."""
+        return streamed_bytes(self._facts.buckets[bucket], home)
 
     def _add_absence(self, changes: NDArray[np.int64], number: int, back: int, moves: Moves) -> None:
         """Activations that are on the device until they have left, and again from op `back` to their last use."""

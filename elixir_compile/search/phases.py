@@ -14,8 +14,7 @@ The longest path (see `flow`) is a lower bound on the phase for every plan, what
 in the decisions. Where
 a lane's work is really done by another (a CPU copies for itself), its seconds stand there.
 
-The update is a phase of its own, with one event per bucket: gradient to the host, host update, parameter back; device
-updates are compute.
+What updates add is in `crossing`.
 """
 
 from bisect import bisect_right
@@ -33,7 +32,6 @@ from elixir_compile.simulate import Prices
 
 _BEFORE = (Lane.H2D, Lane.GATHER)
 _AFTER = (Lane.REDUCE, Lane.D2H)
-_ROUND_TRIP = (Lane.D2H, Lane.HOST, Lane.H2D)
 
 
 def phases(
@@ -41,38 +39,14 @@ def phases(
 ) -> list[Phase]:
     """Return the phases of a step that follow on one another; `choices` numbers the entries of x, `profiles` are of
     each layer's modes."""
-    found = [_run_phase(_Span("forward", 0, facts.num_forward), facts, prices, choices, profiles)]
+    found = [run_table(forward_of(facts), facts, prices, choices, profiles).table.phase()]
     if facts.num_run > facts.num_forward:
-        span = _Span("backward", facts.num_forward, facts.num_run)
-        found.append(_run_phase(span, facts, prices, choices, profiles))
+        span = Span("backward", facts.num_forward, facts.num_run)
+        found.append(run_table(span, facts, prices, choices, profiles).table.phase())
     return found
 
 
-def updates(facts: Facts, prices: Prices, choices: Mapping[Choice, int]) -> list[Phase]:
-    """Return the flow shops of the update, which run side by side: device updates, and the round trip of the rest."""
-    if not facts.is_training:
-        return []
-    num_events = len(facts.buckets)
-    device = Table("update", (Lane.COMPUTE,), num_events, choices)
-    host = Table("update", _ROUND_TRIP, num_events, choices)
-    is_serial = prices.is_one_memory
-    for i, level in _of_buckets(facts, choices):
-        bucket = facts.buckets[i]
-        if not bucket.trainable:
-            continue
-        if not level.has_state_on_host:
-            device.add(Lane.COMPUTE, i, (i, level), prices.device_update_s[bucket.id])
-            continue
-        table = device if is_serial else host
-        table.add(Lane.COMPUTE if is_serial else Lane.HOST, i, (i, level), prices.host_update_s[bucket.id])
-        if not level.has_param_on_host and not is_serial:
-            for lane, seconds in ((Lane.D2H, prices.d2h_s[bucket.id]), (Lane.H2D, prices.h2d_s[bucket.id])):
-                overlaps = prices.lane_of[lane] is not Lane.COMPUTE
-                (host if overlaps else device).add(lane if overlaps else Lane.COMPUTE, i, (i, level), seconds)
-    return [device.phase()] if is_serial else [device.phase(), host.phase()]
-
-
-class _Span(NamedTuple):
+class Span(NamedTuple):
     """A phase as op indices: from `first` to before `end`."""
 
     name: str
@@ -83,21 +57,37 @@ class _Span(NamedTuple):
         return self.first <= op < self.end
 
 
-def _of_buckets(facts: Facts, choices: Mapping[Choice, int]) -> Iterator[tuple[int, Level]]:
+def forward_of(facts: Facts) -> Span:
+    """Return the forward as a span."""
+    return Span("forward", 0, facts.num_forward)
+
+
+def of_buckets(facts: Facts, choices: Mapping[Choice, int]) -> Iterator[tuple[int, Level]]:
+    """Yield the choices that are levels of buckets."""
     return ((i, Level(level)) for i, level in choices if i < len(facts.buckets))
 
 
-def _run_phase(
-    span: _Span,
+class RunTable(NamedTuple):
+    """The work of a phase, and which of its events is what."""
+
+    table: Table
+    event_of: Mapping[tuple[int, bool, int], int]
+    """By place, whether uses begin there, and bucket."""
+
+
+def run_table(
+    span: Span,
     facts: Facts,
     prices: Prices,
     choices: Mapping[Choice, int],
     profiles: Sequence[Sequence[Profile]],
-) -> Phase:
+    before: tuple[Lane, ...] = (),
+) -> RunTable:
+    """Return the work of the phase `span`; lanes `before` the usual ones have none."""
     first, end = span.first, span.end
     numbers = _trip_numbers(facts, profiles)
     events = _events(facts, span, profiles, numbers)
-    table = Table(span.name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(events), choices)
+    table = Table(span.name, (*before, *_BEFORE, Lane.COMPUTE, *_AFTER), len(events), choices)
     _fill_compute(table, prices, events, end)
     event_of = {(event.place, event.gathers, event.bucket): number for number, event in enumerate(events)}
     places = [(event.place, event.gathers) for event in events]
@@ -109,7 +99,7 @@ def _run_phase(
                     table.add(Lane.COMPUTE, bisect_right(places, (slot, False)) - 1, (number, mode), seconds)
             for trip in profile.trips:
                 _add_trip(table, prices, facts, trip, (number, mode), event_of, numbers[trip.group])
-    for i, level in _of_buckets(facts, choices):
+    for i, level in of_buckets(facts, choices):
         if not is_gathered(facts.buckets[i], level):
             continue
         for stay_first, _ in spans(facts, i, level):
@@ -118,7 +108,7 @@ def _run_phase(
         gradients = facts.gradients[i]
         if gradients is not None and first <= gradients.complete < end:
             _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1, False, i])
-    return table.phase()
+    return RunTable(table, event_of)
 
 
 class _Event(NamedTuple):
@@ -139,7 +129,7 @@ def _trip_numbers(facts: Facts, profiles: Sequence[Sequence[Profile]]) -> Mappin
 
 
 def _events(
-    facts: Facts, span: _Span, profiles: Sequence[Sequence[Profile]], numbers: Mapping[GroupId, int]
+    facts: Facts, span: Span, profiles: Sequence[Sequence[Profile]], numbers: Mapping[GroupId, int]
 ) -> list[_Event]:
     """Every place where the uses of a bucket begin or its gradients are complete, where activations leave or are
     needed again, and the beginning of the phase.

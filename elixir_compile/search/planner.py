@@ -23,9 +23,9 @@ from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
 from elixir_compile.search.levels import Level, level_text
-from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.rules import RULES
+from elixir_compile.search.streaming import best_moves
 from elixir_compile.search.writing import write_out
 
 _MANY_BUCKETS = 64
@@ -109,8 +109,7 @@ def _greedy(judge: Judge) -> Draft:
 
 def _drafted(judge: Judge, levels: Sequence[Level], planner: Planner) -> Draft:
     """`levels`, which fit, with gathers as early as memory allows."""
-    moves = raise_prefetch(judge, levels)
-    step_s = judge.step_s(levels, moves)
+    moves, step_s = best_moves(judge, levels)
     moved = tuple(
         Decision(subject=bucket.id, choice=level_text(level), because=f"the rule {planner} puts it there")
         for bucket, level, start in zip(judge.facts.buckets, levels, judge.facts.start_levels, strict=True)

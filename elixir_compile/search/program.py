@@ -5,7 +5,7 @@ Rows come and go as the search goes on; `milp` says which it asks for. Everythin
 and the budgets are `_SCALE`: the solver's tolerances are absolute.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from elixir_compile.ir import Tier
+from elixir_compile.search.crossing import Options, flow_shops, stream_choices
 from elixir_compile.search.draft import Answer
-from elixir_compile.search.flow import Choice, Path, Phase
+from elixir_compile.search.flow import Choice, Path
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level, is_gathered
 from elixir_compile.search.memory import MemoryModel
-from elixir_compile.search.phases import phases, updates
 from elixir_compile.search.profiles import profiles
 
 _SCALE = 1000.0
@@ -64,35 +65,58 @@ class Program:
         moded = [(number, mode) for number, own in enumerate(own_profiles) for mode in range(len(own))]
         self.choices: dict[Choice, int] = {pair: column for column, pair in enumerate(pairs)}
         self.choices |= {(len(facts.buckets) + i, mode): len(pairs) + j for j, (i, mode) in enumerate(moded)}
-        self.phases: list[list[Phase]] = [
-            [phase] for phase in phases(facts, self.judge.prices, self.choices, own_profiles)
-        ]
-        self.phases += [found] if (found := updates(facts, self.judge.prices, self.choices)) else []
+        self.num_options = len(self.choices)
+        """Columns of levels and modes; behind them are those of updates that may be streamed."""
+        self.may_stream = True
+        """False asks for solutions that stream nothing; what they take bounds no others."""
+        self._streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
+        self.choices |= {choice: self.num_options + j for j, choice in enumerate(self._streams.values())}
+        self.phases, self.across, self.spanned = flow_shops(facts, judge.prices, Options(self.choices, own_profiles))
         # Bytes on top of those with everything kept, which are in `rest_bytes`: few segments see any difference.
         more_bytes = [own_profiles[i][mode].nbytes - own_profiles[i][0].nbytes for i, mode in moded]
         self.memory = MemoryModel(facts, {int(slot) + 1 for row in more_bytes for slot in np.flatnonzero(np.diff(row))})
         own_bytes = self.memory.own_bytes()
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
+        # Room for what is streamed is one bucket's, which no row can say: left out.
+        columns += [np.zeros_like(self.memory.rest_bytes)] * len(self._streams)
         self.bytes_of = np.asfortranarray(np.stack(columns, axis=1), dtype=np.float64)
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
         self._seen: set[tuple[object, ...]] = set()
         host_nbytes = [self.judge.host_bytes_of(i, level) for i, level in pairs]
-        host_nbytes += [own_profiles[i][mode].host_bytes for i, mode in moded]
+        host_nbytes += [own_profiles[i][mode].host_bytes for i, mode in moded] + [0] * len(self._streams)
         self._host_bytes = host_bytes = np.array(host_nbytes, dtype=np.float64)
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
         scaled = host_bytes[hosted] / limit_bytes * _SCALE
         self._host = _Row(hosted, scaled, _SCALE)
         self.rows.append(self._host)
+        self.rows += [self._stream_row(i, home) for i, home in self._streams]
 
     @property
     def num_choices(self) -> int:
         return len(self.choices)
 
-    def vector(self, answer: Answer) -> Vector:
-        """Return x for a whole answer."""
+    @property
+    def has_streams(self) -> bool:
+        """Whether an answer says less than x does: updates may be streamed."""
+        return bool(self._streams)
+
+    def _stream_row(self, i: int, home: Tier) -> _Row:
+        """What is streamed of bucket i is at a level with its state on the host and its parameters at `home`."""
+        own = [self.choices[i, level] for level in self._levels_at(i, home)]
+        columns = np.array([self.choices[self._streams[i, home]], *own], dtype=np.int64)
+        return _Row(columns, np.array([1.0, *[-1.0] * len(own)]), 0.0)
+
+    def _levels_at(self, i: int, home: Tier) -> list[Level]:
+        return [level for level in self.judge.facts.choices[i] if level.has_state_on_host and level.home is home]
+
+    def vector(self, answer: Answer, streamed: Collection[int] = ()) -> Vector:
+        """Return x for a whole answer that streams the updates of these buckets."""
         x = np.zeros(self.num_choices)
         x[self._columns(answer)] = 1.0
+        for (i, home), choice in self._streams.items():
+            if i in streamed and answer.levels[i] in self._levels_at(i, home):
+                x[self.choices[choice]] = 1.0
         return x
 
     def answer(self, x: Vector) -> Answer:
@@ -140,8 +164,10 @@ class Program:
         return int(self._host_bytes @ x)
 
     def lower_s(self, x: Vector) -> float:
-        """Return the seconds below which no step at x can be: the longest path of every phase."""
-        return sum(max(phase.longest_s(x) for phase in side) for side in self.phases)
+        """Return the seconds below which no step at x can be: the longest path of every phase, and through several."""
+        sides_s = [max(phase.longest_s(x) for phase in side) for side in self.phases]
+        across_s = max((phase.longest_s(x) for phase in self.across), default=0.0)
+        return sum(sides_s) + max(0.0, across_s - sum(sides_s[number] for number in self.spanned))
 
     # Rows.
 
@@ -150,19 +176,22 @@ class Program:
         added = False
         for number, side in enumerate(self.phases):
             for phase in side:
-                added |= self._add_path(number, phase.longest(x))
+                added |= self._add_path((number,), phase.longest(x))
+        for phase in self.across:
+            added |= self._add_path(self.spanned, phase.longest(x))
         return added
 
-    def _add_path(self, number: int, path: Path) -> bool:
-        key = ("path", number, path.constant_s, path.coefficients_s.tobytes())
+    def _add_path(self, numbers: tuple[int, ...], path: Path) -> bool:
+        """Say that the phases with these `numbers` together take no less than `path`."""
+        key = ("path", numbers, path.constant_s, path.coefficients_s.tobytes())
         if key in self._seen:
             return False
         self._seen.add(key)
         unit = _SCALE / self.reference_s
         columns = np.flatnonzero(path.coefficients_s)
         values = path.coefficients_s[columns] * unit
-        row = _Row(np.append(columns, self.num_choices + number), np.append(values, -1.0), -path.constant_s * unit)
-        self.rows.append(row)
+        columns = np.append(columns, [self.num_choices + number for number in numbers])
+        self.rows.append(_Row(columns, np.append(values, [-1.0] * len(numbers)), -path.constant_s * unit))
         return True
 
     def add_memory(self, x: Vector, more_bytes: int = 0) -> bool:
@@ -173,7 +202,24 @@ class Program:
         stretches = np.array_split(np.arange(len(live_bytes)), min(_NUM_STRETCHES, len(live_bytes)))
         fullest = [int(own[live_bytes[own].argmax()]) for own in stretches]
         over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
-        return sum([self._add_segment(segment) for segment in over]) > 0
+        has_new = sum([self._add_segment(segment) for segment in over]) > 0
+        in_update = self.memory.segment_of(self.judge.facts.num_run)
+        for (i, home), choice in self._streams.items() if in_update < len(live_bytes) else ():
+            column, nbytes = self.choices[choice], self.judge.memory.streamed_bytes(i, home)
+            if live_bytes[in_update] + nbytes * x[column] > budget_bytes * (1 + TOLERANCE):
+                has_new |= self._add_streamed(in_update, column, nbytes)
+        return has_new
+
+    def _add_streamed(self, segment: int, column: int, nbytes: int) -> bool:
+        """Say that there is room for what is streamed in `column`; what passes at another time does not count."""
+        if ("streamed", column) in self._seen:
+            return False
+        self._seen.add(("streamed", column))
+        columns = np.flatnonzero(self.bytes_of[segment])
+        self._append_memory(
+            segment, np.append(columns, column), np.append(self.bytes_of[segment][columns], float(nbytes))
+        )
+        return True
 
     def _add_segment(self, segment: int) -> bool:
         if ("segment", segment) in self._seen:
@@ -261,7 +307,7 @@ class Program:
                 LinearConstraint(self._matrix(num_columns), ub=limits),  # pyright: ignore[reportArgumentType] (stubs)
                 LinearConstraint(self._one_each(num_columns), 1.0, 1.0),
             ],
-            bounds=Bounds(0.0, np.where(whole, 1.0, np.inf)),  # pyright: ignore[reportArgumentType] (stubs)
+            bounds=Bounds(0.0, self._most(num_columns)),  # pyright: ignore[reportArgumentType] (stubs)
             integrality=whole.astype(np.int64) if is_whole else None,
             options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "presolve": True},
         )
@@ -270,6 +316,12 @@ class Program:
         found = result.mip_dual_bound if is_whole else result.fun
         bound = 0.0 if found is None or not np.isfinite(found) else float(found)
         return Solution(x=np.asarray(result.x[: self.num_choices]), bound=bound)
+
+    def _most(self, num_columns: int) -> Vector:
+        most = np.full(num_columns, np.inf)
+        most[: self.num_choices] = 1.0
+        most[self.num_options : self.num_choices] = float(self.may_stream)
+        return most
 
     def is_short(self, solution: Solution) -> bool:
         """Return whether the objective at `solution` is below what its longest paths add up to."""
@@ -283,10 +335,7 @@ class Program:
         """Return the rows that are full at `solution`, in words, each once."""
         live_bytes = self._live_bytes(solution.x)
         budget_bytes = self.judge.facts.problem.budget_bytes
-        labels = [
-            max((phase.longest(solution.x) for phase in side), key=lambda path: path.seconds).label
-            for side in self.phases
-        ]
+        labels = self._longest_labels(solution.x)
         fullest = int(live_bytes.argmax())
         if live_bytes[fullest] >= budget_bytes * (1 - 1e-3):
             op = self.judge.facts.graph.ops[self.memory.highest_op(fullest)]
@@ -294,6 +343,16 @@ class Program:
         if self._host.values @ solution.x[self._host.columns] >= self._host.limit * (1 - 1e-3):
             labels.append("host memory is full")
         return tuple(dict.fromkeys(labels))
+
+    def _longest_labels(self, x: Vector) -> list[str]:
+        """How the longest path of each phase divides over its lanes; one through several stands for them."""
+        sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in self.phases]
+        across = max((phase.longest(x) for phase in self.across), key=lambda path: path.seconds, default=None)
+        if across is None or across.seconds <= sum(sides[number].seconds for number in self.spanned):
+            return [side.label for side in sides]
+        names = " and ".join(side[0].name for number, side in enumerate(self.phases) if number in self.spanned)
+        rest = [side.label for number, side in enumerate(sides) if number not in self.spanned]
+        return [f"{names}: {across.label.partition(': ')[2]}", *rest]
 
     def _matrix(self, num_columns: int) -> sparse.csr_array:
         lengths = [len(row.columns) for row in self.rows]
@@ -304,6 +363,7 @@ class Program:
 
     def _one_each(self, num_columns: int) -> sparse.csr_array:
         """Ones for the options of each bucket and layer, one row each."""
-        buckets = [i for i, _ in self.choices]
-        shape = (len(self.judge.facts.buckets) + len(self.judge.facts.layers), num_columns)
+        num_rows = len(self.judge.facts.buckets) + len(self.judge.facts.layers)
+        buckets = [i for i, _ in self.choices if i < num_rows]
+        shape = (num_rows, num_columns)
         return sparse.csr_array((np.ones(len(buckets)), (buckets, np.arange(len(buckets)))), shape=shape)

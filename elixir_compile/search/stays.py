@@ -40,12 +40,15 @@ class Moves(NamedTuple):
     grad_ends: Mapping[int, int]
     leave_ends: Mapping[int, int]
     """Last op at which each absence's activations are still on the device."""
+    streamed: frozenset[int] = frozenset()
+    """Buckets whose state passes the device for the update."""
 
 
 def moves_at_use(facts: Facts, levels: Sequence[Level], ahead: int = 0) -> Moves:
     """Return the moves with every gather `ahead` windows early and gradients waited for soonest."""
     ends = leave_ends(facts.absences, facts.num_forward, 0)
-    return Moves(tuple(stays(facts, levels, ahead)), gradient_ends(facts, levels), ends)
+    streamed = frozenset(i for i in facts.streamed if levels[i].has_state_on_host)
+    return Moves(tuple(stays(facts, levels, ahead)), gradient_ends(facts, levels), ends, streamed)
 
 
 def stays(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Stay]:

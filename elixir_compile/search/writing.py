@@ -11,8 +11,9 @@ from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import placement_of
 from elixir_compile.search.schedule import cut_regions, program, regions, schedule
 from elixir_compile.search.stays import num_ahead
+from elixir_compile.search.streaming import update_decisions
 from elixir_compile.search.update_time import update_time
-from elixir_compile.simulate import exposed_s, hidden_share, simulate
+from elixir_compile.simulate import exposed_s, hidden_share, hidden_update_share, simulate
 from elixir_compile.units import format_bytes
 
 
@@ -22,8 +23,9 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
     facts, problem, proved = judge.facts, judge.facts.problem, draft.certificate
     cuts = cut_regions(facts, draft.levels, draft.moves)
     actions = program(facts, draft.levels, draft.moves, cuts)
-    buckets = zip(facts.buckets, draft.levels, strict=True)
-    placements = tuple(placement_of(bucket, level) for bucket, level in buckets)
+    streamed = draft.moves.streamed
+    buckets = enumerate(zip(facts.buckets, draft.levels, strict=True))
+    placements = tuple(placement_of(bucket, level, streamed=i in streamed) for i, (bucket, level) in buckets)
     unpredicted = Plan(
         name=problem.name,
         graph=fingerprint(problem.graph),
@@ -56,7 +58,10 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
     return replace(
         unpredicted,
         prediction=prediction,
-        decisions=_decisions(draft, unpredicted, prediction),
+        decisions=(
+            *_decisions(draft, unpredicted, prediction),
+            *update_decisions(judge, draft.levels, draft.moves, hidden_update_share(record)),
+        ),
         formula=peak_formula(problem.graph, unpredicted),
         symbols=problem.graph.symbols,
     )

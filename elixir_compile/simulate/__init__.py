@@ -1,17 +1,26 @@
 """Run a plan without tensors."""
 
-from elixir_compile.simulate.engine import play, simulate
-from elixir_compile.simulate.exposure import critical_path, exposed_by_lane, exposed_s, hidden_share
+from elixir_compile.simulate.engine import Cycle, Played, play, simulate
+from elixir_compile.simulate.exposure import (
+    critical_path,
+    exposed_by_lane,
+    exposed_s,
+    hidden_share,
+    hidden_update_share,
+)
 from elixir_compile.simulate.memory import MemoryWalk, walk_memory
 from elixir_compile.simulate.prices import Prices, op_seconds, prices
 
 __all__ = [
+    "Cycle",
     "MemoryWalk",
+    "Played",
     "Prices",
     "critical_path",
     "exposed_by_lane",
     "exposed_s",
     "hidden_share",
+    "hidden_update_share",
     "op_seconds",
     "play",
     "prices",

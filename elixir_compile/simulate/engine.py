@@ -10,28 +10,65 @@ seconds, `gather`, `reduce`, `offload` and `prefetch` are issued where they stan
     gather            b1 ==|   b2 ==|                        several ranks: and then, or only, an all-gather
 
 Where a link does not overlap compute, its copies run on the compute lane, and so do host updates when neither direction
-overlaps: device and host are then the same cores. Host updates start when the backward has ended; parameters on the
-device whose optimizer state is on the host travel there and back, unless the two are one memory. `optimizer.step()`
-returns when all is done, so every lane is drained when the next step begins, and one step is the whole cycle. Not
-modelled: contention for host memory, and of two collectives for one link.
+overlaps: device and host are then the same cores. Parameters on the device whose optimizer state is on the host travel
+there and back, unless the two are one memory. A bucket whose state is streamed takes compute for its copies too, one
+bucket after another. When updates run (see `Update`):
+
+    after the backward   every lane is drained when the next step begins, and one step is the whole cycle
+    across steps         the step counts from where `optimizer.step()` of the step before was called: its updates, the
+                         forward beside those of the host, the backward. Whatever reads a bucket waits for its update,
+                         so all of them are done when the backward is, and this cycle repeats from the first one on
+    in the backward      where nothing reads the bucket any more and its gradient has landed. What is left runs beside
+                         the next forward: the step is played until what it leaves and what it finds are the same
+
+Not modelled: contention for host memory, and of two collectives for one link.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from elixir_compile.analysis.closing import closing_verbs
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.cost import Measured
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import BucketId, Lane, RegionId, Tier, Verb
+from elixir_compile.ir.kinds import BucketId, Lane, RegionId, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.simulate.lanes import Lanes
 from elixir_compile.simulate.memory import walk_memory
 from elixir_compile.simulate.prices import Prices, prices
 
 _NOT_MEASURED = Measured()
+_MOST_CYCLES = 16
+_ROUNDING_S = 1e-12
+
+_Program = Sequence[tuple[Verb, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """What one step leaves to the next: when updates run, and what waits for them."""
+
+    update: Update = Update.AFTER_BACKWARD
+    reads: Mapping[RegionId, Sequence[BucketId]] = field(default_factory=dict)
+    """By region, the buckets that it reads; those that are gathered may be left out."""
+    closing: Mapping[BucketId, Verb] = field(default_factory=dict)
+    """Behind what of the backward each bucket may be updated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """One step of many."""
+
+    step_s: float
+    stalled_s: float
+    """Seconds of it in which compute waits for updates that the host runs beside it."""
+
+
+_ONE_STEP = Cycle()
 
 
 def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:
@@ -41,12 +78,18 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
     placements = {placement.bucket: placement for placement in plan.placements}
     actions = plan.schedules[0].actions
+    cycle = Cycle(
+        update=plan.update,
+        reads={region.id: region.buckets for region in plan.regions},
+        closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
+    )
     spans: list[Span] = []
-    step_s = play(((action.verb, action.what) for action in actions), run_s, placements, price, spans)
+    program = ((action.verb, action.what) for action in actions)
+    played = play(program, run_s, placements, price, spans, cycle)
     memory = walk_memory(graph, plan)
     return Record(
         origin=Origin.SIMULATED,
-        step_s=step_s,
+        step_s=played.step_s,
         device_peak_bytes=memory.peak_bytes,
         host_peak_bytes=memory.host_bytes,
         spans=tuple(spans),
@@ -60,90 +103,158 @@ def play(
     placements: Mapping[BucketId, Placement],
     price: Prices,
     spans: list[Span] | None = None,
-) -> float:
-    """Return the seconds of one step of `program`, (verb, what) pairs; append what each lane did to `spans`, if given.
+    cycle: Cycle = _ONE_STEP,
+) -> Played:
+    """Return the seconds of one of many steps of `program`, (verb, what) pairs; append what each lane did in it to
+    `spans`, if given.
 
     `run_s` holds the seconds of each region by its id.
     """
-    lanes = _Lanes(price=price, spans=spans)
-    for verb, what in program:
-        if verb is Verb.RUN:
-            lanes.occupy(Lane.COMPUTE, what, 0.0, run_s[RegionId(what)])
-        elif verb is Verb.WAIT:
-            lanes.wait(what)
-        elif verb is Verb.GATHER:
-            lanes.gather(what, placements[BucketId(what)])
-        elif verb is Verb.REDUCE:
-            lanes.reduce(what)
-        elif verb is Verb.OFFLOAD:
-            lanes.offload(what)
-        elif verb is Verb.PREFETCH:
-            lanes.prefetch(what)
-        elif verb is Verb.UPDATE:
-            lanes.update(what, placements[BucketId(what)])
-    return max(lanes.free_s.values())
+    lanes = Lanes(price=price, spans=spans)
+    player = _Player(lanes, run_s, placements, cycle)
+    if cycle.update is Update.IN_BACKWARD:
+        return _play_steadily(player, tuple(program))
+    if cycle.update is Update.AFTER_BACKWARD:
+        player.run(program)
+    else:
+        actions = tuple(program)
+        player.update_across([what for verb, what in actions if verb is Verb.UPDATE])
+        player.run(action for action in actions if action[0] is not Verb.UPDATE)
+    lanes.settle_all()
+    return Played(step_s=max(lanes.free_s.values()), stalled_s=lanes.stalled_s)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Lanes:
-    """When each lane is next free, and when each transfer under way ends."""
+def _play_steadily(player: "_Player", program: _Program) -> Played:
+    """Play until a step leaves what it has found."""
+    lanes = player.lanes
+    spans, step_s = lanes.spans, 0.0
+    for _ in range(_MOST_CYCLES):
+        lanes.stalled_s, lanes.spans = 0.0, None if spans is None else []
+        found = _rounded(lanes)
+        player.updated.clear()
+        player.run(program)
+        step_s = lanes.begin_again()
+        if found == _rounded(lanes):
+            break
+    if spans is not None:
+        spans += [_wrapped(span, step_s) for span in lanes.spans or ()]
+    return Played(step_s=step_s, stalled_s=lanes.stalled_s)
 
-    price: Prices
-    spans: list[Span] | None
-    free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
-    ready_s: dict[str, float] = field(default_factory=dict)
-    backward_end_s: float | None = None
 
-    def occupy(self, lane: Lane, label: str, after_s: float, seconds: float) -> float:
-        """Take the lane for `seconds`, not before `after_s`; return when it ends."""
-        resource = self.price.lane_of[lane]
-        start_s = max(self.free_s[resource], after_s)
-        end_s = start_s + seconds
-        self.free_s[resource] = end_s
-        if self.spans is not None:
-            self.spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
-        return end_s
+def _rounded(lanes: Lanes) -> tuple[object, ...]:
+    """What a step finds, comparable."""
 
-    def gather(self, bucket: str, placement: Placement) -> None:
-        """From the host where it lives there, then from the other ranks where there are any."""
-        ready_s = self.free_s[Lane.COMPUTE]
-        if placement.param is not Tier.DEVICE:
-            ready_s = self.occupy(Lane.H2D, f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
-        if self.price.collective_s[bucket]:
-            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.collective_s[bucket])
-        self.ready_s[bucket] = ready_s
+    def rounded(seconds: float) -> int:
+        return round(seconds / _ROUNDING_S)
 
-    def reduce(self, bucket: str) -> None:
-        """Nothing to do on one rank."""
-        if self.price.collective_s[bucket]:
-            after_s, seconds = self.free_s[Lane.COMPUTE], self.price.collective_s[bucket]
-            self.ready_s[f"{bucket}.grad"] = self.occupy(Lane.REDUCE, f"reduce {bucket}", after_s, seconds)
+    return (
+        tuple(rounded(free_s) for free_s in lanes.free_s.values()),
+        tuple((name, rounded(end_s)) for name, end_s in lanes.updating_s.items()),
+        tuple((name, rounded(since_s)) for since_s, name in lanes.arriving),
+    )
 
-    def offload(self, what: str) -> None:
-        """A gradient goes once it is shared out, activations at once."""
-        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(what, 0.0))
-        owner = what if what in self.price.d2h_s else what.removesuffix(".grad")
-        self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, self.price.d2h_s[owner])
 
-    def prefetch(self, group: str) -> None:
-        """Activations come back from where their offload has put them."""
-        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(group, 0.0))
-        self.ready_s[group] = self.occupy(Lane.H2D, f"prefetch {group}", after_s, self.price.h2d_s[group])
+def _wrapped(span: Span, step_s: float) -> Span:
+    """`span`, or, where it begins in the next step, the same of the step before."""
+    if span.start_s < step_s:
+        return span
+    return replace(span, start_s=span.start_s - step_s, end_s=span.end_s - step_s)
 
-    def wait(self, what: str) -> None:
-        self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], self.ready_s.pop(what, 0.0))
 
-    def update(self, bucket: str, placement: Placement) -> None:
-        """Update one bucket where its state lives; device updates do not hold up those of the host."""
-        if self.backward_end_s is None:
-            self.backward_end_s = self.free_s[Lane.COMPUTE]
-        label, after_s = f"update {bucket}", self.backward_end_s
-        if placement.optim is Tier.DEVICE:
-            self.occupy(Lane.COMPUTE, label, after_s, self.price.device_update_s[bucket])
+class _Player:
+    """Carries out the actions of a program on lanes."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        run_s: Mapping[RegionId, float],
+        placements: Mapping[BucketId, Placement],
+        cycle: Cycle,
+    ) -> None:
+        self.lanes, self._run_s, self._placements, self._cycle = lanes, run_s, placements, cycle
+        self.updated: set[str] = set()
+        """Buckets of this step."""
+        self._backward_end_s: float | None = None
+
+    def run(self, program: Iterable[tuple[Verb, str]]) -> None:
+        lanes, placements = self.lanes, self._placements
+        for verb, what in program:
+            if verb is Verb.RUN:
+                self._run_region(what)
+            elif verb is Verb.WAIT:
+                lanes.wait(what)
+            elif verb is Verb.GATHER:
+                lanes.gather(what, placements[BucketId(what)])
+            elif verb is Verb.REDUCE:
+                lanes.reduce(what)
+            elif verb is Verb.OFFLOAD:
+                lanes.offload(what)
+            elif verb is Verb.PREFETCH:
+                lanes.prefetch(what)
+            elif verb is Verb.UPDATE:
+                self._update(what, placements[BucketId(what)])
+            if self._cycle.closing:
+                self._close(verb, what)
+
+    def update_across(self, buckets: Sequence[str]) -> None:
+        """What `optimizer.step()` does: device updates, the host's queued, then what is streamed; see `HybridAdamW`.
+
+        The forward begins when gradients that are on the device have left.
+        """
+        lanes = self.lanes
+        homes = [(name, self._placements[BucketId(name)]) for name in buckets]
+        for name, placement in homes:
+            if placement.optim is Tier.DEVICE:
+                lanes.update_on_device(name, 0.0)
+        queued_s = lanes.free_s[Lane.COMPUTE]
+        for name, placement in homes:
+            if placement.update is not Tier.DEVICE:
+                lanes.update_on_host(name, placement, queued_s if lanes.is_staged(placement) else 0.0)
+        left_s = lanes.free_s[Lane.D2H]
+        for name, placement in homes:
+            if placement.streamed:
+                lanes.stream(name, placement)
+        lanes.free_s[Lane.COMPUTE] = max(lanes.free_s[Lane.COMPUTE], left_s)
+
+    def _run_region(self, region: str) -> None:
+        lanes = self.lanes
+        if lanes.updating_s or lanes.arriving:
+            for bucket in self._cycle.reads.get(RegionId(region), ()):
+                lanes.settle(bucket)
+        lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[RegionId(region)])
+
+    def _update(self, bucket: str, placement: Placement) -> None:
+        """Behind the backward; device updates do not hold up those of the host."""
+        lanes = self.lanes
+        if bucket in self.updated:
             return
-        is_staged = placement.param is Tier.DEVICE and not self.price.is_one_memory
-        if is_staged:
-            after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.d2h_s[bucket])
-        after_s = self.occupy(Lane.HOST, label, after_s, self.price.off_device_update_s(bucket, placement.optim))
-        if is_staged:
-            self.occupy(Lane.H2D, f"gather {bucket}", after_s, self.price.h2d_s[bucket])
+        if self._cycle.update is Update.IN_BACKWARD:
+            self._update_early(bucket, placement, 0.0)
+            return
+        if self._backward_end_s is None:
+            self._backward_end_s = lanes.free_s[Lane.COMPUTE]
+        if placement.streamed:
+            # `step()` returns from each update of the host before it begins to stream.
+            lanes.settle_all()
+            lanes.stream(bucket, placement)
+        elif placement.update is Tier.DEVICE:
+            lanes.update_on_device(bucket, self._backward_end_s)
+        else:
+            lanes.update_on_host(bucket, placement, self._backward_end_s)
+
+    def _close(self, verb: Verb, what: str) -> None:
+        bucket = BucketId(what.removesuffix(".grad") if verb is Verb.OFFLOAD else what)
+        if self._cycle.closing.get(bucket) is verb and bucket not in self.updated:
+            landed_s = self.lanes.ready_s.get(f"{bucket}.grad", 0.0)
+            self._update_early(bucket, self._placements[bucket], landed_s)
+
+    def _update_early(self, bucket: str, placement: Placement, landed_s: float) -> None:
+        lanes = self.lanes
+        self.updated.add(bucket)
+        lanes.settle(bucket)
+        if placement.streamed:
+            lanes.stream(bucket, placement)
+        elif placement.update is Tier.DEVICE:
+            lanes.update_on_device(bucket, 0.0)
+        else:
+            lanes.update_on_host(bucket, placement, max(landed_s, lanes.free_s[Lane.COMPUTE]))

@@ -24,6 +24,9 @@ def exposed_s(record: Record) -> float:
     for span in record.spans:
         if span.lane in _TRANSFERS:
             total_s += span.end_s - span.start_s - _covered_s(span, compute, starts_s)
+            if span.end_s > record.step_s:
+                # What goes on into the next step is covered there by what covers the beginning of this one.
+                total_s -= _covered_s(_before(span, record.step_s), compute, starts_s)
     return total_s
 
 
@@ -60,6 +63,18 @@ def hidden_share(record: Record) -> float:
     """Return the share of the transfer time that compute covers, 0 to 1; 1 when nothing is transferred."""
     total_s = sum(span.end_s - span.start_s for span in record.spans if span.lane in _TRANSFERS)
     return 1.0 if total_s == 0 else min(1.0, max(0.0, 1.0 - exposed_s(record) / total_s))
+
+
+def hidden_update_share(record: Record) -> float:
+    """Return the share of the host's updates that compute covers, 0 to 1; 1 when the host updates nothing."""
+    updates = (replace(span, lane=Lane.H2D) for span in record.spans if span.lane is Lane.HOST)
+    compute = (span for span in record.spans if span.lane is Lane.COMPUTE)
+    return hidden_share(replace(record, spans=(*compute, *updates)))
+
+
+def _before(span: Span, step_s: float) -> Span:
+    """The part of `span` behind `step_s`, as it is seen by the next step."""
+    return replace(span, start_s=max(span.start_s - step_s, 0.0), end_s=span.end_s - step_s)
 
 
 def _covered_s(span: Span, compute: list[Span], starts_s: list[float]) -> float:

@@ -45,6 +45,7 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
                 walk.run(i)
         else:
             walk.act(action.verb, action.what)
+    walk.stream()
     for i, op in enumerate(step.ops):
         if op.phase is Phase.UPDATE:
             walk.run(i)
@@ -140,6 +141,16 @@ class _Walk:
             self.leaving.difference_update(names)
             for name in names:
                 self.drop("storage", name)
+
+    def stream(self) -> None:
+        """State that is streamed passes bucket by bucket, with what else of the bucket is not there: room for one."""
+        largest_bytes = 0
+        for bucket in self.plan.buckets:
+            home = self.homes[bucket.id]
+            if home.streamed and bucket.trainable:
+                copies = 0 if home.param is Tier.DEVICE else 2
+                largest_bytes = max(largest_bytes, bucket.shard_state_nbytes() + copies * bucket.shard_nbytes())
+        self.take("stream", "", largest_bytes)
 
     def host_bytes(self) -> int:
         total_bytes = sum(group.nbytes for group in self.offloaded.values())

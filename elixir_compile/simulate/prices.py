@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from elixir_compile.analysis.recompute import as_run, repeated_op
-from elixir_compile.cost import Measured, Stretch, collective_s, copy_s, corrected_s, disk_s, is_free, op_s, update_s
+from elixir_compile.cost import (
+    Measured,
+    Stretch,
+    collective_s,
+    copy_s,
+    corrected_s,
+    disk_s,
+    is_free,
+    op_s,
+    stream_s,
+    update_s,
+)
 from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket
@@ -33,6 +44,8 @@ class Prices:
     """The lane that each lane's work really takes: a copy that does not overlap compute is work for the same cores."""
     disk_s: Mapping[str, float] = field(default_factory=dict)
     """The bucket's state from the disk and back."""
+    stream_s: Mapping[tuple[str, Tier], tuple[float, float]] = field(default_factory=dict)
+    """By bucket and home of its parameters: what a streamed update carries to the device, and back."""
 
     @property
     def is_one_memory(self) -> bool:
@@ -74,6 +87,12 @@ def prices(
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
+        stream_s={
+            (bucket.id, home): stream_s(bucket, home, cluster)
+            for bucket in buckets
+            if bucket.trainable
+            for home in (Tier.DEVICE, Tier.HOST)
+        },
     )
 
 

@@ -125,7 +125,7 @@ def solved_s(problem: Problem) -> float:
     return place_best(judge, first, [], timeout_s=60.0, tolerance=0.0).step_s
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.slow)])
 def test_it_equals_brute_force_on_random_instances(count: int) -> None:
     for seed, problem in instances(count):
         best = place_exhaustively(Judge(gather_facts(problem)))
@@ -171,7 +171,7 @@ def test_the_count_of_memory_by_rows_is_never_too_high() -> None:
 
 def test_more_memory_or_bandwidth_is_never_slower() -> None:
     """Up to where everything fits: then it stays, though the host could take a part of the update."""
-    for _, problem in instances(12):
+    for _, problem in instances(7):
         before_s = solved_s(problem)
         judge = Judge(gather_facts(problem))
         kept_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)

@@ -61,7 +61,7 @@ def step_s(
         bucket: Placement(bucket=bucket, param=param, optim=optim, resident=param is Tier.DEVICE)
         for bucket, (param, optim) in zip((B0, B1), homes, strict=False)
     }
-    return play(program, RUN_S, placements, price)
+    return play(program, RUN_S, placements, price).step_s
 
 
 def test_a_gather_at_its_wait_is_exposed_and_one_ahead_is_hidden() -> None:
@@ -182,7 +182,7 @@ def test_the_critical_path_has_no_gaps_and_ends_the_step() -> None:
     spans: list[Span] = []
     homes = {b: Placement(bucket=b, param=Tier.HOST, optim=Tier.HOST, resident=False) for b in (B0, B1)}
     program = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1")]
-    step_s = play(program, RUN_S, homes, PRICES, spans)
+    step_s = play(program, RUN_S, homes, PRICES, spans).step_s
     record = Record(origin=Origin.SIMULATED, step_s=step_s, device_peak_bytes=0, host_peak_bytes=0, spans=tuple(spans))
     path = critical_path(record)
     assert [span.label for span in path] == ["gather b0", R0]

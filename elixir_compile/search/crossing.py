@@ -1,0 +1,217 @@
+"""What updates add to the phases of a step, as flow shops that are linear in the decisions.
+
+After the backward, the update is a phase of its own, with one event per bucket: gradient to the host, host update,
+parameter back; device updates are compute.
+
+Across steps, a step is: device updates and what is streamed, forward, backward. The host updates beside all of that,
+and the forward waits for it where a bucket is first read. So paths that begin with updates of the host go through
+update and forward together:
+
+    host     u_b0 | u_b1 | u_b2 | ...               the update of b1 ends, then its gather begins (or its way back to
+    h2d                  | b1 ...                   the device), then the ops from its first use on
+    compute                   | h.1 | h.2 | ...     T_update + T_forward >= u_0..u_i + h_i..h_j + c_j..c_end
+
+In the backward, what is certain is that compute, and the host, do all their work in one step.
+
+Streaming is a column per bucket and home of its parameters, from 0 to 1, and at most what of the bucket is at such a
+level: it takes the host's update away and adds two copies and the device's update to compute.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from elixir_compile.ir import Lane, Tier, Update
+from elixir_compile.search.facts import Facts
+from elixir_compile.search.flow import Choice, Phase, Table
+from elixir_compile.search.phases import RunTable, forward_of, of_buckets, phases, run_table
+from elixir_compile.search.profiles import Profile
+from elixir_compile.search.update_time import asked_time
+from elixir_compile.simulate import Prices
+
+_ROUND_TRIP = (Lane.D2H, Lane.HOST, Lane.H2D)
+
+
+class Shops(NamedTuple):
+    """The flow shops of a step."""
+
+    following: list[list[Phase]]
+    """Phases that follow on one another; each takes as long as the longest of its flow shops."""
+    across: list[Phase]
+    """Flow shops that go through several phases."""
+    spanned: tuple[int, ...]
+    """Which of `following` those go through."""
+
+
+class Options(NamedTuple):
+    """Everything that there is to decide, each a column."""
+
+    columns: Mapping[Choice, int]
+    profiles: Sequence[Sequence[Profile]]
+
+
+def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
+    """Return (bucket, home of its parameters, choice) of every update that may be streamed."""
+    start = len(facts.buckets) + len(facts.layers)
+    return [
+        (i, home, (start + i, home is Tier.HOST))
+        for i in sorted(facts.streamable)
+        for home in (Tier.DEVICE, Tier.HOST)
+        if any(level.home is home for level in facts.choices[i] if level.has_state_on_host)
+    ]
+
+
+def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
+    """Return the flow shops of a step."""
+    following = [[phase] for phase in phases(facts, prices, options.columns, options.profiles)]
+    if not facts.is_training:
+        return Shops(following, [], ())
+    update = asked_time(facts.problem)
+    if update is Update.IN_BACKWARD and set(prices.lane_of.values()) != {Lane.COMPUTE}:
+        return Shops(following, _totals(facts, prices, options), tuple(range(len(following))))
+    if update is not Update.ACROSS_STEPS or prices.is_one_memory:
+        return Shops([*following, _updates(facts, prices, options.columns)], [], ())
+    own = _Work(facts, prices, options)
+    across = [own.gathered(), own.all_of_the_host(), own.all_copies()]
+    return Shops([own.before_forward(), *following], across, (0, 1))
+
+
+def _stream_s(facts: Facts, prices: Prices, i: int, home: Tier) -> float:
+    name = facts.buckets[i].id
+    return sum(prices.stream_s[name, home]) + prices.device_update_s[name]
+
+
+def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> list[Phase]:
+    """The flow shops of the update behind the backward, which run side by side: device updates, and the round trip of
+    the rest."""
+    num_events = len(facts.buckets)
+    device = Table("update", (Lane.COMPUTE,), num_events, columns)
+    host = Table("update", _ROUND_TRIP, num_events, columns)
+    is_serial = prices.is_one_memory
+    for i, level in of_buckets(facts, columns):
+        bucket = facts.buckets[i]
+        if not bucket.trainable:
+            continue
+        if not level.has_state_on_host or i in facts.streamed:
+            seconds = _stream_s(facts, prices, i, level.home) if level.has_state_on_host else 0.0
+            device.add(Lane.COMPUTE, i, (i, level), seconds or prices.device_update_s[bucket.id])
+            continue
+        table = device if is_serial else host
+        table.add(Lane.COMPUTE if is_serial else Lane.HOST, i, (i, level), prices.host_update_s[bucket.id])
+        if not level.has_param_on_host and not is_serial:
+            for lane, seconds in ((Lane.D2H, prices.d2h_s[bucket.id]), (Lane.H2D, prices.h2d_s[bucket.id])):
+                overlaps = prices.lane_of[lane] is not Lane.COMPUTE
+                (host if overlaps else device).add(lane if overlaps else Lane.COMPUTE, i, (i, level), seconds)
+    return [device.phase()] if is_serial else [device.phase(), host.phase()]
+
+
+def _totals(facts: Facts, prices: Prices, options: Options) -> list[Phase]:
+    """All ops and device updates on one lane, all host updates on another."""
+    compute = Table("step", (Lane.COMPUTE,), 1, options.columns)
+    host = Table("step", (Lane.HOST,), 1, options.columns)
+    compute.constants_s[0, 0] = prices.run_s(0, facts.num_run - 1)
+    for number, own in enumerate(options.profiles, start=len(facts.buckets)):
+        for mode, profile in enumerate(own):
+            compute.add(Lane.COMPUTE, 0, (number, mode), sum(seconds for _, seconds in profile.added_s))
+    for i, level in of_buckets(facts, options.columns):
+        name = facts.buckets[i].id
+        if not level.has_state_on_host:
+            compute.add(Lane.COMPUTE, 0, (i, level), prices.device_update_s[name])
+        elif i not in facts.streamed:
+            lane = prices.lane_of[Lane.HOST]
+            (compute if lane is Lane.COMPUTE else host).add(lane, 0, (i, level), prices.host_update_s[name])
+    return [compute.phase(), host.phase()]
+
+
+class _Work:
+    """What updates across steps do, by lane."""
+
+    def __init__(self, facts: Facts, prices: Prices, options: Options) -> None:
+        self._facts, self._prices, self._options = facts, prices, options
+        self._streams = stream_choices(facts)
+        self._by_bucket: dict[int, list[tuple[Tier, Choice, float]]] = {i: [] for i in range(len(facts.buckets))}
+        """By bucket, (home of its parameters, choice, sign) of what adds an update of the host, or takes it away."""
+        for i, level in of_buckets(facts, options.columns):
+            if level.has_state_on_host and i not in facts.streamed and facts.buckets[i].trainable:
+                self._by_bucket[i].append((level.home, (i, level), 1.0))
+        for i, home, choice in self._streams:
+            self._by_bucket[i].append((home, choice, -1.0))
+
+    def before_forward(self) -> list[Phase]:
+        """Device updates, behind which gradients of parameters on the device leave; or else what is streamed."""
+        facts, prices, columns = self._facts, self._prices, self._options.columns
+        leaving = Table("update", (Lane.COMPUTE, Lane.D2H), 2, columns)
+        streaming = Table("update", (Lane.COMPUTE,), 1, columns)
+        for i, level in of_buckets(facts, columns):
+            name = facts.buckets[i].id
+            if not level.has_state_on_host:
+                leaving.add(Lane.COMPUTE, 0, (i, level), prices.device_update_s[name])
+                streaming.add(Lane.COMPUTE, 0, (i, level), prices.device_update_s[name])
+            elif i in facts.streamed:
+                streaming.add(Lane.COMPUTE, 0, (i, level), _stream_s(facts, prices, i, level.home))
+        for i, home, choice in self._streams:
+            streaming.add(Lane.COMPUTE, 0, choice, _stream_s(facts, prices, i, home))
+        lane = prices.lane_of[Lane.D2H]
+        for i, own in self._by_bucket.items():
+            for home, choice, sign in own:
+                if home is Tier.DEVICE:
+                    leaving.add(lane, int(lane is Lane.D2H), choice, sign * prices.d2h_s[facts.buckets[i].id])
+        return [leaving.phase(), streaming.phase()]
+
+    def gathered(self) -> Phase:
+        """Updates of buckets that live on the host, and then the forward, which gathers them.
+
+        Those of parameters on the device are left out: gathers need not wait for them.
+        """
+        run = self._run_table((Lane.HOST,))
+        for i, event in self._events(run):
+            update_s = self._prices.host_update_s[self._facts.buckets[i].id]
+            for home, choice, sign in self._by_bucket[i]:
+                if home is Tier.HOST:
+                    run.table.add(Lane.HOST, event, choice, sign * update_s)
+        return run.table.phase()
+
+    def all_of_the_host(self) -> Phase:
+        """All updates of the host with the copies that they take, and then the ops of the forward."""
+        prices, run = self._prices, self._run_table(())
+        lanes = (*_ROUND_TRIP, Lane.COMPUTE)
+        table = Table("forward", lanes, run.table.num_events, self._options.columns)
+        run.table.copy_lane(Lane.COMPUTE, table)
+        for i, event in self._events(run):
+            name = self._facts.buckets[i].id
+            for home, choice, sign in self._by_bucket[i]:
+                table.add(Lane.HOST, event, choice, sign * prices.host_update_s[name])
+                for lane, seconds in ((Lane.D2H, prices.d2h_s[name]), (Lane.H2D, prices.h2d_s[name])):
+                    if home is Tier.DEVICE and prices.lane_of[lane] is lane:
+                        table.add(lane, event, choice, sign * seconds)
+        return table.phase()
+
+    def all_copies(self) -> Phase:
+        """All copies to the device, of what is gathered and of what the host has updated, and then the ops of the
+        forward: which copy is first is not known, but one op needs all up to its place."""
+        prices, run = self._prices, self._run_table(())
+        table = Table("forward", (Lane.H2D, Lane.COMPUTE), run.table.num_events, self._options.columns)
+        run.table.copy_lane(Lane.COMPUTE, table)
+        run.table.copy_lane(Lane.H2D, table)
+        for i, event in self._events(run) if prices.lane_of[Lane.H2D] is Lane.H2D else ():
+            for home, choice, sign in self._by_bucket[i]:
+                if home is Tier.DEVICE:
+                    table.add(Lane.H2D, event, choice, sign * prices.h2d_s[self._facts.buckets[i].id])
+        return table.phase()
+
+    def _run_table(self, before: tuple[Lane, ...]) -> RunTable:
+        facts, options = self._facts, self._options
+        return run_table(forward_of(facts), facts, self._prices, options.columns, options.profiles, before)
+
+    def _events(self, run: RunTable) -> list[tuple[int, int]]:
+        """(bucket, event of the forward) in the order in which the host updates; no event is before an earlier one's.
+
+        A later bucket that is read earlier is waited for there, and only counts later. Buckets that the forward does
+        not read are left out.
+        """
+        found: list[tuple[int, int]] = []
+        latest = 0
+        for i, windows in enumerate(self._facts.windows):
+            if windows and windows[0].first < self._facts.num_forward:
+                latest = max(latest, run.event_of[windows[0].first, True, i])
+                found.append((i, latest))
+        return found

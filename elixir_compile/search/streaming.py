@@ -1,0 +1,124 @@
+"""When things move and which updates are streamed, for levels that are given: judged by the simulator.
+
+A gather waits, where it is issued, for the update of its bucket, and so does all compute behind it. Where the host is
+behind, gathers of the forward are therefore better late than early, and a part of the updates may be better off on the
+device, its state streamed there and back: a share x of what the host updates, from 0 to 1.
+
+    x = 0      host     u_b0 | u_b1 | u_b2 | u_b3          compute waits for the last
+    x = 1/2    compute  stream b0 | stream b1 | forward    the first are needed first, so the first are streamed
+               host     u_b2 | u_b3
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from elixir_compile.ir import Decision, Update
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.levels import Level
+from elixir_compile.search.prefetch import raise_prefetch
+from elixir_compile.search.stays import Moves
+from elixir_compile.units import format_s
+
+_LEAST_SHARE = 1e-3
+"""Of a step: compute that waits less than this for updates has no reason to wait differently."""
+_EARLY = (1, 0)
+"""Windows that gathers of the forward are early at most, where early ones make compute wait for updates."""
+
+
+def best_moves(judge: Judge, levels: Sequence[Level], limit_s: float = math.inf) -> tuple[Moves, float]:
+    """Return the moves of `levels`, which fit with transfers at their use, and the seconds of a step.
+
+    Steps that cannot be shorter than `limit_s` are not looked into.
+    """
+    moves = raise_prefetch(judge, levels)
+    trial = _Trial(judge, levels)
+    step_s = trial.step_s(moves)
+    stalled_s = trial.stalled_s[moves.streamed]
+    if stalled_s <= _LEAST_SHARE * step_s or step_s - stalled_s >= limit_s:
+        return moves, step_s
+    late = [raise_prefetch(judge, levels, most_early=early) for early in _EARLY]
+    moves = min((moves, *late), key=trial.step_s)
+    streamed = _streamed(judge, levels, trial, moves)
+    if streamed != moves.streamed:
+        moves = min((one._replace(streamed=streamed) for one in (moves, *late)), key=trial.step_s)
+    return moves, trial.step_s(moves)
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Moves of the same levels, played."""
+
+    judge: Judge
+    levels: Sequence[Level]
+    stalled_s: dict[frozenset[int], float] = field(default_factory=dict)
+    """Least seconds that compute waits for updates, by what is streamed."""
+
+    def step_s(self, moves: Moves) -> float:
+        played = self.judge.played(self.levels, moves)
+        least_s = self.stalled_s.get(moves.streamed, math.inf)
+        self.stalled_s[moves.streamed] = min(least_s, played.stalled_s)
+        return played.step_s
+
+
+def _streamed(judge: Judge, levels: Sequence[Level], trial: _Trial, moves: Moves) -> frozenset[int]:
+    """The share that gives the shortest step: more is shorter while the host is behind, and longer from then on."""
+    order = _may_be_streamed(judge, levels, moves)
+    # One bucket streamed takes compute at least its copies, and spares it at most what it waits for.
+    if not order or judge.stream_s(order[0], levels[order[0]]) >= trial.stalled_s[moves.streamed]:
+        return moves.streamed
+    least, most = 0, len(order)
+    while least < most:
+        middle = (least + most) // 2
+        fewer_s, more_s = (
+            trial.step_s(moves._replace(streamed=moves.streamed.union(order[:count]))) for count in (middle, middle + 1)
+        )
+        if more_s < fewer_s:
+            least = middle + 1
+        else:
+            most = middle
+    return moves.streamed.union(order[:least])
+
+
+def _may_be_streamed(judge: Judge, levels: Sequence[Level], moves: Moves) -> list[int]:
+    """Buckets that the host updates and the device has room for, the first needed first."""
+    facts, memory = judge.facts, judge.memory
+    kept = moves._replace(streamed=frozenset())
+    in_update = memory.live_bytes(levels, kept)[memory.segment_of(facts.num_run) :]
+    free_bytes = facts.problem.budget_bytes - int(in_update.max(initial=0))
+    return [
+        i
+        for i in sorted(facts.streamable)
+        if levels[i].has_state_on_host and memory.streamed_bytes(i, levels[i].home) <= free_bytes
+    ]
+
+
+def update_decisions(judge: Judge, levels: Sequence[Level], moves: Moves, hidden_share: float) -> tuple[Decision, ...]:
+    """Return why updates of the host run when they do, and why so many of them are streamed; nothing where the host
+    updates nothing, or waits for nothing.
+
+    `hidden_share` of the host's seconds are under compute.
+    """
+    facts = judge.facts
+    on_host = [i for i, bucket in enumerate(facts.buckets) if bucket.trainable and levels[i].has_state_on_host]
+    if not on_host or judge.update is Update.AFTER_BACKWARD:
+        return ()
+    numel = sum(facts.buckets[i].numel for i in on_host)
+    share = sum(facts.buckets[i].numel for i in moves.streamed.intersection(on_host)) / numel
+    step_s = judge.step_s(levels, moves)
+    rejected: list[str] = []
+    if moves.streamed - facts.streamed:
+        other_s = judge.step_s(levels, moves._replace(streamed=facts.streamed))
+        rejected.append(f"x = 0: {format_s(other_s - step_s)} longer")
+    more = [i for i in _may_be_streamed(judge, levels, moves) if i not in moves.streamed]
+    if more:
+        other_s = judge.step_s(levels, moves._replace(streamed=moves.streamed | {more[0]}))
+        rejected.append(f"{facts.buckets[more[0]].id} streamed too: {format_s(max(other_s - step_s, 0.0))} longer")
+    return (
+        Decision(
+            subject="update",
+            choice=f"{judge.update}, a share x = {share:.2f} of what lives on the host streamed to the device",
+            because=f"{hidden_share:.0%} of the seconds that the host updates are under compute",
+            rejected=tuple(rejected),
+        ),
+    )

@@ -1,0 +1,136 @@
+"""When each lane is free and each transfer under way ends, while the actions of a step are carried out.
+
+An update that the host runs beside the step is waited for by whoever reads its bucket: a gather where it is issued, a
+region where the parameters are on the device. Updated parameters that travel back to the device take their link in the
+order in which they arrive there, between the copies of the step.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from elixir_compile.ir.bucket import Placement
+from elixir_compile.ir.kinds import Lane, Tier
+from elixir_compile.ir.record import Span
+from elixir_compile.simulate.prices import Prices
+
+
+@dataclass(slots=True, kw_only=True)
+class Lanes:
+    """Seconds count from where the step began."""
+
+    price: Prices
+    spans: list[Span] | None
+    free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
+    ready_s: dict[str, float] = field(default_factory=dict)
+    updating_s: dict[str, float] = field(default_factory=dict)
+    """When each bucket may be read again whose update runs beside the step."""
+    arriving: deque[tuple[float, str]] = field(default_factory=deque)
+    """(since when, bucket) of updated parameters that wait for their link to the device, first come first."""
+    stalled_s: float = 0.0
+    """Seconds that compute waited for updates."""
+
+    def occupy(self, lane: Lane, label: str, after_s: float, seconds: float) -> float:
+        """Take the lane for `seconds`, not before `after_s`; return when it ends."""
+        resource = self.price.lane_of[lane]
+        start_s = max(self.free_s[resource], after_s)
+        end_s = start_s + seconds
+        self.free_s[resource] = end_s
+        if self.spans is not None:
+            self.spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
+        return end_s
+
+    def gather(self, bucket: str, placement: Placement) -> None:
+        """From the host where it lives there, then from the other ranks where there are any."""
+        if self.updating_s or self.arriving:
+            self.settle(bucket)
+        ready_s = self.free_s[Lane.COMPUTE]
+        if placement.param is not Tier.DEVICE:
+            ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
+        if self.price.collective_s[bucket]:
+            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.collective_s[bucket])
+        self.ready_s[bucket] = ready_s
+
+    def reduce(self, bucket: str) -> None:
+        """Nothing to do on one rank."""
+        if self.price.collective_s[bucket]:
+            after_s, seconds = self.free_s[Lane.COMPUTE], self.price.collective_s[bucket]
+            self.ready_s[f"{bucket}.grad"] = self.occupy(Lane.REDUCE, f"reduce {bucket}", after_s, seconds)
+
+    def offload(self, what: str) -> None:
+        """A gradient goes once it is shared out, activations at once."""
+        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(what, 0.0))
+        owner = what if what in self.price.d2h_s else what.removesuffix(".grad")
+        self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, self.price.d2h_s[owner])
+
+    def prefetch(self, group: str) -> None:
+        """Activations come back from where their offload has put them."""
+        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(group, 0.0))
+        self.ready_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
+
+    def wait(self, what: str) -> None:
+        self._hold_compute(self.ready_s.pop(what, 0.0))
+
+    # Updates.
+
+    def update_on_device(self, bucket: str, after_s: float) -> None:
+        """Where its state lives there."""
+        self.occupy(Lane.COMPUTE, f"update {bucket}", after_s, self.price.device_update_s[bucket])
+
+    def stream(self, bucket: str, placement: Placement) -> None:
+        """State travels to the device, and what else is not there; after the update it travels back, and only then goes
+        compute on."""
+        there_s, back_s = self.price.stream_s[bucket, placement.param]
+        ends_s = self.occupy(Lane.H2D, f"gather {bucket}.state", self.free_s[Lane.COMPUTE], there_s)
+        ends_s = self.occupy(Lane.COMPUTE, f"update {bucket}", ends_s, self.price.device_update_s[bucket])
+        self._hold_compute(self.occupy(Lane.D2H, f"offload {bucket}.state", ends_s, back_s))
+
+    def update_on_host(self, bucket: str, placement: Placement, after_s: float) -> None:
+        """Let the host update it from `after_s` on; of parameters on the device the gradient goes there first."""
+        if self.is_staged(placement):
+            after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.d2h_s[bucket])
+        update_s = self.price.off_device_update_s(bucket, placement.optim)
+        ends_s = self.occupy(Lane.HOST, f"update {bucket}", after_s, update_s)
+        if self.is_staged(placement):
+            self.arriving.append((ends_s, bucket))
+        else:
+            self.updating_s[bucket] = ends_s
+
+    def is_staged(self, placement: Placement) -> bool:
+        """Whether an update on the host takes copies of gradient and parameter there and back."""
+        return placement.param is Tier.DEVICE and not self.price.is_one_memory
+
+    def settle(self, bucket: str) -> None:
+        """Let compute, and all that is issued from now on, wait for the update of `bucket`."""
+        while self.arriving and any(other == bucket for _, other in self.arriving):
+            self._land()
+        ready_s = self.updating_s.pop(bucket, 0.0)
+        self.stalled_s += max(0.0, ready_s - self.free_s[Lane.COMPUTE])
+        self._hold_compute(ready_s)
+
+    def settle_all(self) -> None:
+        """Let compute wait for every update."""
+        while self.arriving:
+            self._land()
+        for bucket in tuple(self.updating_s):
+            self.settle(bucket)
+
+    def begin_again(self) -> float:
+        """Let the seconds count from where compute is now, and return how many those were."""
+        passed_s = self.free_s[Lane.COMPUTE]
+        self.free_s = {lane: max(free_s - passed_s, 0.0) for lane, free_s in self.free_s.items()}
+        self.ready_s.clear()
+        self.updating_s = {name: end_s - passed_s for name, end_s in self.updating_s.items() if end_s > passed_s}
+        self.arriving = deque((since_s - passed_s, name) for since_s, name in self.arriving)
+        return passed_s
+
+    def _hold_compute(self, until_s: float) -> None:
+        self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], until_s)
+
+    def _to_device(self, label: str, after_s: float, seconds: float) -> float:
+        while self.arriving and self.arriving[0][0] <= after_s:
+            self._land()
+        return self.occupy(Lane.H2D, label, after_s, seconds)
+
+    def _land(self) -> None:
+        since_s, bucket = self.arriving.popleft()
+        self.updating_s[bucket] = self.occupy(Lane.H2D, f"gather {bucket}", since_s, self.price.h2d_s[bucket])

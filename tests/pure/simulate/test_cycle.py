@@ -1,0 +1,146 @@
+"""`simulate`: updates that run beside the next step, worked out by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elixir_compile.analysis import plan_timeline
+from elixir_compile.hardware import profile_for
+from elixir_compile.ir import BucketId, Lane, Placement, Plan, RegionId, Span, StepGraph, Tier, Update, Verb
+from elixir_compile.search import plan as search
+from elixir_compile.simulate import Cycle, Prices, hidden_update_share, play, simulate, walk_memory
+from elixir_compile.units import GIB
+from tests.pure.plans import mixed_plans, planned_graphs
+from tests.pure.problems import tight_problem
+from tests.pure.simulate.test_engine import PRICES, SERIAL
+
+F0, F1, B1, B0 = RegionId("fwd.0"), RegionId("fwd.1"), RegionId("bwd.0"), RegionId("bwd.1")
+RUN_S = dict.fromkeys((F0, F1, B1, B0), 10.0)
+G, W, R, L, OFF, U = Verb.GATHER, Verb.WAIT, Verb.RUN, Verb.RELEASE, Verb.OFFLOAD, Verb.UPDATE
+PRICE = replace(PRICES, stream_s={(name, home): (3.0, 2.0) for name in ("b0", "b1") for home in Tier})
+READS = {F0: (BucketId("b0"),), F1: (BucketId("b1"),)}
+ON_HOST = [
+    *[(G, "b0"), (W, "b0"), (R, F0), (L, "b0"), (G, "b1"), (W, "b1"), (R, F1), (L, "b1")],
+    *[(R, B1), (Verb.REDUCE, "b1"), (OFF, "b1.grad"), (R, B0), (W, "b1.grad"), (Verb.REDUCE, "b0"), (OFF, "b0.grad")],
+    *[(W, "b0.grad"), (U, "b0"), (U, "b1")],
+]
+ON_DEVICE = [(R, F0), (R, F1), (R, B1), (Verb.REDUCE, "b1"), (R, B0), (Verb.REDUCE, "b0"), (U, "b0"), (U, "b1")]
+
+
+def step_s(
+    program: Sequence[tuple[Verb, str]],
+    homes: Sequence[tuple[Tier, Tier, bool]],
+    cycle: Cycle,
+    price: Prices = PRICE,
+    spans: list[Span] | None = None,
+) -> float:
+    placements = {
+        BucketId(f"b{i}"): Placement(
+            bucket=BucketId(f"b{i}"), param=param, optim=optim, resident=param is Tier.DEVICE, streamed=streamed
+        )
+        for i, (param, optim, streamed) in enumerate(homes)
+    }
+    return play(program, RUN_S, placements, price, spans, cycle).step_s
+
+
+ACROSS = Cycle(update=Update.ACROSS_STEPS, reads=READS)
+HOST, SPLIT, DEVICE = (Tier.HOST, Tier.HOST, False), (Tier.DEVICE, Tier.HOST, False), (Tier.DEVICE, Tier.DEVICE, False)
+STREAMED = (Tier.HOST, Tier.HOST, True)
+
+
+def test_a_gather_waits_for_the_update_of_its_bucket_only() -> None:
+    """Host: b0 0-7, b1 7-15. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1 27-37, bwd.0 37-47, its gradient
+    47-52 under bwd.1 47-57, that of b0 57-60. After the backward instead: 45 and then 15 more."""
+    spans: list[Span] = []
+    assert step_s(ON_HOST, (HOST, HOST), ACROSS, spans=spans) == 60
+    assert [(s.start_s, s.end_s) for s in spans if s.lane is Lane.HOST] == [(0, 7), (7, 15)]
+    assert step_s(ON_HOST, (HOST, HOST), Cycle()) == 4 + 10 + 6 + 10 + 10 + 10 + 3 + 15
+
+
+def test_a_gather_that_is_early_holds_compute_up_where_it_is_issued() -> None:
+    """gather b0 7-11, gather b1 issued at 15: fwd.0 15-25 and fwd.1 25-35 instead of 11-21 and 27-37."""
+    early = [(G, "b0"), (G, "b1"), (W, "b0"), (R, F0), (L, "b0"), (W, "b1"), (R, F1), (L, "b1"), *ON_HOST[8:]]
+    assert step_s(early, (HOST, HOST), ACROSS) == 35 + 10 + 10 + 3
+
+
+def test_a_region_waits_for_parameters_that_come_back_to_the_device() -> None:
+    """b0 leaves 0-3, b1 3-8; host 3-10 and 10-18; back 10-14 and 18-24. fwd.0 14-24, fwd.1 24-34, backward to 54.
+    With the state of b0 on the device: update 0-1, b1 leaves 1-6, host 6-14, back 14-20; fwd.0 6-16, fwd.1 20-30."""
+    assert step_s(ON_DEVICE, (SPLIT, SPLIT), ACROSS) == 54
+    assert step_s(ON_DEVICE, (DEVICE, SPLIT), ACROSS) == 50
+    # The other way round: b0 leaves 1-4, host 4-11, back 11-15.
+    assert step_s(ON_DEVICE, (SPLIT, DEVICE), ACROSS) == 55
+
+
+def test_what_is_streamed_takes_compute_and_spares_the_host() -> None:
+    """b0 is streamed: there 0-3, updated 3-4, back 4-6. The host updates b1 0-8. gather b0 6-10, fwd.0 10-20, gather b1
+    20-26, fwd.1 26-36, then 23 as before. Both: 12 s, then 4 + 10 + 6 + 10 + 23. After the backward, one side and then
+    the other."""
+    assert step_s(ON_HOST, (STREAMED, HOST), ACROSS) == 59
+    assert step_s(ON_HOST, (STREAMED, STREAMED), ACROSS) == 12 + 53
+    assert step_s(ON_HOST, (HOST, STREAMED), Cycle()) == 53 + 7 + 6
+
+
+def test_in_the_backward_an_update_begins_when_its_gradient_has_landed() -> None:
+    """In its steady cycle 7 s of the host's b0 are left over. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1
+    27-37, bwd.0 37-47, gradient of b1 47-52, host 52-60; bwd.1 47-57, gradient of b0 57-60, host 60-67."""
+    cycle = Cycle(update=Update.IN_BACKWARD, reads=READS, closing={BucketId("b0"): OFF, BucketId("b1"): OFF})
+    spans: list[Span] = []
+    assert step_s(ON_HOST, (HOST, HOST), cycle, spans=spans) == 60
+    host = sorted(
+        (span.label, span.start_s % 60, span.end_s - span.start_s) for span in spans if span.lane is Lane.HOST
+    )
+    assert host == [("update b0", 0, 7), ("update b1", 52, 8)]
+
+
+def test_on_one_set_of_cores_updates_add_up_whenever_they_run() -> None:
+    total_s = 4 + 10 + 6 + 10 + 10 + 5 + 10 + 3 + 7 + 8
+    closing = {BucketId("b0"): OFF, BucketId("b1"): OFF}
+    for cycle in (Cycle(), ACROSS, Cycle(update=Update.IN_BACKWARD, reads=READS, closing=closing)):
+        assert step_s(ON_HOST, (HOST, HOST), cycle, SERIAL) == total_s
+
+
+@given(planned_graphs() | mixed_plans(), st.sampled_from(list(Update)), st.integers(0, 255))
+@settings(deadline=None, max_examples=40)
+def test_any_plan_repeats_and_no_lane_does_more_than_one_thing(
+    planned: tuple[StepGraph, Plan], update: Update, streamed: int
+) -> None:
+    graph, plan = planned
+    placements = tuple(
+        replace(home, streamed=home.optim is Tier.HOST and bucket.trainable and bool(streamed >> i & 1))
+        for i, (home, bucket) in enumerate(zip(plan.placements, plan.buckets, strict=True))
+    )
+    plan = replace(plan, update=update, placements=placements)
+    walk = walk_memory(graph, plan)
+    assert walk.live_bytes == plan_timeline(graph, plan).live_bytes
+    made = simulate(graph, plan, profile_for("cuda", GIB, GIB, "cuda"))
+    assert 0 <= hidden_update_share(made) <= 1
+    for lane in Lane:
+        own = [span for span in made.spans if span.lane is lane]
+        assert sum(span.end_s - span.start_s for span in own) <= made.step_s * (1 + 1e-9)
+        assert len({(span.label, span.start_s, span.end_s) for span in own}) == len(own) or made.step_s == 0
+    updates = [span.label for span in made.spans if span.label.startswith("update ")]
+    assert sorted(updates) == sorted(f"update {a.what}" for a in plan.schedules[0].actions if a.verb is U)
+
+
+def test_a_streamed_update_takes_room_for_the_largest_bucket() -> None:
+    problem = tight_problem()
+    made = search(problem, "greedy")
+    hosted = [i for i, home in enumerate(made.placements) if home.optim is Tier.HOST]
+    placements = tuple(replace(home, streamed=i in hosted) for i, home in enumerate(made.placements))
+    before = plan_timeline(problem.graph, made).live_bytes[-1]
+    after = plan_timeline(problem.graph, replace(made, placements=placements)).live_bytes[-1]
+    rooms = [
+        made.buckets[i].state_nbytes + (0 if made.placements[i].param is Tier.DEVICE else 2 * made.buckets[i].nbytes)
+        for i in hosted
+    ]
+    assert after - before == max(rooms)
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_a_step_without_the_host_is_the_same_whenever_it_updates(update: Update) -> None:
+    cycle = Cycle(update=update, reads=READS)
+    assert step_s(ON_DEVICE, (DEVICE, DEVICE), cycle) == 42
