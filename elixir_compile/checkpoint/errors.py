@@ -41,7 +41,7 @@ class NotACheckpoint(_CheckpointError, OSError):
 
 
 class CheckpointCorrupted(_CheckpointError, OSError):
-    """File `file` of the checkpoint at `path` is not what was written; `key` is the first value that it spoils, or ''."""
+    """File `file` of the checkpoint at `path` is not what was written; `key` is the first value that is lost, or ''."""
 
     def __init__(self, path: str, file: str, key: str, because: str) -> None:
         super().__init__(path, file, key, because)

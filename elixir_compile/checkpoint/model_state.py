@@ -1,4 +1,4 @@
-"""A model's parameters and buffers, by the keys of its `state_dict()`; what is tied is one tensor under several keys."""
+"""A model's parameters and buffers by the keys of its `state_dict()`; what is tied is one tensor under several."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -49,8 +49,8 @@ def optimizer_differences(
         return
     own = _hyperparameter_names(optimizer)
     if own != plain["hyperparameters"]:
-        saved = ", ".join(plain["hyperparameters"])
-        yield f"{plain['kind']} with {saved} in the checkpoint, {type(optimizer).__qualname__} with {', '.join(own)} here"
+        saved, here = ", ".join(plain["hyperparameters"]), ", ".join(own)
+        yield f"{plain['kind']} with {saved} in the checkpoint, {type(optimizer).__qualname__} with {here} here"
         return
     names, groups = _names(model, optimizer), plain["groups"]
     if len(names) != len(groups):
