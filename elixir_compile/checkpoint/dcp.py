@@ -15,14 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    Metadata,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
 from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
