@@ -95,7 +95,10 @@ def _remove_stale(path: Path) -> None:
     for entry in list(os.scandir(path.parent)):
         if not entry.name.startswith(_prefix(path)):
             continue
-        lock = os.open(entry.path, os.O_RDONLY)
+        try:
+            lock = os.open(entry.path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another save was first
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(entry.path, ignore_errors=True)

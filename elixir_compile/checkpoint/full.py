@@ -18,6 +18,7 @@ from elixir_compile import compat
 from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import find, sync_folder
 from elixir_compile.checkpoint.manifest import read_manifest, verified
+from elixir_compile.checkpoint.model_state import model_state
 from elixir_compile.checkpoint.values import key_of
 from elixir_compile.errors import DiskFailed
 
@@ -60,7 +61,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     copies: dict[object, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
-    for name, value in compat.undo_compile(model).state_dict().items():
+    for name, value in model_state(compat.undo_compile(model)).items():
         if isinstance(value, torch.Tensor):
             memory = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
             if memory not in copies:

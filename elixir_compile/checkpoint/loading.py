@@ -22,7 +22,7 @@ from elixir_compile import compat
 from elixir_compile.checkpoint.errors import CheckpointMismatch
 from elixir_compile.checkpoint.folder import find
 from elixir_compile.checkpoint.manifest import read_manifest, verified
-from elixir_compile.checkpoint.model_state import fill_rest, model_differences, model_targets
+from elixir_compile.checkpoint.model_state import fill_rest, model_differences, model_state, model_targets
 from elixir_compile.checkpoint.optimizer_state import OPTIMIZER_KEY, fill_optimizer, optimizer_differences
 from elixir_compile.checkpoint.random_state import set_random_state
 from elixir_compile.checkpoint.values import from_plain
@@ -57,7 +57,7 @@ def load(
     model = compat.undo_compile(model)
     manifest = read_manifest(folder)
     reader, plain = verified(folder, manifest)
-    state = _model_state(model)
+    state = _readable_state(model)
     _require_same(folder, "model", model_differences(state, plain["model"], reader.forms))
     if optimizer is not None:
         _require_same(folder, "optimizer", optimizer_differences(model, optimizer, plain["optimizer"]))
@@ -79,8 +79,8 @@ def load(
     return Checkpoint(step=manifest.step, extra=from_plain(plain["extra"], tensors), versions=manifest.versions)
 
 
-def _model_state(model: nn.Module) -> Mapping[str, Any]:
-    state = model.state_dict()
+def _readable_state(model: nn.Module) -> Mapping[str, Any]:
+    state = model_state(model)
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
             raise NotPrepared(f"{name} is on `meta`, so there is nothing to load into.")

@@ -7,13 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile import compat
 from elixir_compile.checkpoint.values import Sources, from_plain, key_of, tensor_at, to_plain
 
 _KEY = "model"
 
 
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of `model`, by the names that it has uncompiled."""
+    return {compat.uncompiled_name(name): value for name, value in model.state_dict().items()}
+
+
 def model_plain(state: Mapping[str, Any], aside: Sources) -> dict[str, Any]:
-    """Return what JSON holds of the state dict `state`; each tensor is put aside once, under its first key."""
+    """Return what JSON holds of `state`, that of a model; each tensor is put aside once, under its first key."""
     first: dict[object, str] = {}
     plain: dict[str, Any] = {}
     for name, value in state.items():
@@ -30,7 +36,7 @@ def model_plain(state: Mapping[str, Any], aside: Sources) -> dict[str, Any]:
 def model_differences(
     state: Mapping[str, Any], plain: Mapping[str, Any], forms: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Yield how the model with the state dict `state` differs from the one that was saved as `plain`."""
+    """Yield how the model with the state `state` differs from the one that was saved as `plain`."""
     for name in state.keys() | plain.keys():
         if name not in plain:
             yield f"{name}: only in the model"
@@ -62,7 +68,7 @@ class ModelTargets:
 
 
 def model_targets(model: nn.Module, state: Mapping[str, Any], plain: Mapping[str, Any]) -> ModelTargets:
-    """Return the targets in `model`, whose state dict `state` does not differ from `plain`."""
+    """Return the targets in `model`, whose state `state` does not differ from `plain`."""
     own = {_memory(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())}
     targets = ModelTargets()
     for name, value in state.items():
@@ -83,7 +89,9 @@ def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, tor
     for target, key in targets.again:
         target.copy_(targets.in_place[key])
     if targets.rest:
-        model.load_state_dict({name: from_plain(value, tensors) for name, value in targets.rest.items()}, strict=False)
+        own = {compat.uncompiled_name(name): name for name in model.state_dict()}
+        rest = {own[name]: from_plain(value, tensors) for name, value in targets.rest.items()}
+        model.load_state_dict(rest, strict=False)
 
 
 def _memory(tensor: torch.Tensor) -> object:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile import compat
 from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, to_plain
 from elixir_compile.errors import UnsupportedModel
 
@@ -104,7 +105,7 @@ def _deferred(state: Mapping[str, Any], kind: str) -> Any:
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the names of the parameters, group by group."""
-    by_id = {id(param): name for name, param in model.named_parameters()}
+    by_id = {id(param): compat.uncompiled_name(name) for name, param in model.named_parameters()}
     names: list[list[str]] = []
     for number, group in enumerate(optimizer.param_groups):
         names.append([])

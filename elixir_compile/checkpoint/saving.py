@@ -27,7 +27,7 @@ from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import new_folder
 from elixir_compile.checkpoint.manifest import STATE_FILE, TENSORS_FOLDER, Manifest, write_manifest, write_text
-from elixir_compile.checkpoint.model_state import model_plain
+from elixir_compile.checkpoint.model_state import model_plain, model_state
 from elixir_compile.checkpoint.optimizer_state import optimizer_plain
 from elixir_compile.checkpoint.random_state import random_state
 from elixir_compile.checkpoint.values import Deferred, Sources, Unfit, to_plain
@@ -145,7 +145,7 @@ def _state_of(
     try:
         plain = {
             "optimizer": None if optimizer is None else optimizer_plain(model, optimizer, sources),
-            "model": model_plain(model.state_dict(), sources),
+            "model": model_plain(model_state(model), sources),
             "scheduler": None if scheduler is None else _scheduler_plain(scheduler, sources),
             # By rank: each has its own.
             "random": {"0": to_plain(random_state(), "random.0", sources)},

@@ -92,7 +92,7 @@ def first_damage(path: Path, record: FileRecord) -> tuple[int, str] | None:
     nbytes = path.stat().st_size
     if nbytes != record.nbytes:
         return min(nbytes, record.nbytes), f"has {nbytes} bytes of {record.nbytes}"
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         for block, crc32 in enumerate(record.crc32s):
             if zlib.crc32(file.read(BLOCK_BYTES)) != crc32:
                 return block * BLOCK_BYTES, f"is damaged between bytes {block * BLOCK_BYTES} and {file.tell()}"

@@ -1,7 +1,9 @@
 """A run that is saved and resumed goes on bitwise as one that was never interrupted."""
 
 import random
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,3 +269,53 @@ def test_a_hybrid_optimizer_keeps_its_kind_of_state(tmp_path: Path) -> None:
         {name: value for name, value in everything(Training(first)).items() if name[0].isdigit()},
         {name: value for name, value in states.items() if name[0].isdigit()},
     )
+
+
+class Elsewhere(MutableMapping[str, Any]):
+    """State of one parameter that is not in memory: a new tensor each time it is asked for."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.num_reads = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.num_reads += 1
+        return self.state[name].clone()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_state_that_is_not_in_memory_is_read_when_it_is_written(tmp_path: Path, asynchronous: bool) -> None:
+    expected, training = eager(ladder()).train(BATCHES), eager(ladder()).train(BATCHES[:3])
+    states = training.run.optimizer.state
+    for param in list(states):
+        states[param] = Elsewhere(states[param])
+    training.save(tmp_path / "run", asynchronous=asynchronous).wait()
+    assert [state.num_reads for state in states.values()] == [5] * len(states)  # each moment twice, the step once
+    resumed = eager(other(ladder()))
+    resumed.load(tmp_path / "run")
+    assert_resumed(expected, resumed.train(BATCHES[3:]), num_steps=3)
+
+
+def test_compiled_parts_have_the_names_of_plain_ones(tmp_path: Path) -> None:
+    training = eager(ladder()).train(BATCHES[:1])
+    training.run.model.steps[1] = torch.compile(training.run.model.steps[1])
+    training.save(tmp_path / "run")
+    plain = eager(other(ladder()))
+    plain.load(tmp_path / "run")
+    assert_same_tensors(dict(zip(plain.run.weights, training.run.weights.values(), strict=True)), plain.run.weights)
+    training.run.model.load_state_dict(other(training.run.model).state_dict())
+    training.load(tmp_path / "run")
+    assert_same_tensors(dict(zip(plain.run.weights, training.run.weights.values(), strict=True)), plain.run.weights)
+    assert list(elixir.full_state_dict(training.run.model)) == list(plain.run.weights)
