@@ -15,13 +15,13 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import elixir_compile
 from elixir_compile import compat
 from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.errors import NotSavable
@@ -192,5 +192,5 @@ def _versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # a public name, underscores and all
-        "elixir_compile": elixir_compile.__version__,
+        "elixir_compile": version("elixir-compile"),
     }
