@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.checkpoint.values import Unfit, from_plain, tensor_keys, to_plain
@@ -35,6 +35,7 @@ def there_and_back(value: Any) -> Any:
     return from_plain(json.loads(json.dumps(plain, allow_nan=False)), aside)
 
 
+@settings(max_examples=50)
 @given(value=VALUES)
 def test_equal_and_of_the_same_types(value: Any) -> None:
     assert repr(there_and_back(value)) == repr(value)
