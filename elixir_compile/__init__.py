@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from elixir_compile.api.records import compilations as compilations
     from elixir_compile.api.saved import load_plan as load_plan
     from elixir_compile.api.saved import save_plan as save_plan
+    from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
+    from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
+    from elixir_compile.checkpoint.loading import load as load
+    from elixir_compile.checkpoint.saving import SaveHandle as SaveHandle
+    from elixir_compile.checkpoint.saving import save as save
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
     from elixir_compile.measure import measure_step as measure_step
@@ -19,18 +24,23 @@ if TYPE_CHECKING:
     from elixir_compile.report.explain import explain as explain
 
 _HOME = {
+    "Checkpoint": "checkpoint.loading",
     "Compilation": "api.compilation",
     "HybridAdamW": "optim.classes",
     "Plan": "ir",
     "Record": "ir",
+    "SaveHandle": "checkpoint.saving",
     "compilations": "api.records",
     "diff": "report.diff",
     "explain": "report.explain",
+    "full_state_dict": "checkpoint.full",
     "hybrid": "optim.classes",
+    "load": "checkpoint.loading",
     "load_plan": "api.saved",
     "measure_step": "measure",
     "plan": "api.plan",
     "prepare": "api.prepare",
+    "save": "checkpoint.saving",
     "save_plan": "api.saved",
 }
 _ERRORS = (
@@ -40,6 +50,7 @@ _ERRORS = (
     "DiskFull",
     "ElixirError",
     "ElixirWarning",
+    "GradientsChanged",
     "IllegalSchedule",
     "InvalidOption",
     "InvalidPlan",
@@ -60,7 +71,8 @@ _ERRORS = (
     "UnsupportedModel",
     "WrongDtype",
 )
-_HOME.update(dict.fromkeys(_ERRORS, "errors"))
+_CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
+_HOME.update(dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors"))
 
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

@@ -54,6 +54,14 @@ def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
+def uncompiled_name(name: str) -> str:
+    """Return the name that a parameter has where no module around it was compiled on its own.
+
+    `OptimizedModule._orig_mod` is a part of such names, torch 2.11 to 2.13. Gone: names keep what takes its place.
+    """
+    return name.replace("_orig_mod.", "")
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what identifies the storage of `tensor`, fake ones too: views share it.
 

@@ -157,6 +157,18 @@ def verify(
     raise typer.Exit(code=run_verify(plan, request, as_json=as_json))
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that `elixir_compile.save` wrote.")],
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    as_json: _JSON = False,
+) -> None:
+    """Write the model of a checkpoint as one safetensors file with Hugging Face's keys, a tensor at a time."""
+    from elixir_compile.cli.export import run_export
+
+    raise typer.Exit(code=run_export(checkpoint=checkpoint, out=out, as_json=as_json))
+
+
 def main() -> None:
     """Run the command line; stdout is for what it was asked for."""
     # HiGHS prints notes of its own, from C, on file descriptor 1, which would break the output of `--json`.

@@ -1,10 +1,12 @@
 """`errors`: facts as fields, text made of them, and both survive pickling."""
 
 import pickle
+from types import ModuleType
 
 import pytest
 
 from elixir_compile import errors
+from elixir_compile.checkpoint import errors as checkpoint_errors
 from elixir_compile.errors import ElixirError, NoFeasiblePlan, UnknownOption
 
 SAMPLES: list[ElixirError] = [
@@ -30,6 +32,10 @@ SAMPLES: list[ElixirError] = [
     errors.DiskFull("/disk", "b3.exp_avg", 3 << 30, 1 << 30, "No space left on device"),
     errors.DiskFailed("/disk/0003", "write", "Input/output error", 5),
     errors.DiskCorrupted("/disk/0003", 2, 4 << 20),
+    checkpoint_errors.NotACheckpoint("run", "there is nothing"),
+    checkpoint_errors.CheckpointCorrupted("run", "tensors/__0_0.distcp", "model.wte.weight", "is damaged"),
+    checkpoint_errors.CheckpointMismatch("run", "model", ["wte.weight: only in the model"] * 9),
+    checkpoint_errors.NotSavable("run", "extra.loader", "a builtins.generator"),
 ]
 
 
@@ -46,13 +52,14 @@ def test_every_error_is_also_the_builtin_a_user_would_catch(error: ElixirError) 
     assert isinstance(error, ValueError | MemoryError | RuntimeError | OSError)
 
 
-def test_the_tree_in_the_docstring_names_every_class() -> None:
-    tree = errors.__doc__ or ""
+@pytest.mark.parametrize("module", [errors, checkpoint_errors], ids=lambda module: module.__name__)
+def test_the_tree_in_the_docstring_names_every_class(module: ModuleType) -> None:
+    tree = module.__doc__ or ""
     classes = [
-        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+        name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__
     ]
     assert [name for name in classes if name not in tree] == []
-    assert len(classes) > len(SAMPLES)
+    assert len(classes) > len([sample for sample in SAMPLES if type(sample).__module__ == module.__name__])
 
 
 def test_unknown_option_suggests_the_nearest() -> None:

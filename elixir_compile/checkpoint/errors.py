@@ -1,0 +1,87 @@
+"""The errors of checkpoints; their place in the tree of `elixir_compile.errors`:
+
+```text
+ElixirError
+└── _CheckpointError                        a folder that is no checkpoint for what is at hand
+    ├── NotACheckpoint     (OSError)        there is nothing at the path, or something else
+    ├── CheckpointCorrupted (OSError)       a file is not what was written
+    ├── CheckpointMismatch (ValueError)     it was saved of another model, optimizer or scheduler
+    └── NotSavable         (ValueError)     a value that a checkpoint cannot hold
+```
+"""
+
+# ruff: noqa: N818 - as in `elixir_compile.errors`
+
+from collections.abc import Sequence
+
+from elixir_compile.errors import ElixirError
+
+_MOST_SHOWN = 8
+"""Differences that the text of an error lists."""
+
+
+class _CheckpointError(ElixirError):
+    """Something wrong with the checkpoint at `path`."""
+
+    def __init__(self, path: str, *facts: object) -> None:
+        super().__init__()  # OSError would read its arguments as a number, a text and a file name
+        self.args = (path, *facts)
+        self.path = path
+
+
+class NotACheckpoint(_CheckpointError, OSError):
+    """There is no checkpoint at `path`; `because` says what is there."""
+
+    def __init__(self, path: str, because: str) -> None:
+        super().__init__(path, because)
+        self.because = because
+
+    def __str__(self) -> str:
+        return f"{self.path} is no checkpoint: {self.because}. Name a folder that `elixir_compile.save` wrote."
+
+
+class CheckpointCorrupted(_CheckpointError, OSError):
+    """File `file` of the checkpoint at `path` is not what was written; `key` is the first value that is lost, or ''."""
+
+    def __init__(self, path: str, file: str, key: str, because: str) -> None:
+        super().__init__(path, file, key, because)
+        self.file = file
+        self.key = key
+        self.because = because
+
+    def __str__(self) -> str:
+        spoiled = f", so {self.key} cannot be read" if self.key else ""
+        return (
+            f"checkpoint {self.path}: {self.file} {self.because}{spoiled}. Nothing was loaded. "
+            f"Load an earlier checkpoint, or another copy of this one."
+        )
+
+
+class CheckpointMismatch(_CheckpointError, ValueError):
+    """The checkpoint at `path` was saved of another `what`; `differences` says one by one how."""
+
+    def __init__(self, path: str, what: str, differences: Sequence[str]) -> None:
+        super().__init__(path, what, tuple(differences))
+        self.what = what
+        self.differences = tuple(differences)
+
+    def __str__(self) -> str:
+        more = len(self.differences) - _MOST_SHOWN
+        listed = "".join(f"\n  {difference}" for difference in self.differences[:_MOST_SHOWN])
+        rest = f"\n  and {more} more" if more > 0 else ""
+        return f"checkpoint {self.path} is of another {self.what}; nothing was loaded:{listed}{rest}"
+
+
+class NotSavable(_CheckpointError, ValueError):
+    """The value at `key` has a `kind` that a checkpoint cannot hold."""
+
+    def __init__(self, path: str, key: str, kind: str) -> None:
+        super().__init__(path, key, kind)
+        self.key = key
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} cannot be saved to {self.path}: a checkpoint holds tensors, numbers, texts, None, and lists, "
+            f"tuples and dicts of them, and this is {self.kind}. Leave it out, or turn it into one of them."
+        )

@@ -1,0 +1,127 @@
+"""An optimizer's state and param groups, by the names of the parameters; loads into any order of them.
+
+A group's hyperparameters are those that were saved. How the update is computed (`foreach`, `fused`, ...) is no training
+state and stays what it is, so `HybridAdamW` and every form of `torch.optim.AdamW` load each other's.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, to_plain
+from elixir_compile.errors import UnsupportedModel
+
+OPTIMIZER_KEY = "optimizer."
+"""How the keys of its tensors begin."""
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, aside: Sources) -> dict[str, Any]:
+    """Return what JSON holds of `optimizer`; every queued update is waited for.
+
+    Raises UnsupportedModel for a parameter that `model` has no name for.
+    """
+    names = _names(model, optimizer)
+    groups = [
+        to_plain(_hyperparameters(group), f"{OPTIMIZER_KEY}groups.{number}", aside) | {"params": own}
+        for number, (group, own) in enumerate(zip(optimizer.param_groups, names, strict=True))
+    ]
+    states = {
+        name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", aside)
+        for name, state in _states(optimizer, [name for own in names for name in own])
+    }
+    return {
+        "kind": type(optimizer).__qualname__,
+        "hyperparameters": _hyperparameter_names(optimizer),
+        "groups": groups,
+        "states": states,
+    }
+
+
+def optimizer_differences(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """Yield how `optimizer` differs from the one that was saved as `plain`, in what loading does not change."""
+    if plain is None:
+        yield "the checkpoint holds no optimizer; leave `optimizer` out"
+        return
+    own = _hyperparameter_names(optimizer)
+    if own != plain["hyperparameters"]:
+        saved, here = ", ".join(plain["hyperparameters"]), ", ".join(own)
+        yield f"{plain['kind']} with {saved} in the checkpoint, {type(optimizer).__qualname__} with {here} here"
+        return
+    names, groups = _names(model, optimizer), plain["groups"]
+    if len(names) != len(groups):
+        yield f"{len(groups)} param groups in the checkpoint, {len(names)} here"
+        return
+    for number, (here, group) in enumerate(zip(names, groups, strict=True)):
+        for name in sorted(set(here) ^ set(group["params"])):
+            yield f"{name}: in param group {number} of {'the optimizer' if name in here else 'the checkpoint'} only"
+
+
+def fill_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plain: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Load what was saved as `plain` into `optimizer`."""
+    states: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for own, group, saved in zip(_names(model, optimizer), optimizer.param_groups, plain["groups"], strict=True):
+        first = sum(len(group["params"]) for group in groups)
+        for index, name in enumerate(own, start=first):
+            if name in plain["states"]:
+                states[index] = from_plain(plain["states"][name], tensors)
+        loaded = from_plain({name: value for name, value in saved.items() if name != "params"}, tensors)
+        kept = {name: value for name, value in group.items() if name in _HOW}
+        groups.append({**loaded, **kept, "params": list(range(first, first + len(own)))})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the state by name of the parameter, of those that have one."""
+    states = optimizer.state
+    if all(isinstance(state, dict) for state in states.values()):
+        for index, state in optimizer.state_dict()["state"].items():
+            yield names[index], state
+        return
+    # State that is somewhere else is read from there when it is asked for, so it is asked for one by one.
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for name, param in zip(names, params, strict=True):
+        if param in states:
+            yield name, {kind: _deferred(states[param], kind) for kind in states[param]}
+
+
+def _deferred(state: Mapping[str, Any], kind: str) -> Any:
+    value = state[kind]
+    if isinstance(state, dict) or not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    return Deferred(like=torch.empty_like(value, device="meta"), read=lambda: state[kind])
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters, group by group."""
+    by_id = {id(param): compat.uncompiled_name(name) for name, param in model.named_parameters()}
+    names: list[list[str]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names.append([])
+        for index, param in enumerate(group["params"]):
+            if id(param) not in by_id:
+                raise UnsupportedModel(
+                    f"parameter {index} of param group {number}",
+                    "it is none of the model's, so it has no name in a checkpoint. Pass the model that it belongs to",
+                )
+            names[-1].append(by_id[id(param)])
+    return names
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params" and name not in _HOW}
+
+
+def _hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    return sorted(optimizer.defaults.keys() - _HOW)

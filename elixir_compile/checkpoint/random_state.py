@@ -1,0 +1,46 @@
+"""The states of the random number generators of this process: Python's, torch's, CUDA's and numpy's."""
+
+import random
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from elixir_compile.errors import ElixirWarning
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states; CUDA's where it was used, numpy's where it was imported."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [keys.tolist(), *rest]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Let the generators go on from `state`; a warning where it is of more CUDA devices than there are."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    of_devices = state.get("cuda", [])
+    num_devices = torch.cuda.device_count()
+    if len(of_devices) > num_devices:
+        warnings.warn(
+            ElixirWarning(
+                f"the checkpoint has random states of {len(of_devices)} CUDA devices and there are {num_devices}: "
+                "dropout goes on with other numbers."
+            ),
+            stacklevel=3,
+        )
+    for index, of_device in enumerate(of_devices[:num_devices]):
+        torch.cuda.set_rng_state(of_device, index)
+    if "numpy" in state:
+        import numpy as np  # only where the run that saved had imported it
+
+        keys, *rest = state["numpy"]
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))

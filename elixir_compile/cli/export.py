@@ -1,0 +1,24 @@
+"""`elixir-compile export CHECKPOINT OUT.safetensors`: the model of a checkpoint as one plain file."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from elixir_compile.checkpoint.full import export_safetensors
+from elixir_compile.cli.failure import fail
+from elixir_compile.errors import ElixirError
+from elixir_compile.units import format_bytes
+
+
+def run_export(*, checkpoint: Path, out: Path, as_json: bool) -> int:
+    """Write the file, print what it holds, and return the exit code: 1 for what cannot be read or written."""
+    try:
+        made = export_safetensors(checkpoint, out)
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    tied = "".join(f"\n{name} is tied to {kept} and not in the file" for name, kept in made.tied.items())
+    text = f"{made.num_tensors} tensors, {format_bytes(made.nbytes)}, in {out}{tied}"
+    typer.echo(json.dumps(asdict(made), indent=1) if as_json else text)
+    return 0

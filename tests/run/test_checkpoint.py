@@ -1,0 +1,321 @@
+"""A run that is saved and resumed goes on bitwise as one that was never interrupted."""
+
+import random
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.ir import Update
+from tests.run.checkpointing import Training, assert_resumed, by_elixir_noisy, eager, everything, other
+from tests.run.models import hf_batches, small_gpt2
+from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, hybrid_adamw
+from tests.run.updating import hybrid_run, ladder, rows
+
+BATCHES = rows(6)
+
+
+@pytest.mark.parametrize("num_before", [0, 1], ids=["before the first forward", "after it"])
+def test_dropout_scheduler_and_losses_go_on(tmp_path: Path, num_before: int) -> None:
+    first = by_elixir_noisy().train(BATCHES[:3])
+    first.save(tmp_path / "run", step=3)
+    first.train(BATCHES[3:])
+
+    resumed = by_elixir_noisy().train(BATCHES[:num_before])
+    torch.manual_seed(99)
+    assert resumed.load(tmp_path / "run").step == 3
+    assert_resumed(first, resumed.train(BATCHES[3:]), num_steps=3)
+
+
+@pytest.mark.parametrize("num_before", [0, 1], ids=["before the first forward", "after it"])
+@pytest.mark.parametrize(
+    ("home", "update", "share"),
+    [("device", Update.AFTER_BACKWARD, 0.0), ("split", Update.IN_BACKWARD, 0.5), ("host", Update.ACROSS_STEPS, 0.5)],
+)
+def test_another_plan_and_plain_torch_go_on(
+    tmp_path: Path, home: str, update: Update, share: float, num_before: int
+) -> None:
+    """From torch alone to a plan, saved with updates in flight, and from there to torch alone."""
+    model = ladder()
+    expected = eager(model).train(BATCHES)
+    eager(model).train(BATCHES[:2]).save(tmp_path / "torch")
+    with hybrid_run(other(model), BATCHES[0], home=home, update=update, share=share) as run:
+        planned = Training(run).train(BATCHES[:num_before])
+        planned.load(tmp_path / "torch")
+        planned.train(BATCHES[2:4])
+        planned.save(tmp_path / "planned")
+        assert_resumed(expected, eager_resumed(tmp_path / "planned"), num_steps=2)
+        planned.train(BATCHES[4:])
+    assert_resumed(expected, planned, num_steps=4)
+
+
+def eager_resumed(path: Path) -> Training:
+    resumed = eager(other(ladder()))
+    resumed.load(path)
+    return resumed.train(BATCHES[4:])
+
+
+def test_tied_weights_are_kept_once_and_go_on(tmp_path: Path) -> None:
+    batches = hf_batches(4)
+    run = by_elixir(small_gpt2()).train(batches[:2])
+    elixir.save(tmp_path / "gpt2", run.compiled, run.optimizer)
+    saved = run.weights
+    model_bytes = sum(param.nbytes for param in run.model.parameters())
+    tensors_bytes = sum(file.stat().st_size for file in (tmp_path / "gpt2" / "tensors").iterdir())
+    assert tensors_bytes < 3 * model_bytes + 4000 * 3 * len(list(run.model.parameters()))
+
+    expected = run.train(batches[2:]).weights
+    elixir.load(tmp_path / "gpt2", run.compiled, run.optimizer)
+    assert_same_tensors(saved, run.weights)
+    run.train(batches[2:])
+    assert [loss.item() for loss in run.losses[2:4]] == [loss.item() for loss in run.losses[4:]]
+    assert_same_tensors(expected, run.weights)
+
+    plain = other(small_gpt2())
+    elixir.load(tmp_path / "gpt2", plain)
+    assert plain.lm_head.weight is plain.transformer.wte.weight
+    assert_same_tensors(saved, plain.state_dict())
+
+
+class Adapters(nn.Module):
+    """A frozen layer beside one that trains, a buffer, a parameter without a use and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(13, 13)
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Linear(13, 2, bias=False), nn.Linear(2, 13, bias=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return (self.base(x) + self.up(self.down(x))).square().mean()
+
+
+def adapted(make: object) -> Run:
+    torch.manual_seed(5)
+    model = Adapters()
+    return Run(model=model, compiled=model, optimizer=make([p for p in model.parameters() if p.requires_grad]))
+
+
+def test_frozen_parameters_and_buffers(tmp_path: Path) -> None:
+    expected = adapted(fused_adamw).train(BATCHES)
+    first = adapted(fused_adamw).train(BATCHES[:3])
+    elixir.save(tmp_path / "run", first.model, first.optimizer)
+    second = adapted(fused_adamw)
+    second.model.load_state_dict(other(second.model).state_dict())
+    elixir.load(tmp_path / "run", second.model, second.optimizer)
+    assert second.model.seen == 3
+    second.train(BATCHES[3:])
+    assert_same_tensors(expected.weights, second.weights)
+
+
+def test_groups_in_another_order_and_a_tensor_rate(tmp_path: Path) -> None:
+    model = ladder()
+    names = dict(model.named_parameters())
+    groups = [{"params": [names["steps.0.weight"], names["steps.0.bias"]], "lr": torch.tensor(0.5)}]
+    rest = [param for name, param in names.items() if not name.startswith("steps.0")]
+    first = Run(model=model, compiled=model, optimizer=torch.optim.AdamW([*groups, {"params": rest}], betas=(0.8, 0.9)))
+    first.train(BATCHES[:2])
+    elixir.save(tmp_path / "run", model, first.optimizer)
+
+    own = other(model)
+    names = dict(own.named_parameters())
+    groups = [{"params": [names["steps.0.bias"], names["steps.0.weight"]], "lr": torch.tensor(0.1)}]
+    rest = [param for name, param in reversed(names.items()) if not name.startswith("steps.0")]
+    second = Run(model=own, compiled=own, optimizer=torch.optim.AdamW([*groups, {"params": rest}]))
+    elixir.load(tmp_path / "run", own, second.optimizer)
+    assert second.optimizer.param_groups[0]["lr"] == 0.5
+    assert second.optimizer.param_groups[1]["betas"] == (0.8, 0.9)
+    for param, name in ((param, name) for name, param in model.named_parameters()):
+        assert_same_tensors(first.optimizer.state[param], second.optimizer.state[names[name]])
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    elixir.save(tmp_path / "run", ladder())
+    drawn = random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
+    elixir.load(tmp_path / "run", ladder())
+    again = random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
+    assert drawn == again
+
+
+def test_extra_comes_back_and_weights_load_alone(tmp_path: Path) -> None:
+    training = eager(ladder()).train(BATCHES[:1])
+    extra = {"epoch": 2, "seen": torch.arange(3), "best": (float("inf"), None), "name": "a"}
+    training.save(tmp_path / "run", step=7, extra=extra)
+    model = other(ladder())
+    loaded = elixir.load(tmp_path / "run", model)
+    assert loaded.step == 7
+    assert torch.equal(loaded.extra.pop("seen"), torch.arange(3))
+    assert loaded.extra == {"epoch": 2, "best": (float("inf"), None), "name": "a"}
+    assert loaded.versions["torch"] == torch.__version__
+    assert_same_tensors(training.run.weights, model.state_dict())
+
+
+def test_what_modules_save_their_own_way_comes_back(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> object:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+        def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "weight"] = destination[prefix + "weight"] * 1.0  # a copy, as quantised modules make
+
+    first, second = Counting(3, 3), Counting(3, 3)
+    first.count = 4
+    elixir.save(tmp_path / "run", first)
+    elixir.load(tmp_path / "run", second)
+    assert second.count == 4
+    assert torch.equal(second.weight, first.weight)
+
+
+def test_what_was_tied_loads_into_what_is_not(tmp_path: Path) -> None:
+    model, free = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model[1].weight = model[0].weight
+    elixir.save(tmp_path / "run", model)
+    elixir.load(tmp_path / "run", free)
+    assert_same_tensors(model.state_dict(), free.state_dict())
+    elixir.save(tmp_path / "run", other(free))
+    with pytest.raises(elixir.CheckpointMismatch, match="tied in the model, two tensors in the checkpoint"):
+        elixir.load(tmp_path / "run", model)
+
+
+def mismatches() -> dict[str, tuple[nn.Module, object, object]]:
+    """By what the error says, a model, an optimizer and a scheduler that are not those of the checkpoint."""
+    wide, half, less, more = ladder(), ladder().half(), ladder(), ladder()
+    wide.steps[1] = nn.Linear(13, 14)
+    del less.steps[3]
+    more.steps.append(nn.Linear(13, 13))
+    same, moved = ladder(), ladder()
+    params = list(moved.parameters())
+    return {
+        "steps.1.weight: float32 of (13, 13) in the checkpoint, float32 of (14, 13) in the model": (wide, None, None),
+        "steps.0.weight: float32 of (13, 13) in the checkpoint, float16 of (13, 13)": (half, None, None),
+        "steps.3.bias: only in the checkpoint": (less, None, None),
+        "steps.4.bias: only in the model": (more, None, None),
+        "AdamW with amsgrad": (same, torch.optim.SGD(same.parameters(), lr=1.0), None),
+        "1 param groups in the checkpoint, 2 here": (
+            moved, torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}]), None,
+        ),
+        "steps.0.weight: in param group 0 of the checkpoint only": (moved, torch.optim.AdamW(params[1:]), None),
+        "StepLR in the checkpoint, ExponentialLR here": (
+            same, None, torch.optim.lr_scheduler.ExponentialLR(torch.optim.AdamW(same.parameters()), 0.9),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("said", mismatches())
+def test_another_model_optimizer_or_scheduler_is_refused_untouched(tmp_path: Path, said: str) -> None:
+    eager(ladder()).train(BATCHES[:1]).save(tmp_path / "run")
+    model, optimizer, scheduler = mismatches()[said]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(elixir.CheckpointMismatch) as raised:
+        elixir.load(tmp_path / "run", model, optimizer, scheduler)
+    assert said in str(raised.value)
+    assert "nothing was loaded" in str(raised.value)
+    assert_same_tensors(before, model.state_dict())
+    assert optimizer is None or not optimizer.state
+
+
+def test_what_was_not_saved_is_not_loaded(tmp_path: Path) -> None:
+    elixir.save(tmp_path / "run", ladder())
+    training = eager(ladder())
+    with pytest.raises(elixir.CheckpointMismatch, match="holds no optimizer"):
+        elixir.load(tmp_path / "run", *training.parts)
+    with pytest.raises(elixir.CheckpointMismatch, match="holds no scheduler"):
+        elixir.load(tmp_path / "run", training.run.model, None, training.scheduler)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    training = eager(ladder())
+    with pytest.raises(elixir.NotSavable, match=r"extra\.data\.1 cannot be saved.*builtins\.object"):
+        training.save(tmp_path / "run", extra={"data": [1, object()]})
+    with pytest.raises(elixir.UnsupportedModel, match="parameter 0 of param group 0"):
+        elixir.save(tmp_path / "run", nn.Linear(2, 2), training.run.optimizer)
+    elixir.save(tmp_path / "linear", nn.Linear(2, 2))
+    with pytest.raises(elixir.NotPrepared, match="weight is on `meta`"):
+        elixir.load(tmp_path / "linear", nn.Linear(2, 2, device="meta"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hybrid_optimizer_keeps_its_kind_of_state(tmp_path: Path) -> None:
+    """`amsgrad` has a third statistic; how torch's own computes the update is not taken over."""
+    model = ladder()
+    first = Run(
+        model=model, compiled=model, optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=True)
+    )
+    first.train(BATCHES[:2])
+    elixir.save(tmp_path / "run", model, first.optimizer)
+    second = by_elixir(other(model), optimizer=lambda params: hybrid_adamw(params, amsgrad=True))
+    elixir.load(tmp_path / "run", second.model, second.optimizer)
+    assert second.optimizer.param_groups[0]["fused"]
+    assert second.optimizer.param_groups[0]["lr"] == 1e-3
+    states = everything(Training(second))
+    assert "0.max_exp_avg_sq" in states
+    assert_same_tensors(
+        {name: value for name, value in everything(Training(first)).items() if name[0].isdigit()},
+        {name: value for name, value in states.items() if name[0].isdigit()},
+    )
+
+
+class Elsewhere(MutableMapping[str, Any]):
+    """State of one parameter that is not in memory: a new tensor each time it is asked for."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.num_reads = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.num_reads += 1
+        return self.state[name].clone()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_state_that_is_not_in_memory_is_read_when_it_is_written(tmp_path: Path, asynchronous: bool) -> None:
+    expected, training = eager(ladder()).train(BATCHES), eager(ladder()).train(BATCHES[:3])
+    states = training.run.optimizer.state
+    for param in list(states):
+        states[param] = Elsewhere(states[param])
+    training.save(tmp_path / "run", asynchronous=asynchronous).wait()
+    assert [state.num_reads for state in states.values()] == [5] * len(states)  # each moment twice, the step once
+    resumed = eager(other(ladder()))
+    resumed.load(tmp_path / "run")
+    assert_resumed(expected, resumed.train(BATCHES[3:]), num_steps=3)
+
+
+def test_compiled_parts_have_the_names_of_plain_ones(tmp_path: Path) -> None:
+    training = eager(ladder()).train(BATCHES[:1])
+    training.run.model.steps[1] = torch.compile(training.run.model.steps[1])
+    training.save(tmp_path / "run")
+    plain = eager(other(ladder()))
+    plain.load(tmp_path / "run")
+    assert_same_tensors(dict(zip(plain.run.weights, training.run.weights.values(), strict=True)), plain.run.weights)
+    training.run.model.load_state_dict(other(training.run.model).state_dict())
+    training.load(tmp_path / "run")
+    assert_same_tensors(dict(zip(plain.run.weights, training.run.weights.values(), strict=True)), plain.run.weights)
+    assert list(elixir.full_state_dict(training.run.model)) == list(plain.run.weights)
