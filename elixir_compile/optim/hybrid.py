@@ -6,8 +6,8 @@
                          whoever reads a parameter waits for the update of its bucket, and for no other
 
 Device updates are queued first, so that on an accelerator both sides work at once, and what is streamed comes last.
-What an update is: see `update` and `rule`. Every tensor goes through torch's own fused kernel as a tensor of its own, so
-the result is bitwise that of `torch.optim.AdamW(fused=True)` on the same side, in each of the three.
+What an update is: see `update` and `rule`. Every tensor goes through torch's own fused kernel as a tensor of its own,
+so the result is bitwise that of `torch.optim.AdamW(fused=True)` on the same side, in each of the three.
 """
 
 import warnings
