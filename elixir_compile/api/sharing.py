@@ -49,8 +49,8 @@ def share_out(turns: Sequence[Turn], search: Callable[[Problem], Plan]) -> list[
     found = [extents(turn.problem) for turn in turns]
     share = _largest_share(turns, found)
     needed_bytes = _needed_bytes(turns, [low for low, _ in found])
-    for eased in _EASED if share is not None else ():
-        held = [low.towards(high, share * eased) for low, high in found]
+    for eased in () if share is None else [share * part for part in _EASED]:
+        held = [low.towards(high, eased) for low, high in found]
         try:
             planned = _planned(turns, held, search)
         except NoFeasiblePlan as error:
