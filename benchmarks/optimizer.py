@@ -1,12 +1,13 @@
 """How fast is the hybrid optimizer?
 
-    python benchmarks/optimizer.py [--parts pass disk] [--numel 100000000] [--rounds 11] [--threads 1 2]
+    python benchmarks/optimizer.py [--parts pass modes disk] [--numel 100000000] [--rounds 11] [--threads 1 2]
 
 pass    one update on the host, against torch's and DeepSpeed's and against a loop that only moves the bytes
+modes   GPT-2 124M updated after the backward, across steps and in the backward: step time, what compute hides
 disk    GPT-2 124M with all optimizer state on disk: losses, resident memory, step time (`--disk-path FOLDER`)
 
-Each number of threads has a process of its own: what OpenMP takes is settled when it starts. Exit code 1 when a target
-is missed. DeepSpeed is optional: `DS_BUILD_CPU_ADAM=1 pip install --no-build-isolation '.[bench]'`.
+Each case has a process of its own: what OpenMP takes, and what is resident, is settled when it starts. Exit code 1 when
+a target is missed. DeepSpeed is optional: `DS_BUILD_CPU_ADAM=1 pip install --no-build-isolation '.[bench]'`.
 """
 
 import argparse
@@ -18,52 +19,60 @@ from collections.abc import Callable
 from typing import Any
 
 import optimizer_disk
+import optimizer_modes
+import optimizer_pass
 from machine import RESULTS, save
-from optimizer_pass import measured, missed, table
 
 
 def pass_part(arguments: argparse.Namespace) -> list[str]:
-    """Measure the host pass, print and save it; return the targets that it misses."""
-    figures: list[dict[str, Any]] = []
-    for num_threads in arguments.threads:
-        command = [sys.executable, __file__, "--numel", str(arguments.numel), "--rounds", str(arguments.rounds)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
-        done = subprocess.run(
-            [*command, "--measure-pass", str(num_threads)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        figures.append(json.loads(done.stdout.splitlines()[-1]))
-    wrong = missed(figures)
-    text = table(figures)
-    print(text)
-    path = save("optimizer_pass_cpu", {"missed": wrong, "load_average": os.getloadavg(), "figures": figures})
-    (RESULTS / "optimizer_pass_cpu.md").write_text(text, encoding="utf-8")
-    print(f"saved {path}")
-    return wrong
+    """Measure the host pass; return the targets that it misses."""
+    sizes = ["--numel", str(arguments.numel), "--rounds", str(arguments.rounds)]
+    figures = [_alone([*sizes, "--measure-pass", str(threads)], num_threads=threads) for threads in arguments.threads]
+    return _published("optimizer_pass_cpu", figures, optimizer_pass.missed(figures), optimizer_pass.table(figures))
+
+
+def modes_part(arguments: argparse.Namespace) -> list[str]:
+    """Train under the three times of updating; return the claims that do not hold."""
+    figures = _alone(["--rounds", str(arguments.rounds), "--measure-modes"], num_threads=1)
+    return _published("optimizer_modes_cpu", figures, optimizer_modes.missed(figures), optimizer_modes.table(figures))
 
 
 def disk_part(arguments: argparse.Namespace) -> list[str]:
-    """Train with state in memory and on disk, each in a process of its own; return the targets that are missed."""
-    figures: list[dict[str, Any]] = []
+    """Train with state in memory and on disk; return the targets that are missed."""
     where = [] if arguments.disk_path is None else ["--disk-path", arguments.disk_path]
-    for case in optimizer_disk.CASES:
-        command = [sys.executable, __file__, "--measure-disk", case, *where]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        figures.append(json.loads(done.stdout.splitlines()[-1]))
-    wrong = optimizer_disk.missed(figures)
+    figures = [_alone(["--measure-disk", case, *where]) for case in optimizer_disk.CASES]
+    return _published("optimizer_disk_cpu", figures, optimizer_disk.missed(figures), optimizer_disk.table(figures))
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+    "pass": pass_part,
+    "modes": modes_part,
+    "disk": disk_part,
+}
+
+
+def _alone(command: list[str], num_threads: int | None = None) -> Any:
+    """Return the figures that this file prints in a process of its own."""
+    threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+    done = subprocess.run(
+        [sys.executable, __file__, *command],
+        env={**os.environ, **threads},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _published(name: str, figures: Any, wrong: list[str], table: str) -> list[str]:
+    """Print and save the figures of one part; return `wrong`."""
     load = f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    text = f"{optimizer_disk.table(figures)}\n{load}: seconds compare only where it is about 1.\n"
+    text = f"{table}\n{load}: seconds compare only where it is about what the measurement takes itself.\n"
     print(text)
-    path = save("optimizer_disk_cpu", {"missed": wrong, "load_average": os.getloadavg(), "figures": figures})
-    (RESULTS / "optimizer_disk_cpu.md").write_text(text, encoding="utf-8")
+    path = save(name, {"missed": wrong, "load_average": os.getloadavg(), "figures": figures})
+    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     print(f"saved {path}")
     return wrong
-
-
-PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {"pass": pass_part, "disk": disk_part}
 
 
 def main() -> int:
@@ -73,12 +82,16 @@ def main() -> int:
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--measure-pass", type=int, metavar="THREADS", help="only measure, in this process")
     parser.add_argument("--disk-path", help="folder on the disk to measure; by default that of temporary files")
+    parser.add_argument("--measure-pass", type=int, metavar="THREADS", help="only measure, in this process")
+    parser.add_argument("--measure-modes", action="store_true", help="only measure, in this process")
     parser.add_argument("--measure-disk", metavar="CASE", help="only measure, in this process")
     arguments = parser.parse_args()
     if arguments.measure_pass:
-        print(json.dumps(measured(arguments.numel, arguments.measure_pass, arguments.rounds)))
+        print(json.dumps(optimizer_pass.measured(arguments.numel, arguments.measure_pass, arguments.rounds)))
+        return 0
+    if arguments.measure_modes:
+        print(json.dumps(optimizer_modes.measured(arguments.rounds)))
         return 0
     if arguments.measure_disk:
         print(json.dumps(optimizer_disk.measured(arguments.measure_disk, arguments.disk_path)))
