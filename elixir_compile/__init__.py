@@ -53,6 +53,7 @@ _ERRORS = (
     "PlanMismatch",
     "ProfileFileError",
     "StaleParameters",
+    "UnforeseenState",
     "UnknownHardware",
     "UnknownModel",
     "UnknownOption",

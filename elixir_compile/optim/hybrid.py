@@ -71,11 +71,7 @@ class Hybrid(torch.optim.Optimizer):
 
     def _state_of(self, param: torch.Tensor, group: int) -> ParamState:
         dtypes = self._rule.kinds(param, self.param_groups[group]).values()
-        return ParamState(
-            group=group,
-            nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes),
-            may_be_on_disk=not self._rule.makes_state and all(dtype == param.dtype for dtype in dtypes),
-        )
+        return ParamState(group=group, nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes))
 
     def _obstacle(self) -> str:
         because = self._rule.obstacle(self.param_groups)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,7 @@ from elixir_compile.api.saved import save_plan
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import DiskFailed, DiskFull, InvalidOption
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim import disk_states
 from elixir_compile.optim.disk import DiskState
-from elixir_compile.runtime import disk, disk_file, disk_queue
-from elixir_compile.runtime.staging import StagingBuffer, StagingBuffers
 from tests.run import updating
 from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of, tight_bytes
 from tests.run.updating import (
@@ -39,28 +36,16 @@ from tests.run.updating import (
     random_delay,
     rows,
     small_buckets,
+    small_pieces,
     weights_of,
 )
 
-PAGE = 4096
-
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pieces per bucket, the last one short, and staging that holds NaN before it is read into."""
-    for module in (disk, disk_file, disk_queue):
-        monkeypatch.setattr(module, "DISK_BLOCK_BYTES", PAGE)
-    monkeypatch.setattr(disk_states, "_STAGING_BYTES", 2 * PAGE)
-    monkeypatch.setattr(updating, "WIDTH", 53)
-    usual = StagingBuffers.try_acquire
-
-    def spoiled(ring: StagingBuffers) -> StagingBuffer | None:
-        buffer = usual(ring)
-        if buffer is not None:
-            buffer.tensor.fill_(255)
-        return buffer
-
-    monkeypatch.setattr(StagingBuffers, "try_acquire", spoiled)
+def pieces() -> Iterator[None]:
+    """Three pieces per bucket, the last one short."""
+    with small_pieces():
+        yield
 
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:

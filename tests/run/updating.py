@@ -17,9 +17,12 @@ from elixir_compile import compat
 from elixir_compile.api.cache import plan_for
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
+from elixir_compile.optim import disk_states
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.options import Options
+from elixir_compile.runtime import disk, disk_file, disk_queue
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.staging import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
 from tests.run.training import Run, by_elixir, fused_adamw, loss_of, tight_bytes
 
@@ -98,6 +101,27 @@ def hybrid_run(
         budget = tight_bytes(model, batch, **optimizer) if home.startswith("host") else None
     with small_buckets(lambda plan: placed(plan, home, share, update)):
         yield by_elixir(model, device_memory=budget, replan=False, **options)
+
+
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Inside, a bucket with state on disk has several pieces, the last one short, and staging holds NaN before it is
+    read into."""
+    usual = StagingBuffers.try_acquire
+
+    def spoiled(ring: StagingBuffers) -> StagingBuffer | None:
+        buffer = usual(ring)
+        if buffer is not None:
+            buffer.tensor.fill_(255)
+        return buffer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (disk, disk_file, disk_queue):
+            patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
+        patch.setattr(disk_states, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
+        patch.setattr("tests.run.updating.WIDTH", 53)
+        patch.setattr(StagingBuffers, "try_acquire", spoiled)
+        yield
 
 
 def eager_run(model: nn.Module, **options: Any) -> Run:
