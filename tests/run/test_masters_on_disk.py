@@ -20,7 +20,17 @@ from elixir_compile.optim.disk import DiskHome, DiskState
 from elixir_compile.runtime.disk import DiskStore
 from tests.run import optimizers as users
 from tests.run.test_hybrid_classes import assert_equal, both
-from tests.run.test_mixed_precision import ADAM, BF16, FP16, Recorded, mixed_of, mixed_run, recorded, state_of
+from tests.run.test_mixed_precision import (
+    ADAM,
+    BF16,
+    FP16,
+    Recorded,
+    mixed_of,
+    mixed_run,
+    recorded,
+    scaled_step,
+    state_of,
+)
 from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of
 from tests.run.updating import (
     accumulate,
@@ -28,6 +38,7 @@ from tests.run.updating import (
     eager_run,
     hybrid_run,
     ladder,
+    move_state,
     nan_staging,
     rows,
     small_buckets,
@@ -155,6 +166,35 @@ def test_state_dicts_hold_whole_masters_and_load_in_both_directions(dtype: torch
             assert torch.equal(state_of(run)[name]["master"], param.float())
 
 
+def test_masters_move_between_the_tiers(tmp_path: Path) -> None:
+    """Before the first update, which makes them, and after it."""
+    batches = batches_of(BF16)
+    with mixed_run(ladder(), batches[0], home="host disk", update=Update.ACROSS_STEPS, disk_path=tmp_path) as run:
+        loss_of(run.compiled, batches[0]).backward()
+        move_state(run, Tier.HOST)
+        run.optimizer.zero_grad()
+        run.train(batches[:2])
+        for number, optim in enumerate([Tier.DISK, Tier.HOST, Tier.DISK, Tier.DISK], start=2):
+            move_state(run, optim)
+            assert {isinstance(entry, DiskState) for entry in run.optimizer.state.values()} == {optim is Tier.DISK}
+            run.train(batches[number : number + 1])
+        assert_same_tensors(in_memory(BF16).weights, dict(run.model.named_parameters()))
+        for name, entry in in_memory(BF16).state.items():
+            assert_same_tensors(entry, state_of(run)[name])
+
+
+def test_an_overflow_leaves_masters_on_disk_as_they_are(tmp_path: Path) -> None:
+    batches = batches_of(FP16, 3)
+    with mixed_run(ladder(), batches[0], home="host disk", dtype=FP16, disk_path=tmp_path) as run:
+        step = scaled_step(torch.amp.GradScaler("cpu", init_scale=4.0))
+        before = state_of(run.train(batches[:2], step))
+        run.train([torch.full_like(batches[2], float("inf"))], step)
+        for name, entry in before.items():
+            assert_same_tensors(entry, state_of(run)[name])
+        run.train(batches[2:], step)
+        assert state_of(run)["steps.0.weight"]["step"] == 3
+
+
 def test_a_failed_write_of_a_master_is_told_and_a_state_dict_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +287,23 @@ def test_state_dicts_of_a_class_load_in_both_directions(tmp_path: Path) -> None:
         assert all(isinstance(entry, DiskState) for entry in run.optimizer.state.values())
         run.losses = expected.losses[:5]
         assert_equal(expected, run.train(batches[5:]))
+
+
+def test_state_of_a_class_moves_between_the_tiers(tmp_path: Path) -> None:
+    """Before its first update, which makes it, too."""
+    batches = rows(5)
+    plain, hybrid = both(users.Lion)
+    expected = eager_run(ladder())
+    expected.optimizer = plain(expected.model.parameters())
+    expected.train(batches)
+    with class_run(tmp_path, hybrid) as run:
+        loss_of(run.compiled, batches[0]).backward()
+        run.optimizer.zero_grad()
+        for number, optim in enumerate([Tier.HOST, Tier.DISK, Tier.HOST, Tier.DISK, Tier.DISK]):
+            move_state(run, optim)
+            run.train(batches[number : number + 1])
+            assert {isinstance(entry, DiskState) for entry in run.optimizer.state.values()} == {optim is Tier.DISK}
+        assert_equal(expected, run)
 
 
 def test_a_statistic_that_begins_with_another_hyperparameter_gets_its_room(tmp_path: Path) -> None:

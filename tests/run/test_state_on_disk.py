@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.api.saved import save_plan
-from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import DiskFailed, DiskFull, InvalidOption
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskState
@@ -32,6 +30,7 @@ from tests.run.updating import (
     eager_run,
     hybrid_run,
     ladder,
+    move_state,
     nan_staging,
     random_delay,
     rows,
@@ -225,14 +224,9 @@ def test_state_moves_between_the_tiers(tmp_path: Path) -> None:
     batches = rows(12)
     expected = eager_run(ladder()).train(batches)
     with disk_run(tmp_path) as run:
-        executor: Any = executor_of(run.model)
         for number, optim in enumerate([Tier.DISK, Tier.HOST, Tier.DISK, Tier.HOST]):
             run.train(batches[3 * number : 3 * number + 2])
-            in_force = executor.buckets_in_force(for_training=True)
-            homes = [replace(home, optim=optim) for _, home in in_force]
-            plan = elixir.compilations(run.model)[0].plan
-            elixir.compilations(run.model)[0].plan = replace(plan, placements=tuple(homes))
-            executor.move([bucket for bucket, _ in in_force], homes)
+            move_state(run, optim)
             assert {isinstance(entry, DiskState) for entry in run.optimizer.state.values()} == {optim is Tier.DISK}
             run.train(batches[3 * number + 2 : 3 * number + 3])
             files = [name for folder in tmp_path.iterdir() if folder.is_dir() for name in os.listdir(folder)]

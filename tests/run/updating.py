@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.api.cache import plan_for
 from elixir_compile.capture.modules import executor_of
@@ -154,6 +155,16 @@ def buckets_of(run: Run) -> list[RunningBucket]:
     """Return the buckets in force."""
     executor: Any = executor_of(run.model)
     return list(executor._buckets.values())
+
+
+def move_state(run: Run, optim: Tier) -> None:
+    """Let a plan that has all optimizer state in `optim` be in force from now on."""
+    executor: Any = executor_of(run.model)
+    in_force = executor.buckets_in_force(for_training=True)
+    homes = [replace(home, optim=optim) for _, home in in_force]
+    compilation: Any = elixir.compilations(run.model)[0]
+    compilation.plan = replace(compilation.plan, placements=tuple(homes))
+    executor.move([bucket for bucket, _ in in_force], homes)
 
 
 def in_flight(run: Run) -> int:
