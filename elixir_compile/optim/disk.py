@@ -67,7 +67,9 @@ class DiskHome:
             self._rooms[id(param)], self._numel = room, room.end
         self._regions: dict[Kind, DiskRegion] = {}
         self._written: set[tuple[int, Kind]] = set()
-        self._left: set[int] = set()
+        self._inside: set[int] = set()
+        self.is_free = False
+        """Whether the space was given back."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
@@ -75,11 +77,6 @@ class DiskHome:
     def kinds(self) -> tuple[Kind, ...]:
         """The statistics on disk."""
         return tuple(self._regions)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether every parameter has left, and the space was given back."""
-        return self._left.issuperset(self._rooms)
 
     def require(self, kinds: Iterable[Kind]) -> None:
         """Take the space of those of `kinds` that there is none for; DiskFull where that is all."""
@@ -156,17 +153,18 @@ class DiskHome:
         """Remember that the state of `params` is not that of the beginning any more."""
         self._written.update((param, kind) for param in params for kind in self._regions)
 
-    def leave(self, param: int) -> None:
-        """Give the space back once every parameter has left."""
-        self._left.add(param)
-        if self.is_left:
-            self.free()
+    def enter(self, param: int) -> None:
+        """Note that the state of a parameter is here."""
+        self._inside.add(param)
 
-    def free(self) -> None:
-        """Give the space back; nothing may be in flight."""
-        regions, self._regions = self._regions, {}
-        for region in regions.values():
-            self._store.free(region)
+    def leave(self, param: int) -> None:
+        """Note that the state of a parameter is elsewhere; give the space back after the last one. Nothing may be in
+        flight."""
+        self._inside.discard(param)
+        if not self._inside:
+            regions, self._regions, self.is_free = self._regions, {}, True
+            for region in regions.values():
+                self._store.free(region)
 
     @property
     def _sizes_bytes(self) -> list[int]:
@@ -205,6 +203,7 @@ class DiskState(MutableMapping[str, Any]):
         """Those of them that there are; an optimizer class may make one at its first update, or later."""
         self.rest = dict(rest)
         """What is in memory."""
+        home.enter(self.param)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,7 +1,9 @@
 """The state of one optimizer that is on disk: where it is put, how it begins, and what reads it ahead of updates.
 
-updates of a step are prepared in order        reads begin, as far ahead as there are staging buffers
-each runs in turn                              piece by piece: see `disk_update`
+    updates of a step are prepared in order        reads begin, as far ahead as there are staging buffers
+    each runs in turn                              piece by piece: see `disk_update`
+
+A bucket has one home on disk, from the first parameter whose state goes there to the last one whose state leaves.
 """
 
 import atexit
@@ -128,7 +130,7 @@ class DiskStates:
             if self._reads is not None:
                 self._reads.stop()  # or files were closed while they are read
             before.home.leave(id(param))
-            self._homes = {key: home for key, home in self._homes.items() if not home.is_left}
+            self._homes = {key: home for key, home in self._homes.items() if not home.is_free}
 
     def _home(self, bucket: RunningBucket) -> DiskHome:
         key = tuple(id(slot.param) for slot in bucket.slots)
