@@ -64,6 +64,7 @@ _ERRORS = (
     "PlanMismatch",
     "ProfileFileError",
     "StaleParameters",
+    "UnforeseenState",
     "UnknownHardware",
     "UnknownModel",
     "UnknownOption",

@@ -28,6 +28,7 @@ Exception
     │   ├── DiskFull                        no room for it, found before anything was written
     │   ├── DiskFailed                      the system refused an operation
     │   └── DiskCorrupted                   what was read is not what was written
+    ├── UnforeseenState    (RuntimeError)   an update made state that there is no room for on disk
     └── NestedMeasurement  (RuntimeError)   a step measured inside a step that is being measured
 
 UserWarning
@@ -414,6 +415,25 @@ class DiskCorrupted(_DiskError):
             f"block {self.block} of {self.path} ({format_bytes(self.block_bytes)} from byte "
             f"{self.block * self.block_bytes}) is not what was written there: its checksum differs. Go on from the "
             f"last checkpoint, and test the disk and the memory."
+        )
+
+
+class UnforeseenState(ElixirError, RuntimeError):
+    """An update of bucket `bucket` made the statistic `name`, in `dtype`, for a parameter of `shape`; dry steps of its
+    class did not."""
+
+    def __init__(self, bucket: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        super().__init__(bucket, name, dtype, shape)
+        self.bucket = bucket
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+
+    def __str__(self) -> str:
+        return (
+            f"the update of {self.bucket} made {self.name} ({self.dtype}) for a parameter of shape {self.shape}, which "
+            "three dry steps of the optimizer did not, so it has no room on disk. Raise host_memory and leave out "
+            "disk_path, or let the optimizer make it in its first steps."
         )
 
 

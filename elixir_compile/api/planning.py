@@ -76,7 +76,7 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
         groups={name: state.group for name, state in states.items()},
         savings=savings_of(options),
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
-        disk=executor.disk is not None and all(state.may_be_on_disk for state in known.values()),
+        disk=executor.disk is not None,
         update=update_of(options),
         base_bytes=held_bytes + fixed_bytes,
         # All of them: a new bucket must not take the name of one that another graph uses.

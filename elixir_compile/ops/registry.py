@@ -37,8 +37,6 @@ class ParamState:
     group: int
     """The param group, counted over all optimizers."""
     nbytes: int
-    may_be_on_disk: bool = False
-    """Whether it consists of statistics in the dtype of the parameter, which begin at zero."""
 
 
 class StateOwner(Protocol):

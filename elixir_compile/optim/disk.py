@@ -3,6 +3,8 @@
     b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters one after another, as a slab has them
     b1.exp_avg_sq   |--- weight ---|- bias -|
 
+The files of a statistic hold it in its own dtype, so the same element is at another byte in each.
+
 `state[p]` is then a `DiskState`: a statistic is read into a new tensor each time it is asked for, and written when it
 is assigned; changing the tensor that was read changes nothing. All else, as the step count, is in memory.
 
@@ -12,7 +14,7 @@ it is used no more, and whoever asks for it gets DiskFailed, until a checkpoint 
 
 import copy
 import threading
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -22,19 +24,22 @@ from elixir_compile.errors import DiskFailed
 from elixir_compile.runtime import disk_file
 from elixir_compile.runtime.disk import DiskRegion, DiskStore
 from elixir_compile.runtime.read_ahead import Piece
-from elixir_compile.runtime.slab import Slab, aligned_bytes
+from elixir_compile.runtime.slab import ALIGN_BYTES, Slab
+
+Kind = tuple[str, torch.dtype]
+"""A statistic; parameters of one bucket may keep it in different dtypes."""
 
 
 class Room:
-    """Where one parameter is in each file of its bucket, and the shape that it has there."""
+    """Which elements of each file of its bucket are one parameter's, and the shape that they have."""
 
-    def __init__(self, param: torch.Tensor, start_bytes: int) -> None:
+    def __init__(self, param: torch.Tensor, start: int) -> None:
         # In memory order, whatever the parameter is a view of; a slab has the same strides.
         like = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
-        self.shape, self.strides, self.dtype = like.shape, like.stride(), like.dtype
+        self.shape, self.strides = like.shape, like.stride()
         self.numel = param.numel()
-        self.start_bytes = start_bytes
-        self.end_bytes = start_bytes + self.numel * param.element_size()
+        self.start = start
+        self.end = start + self.numel
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the elements of `flat` in the shape of the parameter."""
@@ -48,36 +53,37 @@ class Room:
 
 
 class DiskHome:
-    """The state of one bucket's parameters in files of `store`; the space for it is taken at once.
+    """The state of one bucket's parameters in files of `store`."""
 
-    Raises DiskFull where there is none.
-    """
-
-    def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor]) -> None:
         self.label = label
         self._store = store
         self._rooms: dict[int, Room] = {}
-        self._nbytes = 0
+        self._numel = 0
         for param in params:
-            room = Room(param.detach(), aligned_bytes(self._nbytes))
-            self._rooms[id(param)], self._nbytes = room, room.end_bytes
-        self._regions: dict[str, DiskRegion] = {}
-        self._written: set[int] = set()
-        self._left: set[int] = set()
+            # As a slab does it, so that neighbours are updated as one here too: see `neighbours`.
+            step = max(ALIGN_BYTES // param.element_size(), 1)
+            room = Room(param.detach(), -(-self._numel // step) * step)
+            self._rooms[id(param)], self._numel = room, room.end
+        self._regions: dict[Kind, DiskRegion] = {}
+        self._written: set[tuple[int, Kind]] = set()
+        self._inside: set[int] = set()
+        self.is_free = False
+        """Whether the space was given back."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
-        self.require(names)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def kinds(self) -> tuple[Kind, ...]:
         """The statistics on disk."""
         return tuple(self._regions)
 
-    def require(self, names: Iterable[str]) -> None:
-        """Take the space of those of `names` that there is none for; DiskFull where that is all."""
-        for name in names:
-            if name not in self._regions:
-                self._regions[name] = self._store.allocate(f"{self.label}.{name}", self._nbytes)
+    def require(self, kinds: Iterable[Kind]) -> None:
+        """Take the space of those of `kinds` that there is none for; DiskFull where that is all."""
+        for name, dtype in kinds:
+            if (name, dtype) not in self._regions:
+                region = self._store.allocate(f"{self.label}.{name}", self._numel * dtype.itemsize)
+                self._regions[name, dtype] = region
 
     def fail(self, error: BaseException) -> None:
         """Use the state no more, because of `error`."""
@@ -97,98 +103,144 @@ class DiskHome:
         """Return where the parameter with this id is."""
         return self._rooms[param]
 
-    def read(self, name: str, param: int) -> torch.Tensor:
+    def read(self, kind: Kind, param: int) -> torch.Tensor:
         """Return a copy of one statistic of one parameter."""
         self.check("read")
-        buffer, room, start_bytes = self._around(param)
-        self._regions[name].read_into(buffer, start_bytes).wait()
-        own = buffer[room.start_bytes - start_bytes : room.end_bytes - start_bytes].view(room.dtype)
-        return torch.empty_strided(room.shape, room.strides, dtype=room.dtype).copy_(room.shaped(own))
+        room = self._rooms[param]
+        blocks, own, start_bytes = self._around(room, kind[1])
+        self._regions[kind].read_into(blocks, start_bytes).wait()
+        return torch.empty_strided(room.shape, room.strides, dtype=kind[1]).copy_(room.shaped(own))
 
-    def write(self, name: str, param: int, value: torch.Tensor) -> None:
+    def write(self, kind: Kind, param: int, value: torch.Tensor) -> None:
         """Write one statistic of one parameter."""
         self.check("write")
-        buffer, room, start_bytes = self._around(param)
-        region = self._regions[name]
-        if buffer.nbytes > room.end_bytes - room.start_bytes:
-            region.read_into(buffer, start_bytes).wait()  # what else is in its first block and its last
-        own = buffer[room.start_bytes - start_bytes : room.end_bytes - start_bytes].view(room.dtype)
+        room, region = self._rooms[param], self._regions[kind]
+        blocks, own, start_bytes = self._around(room, kind[1])
+        if blocks.nbytes > own.nbytes:
+            region.read_into(blocks, start_bytes).wait()  # what else is in its first block and its last
         room.shaped(own).copy_(value)
-        self._written.add(param)
+        self._written.add((param, kind))
         try:
-            region.write_from(buffer, start_bytes).wait()
+            region.write_from(blocks, start_bytes).wait()
         except BaseException as error:
             self.fail(error)
             raise
 
-    def clear(self, param: int) -> None:
-        """Let the state of a parameter be zeros, as it is at first."""
-        if param in self._written:
-            zeros = torch.zeros((), dtype=self._rooms[param].dtype)
-            for name in self.names:
-                self.write(name, param, zeros)
+    def clear(self, kind: Kind, param: int) -> None:
+        """Let one statistic of a parameter be zeros, as it is at first."""
+        if (param, kind) in self._written:
+            self.write(kind, param, torch.zeros((), dtype=kind[1]))
+
+    @property
+    def least_bytes(self) -> int:
+        """The memory of the smallest pieces."""
+        return self._unit * sum(self._sizes_bytes)
 
     def pieces(self, params: Iterable[int], nbytes: int) -> tuple[Piece, ...]:
-        """Return the pieces that hold any of `params`, of at most `nbytes` in memory, in order."""
-        block_bytes = disk_file.DISK_BLOCK_BYTES
-        size_bytes = max(nbytes // max(len(self._regions), 1) // block_bytes, 1) * block_bytes
+        """Return the pieces that hold any of `params`, of at most `nbytes` in memory unless the smallest have more, in
+        order."""
+        stride = max(nbytes // max(self.least_bytes, 1), 1) * self._unit
+        columns = list(zip(self._regions.values(), self._sizes_bytes, strict=True))
         rooms = [self._rooms[param] for param in params]
         found: list[Piece] = []
-        for start_bytes in range(0, self._nbytes, size_bytes):
-            end_bytes = min(start_bytes + size_bytes, self._nbytes)
-            if any(room.start_bytes < end_bytes and start_bytes < room.end_bytes for room in rooms):
-                found.append(Piece(list(self._regions.values()), start_bytes, end_bytes, size_bytes))
+        for start in range(0, self._numel, stride):
+            end = min(start + stride, self._numel)
+            if any(room.start < end and start < room.end for room in rooms):
+                found.append(Piece(columns, start, end, stride))
         return tuple(found)
 
     def note_update(self, params: Iterable[int]) -> None:
         """Remember that the state of `params` is not that of the beginning any more."""
-        self._written.update(params)
+        self._written.update((param, kind) for param in params for kind in self._regions)
+
+    def enter(self, param: int) -> None:
+        """Note that the state of a parameter is here."""
+        self._inside.add(param)
 
     def leave(self, param: int) -> None:
-        """Give the space back once every parameter has left."""
-        self._left.add(param)
-        if self._left.issuperset(self._rooms):
-            self.free()
+        """Note that the state of a parameter is elsewhere; give the space back after the last one. Nothing may be in
+        flight."""
+        self._inside.discard(param)
+        if not self._inside:
+            regions, self._regions, self.is_free = self._regions, {}, True
+            for region in regions.values():
+                self._store.free(region)
 
-    def free(self) -> None:
-        """Give the space back; nothing may be in flight."""
-        regions, self._regions = self._regions, {}
-        for region in regions.values():
-            self._store.free(region)
+    @property
+    def _sizes_bytes(self) -> list[int]:
+        return [dtype.itemsize for _, dtype in self._regions]
 
-    def _around(self, param: int) -> tuple[torch.Tensor, Room, int]:
-        """Return memory for the whole blocks that hold `param`, its room, and where the first of them begins."""
-        room, block_bytes = self._rooms[param], disk_file.DISK_BLOCK_BYTES
-        start_bytes = room.start_bytes // block_bytes * block_bytes
-        end_bytes = min(-(-room.end_bytes // block_bytes) * block_bytes, self._nbytes)
+    @property
+    def _unit(self) -> int:
+        """The fewest elements that are whole blocks in each file: sizes are powers of two."""
+        return disk_file.DISK_BLOCK_BYTES // min(self._sizes_bytes, default=1)
+
+    def _around(self, room: Room, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return memory for the whole blocks that hold `room` in the file of a statistic, its own part of it, and the
+        byte of the file that the blocks begin with."""
+        block_bytes = disk_file.DISK_BLOCK_BYTES
+        first_bytes, last_bytes = room.start * dtype.itemsize, room.end * dtype.itemsize
+        start_bytes = first_bytes // block_bytes * block_bytes
+        end_bytes = min(-(-last_bytes // block_bytes) * block_bytes, self._numel * dtype.itemsize)
         nbytes = max(end_bytes - start_bytes, 0)
         slab = Slab(nbytes, pin=False)
         slab.keep_from_children()
-        return slab.tensor(torch.uint8, (nbytes,), 0), room, start_bytes
+        blocks = slab.tensor(torch.uint8, (nbytes,), 0)
+        return blocks, blocks[first_bytes - start_bytes : last_bytes - start_bytes].view(dtype), start_bytes
 
 
 class DiskState(MutableMapping[str, Any]):
     """The state of one parameter: statistics on disk, all else in memory."""
 
-    def __init__(self, home: DiskHome, param: nn.Parameter, names: Sequence[str], rest: Mapping[str, Any]) -> None:
+    def __init__(
+        self, home: DiskHome, param: nn.Parameter, kinds: Mapping[str, torch.dtype], rest: Mapping[str, Any]
+    ) -> None:
         self.home = home
-        self.names = tuple(names)
-        """The statistics that it has; others in its bucket may have more."""
         self.param = id(param)
+        self.kinds = dict(kinds)
+        """The statistics that have room on disk, with their dtypes; others in its bucket may have more."""
+        self.made: set[str] = set()
+        """Those of them that there are; an optimizer class may make one at its first update, or later."""
         self.rest = dict(rest)
         """What is in memory."""
+        home.enter(self.param)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The statistics that there are."""
+        return tuple(name for name in self.kinds if name in self.made)
+
+    def begin(self, name: str) -> None:
+        """Let a statistic be there, zeros unless it is written."""
+        self.home.clear((name, self.kinds[name]), self.param)
+        self.made.add(name)
+
+    def finish_update(self, made: Set[str], rest: Mapping[str, Any]) -> None:
+        """Note which statistics there are after an update, and keep what is in memory."""
+        for name, value in rest.items():
+            before = self.rest.get(name)
+            if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+                before.copy_(value)
+            else:
+                self.rest[name] = value
+        self.made |= made
+        for name in made & self.rest.keys():
+            del self.rest[name]
 
     def __getitem__(self, name: str) -> Any:
-        return self.home.read(name, self.param) if name in self.names else self.rest[name]
+        return self.home.read((name, self.kinds[name]), self.param) if name in self.made else self.rest[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self.names:
-            self.home.write(name, self.param, value)
+        if name in self.kinds and isinstance(value, torch.Tensor):
+            self.home.write((name, self.kinds[name]), self.param, value)
+            self.made.add(name)
+            self.rest.pop(name, None)
         else:
             self.rest[name] = value
+            self.made.discard(name)
 
     def __delitem__(self, name: str) -> None:
-        if name in self.names:
+        if name in self.made:
             raise TypeError(f"{name} is on disk, where the plan wants it: it can be written, not deleted")
         del self.rest[name]
 
@@ -196,7 +248,7 @@ class DiskState(MutableMapping[str, Any]):
         yield from (*self.names, *self.rest)
 
     def __len__(self) -> int:
-        return len(self.names) + len(self.rest)
+        return len(self.made) + len(self.rest)
 
     def __repr__(self) -> str:
         return f"DiskState({self.home.label}: {', '.join(self.names)} on disk, {self.rest})"

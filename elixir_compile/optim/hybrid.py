@@ -74,11 +74,7 @@ class Hybrid(torch.optim.Optimizer):
         if group is None:  # somebody took it out of its group: it is not updated any more
             return ParamState(0, 0)
         dtypes = self._rule.kinds(param, self.param_groups[group]).values()
-        return ParamState(
-            group=group,
-            nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes),
-            may_be_on_disk=not self._rule.makes_state and all(dtype == param.dtype for dtype in dtypes),
-        )
+        return ParamState(group=group, nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes))
 
     def _obstacle(self) -> str:
         because = self._rule.obstacle(self.param_groups)

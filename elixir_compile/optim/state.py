@@ -22,7 +22,7 @@ class StatePlacer:
     """Puts the state of parameters where the placements of their buckets say."""
 
     def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
-        self.disk = DiskStates(fail)
+        self.disk = DiskStates(rule, fail)
         """State on disk."""
         self.rooms = StateRooms()
         """Host memory of the state, one slab per bucket and statistic."""
@@ -37,7 +37,7 @@ class StatePlacer:
         # What leaves the device goes before what comes back.
         for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
             if bucket.placement.optim is Tier.DISK:
-                self.disk.place(states, self._rule.statistics(group), bucket, params)
+                self.disk.place(states, group, bucket, params)
                 continue
             placed = self._placed.setdefault(bucket, set())
             for param in params:
@@ -53,11 +53,11 @@ class StatePlacer:
                     self.create(states, param, group, rooms)
                 placed.add(id(param))
 
-    def reserve(self, group: Mapping[str, Any], buckets: Iterable[RunningBucket]) -> None:
+    def reserve(self, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]) -> None:
         """Take the space on disk of the state that goes there; DiskFull where there is none."""
-        for bucket in buckets:
+        for bucket, params in buckets.items():
             if bucket.placement.optim is Tier.DISK:
-                self.disk.reserve(bucket, self._rule.statistics(group))
+                self.disk.reserve(bucket, params, group)
 
     def rooms_of(
         self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Lane, Tier
-from elixir_compile.optim.disk_states import DiskUpdate
+from elixir_compile.optim.disk_update import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import State, UpdateRule

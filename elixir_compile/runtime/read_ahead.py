@@ -11,7 +11,7 @@ time, nothing else.
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -25,22 +25,30 @@ Done = Callable[[BaseException | None], object]
 
 
 class Piece:
-    """The same bytes of several regions, beside one another in one buffer while they are there."""
+    """The same elements of several regions, beside one another in one buffer while they are there."""
 
-    def __init__(self, regions: Sequence[DiskRegion], start_bytes: int, end_bytes: int, stride_bytes: int) -> None:
-        """`stride_bytes` is a multiple of the page, and at least the size."""
-        self.regions = tuple(regions)
-        self.start_bytes = start_bytes
-        self.end_bytes = end_bytes
-        self.stride_bytes = stride_bytes
+    def __init__(self, columns: Sequence[tuple[DiskRegion, int]], start: int, end: int, stride: int) -> None:
+        """`columns` are regions and the bytes that one element has there; `stride` elements, at least as many as there
+        are, are whole pages in each."""
+        self.columns = tuple(columns)
+        self.start = start
+        self.end = end
+        self._stride = stride
         self.buffer: StagingBuffer | None = None
         self.reads: tuple[DiskTransfer, ...] = ()
 
     def views(self, buffer: StagingBuffer) -> list[torch.Tensor]:
-        """Return the part of `buffer` that each region has."""
-        nbytes = self.end_bytes - self.start_bytes
-        starts = (number * self.stride_bytes for number in range(len(self.regions)))
-        return [buffer.tensor[start : start + nbytes] for start in starts]
+        """Return the part of `buffer` that each region has, in uint8."""
+        found, at_bytes = [], 0
+        for _, size_bytes in self.columns:
+            found.append(buffer.tensor[at_bytes : at_bytes + (self.end - self.start) * size_bytes])
+            at_bytes += self._stride * size_bytes
+        return found
+
+    def transfers(self, buffer: StagingBuffer) -> Iterator[tuple[DiskRegion, torch.Tensor, int]]:
+        """Yield each region, its part of `buffer`, and the byte of the region that it begins with."""
+        for (region, size_bytes), view in zip(self.columns, self.views(buffer), strict=True):
+            yield region, view, self.start * size_bytes
 
 
 class ReadAhead:
@@ -70,7 +78,8 @@ class ReadAhead:
         Raises what failed in reading them; the piece is given back then.
         """
         if os.getpid() != self._pid:
-            raise DiskFailed(piece.regions[0].path, "read", "the store belongs to the parent process")
+            paths = ", ".join(region.path for region, _ in piece.columns)
+            raise DiskFailed(paths, "read", "the store belongs to the parent process")
         with self._changed:
             if piece in self._announced:
                 # What stands before it was never taken: its update failed, or was dropped.
@@ -101,8 +110,8 @@ class ReadAhead:
         writes: list[DiskTransfer] = []
         failure: BaseException | None = None
         try:
-            for region, view in zip(piece.regions, piece.views(buffer), strict=True):
-                writes.append(region.write_from(view, piece.start_bytes))
+            for region, view, start_bytes in piece.transfers(buffer):
+                writes.append(region.write_from(view, start_bytes))
         except BaseException as error:
             failure = error
         _when_done(writes, lambda: self._wrote(buffer, failure or _failure_of(writes), done))
@@ -171,8 +180,8 @@ class ReadAhead:
     def _begin(self, piece: Piece, buffer: StagingBuffer) -> None:
         reads: list[DiskTransfer] = []
         try:
-            for region, view in zip(piece.regions, piece.views(buffer), strict=True):
-                reads.append(region.read_into(view, piece.start_bytes))
+            for region, view, start_bytes in piece.transfers(buffer):
+                reads.append(region.read_into(view, start_bytes))
         except BaseException:
             _when_done(reads, lambda: self._free(buffer))
             raise

@@ -31,6 +31,7 @@ SAMPLES: list[ElixirError] = [
     errors.UnknownSubject("b9", ["b0", "fwd.0"]),
     errors.DiskFull("/disk", "b3.exp_avg", 3 << 30, 1 << 30, "No space left on device"),
     errors.DiskFailed("/disk/0003", "write", "Input/output error", 5),
+    errors.UnforeseenState("b3", "late", "torch.float32", (768, 3072)),
     errors.DiskCorrupted("/disk/0003", 2, 4 << 20),
     checkpoint_errors.NotACheckpoint("run", "there is nothing"),
     checkpoint_errors.CheckpointCorrupted("run", "tensors/__0_0.distcp", "model.wte.weight", "is damaged"),

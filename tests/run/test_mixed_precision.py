@@ -82,16 +82,16 @@ def mixed_run(
     share: float = 0.0,
     dtype: torch.dtype = BF16,
     adam: Mapping[str, Any] = ADAM,
-    reduce_dtype: str | None = None,
+    **options: Any,
 ) -> Iterator[Run]:
     """Yield such a run under a plan with this placement and moment of the update."""
     budget = None
-    if home == "host":
+    if home.startswith("host"):
         with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
             loss_of(mixed_of(model, dtype, adam, device_memory=1).compiled, batch)
         budget = int(1.05 * raised.value.needed_bytes)
     with nan_staging(), small_buckets(lambda plan: placed(plan, home, share, update)):
-        yield mixed_of(model, dtype, adam, device_memory=budget, reduce_dtype=reduce_dtype)
+        yield mixed_of(model, dtype, adam, device_memory=budget, **options)
 
 
 @dataclass(kw_only=True)

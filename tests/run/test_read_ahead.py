@@ -31,7 +31,8 @@ def pieces(tmp_path: Path) -> Iterator[list[Piece]]:
     """Nine pieces of two regions each; piece n of region r holds 10 * r + n."""
     store = DiskStore(tmp_path)
     regions = [store.allocate(f"r{number}", NUM_PIECES * PAGE) for number in range(2)]
-    made = [Piece(regions, number * PAGE, (number + 1) * PAGE, PAGE) for number in range(NUM_PIECES)]
+    columns = [(region, 1) for region in regions]
+    made = [Piece(columns, number * PAGE, (number + 1) * PAGE, PAGE) for number in range(NUM_PIECES)]
     reads = ReadAhead(1, 2 * PAGE)
     for number, piece in enumerate(made):
         for region, view in enumerate(reads.take(piece)):
@@ -79,6 +80,26 @@ def test_any_order_gives_what_was_written_last(pieces: list[Piece], seed: int, n
         else:
             reads.give_back(pieces[number])
     reads.settle()
+
+
+def test_elements_of_two_sizes_are_cut_at_the_same_ones(tmp_path: Path) -> None:
+    """Elements of 2 bytes and of 4; the last piece has 1000 of them."""
+    store, numel = DiskStore(tmp_path), 3 * PAGE + 1000
+    columns = [(store.allocate(f"size {size}", numel * size), size) for size in (2, 4)]
+    made = [Piece(columns, start, min(start + PAGE, numel), PAGE) for start in range(0, numel, PAGE)]
+    values = torch.arange(numel, dtype=torch.int32)
+    reads = ReadAhead(2, 6 * PAGE)
+    for piece in made:
+        for view, dtype in zip(reads.take(piece), (torch.int16, torch.int32), strict=True):
+            view.view(dtype).copy_(values[piece.start : piece.end])
+        reads.write(piece, lambda error: None)
+    reads.announce(made)
+    for piece in made:
+        narrow, wide = reads.take(piece)
+        assert torch.equal(narrow.view(torch.int16), values[piece.start : piece.end].to(torch.int16))
+        assert torch.equal(wide.view(torch.int32), values[piece.start : piece.end])
+        reads.give_back(piece)
+    store.close()
 
 
 def test_two_threads_share_one_buffer(pieces: list[Piece]) -> None:

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,9 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.api.saved import save_plan
-from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import DiskFailed, DiskFull, InvalidOption
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim import disk_states
 from elixir_compile.optim.disk import DiskState
-from elixir_compile.runtime import disk, disk_file, disk_queue
-from elixir_compile.runtime.staging import StagingBuffer, StagingBuffers
 from tests.run import updating
 from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of, tight_bytes
 from tests.run.updating import (
@@ -35,32 +30,21 @@ from tests.run.updating import (
     eager_run,
     hybrid_run,
     ladder,
+    move_state,
     nan_staging,
     random_delay,
     rows,
     small_buckets,
+    small_pieces,
     weights_of,
 )
 
-PAGE = 4096
-
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pieces per bucket, the last one short, and staging that holds NaN before it is read into."""
-    for module in (disk, disk_file, disk_queue):
-        monkeypatch.setattr(module, "DISK_BLOCK_BYTES", PAGE)
-    monkeypatch.setattr(disk_states, "_STAGING_BYTES", 2 * PAGE)
-    monkeypatch.setattr(updating, "WIDTH", 53)
-    usual = StagingBuffers.try_acquire
-
-    def spoiled(ring: StagingBuffers) -> StagingBuffer | None:
-        buffer = usual(ring)
-        if buffer is not None:
-            buffer.tensor.fill_(255)
-        return buffer
-
-    monkeypatch.setattr(StagingBuffers, "try_acquire", spoiled)
+def pieces() -> Iterator[None]:
+    """Three pieces per bucket, the last one short."""
+    with small_pieces():
+        yield
 
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:
@@ -240,14 +224,9 @@ def test_state_moves_between_the_tiers(tmp_path: Path) -> None:
     batches = rows(12)
     expected = eager_run(ladder()).train(batches)
     with disk_run(tmp_path) as run:
-        executor: Any = executor_of(run.model)
         for number, optim in enumerate([Tier.DISK, Tier.HOST, Tier.DISK, Tier.HOST]):
             run.train(batches[3 * number : 3 * number + 2])
-            in_force = executor.buckets_in_force(for_training=True)
-            homes = [replace(home, optim=optim) for _, home in in_force]
-            plan = elixir.compilations(run.model)[0].plan
-            elixir.compilations(run.model)[0].plan = replace(plan, placements=tuple(homes))
-            executor.move([bucket for bucket, _ in in_force], homes)
+            move_state(run, optim)
             assert {isinstance(entry, DiskState) for entry in run.optimizer.state.values()} == {optim is Tier.DISK}
             run.train(batches[3 * number + 2 : 3 * number + 3])
             files = [name for folder in tmp_path.iterdir() if folder.is_dir() for name in os.listdir(folder)]

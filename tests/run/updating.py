@@ -13,13 +13,17 @@ import pytest
 import torch
 from torch import nn
 
+import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.api.cache import plan_for
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
+from elixir_compile.optim import disk_states
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.options import Options
+from elixir_compile.runtime import disk, disk_file, disk_queue
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.staging import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
 from tests.run.training import Run, by_elixir, fused_adamw, loss_of, tight_bytes
 
@@ -100,6 +104,27 @@ def hybrid_run(
         yield by_elixir(model, device_memory=budget, replan=False, **options)
 
 
+@contextmanager
+def small_pieces() -> Iterator[None]:
+    """Inside, a bucket with state on disk has several pieces, the last one short, and staging holds NaN before it is
+    read into."""
+    usual = StagingBuffers.try_acquire
+
+    def spoiled(ring: StagingBuffers) -> StagingBuffer | None:
+        buffer = usual(ring)
+        if buffer is not None:
+            buffer.tensor.fill_(255)
+        return buffer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (disk, disk_file, disk_queue):
+            patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
+        patch.setattr(disk_states, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
+        patch.setattr("tests.run.updating.WIDTH", 53)
+        patch.setattr(StagingBuffers, "try_acquire", spoiled)
+        yield
+
+
 def eager_run(model: nn.Module, **options: Any) -> Run:
     """Return a run of a copy of `model` by torch, op by op, with torch's own fused AdamW."""
     own = copy.deepcopy(model)
@@ -130,6 +155,16 @@ def buckets_of(run: Run) -> list[RunningBucket]:
     """Return the buckets in force."""
     executor: Any = executor_of(run.model)
     return list(executor._buckets.values())
+
+
+def move_state(run: Run, optim: Tier) -> None:
+    """Let a plan that has all optimizer state in `optim` be in force from now on."""
+    executor: Any = executor_of(run.model)
+    in_force = executor.buckets_in_force(for_training=True)
+    homes = [replace(home, optim=optim) for _, home in in_force]
+    compilation: Any = elixir.compilations(run.model)[0]
+    compilation.plan = replace(compilation.plan, placements=tuple(homes))
+    executor.move([bucket for bucket, _ in in_force], homes)
 
 
 def in_flight(run: Run) -> int:
