@@ -7,7 +7,7 @@ that
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -71,6 +71,12 @@ class RunningBucket:
         if self._queued and all(update.is_done for update in self._queued):
             self.settle()
 
+    def follow(self, work: Callable[[], None]) -> bool:
+        """Let the worker do `work` behind what it does for this bucket, and count as part of that; return False where
+        it is done already."""
+        queued = self._queued
+        return bool(queued) and queued[-1].then(work)
+
     def settle(self) -> None:
         """Return when no update is queued; raises what failed in one."""
         while queued := self._queued:
@@ -127,15 +133,13 @@ class RunningBucket:
             views.append(piece.as_strided(data.shape, data.stride()))
         return tuple(views)
 
-    def hold(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Take `flat` as the gathered copy of the parameters as they are now."""
-        self._gathered_versions = self._versions()
-        self.whole = self.cut(flat)
-        return self.whole
+    def hold(self, copies: tuple[torch.Tensor, ...], versions: list[int]) -> None:
+        """Take `copies` as the gathered copy of the parameters as they were at `versions`."""
+        self.whole, self._gathered_versions = copies, versions
 
     def is_whole(self) -> bool:
         """Whether the parameters are on the device, with the values that they have at home."""
-        return self.whole is not None and (not self.is_on_host or self._gathered_versions == self._versions())
+        return self.whole is not None and (not self.is_on_host or self._gathered_versions == self.versions())
 
     def release(self) -> None:
         """Forget the gathered copy; parameters that live on the device stay."""
@@ -178,7 +182,8 @@ class RunningBucket:
         offsets_bytes = [ratio * offset for offset in self._offsets_bytes]
         return cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), self.slots, offsets_bytes, dtype)
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
+        """Return the versions of the parameters in bucket order."""
         return [slot.param._version for slot in self.slots]
 
     def _settle_on_host(self) -> None:

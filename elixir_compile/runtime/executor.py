@@ -17,6 +17,7 @@ from elixir_compile.errors import ElixirWarning, StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot, let_state_follow, let_update, new_slot, slot_of
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.runtime.publish import publish
@@ -52,6 +53,7 @@ class Executor:
         self._bucket_of: dict[int, RunningBucket] = {}
         self.h2d = CopyStream(device)
         self.d2h = CopyStream(device)
+        self._gathers = Gathers(device, self.h2d, self.ledger)
         self._departing: list[torch.Tensor] = []
         self._pending: dict[int, tuple[Slot, torch.Tensor]] = {}
         self._arriving: list[Transfer] = []
@@ -217,23 +219,13 @@ class Executor:
 
     @torch.no_grad()
     def gather(self, bucket_id: BucketId) -> Transfer:
-        """Start copying the parameters of a host bucket to the device."""
-        bucket = self._buckets[bucket_id]
-        bucket.settle()
-        label = f"gather {bucket_id}"
-        if bucket.is_whole():
-            return Transfer(label, None, bucket.whole)
-        home = bucket.flat_home()
-        # Allocated on the compute stream, where it is used and freed; the copy only borrows it and is waited for before
-        # either.
-        flat = torch.empty(home.numel(), dtype=torch.uint8, device=self.device)
-        with self.h2d.behind_compute(), self.ledger.span(Lane.H2D, label):
-            flat.copy_(home, non_blocking=True)
-        return Transfer(label, self.h2d.mark(), bucket.hold(flat))
+        """Start copying the parameters of a host bucket to the device, behind an update that is queued."""
+        return self._gathers.begin(self._buckets[bucket_id])
 
     def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
-        """Let compute issued from now on run behind `transfer`; return what it brought."""
-        wait_on_compute(transfer.event, self.device)
+        """Let compute issued from now on run behind `transfer`; return what it brought. Raises what failed in an update
+        that it was to follow."""
+        wait_on_compute(transfer.issued(), self.device)
         transfer.kept = ()
         return transfer.values
 
@@ -334,6 +326,7 @@ class Executor:
 
     def abandon(self) -> None:
         """After an exception: drop gathered copies and gradients that were on their way."""
+        self._gathers.call_off()
         # Their memory must not be used again while a copy still reads or writes it.
         self.h2d.settle()
         self.d2h.settle()

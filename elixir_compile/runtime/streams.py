@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A copy in flight; `kept` are the tensors it reads, alive until it is waited for."""
 
@@ -15,6 +15,10 @@ class Transfer:
     event: "torch.cuda.Event | None"
     values: tuple[torch.Tensor, ...] = ()
     kept: tuple[torch.Tensor, ...] = ()
+
+    def issued(self) -> "torch.cuda.Event | None":
+        """Return the event behind which the copy is done, once there is one; None where copies are synchronous."""
+        return self.event
 
 
 class CopyStream:
@@ -45,11 +49,13 @@ class CopyStream:
             yield
 
     @contextmanager
-    def beside_compute(self) -> Iterator[None]:
-        """Issue what the block copies on this stream, behind nothing but what was copied on it before."""
+    def beside_compute(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Issue what the block copies on this stream, behind nothing but what was copied on it before, and `after`."""
         if self._stream is None:
             yield
             return
+        if after is not None:
+            self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             yield
 
@@ -61,6 +67,11 @@ class CopyStream:
         """Let the caller wait until every copy issued so far is done."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def mark_compute(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that completes with the compute issued on `device` so far; None where copies are synchronous."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait_on_compute(event: torch.cuda.Event | None, device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
     line = UpdateLine()                      one per optimizer
     update = line.queue(work, "update b1")   the worker runs work()
-    update.wait()                            returns when it is done
+    update.then(copy)                        the worker runs copy() right behind it
+    update.wait()                            returns when both are done
 
 When `work` raises, what is queued behind it on the same line is dropped, and whoever waits on the line next gets the
 exception, with the worker's frames in its traceback. A process that ends first runs what is queued; a fork waits for
@@ -42,12 +43,23 @@ class QueuedUpdate:
         self._line = line
         self._num_threads = num_threads
         self._done = threading.Event()
+        self._followers: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
         self._event: torch.cuda.Event | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether it ran, failed or was dropped."""
         return self._done.is_set()
+
+    def then(self, follower: Callable[[], None]) -> bool:
+        """Let the worker run `follower` behind the work, unless that fails, and be done only then; return False where
+        the update is done already."""
+        with self._lock:
+            if self.is_done:
+                return False
+            self._followers.append(follower)
+            return True
 
     def wait(self) -> None:
         """Return when the update is done, and compute issued from now on runs behind it; raises what failed on its
@@ -66,11 +78,23 @@ class QueuedUpdate:
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
                 self._event = work()
+                del work  # with its gradients, which followers need not keep
+                while (follower := self._next_or_done()) is not None:
+                    follower()
         except BaseException as error:  # whatever it is, the training thread gets it
             error.add_note(f"raised by the host's `{self.label}`; updates queued behind it were dropped")
             self._line.fail(error)
         finally:
+            with self._lock:
+                self._followers.clear()
+                self._done.set()
+
+    def _next_or_done(self) -> Callable[[], None] | None:
+        with self._lock:
+            if self._followers:
+                return self._followers.pop(0)
             self._done.set()
+            return None
 
 
 class UpdateLine:

@@ -150,7 +150,7 @@ def _rounded(lanes: Lanes) -> tuple[object, ...]:
     return (
         tuple(rounded(free_s) for free_s in lanes.free_s.values()),
         tuple((name, rounded(end_s)) for name, end_s in lanes.updating_s.items()),
-        tuple((name, rounded(since_s)) for since_s, name in lanes.arriving),
+        tuple((arrival.bucket, rounded(arrival.since_s)) for arrival in lanes.arriving),
     )
 
 

@@ -1,17 +1,28 @@
 """When each lane is free and each transfer under way ends, while the actions of a step are carried out.
 
-An update that the host runs beside the step is waited for by whoever reads its bucket: a gather where it is issued, a
-region where the parameters are on the device. Updated parameters that travel back to the device take their link in the
-order in which they arrive there, between the copies of the step.
+An update that the host runs beside the step is waited for by whoever reads its bucket: the copy of a gather, and
+compute only where it waits for that; a region where the parameters are on the device. Such copies, and updated
+parameters that travel back to the device, take their link in the order in which they arrive there, between the other
+copies of the step.
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.kinds import Lane, Tier
 from elixir_compile.ir.record import Span
 from elixir_compile.simulate.prices import Prices
+
+
+class Arrival(NamedTuple):
+    """Updated parameters that wait for their link to the device; in the order of time."""
+
+    since_s: float
+    bucket: str
+    is_gathered: bool
+    """Whether compute waits for a gather of them; else whoever reads them does."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,8 +35,8 @@ class Lanes:
     ready_s: dict[str, float] = field(default_factory=dict)
     updating_s: dict[str, float] = field(default_factory=dict)
     """When each bucket may be read again whose update runs beside the step."""
-    arriving: deque[tuple[float, str]] = field(default_factory=deque)
-    """(since when, bucket) of updated parameters that wait for their link to the device, first come first."""
+    arriving: list[Arrival] = field(default_factory=list)
+    """First come first."""
     stalled_s: float = 0.0
     """Seconds that compute waited for updates."""
 
@@ -40,15 +51,18 @@ class Lanes:
         return end_s
 
     def gather(self, bucket: str, placement: Placement) -> None:
-        """From the host where it lives there, then from the other ranks where there are any."""
-        if self.updating_s or self.arriving:
-            self.settle(bucket)
+        """From the host where it lives there, behind its update, then from the other ranks where there are any."""
         ready_s = self.free_s[Lane.COMPUTE]
         if placement.param is not Tier.DEVICE:
+            updated_s = self.updating_s.pop(bucket, 0.0)
+            if updated_s > ready_s:
+                insort(self.arriving, Arrival(updated_s, bucket, True))
+                return
             ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
-        if self.price.collective_s[bucket]:
-            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.collective_s[bucket])
-        self.ready_s[bucket] = ready_s
+        elif self.updating_s or self.arriving:
+            self.settle(bucket)
+            ready_s = self.free_s[Lane.COMPUTE]
+        self._share(bucket, ready_s)
 
     def reduce(self, bucket: str) -> None:
         """Nothing to do on one rank."""
@@ -68,6 +82,8 @@ class Lanes:
         self.ready_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
 
     def wait(self, what: str) -> None:
+        if self.arriving:
+            self._stall(self._land_up_to(what))
         self._hold_compute(self.ready_s.pop(what, 0.0))
 
     # Updates.
@@ -91,7 +107,7 @@ class Lanes:
         update_s = self.price.off_device_update_s(bucket, placement.optim)
         ends_s = self.occupy(Lane.HOST, f"update {bucket}", after_s, update_s)
         if self.is_staged(placement):
-            self.arriving.append((ends_s, bucket))
+            insort(self.arriving, Arrival(ends_s, bucket, False))
         else:
             self.updating_s[bucket] = ends_s
 
@@ -101,11 +117,8 @@ class Lanes:
 
     def settle(self, bucket: str) -> None:
         """Let compute, and all that is issued from now on, wait for the update of `bucket`."""
-        while self.arriving and any(other == bucket for _, other in self.arriving):
-            self._land()
-        ready_s = self.updating_s.pop(bucket, 0.0)
-        self.stalled_s += max(0.0, ready_s - self.free_s[Lane.COMPUTE])
-        self._hold_compute(ready_s)
+        self._land_up_to(bucket)
+        self._stall(self.updating_s.pop(bucket, 0.0))
 
     def settle_all(self) -> None:
         """Let compute wait for every update."""
@@ -120,17 +133,39 @@ class Lanes:
         self.free_s = {lane: max(free_s - passed_s, 0.0) for lane, free_s in self.free_s.items()}
         self.ready_s.clear()
         self.updating_s = {name: end_s - passed_s for name, end_s in self.updating_s.items() if end_s > passed_s}
-        self.arriving = deque((since_s - passed_s, name) for since_s, name in self.arriving)
+        self.arriving = [arrival._replace(since_s=arrival.since_s - passed_s) for arrival in self.arriving]
         return passed_s
 
     def _hold_compute(self, until_s: float) -> None:
         self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], until_s)
 
+    def _stall(self, until_s: float) -> None:
+        """Let compute wait for an update."""
+        self.stalled_s += max(0.0, until_s - self.free_s[Lane.COMPUTE])
+        self._hold_compute(until_s)
+
     def _to_device(self, label: str, after_s: float, seconds: float) -> float:
-        while self.arriving and self.arriving[0][0] <= after_s:
+        while self.arriving and self.arriving[0].since_s <= after_s:
             self._land()
         return self.occupy(Lane.H2D, label, after_s, seconds)
 
-    def _land(self) -> None:
-        since_s, bucket = self.arriving.popleft()
-        self.updating_s[bucket] = self.occupy(Lane.H2D, f"gather {bucket}", since_s, self.price.h2d_s[bucket])
+    def _land_up_to(self, bucket: str) -> float:
+        """Let what arrives up to `bucket` travel; return when `bucket` was updated, 0 where it does not arrive."""
+        since_s = 0.0
+        while any(arrival.bucket == bucket for arrival in self.arriving):
+            since_s = self._land()
+        return since_s
+
+    def _land(self) -> float:
+        since_s, bucket, is_gathered = self.arriving.pop(0)
+        ends_s = self.occupy(Lane.H2D, f"gather {bucket}", since_s, self.price.h2d_s[bucket])
+        if is_gathered:
+            self._share(bucket, ends_s)
+        else:
+            self.updating_s[bucket] = ends_s
+        return since_s
+
+    def _share(self, bucket: str, after_s: float) -> None:
+        """Of several ranks each brings what it owns."""
+        shared_s = self.price.collective_s[bucket]
+        self.ready_s[bucket] = self.occupy(Lane.GATHER, f"gather {bucket}", after_s, shared_s) if shared_s else after_s
