@@ -32,7 +32,7 @@ from elixir_compile.optim.state import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate, Part, part_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.updates import UpdateLine
+from elixir_compile.runtime.updates import UpdateLine, Work
 
 
 class Hybrid(torch.optim.Optimizer):
@@ -308,7 +308,7 @@ class Hybrid(torch.optim.Optimizer):
             with at_least_threads(num_threads):
                 update.run()
             return
-        queued = self._line.queue(update.work(arrived), update.label, num_threads)
+        queued = self._line.queue(_with_threads(update.work(arrived), num_threads), update.label)
         update.bucket.begin_update(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
@@ -318,6 +318,14 @@ class Hybrid(torch.optim.Optimizer):
         if params:
             part = part_of(params, self._states, group)
             rule.update(part.weights, part.grads, part.states, part.group)
+
+
+def _with_threads(work: Work, num_threads: int) -> Work:
+    def run() -> torch.cuda.Event | None:
+        with at_least_threads(num_threads):
+            return work()
+
+    return run
 
 
 def _bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":

@@ -37,11 +37,11 @@ for."""
 class QueuedUpdate:
     """One update on its way."""
 
-    def __init__(self, work: Work, line: "UpdateLine", label: str, num_threads: int) -> None:
+    def __init__(self, work: Work, line: "UpdateLine", label: str) -> None:
         self.label = label
         self._work: Work | None = work
         self._line = line
-        self._num_threads = num_threads
+        self._num_threads = torch.get_num_threads()
         self._done = threading.Event()
         self._followers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class QueuedUpdate:
         work, self._work = self._work, None
         try:
             if work is not None and not self._line.has_failed:
-                # Threads of OpenMP are counted per thread.
+                # OpenMP counts per thread, and threads to come count as the last one that was set: as this one does.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
                 self._event = work()
@@ -110,10 +110,9 @@ class UpdateLine:
         """Whether an update failed and nobody was told yet."""
         return self._failure is not None
 
-    def queue(self, work: Work, label: str, num_threads: int | None = None) -> QueuedUpdate:
-        """Let the worker do `work` behind everything queued so far, with `num_threads` of torch's threads or as many as
-        the caller has."""
-        update = QueuedUpdate(work, self, label, num_threads or torch.get_num_threads())
+    def queue(self, work: Work, label: str) -> QueuedUpdate:
+        """Let the worker do `work` behind everything queued so far, with as many of torch's threads as the caller has."""
+        update = QueuedUpdate(work, self, label)
         self._queued = [*(other for other in self._queued if not other.is_done), update]
         _worker.put(update)
         return update

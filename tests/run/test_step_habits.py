@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile import compat
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
 from elixir_compile.optim.host import threads
@@ -150,17 +151,24 @@ def test_host_updates_take_their_threads_and_say_so_once(
     usual = torch.get_num_threads()
     model, batches, seen = ladder(), rows(3), []
     try:
-        with controlled_worker() as worker, caplog.at_level(logging.INFO, "elixir_compile"):
-            worker.delay_s = lambda: seen.append(torch.get_num_threads()) or 0.0
+        with controlled_worker(), caplog.at_level(logging.INFO, "elixir_compile"):
+            torch.set_num_threads(1)
+            fused = compat.fused_adamw_
+            monkeypatch.setattr(
+                compat,
+                "fused_adamw_",
+                lambda *args, **rest: (seen.append(torch.get_num_threads()), fused(*args, **rest)),
+            )
             with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS) as run:
                 run.train(batches)
                 run.optimizer.wait()
         lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("host updates")]
         assert lines == ["host updates: 3 threads of 8 cores for 2 local ranks, whatever OMP_NUM_THREADS says"]
         assert set(seen) == {3}
-        assert torch.get_num_threads() == usual
-        with threads.at_least_threads(usual + 2):
-            assert torch.get_num_threads() == usual + 2
-        assert torch.get_num_threads() == usual
+        assert torch.get_num_threads() == 1
+        with threads.at_least_threads(3):
+            assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == 1
     finally:
+        torch.set_num_threads(usual)
         threads.crew_for.cache_clear()
