@@ -111,7 +111,7 @@ class UpdateLine:
         return self._failure is not None
 
     def queue(self, work: Work, label: str) -> QueuedUpdate:
-        """Let the worker do `work` behind everything queued so far, with as many of torch's threads as the caller has."""
+        """Let the worker do `work` behind everything queued so far, with as many of torch's threads as the caller."""
         update = QueuedUpdate(work, self, label)
         self._queued = [*(other for other in self._queued if not other.is_done), update]
         _worker.put(update)
