@@ -291,15 +291,22 @@ class WrongDtype(NotPrepared):
 
 
 class MasterIgnored(ElixirError, RuntimeError):
-    """`optimizer` would update `parameter`, of `dtype`, and leave its fp32 master behind."""
+    """`optimizer` would update `parameter`, of `dtype`, and leave its fp32 master behind: it keeps none, or another
+    optimizer, made later, keeps that one."""
 
-    def __init__(self, parameter: str, dtype: str, optimizer: str) -> None:
-        super().__init__(parameter, dtype, optimizer)
+    def __init__(self, parameter: str, dtype: str, optimizer: str, is_kept_by_another: bool = False) -> None:
+        super().__init__(parameter, dtype, optimizer, is_kept_by_another)
         self.parameter = parameter
         self.dtype = dtype
         self.optimizer = optimizer
+        self.is_kept_by_another = is_kept_by_another
 
     def __str__(self) -> str:
+        if self.is_kept_by_another:
+            return (
+                f"parameter {self.parameter} is {self.dtype} with an fp32 master, which another optimizer keeps, made "
+                f"after this {self.optimizer}. Step with that one, or delete it."
+            )
         return (
             f"parameter {self.parameter} is {self.dtype} with an fp32 master, which {self.optimizer} does not update. "
             "Use `elixir_compile.HybridAdamW`, or `prepare` the model without `param_dtype` and cast it yourself."

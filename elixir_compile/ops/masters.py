@@ -35,6 +35,7 @@ class _Held:
 
 _HELD = WeakTensorKeyDictionary()
 _KEEPERS = WeakTensorKeyDictionary()
+_ALL_KEEPERS: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def add_master(param: torch.Tensor, rest: torch.Tensor | None) -> None:
@@ -43,8 +44,8 @@ def add_master(param: torch.Tensor, rest: torch.Tensor | None) -> None:
 
 
 def has_master(param: torch.Tensor) -> bool:
-    """Whether `param` has an fp32 master."""
-    return param in _HELD
+    """Whether `param` has an fp32 master: not any more once it was cast, by `model.float()`."""
+    return param.dtype in REST_NAMES and param in _HELD
 
 
 def take_rest(param: torch.Tensor) -> torch.Tensor | None:
@@ -57,8 +58,10 @@ def take_rest(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def claim_master(param: torch.Tensor, keeper: Optimizer) -> None:
-    """Note that `keeper` updates the master of `param`, if it has one or gets one."""
+    """Note that `keeper` updates the master of `param`, if it has one or gets one, and whoever did so until now does
+    not."""
     _KEEPERS[param] = weakref.ref(keeper)
+    _ALL_KEEPERS.add(keeper)
 
 
 def _require_keeper(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -71,12 +74,16 @@ def _require_keeper(optimizer: Optimizer, args: object, kwargs: object) -> None:
                 if param.grad is not None and has_master(param) and not _keeps(optimizer, param):
                     slot = slot_of(param)
                     name = "outside of every model" if slot is None else slot.name
-                    raise MasterIgnored(name, str(param.dtype), type(optimizer).__name__)
+                    raise MasterIgnored(name, str(param.dtype), type(optimizer).__name__, optimizer in _ALL_KEEPERS)
 
 
 def _keeps(optimizer: Optimizer, param: torch.Tensor) -> bool:
     reference = _KEEPERS.get(param)
-    return reference is not None and reference() is optimizer
+    keeper = None if reference is None else reference()
+    if keeper is None and optimizer in _ALL_KEEPERS:  # one that was made later, a copy, is gone again
+        claim_master(param, optimizer)
+        return True
+    return keeper is optimizer
 
 
 register_optimizer_step_pre_hook(_require_keeper)

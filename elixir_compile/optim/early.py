@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.optim.guard import name_of
+from elixir_compile.optim.rule import GRAD_SCALE
 from elixir_compile.optim.update import snapshot
 
 _UPDATED = "was updated in its backward, and then"
@@ -32,6 +34,8 @@ class EarlyUpdates:
 
     def __init__(self) -> None:
         self._notes: dict[nn.Parameter, _Note] = {}
+        self._overwritten: dict[nn.Parameter, TensorWeakRef] = {}
+        """Gradients of updates whose state was replaced since."""
 
     def refuse(self, because: str) -> None:
         """Raise GradientsChanged, and forget all, where a parameter was updated since the last step."""
@@ -47,6 +51,16 @@ class EarlyUpdates:
                     name_of(param), f"{_UPDATED} another backward pass, or code outside the graph, added to it"
                 )
 
+    def forget_dropped(self) -> None:
+        """Forget what was noted of gradients that are not there any more: nothing was updated with them."""
+        self._notes = {param: note for param, note in self._notes.items() if param.grad is note.grad}
+
+    def overwrite(self, *, were_updated: bool) -> None:
+        """Forget all, as a state dict is loaded; a step that wants the gradients of what was updated already raises."""
+        notes, self._notes = self._notes, {}
+        if were_updated:
+            self._overwritten.update((param, TensorWeakRef(note.grad)) for param, note in notes.items())
+
     def note(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Remember what an update of `params`, which are in `group` and have gradients, reads."""
         now = snapshot(group) if params else {}
@@ -60,6 +74,10 @@ class EarlyUpdates:
         Raises GradientsChanged where a gradient, or a hyperparameter, is not what the update read.
         """
         notes, self._notes = self._notes, {}
+        overwritten, self._overwritten = self._overwritten, {}
+        for param, grad in overwritten.items():
+            if param.grad is not None and param.grad is grad():
+                raise GradientsChanged(name_of(param), f"{_UPDATED} a state dict was loaded before `step()`")
         for group in groups:
             now = snapshot(group)
             for param in group["params"]:
@@ -69,8 +87,13 @@ class EarlyUpdates:
                 if param.grad is not note.grad or note.grad._version != note.version:
                     raise GradientsChanged(name_of(param), f"{_UPDATED} its gradient was changed")
                 if not _is_same(now, note.group):
-                    raise GradientsChanged(name_of(param), f"{_UPDATED} a hyperparameter of its group was changed")
+                    raise GradientsChanged(name_of(param), f"{_UPDATED} {_difference(now, note.group)}")
         return frozenset(notes)
+
+
+def _difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    is_clipped = now.get(GRAD_SCALE, 1.0) != before.get(GRAD_SCALE, 1.0)
+    return "`clip_grad_norm_` scaled its gradient" if is_clipped else "a hyperparameter of its group was changed"
 
 
 def _is_same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:

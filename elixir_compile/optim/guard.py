@@ -6,7 +6,7 @@ Reading `p.grad` waits for the update, but a tensor that somebody kept does not.
 before the update reads, so that nothing is lost, and after it, where a change in between may have reached the weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -29,6 +29,18 @@ class GradientGuard:
             grad = reference()
             if grad is not None and grad._version != version:
                 raise GradientsChanged(name, "had its gradient changed before its queued update had read it")
+
+
+class KeptGradients:
+    """Gradients as they were at one moment, to tell whether they are still there; holds none of them."""
+
+    def __init__(self, grads: Iterable[torch.Tensor] = ()) -> None:
+        self._seen = [TensorWeakRef(grad) for grad in grads]
+
+    def is_among(self, grads: Iterable[torch.Tensor]) -> bool:
+        """Whether one of them is one of `grads`."""
+        now = {id(grad) for grad in grads}
+        return any((grad := reference()) is not None and id(grad) in now for reference in self._seen)
 
 
 def name_of(param: torch.Tensor) -> str:

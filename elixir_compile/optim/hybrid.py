@@ -139,7 +139,10 @@ class Hybrid(torch.optim.Optimizer):
         saved = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         names = {"master", *(name for group in saved for name in self._rule.statistics(group))}
         entries = state_dict["state"].items()
+        early, is_accumulating = self._early, self._is_accumulating
+        early.overwrite(were_updated=self._has_stepped)
         super().load_state_dict({**state_dict, "state": {index: held(entry, names) for index, entry in entries}})
+        self._early, self._is_accumulating = early, is_accumulating  # which `__setstate__` made new
         for param, entry in self.state.items():
             self.state[param] = unheld(entry, param, stays=self._is_off_device(param))
         self.follow([param for param in self.state if self._is_off_device(param)])
@@ -214,6 +217,8 @@ class Hybrid(torch.optim.Optimizer):
             return
         own = [param for param in params if isinstance(param, nn.Parameter)]
         with torch.DisableTorchFunctionSubclass():
+            if not self._has_stepped:
+                self._early.forget_dropped()
             self._early.require_first(own)
             wanted = {id(param) for param in own if param.grad is not None}
             for group in self.param_groups:
@@ -269,17 +274,20 @@ class Hybrid(torch.optim.Optimizer):
         wanted = {id(param) for param in params if param.grad is not None}
         parts: dict[RunningBucket, list[Part]] = {}
         executors: dict[RunningBucket, Executor] = {}
+        elsewhere: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
         for group in scaled(self.param_groups, factor):
             own = [param for param in group["params"] if id(param) in wanted]
             buckets, unplanned, found = _by_bucket(own)
             executors |= found
             for bucket in buckets:
                 bucket.settle()
-            self._update_unplanned(unplanned, group, rule)
+            elsewhere.append((unplanned, group))
             self._placer.place(self._states, group, buckets)
             for bucket, members in buckets.items():
                 rooms = self._placer.rooms_of(bucket, members, group)
                 parts.setdefault(bucket, []).append(part_of(members, self._states, group, rooms))
+        for unplanned, group in elsewhere:  # not before it is known that no earlier update failed and no disk is full
+            self._update_unplanned(unplanned, group, rule)
         updates = [
             BucketUpdate(
                 bucket=bucket,

@@ -45,7 +45,12 @@ class MixedAdamWRule(AdamWRule):
         if self._crew is None:
             kernel()
             self._crew = crew_for(device)
-        if is_fresh:
+        if rest_of(state) is None:  # the state is older than the cast
+            beside_moments = state["exp_avg"].device
+            rest = torch.empty_like(param.detach(), dtype=REST_DTYPES[param.dtype], device=beside_moments)
+            state[REST_NAMES[param.dtype]] = rest
+            start_rest(param, state)
+        elif is_fresh:
             start_rest(param, state)
 
     def update(

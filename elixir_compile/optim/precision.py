@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ops.masters import claim_master, has_master
+from elixir_compile.optim.guard import KeptGradients
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_state import with_whole_master
@@ -31,6 +32,8 @@ class KeepsMasters(Hybrid):
     found_inf: "torch.Tensor | float" = 0.0
     """How many gradients overflowed, which it sets too."""
     _clip_factor: float = 1.0
+    _clipped = KeptGradients()
+    """The gradients that it belongs to."""
 
     def _new_rule(self) -> UpdateRule:
         return MixedAdamWRule()
@@ -78,18 +81,19 @@ class KeepsMasters(Hybrid):
         mixed, plain = self._by_master()
         if not mixed and grad_scale == 1.0:
             return torch.nn.utils.clip_grad_norm_(plain, max_norm)
-        squares = self._clip_factor**2 * _sum_of_squares(mixed) + _sum_of_squares(plain)
+        clip_factor = self._take_clip_factor()
+        squares = clip_factor**2 * _sum_of_squares(mixed) + _sum_of_squares(plain)
         norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float32)
         # As torch does: without a branch, and not finite where the norm is not.
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        self._clip_factor *= factor
+        self._clip_factor, self._clipped = clip_factor * factor, KeptGradients(_grads(mixed))
         if plain and factor != 1.0:
             torch._foreach_mul_(_grads(plain), factor)
         return norm
 
     def _take_factor(self) -> float | None:
         """Return what the update multiplies gradients by, once; None where a gradient overflowed."""
-        clip_factor, self._clip_factor = self._clip_factor, 1.0
+        clip_factor = self._take_clip_factor()
         if float(self.found_inf):
             return None
         inverse_scale = 1.0 / float(self.grad_scale)
@@ -98,6 +102,16 @@ class KeepsMasters(Hybrid):
             if plain:
                 torch._foreach_mul_(plain, inverse_scale)
         return clip_factor * inverse_scale
+
+    def _take_clip_factor(self) -> float:
+        """Return what clipping left for the update, once; 1 where every gradient that was clipped is gone: a step that
+        was skipped must not reach the next one."""
+        factor, self._clip_factor = self._clip_factor, 1.0
+        if factor == 1.0:
+            return factor
+        with torch.DisableTorchFunctionSubclass():  # whether they are the same, and nothing that is in them
+            params = [param for group in self.param_groups for param in group["params"]]
+            return factor if self._clipped.is_among(_grads(params)) else 1.0
 
     def _by_master(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters that have gradients: those with a master, and the rest."""

@@ -84,9 +84,12 @@ class StatePlacer:
         rooms: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Make the state of `param` where it has none, in `rooms` or beside it, unless its update will."""
-        if self._rule.makes_state or states[param]:
+        if self._rule.makes_state:
             return
         state = states[param]
+        if state:
+            self._start(param, state, is_fresh=False)
+            return
         like = param.detach()
         for name, dtype in self._rule.kinds(param, group).items():
             room = rooms.get(name) if rooms else None

@@ -20,6 +20,7 @@ SAMPLES: list[ElixirError] = [
     errors.NotPrepared("Its parameters are on meta."),
     errors.WrongDtype("transformer.wte.weight", "torch.float32", "bfloat16"),
     errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "SGD"),
+    errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "HybridAdamW", True),
     errors.StaleParameters("transformer.wte.weight"),
     errors.GradientsChanged("transformer.wte.weight", "was updated in its backward, and then its gradient was changed"),
     errors.ActivationsGone("h.3.matmul"),

@@ -61,6 +61,38 @@ def test_clipping_where_the_backward_updates_is_refused_before_the_first_update(
         assert_same_tensors(before, weights_of(run))
 
 
+def test_clipping_by_the_optimizer_where_the_backward_updates_is_named() -> None:
+    own, batch = elixir.prepare(ladder(), param_dtype="bfloat16"), rows(1)[0].bfloat16()
+    optimizer = elixir.HybridAdamW(own.parameters())
+    options = {"inner": "aot_eager", "update": "in_backward", "report": False}
+    torch.compile(own, backend="elixir", options=options)(batch).backward()
+    optimizer.clip_grad_norm_(1e-3)
+    with pytest.raises(GradientsChanged, match="`clip_grad_norm_` scaled its gradient"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("update", list(Update))
+def test_state_that_is_loaded_between_a_backward_and_its_step(update: Update) -> None:
+    model, batches = ladder(), rows(4)
+    expected = eager_run(model).train(batches[:2])
+    with hybrid_run(model, batches[0], home="host", update=update) as run:
+        run.train(batches[:2])
+        for each in (expected, run):
+            saved = copy.deepcopy(each.optimizer.state_dict())
+            each.train(batches[2:3])
+            loss_of(each.compiled, batches[3]).backward()
+            each.optimizer.load_state_dict(saved)
+        expected.optimizer.step()
+        if update is Update.IN_BACKWARD:
+            with pytest.raises(GradientsChanged, match="a state dict was loaded before"):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.train(batches[:2])
+        else:
+            run.optimizer.step()
+            assert_same_tensors(weights_of(expected), weights_of(run))
+
+
 @pytest.fixture
 def waiting() -> Iterator[tuple[Run, list[torch.Tensor], dict[str, torch.Tensor], Any]]:
     """Yield a run whose second step is queued behind a closed gate, with the gradients that somebody kept and the
