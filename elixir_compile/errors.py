@@ -223,8 +223,9 @@ class UnknownSubject(ElixirError, ValueError):
 class NoFeasiblePlan(ElixirError, MemoryError):
     """No schedule fits the budget; `needed_bytes` is the smallest budget that would do.
 
-    `memory` is `device` or `host`; `is_prepared` whether the model came through `prepare`; `op` is where the peak is,
-    `source` the user's line or module, `by_kind` what is live there.
+    `memory` is `device` or `host`; `disk_bytes` are optimizer state on the host that could be on disk; `is_prepared`
+    says whether the model came through `prepare`; `op` is where the peak is, `source` the user's line or module,
+    `by_kind` what is live there.
     """
 
     def __init__(
@@ -235,16 +236,18 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         needed_bytes: int,
         by_kind: Mapping[str, int],
         memory: str = "device",
+        disk_bytes: int = 0,
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        super().__init__(op, source, budget_bytes, needed_bytes, live, memory, is_prepared)
+        super().__init__(op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
         self.by_kind = live
         self.memory = memory
+        self.disk_bytes = disk_bytes
         self.is_prepared = is_prepared
 
     def __str__(self) -> str:
@@ -252,6 +255,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         largest = sorted(self.by_kind.items(), key=lambda item: (-item[1], item[0]))
         live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in largest if nbytes)
         other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
+        if self.disk_bytes and self.needed_bytes - self.disk_bytes <= self.budget_bytes:
+            other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it are optimizer state"
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         return (

@@ -27,10 +27,12 @@ from numpy.typing import NDArray
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.ir import (
+    Bucket,
     BucketId,
     Kind,
     OpId,
     Phase,
+    Placement,
     Plan,
     RegionId,
     Saving,
@@ -140,15 +142,23 @@ def device_stays(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[Storage
 
 def host_bytes(plan: Plan, rank: int = 0) -> int:
     """Return the bytes that the host holds for `rank`: parameters, gradients, optimizer state, staging, activations."""
-    total = sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
-    for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
-        nbytes = bucket.shard_nbytes(rank)
-        if placement.param is Tier.HOST:
-            total += nbytes * (2 if bucket.trainable else 1)
-        if placement.optim is not Tier.DEVICE:
-            total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
-            # Staging for a gradient on its way in and an updated parameter on its way out.
-            total += 2 * nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
+    placed = zip(plan.buckets, plan.placements, strict=True)
+    return away_bytes(plan) + sum(bucket_host_bytes(bucket, placement, rank) for bucket, placement in placed)
+
+
+def away_bytes(plan: Plan) -> int:
+    """Return the bytes of the activations that go to the host."""
+    return sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
+
+
+def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> int:
+    """Return the bytes that the host holds of one bucket for `rank`."""
+    nbytes = bucket.shard_nbytes(rank)
+    total = nbytes * (2 if bucket.trainable else 1) if placement.param is Tier.HOST else 0
+    if placement.optim is not Tier.DEVICE:
+        total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
+        # Staging for a gradient on its way in and an updated parameter on its way out.
+        total += 2 * nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total
 
 

@@ -85,9 +85,7 @@ def cached_plan(problem: Problem, options: Options) -> Plan | None:
 
 def store_plan(made: Plan, problem: Problem, options: Options) -> None:
     """Keep `made` for this question and drop the oldest of too many; an `ElixirWarning` where the folder is closed."""
-    is_host_free = options.host_memory is None
-    shaped = is_host_free and made.prediction.host_peak_bytes > _HOST_SHARE * problem.host_budget_bytes
-    if not options.plan_cache or shaped:
+    if not options.plan_cache or (options.host_memory is None and _is_shaped_by_host(made, problem)):
         return
     path = _path(problem, options)
     try:
@@ -100,6 +98,12 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
             ElixirWarning,
             stacklevel=2,
         )
+
+
+def _is_shaped_by_host(made: Plan, problem: Problem) -> bool:
+    """Whether another size of the host would likely give another plan: state is on disk, or memory is nearly full."""
+    is_full = made.prediction.host_peak_bytes > _HOST_SHARE * problem.host_budget_bytes
+    return is_full or any(placement.optim is Tier.DISK for placement in made.placements)
 
 
 def plan_key(problem: Problem, options: Options) -> str:

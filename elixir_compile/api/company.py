@@ -141,9 +141,10 @@ def _planned_together(executor: Executor, records: Sequence["Compilation"]) -> S
         return share_out(turns, records[0].search)
     except NoFeasiblePlan as error:
         log.warning(
-            "no plans keep the budget of %s together, where the forwards that wait need at least %s: what waits goes "
-            "to the host in every step",
+            "no plans keep the budget of %s together, where the forwards that wait need at least %s of %s memory: what "
+            "waits goes to the host in every step",
             format_bytes(error.budget_bytes),
             format_bytes(error.needed_bytes),
+            error.memory,
         )
         return ()

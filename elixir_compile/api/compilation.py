@@ -306,8 +306,10 @@ class Compilation:
         """Return what to plan with `base_bytes` outside; its buckets may move wherever they can."""
         graph = graph_of(self._captured, self._executor, self._sizes.with_room())
         problem = problem_of(self._captured, graph, self._executor, self._options, Company())
-        problem = self._correction.applied_to(problem) if self._correction is not None else problem
         problem = replace(problem, base_bytes=base_bytes)
+        if self.profile is not None and graph == self.graph:
+            problem = replace(problem, measured=self.profile.measured)
+        problem = self._correction.applied_to(problem) if self._correction is not None else problem
         return with_buckets_free(problem, self.plan) if may_move_back(problem, self._executor) else problem
 
     def search(self, problem: Problem) -> Plan:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from elixir_compile.analysis.timeline import bucket_host_bytes
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine, scalar_bytes
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.errors import InvalidOption
-from elixir_compile.ir import Saving, StepGraph, Update
+from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.registry import ParamState, Slot, planned_states
 from elixir_compile.options import Options
@@ -65,13 +66,16 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
     held_bytes = executor.device_bytes(leaving_out=own) + company.waiting_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, company.waiting_bytes) + company.reserved_bytes
+    # Free memory, which is the host's budget where the user names none, does without what others hold there.
+    host_held_bytes = 0 if options.host_memory is None else _outside_host_bytes(in_force, own)
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values())
     return Problem(
         name=captured.name,
         graph=graph,
         cluster=cluster,
         budget_bytes=device_budget_bytes(options, cluster, executor.device, executor.device_bytes()),
-        host_budget_bytes=host_budget_bytes(options),
+        host_budget_bytes=host_budget_bytes(options) - host_held_bytes,
+        host_base_bytes=host_held_bytes,
         state_nbytes={name: state.nbytes for name, state in states.items()},
         groups={name: state.group for name, state in states.items()},
         savings=savings_of(options),
@@ -92,6 +96,12 @@ def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> 
         slot.name: known.get(id(slot.param)) or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
         for slot in trained
     }
+
+
+def _outside_host_bytes(in_force: Collection[tuple[Bucket, Placement]], read: Collection[str]) -> int:
+    """Return the bytes that the host holds of buckets with none of the parameters `read`."""
+    others = [(bucket, placement) for bucket, placement in in_force if set(read).isdisjoint(bucket.params)]
+    return sum(bucket_host_bytes(bucket, placement) for bucket, placement in others)
 
 
 def unread_bytes(captured: Captured, executor: Executor) -> int:

@@ -15,9 +15,10 @@ which all fit. Then they are planned one by one, each on top of what the others 
 its forward and its backward; what one does not use of its share, those after it may.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elixir_compile.analysis.timeline import away_bytes, bucket_host_bytes
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import BucketId, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents
@@ -48,18 +49,25 @@ def share_out(turns: Sequence[Turn], search: Callable[[Problem], Plan]) -> list[
     """
     found = [extents(turn.problem) for turn in turns]
     share = _largest_share(turns, found)
+    budget_bytes, memory = turns[0].problem.budget_bytes, "device"
     needed_bytes = _needed_bytes(turns, [low for low, _ in found])
-    for eased in () if share is None else [share * part for part in _EASED]:
-        held = [low.towards(high, eased) for low, high in found]
+    host_needs: dict[int, int] = {}
+    shares = [] if share is None else [share * part for part in _EASED]
+    while shares:
+        held = [low.towards(high, shares[0]) for low, high in found]
         try:
-            planned = _planned(turns, held, search)
+            num_known = len(host_needs)
+            planned = _planned(turns, held, search, host_needs)
         except NoFeasiblePlan as error:
-            needed_bytes = error.needed_bytes
+            budget_bytes, needed_bytes, memory = error.budget_bytes, error.needed_bytes, error.memory
+            if len(host_needs) == num_known:
+                shares.pop(0)
             continue
+        shares.pop(0)
         if all(plan.prediction.device_peak_bytes <= plan.budget_bytes for _, plan in planned):
             return planned
     # No variable of this frame: a traceback would keep it, and so what its callers hold of earlier forwards.
-    raise NoFeasiblePlan("", "", turns[0].problem.budget_bytes, needed_bytes, {})
+    raise NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, memory)
 
 
 def _largest_share(turns: Sequence[Turn], found: Sequence[tuple[Extent, Extent]]) -> float | None:
@@ -96,23 +104,48 @@ def _base_bytes(turns: Sequence[Turn], held: Sequence[Extent], number: int) -> i
     return turns[number].problem.base_bytes + resident_bytes + max(while_it_runs, at_the_update)
 
 
-def _planned(turns: Sequence[Turn], held: list[Extent], search: Callable[[Problem], Plan]) -> list[Planned]:
-    """Plan one after another; `held` is what each is thought to hold, then what it does."""
+def _planned(
+    turns: Sequence[Turn], held: list[Extent], search: Callable[[Problem], Plan], host_needs: dict[int, int]
+) -> list[Planned]:
+    """Plan one after another; `held` is what each is thought to hold, then what it does.
+
+    `host_needs` are bytes that a graph needs of the host, which those before it leave to it; where one finds too few,
+    it is added.
+    """
     found: list[Planned] = []
     placed: dict[BucketId, Placement] = {}
     for number, turn in enumerate(turns):
+        more_bytes = _more_host_bytes(turn.problem, placed, [plan for _, plan in found])
+        more_bytes += sum(needed for later, needed in host_needs.items() if later > number)
         problem = replace(
             turn.problem,
+            host_budget_bytes=turn.problem.host_budget_bytes - more_bytes,
+            host_base_bytes=max(0, turn.problem.host_base_bytes + more_bytes),
             base_bytes=_base_bytes(turns, held, number),
             between_bytes=_more_bytes(turns, held, number, waits=True),
             after_bytes=_more_bytes(turns, held, number, waits=False),
             placements=tuple(placed.get(home.bucket, home) for home in turn.problem.placements),
         )
-        plan = search(problem)
+        try:
+            plan = search(problem)
+        except NoFeasiblePlan as error:
+            if error.memory == "host":
+                host_needs.setdefault(number, error.needed_bytes - problem.host_base_bytes)
+            raise
         found.append((problem, plan))
         placed |= {home.bucket: home for home in plan.placements}
         held[number] = extent_of(problem.graph, plan)
     return [(problem, _rebased(plan, _base_bytes(turns, held, number))) for number, (problem, plan) in enumerate(found)]
+
+
+def _more_host_bytes(problem: Problem, placed: Mapping[BucketId, Placement], plans: Sequence[Plan]) -> int:
+    """Host bytes that the graphs of `plans`, whose buckets are `placed` anew, hold beyond what they held before."""
+    own = {storage.id for storage in problem.graph.storages}
+    more_bytes = sum(map(away_bytes, plans))
+    for bucket, home in zip(problem.buckets, problem.placements, strict=True):
+        if bucket.id in placed and own.isdisjoint(bucket.params):
+            more_bytes += bucket_host_bytes(bucket, placed[bucket.id]) - bucket_host_bytes(bucket, home)
+    return more_bytes
 
 
 def _more_bytes(turns: Sequence[Turn], held: Sequence[Extent], number: int, *, waits: bool) -> int:

@@ -94,6 +94,10 @@ _DTYPE = Annotated[str, typer.Option(help="Of parameters and compute: float32, b
 _RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
 _HARDWARE = Annotated[str | None, typer.Option(help='"a100-40g", "4 x a100-40g" or a profile; else this machine.')]
 _RANKS = Annotated[int, typer.Option(min=1, help="Devices in all, of the hardware named.")]
+_PARAM_DTYPE = Annotated[
+    str | None,
+    typer.Option(help="Cast fp32 parameters to bfloat16 or float16, with an fp32 master; with --dtype float32."),
+]
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."
 
@@ -109,6 +113,16 @@ def plan(
     recompute: _RECOMPUTE = False,
     device_memory: Annotated[str | None, typer.Option(help="Budget on the device: 36GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget on the host, per device: 200GiB.")] = None,
+    disk_path: Annotated[
+        Path | None, typer.Option(help="Optimizer state may be on disk: a folder, any for a machine that is elsewhere.")
+    ] = None,
+    param_dtype: _PARAM_DTYPE = None,
+    update: Annotated[
+        str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="any, keep, recompute or offload: what may happen to saved activations.")
+    ] = None,
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: Annotated[
@@ -123,10 +137,13 @@ def plan(
     from elixir_compile.cli.plan import run_plan
     from elixir_compile.cli.request import Request
 
-    options = {"device_memory": device_memory, "host_memory": host_memory, "planner": planner}
+    options = {
+        "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
+        "update": update, "activations": activations, "planner": planner, "search_timeout": search_timeout,
+    }  # fmt: skip
     request = Request(
         model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
-        options={**options, "search_timeout": search_timeout},
+        options=options,
     )  # fmt: skip
     code = run_plan(request, state_bytes=state_bytes, is_largest=largest_batch, output=output, as_json=as_json)
     raise typer.Exit(code=code)
@@ -142,6 +159,7 @@ def verify(
     seq: _SEQ = 1024,
     dtype: _DTYPE = "bfloat16",
     recompute: _RECOMPUTE = False,
+    param_dtype: _PARAM_DTYPE = None,
     as_json: _JSON = False,
 ) -> None:
     """Check that a saved plan is whole, and with --model that it is legal for the step of that model."""
@@ -152,8 +170,9 @@ def verify(
     request = None
     if model is not None:
         request = Request(
-            model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks
-        )
+            model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
+            options={"param_dtype": param_dtype},
+        )  # fmt: skip
     raise typer.Exit(code=run_verify(plan, request, as_json=as_json))
 
 

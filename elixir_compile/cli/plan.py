@@ -98,7 +98,8 @@ def placement_table(plan: Plan) -> Table:
     groups: dict[tuple[str, str, str], list[Bucket]] = {}
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
         copy = "stays" if placement.resident else "released"
-        key = (str(placement.param), str(placement.optim), copy if placement.param is Tier.HOST else "")
+        optim = f"{placement.optim}{', streamed' if placement.streamed else ''}"
+        key = (str(placement.param), optim, copy if placement.param is Tier.HOST else "")
         groups.setdefault(key, []).append(bucket)
     table = Table(title=f"{plan.name} on {plan.cluster}", title_justify="left")
     for name in ("parameters", "optimizer state", "gathered copy"):
@@ -119,6 +120,8 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
         ("host", format_bytes(made.host_peak_bytes)),
         ("step", f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"),
     ]
+    if any(bucket.trainable for bucket in plan.buckets):
+        figures.append(("update", str(plan.update)))
     if plan.bound_s is not None and plan.gap is not None:
         figures.append(("bound", f"{format_s(plan.bound_s)}: no plan is more than {plan.gap:.1%} faster"))
     if plan.binding:

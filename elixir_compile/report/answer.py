@@ -8,7 +8,7 @@ from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Kind, StorageId, Tier, Verb
+from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction
 from elixir_compile.ir.schedule import Action, Region, grad_of
 from elixir_compile.report.activations import (
@@ -80,8 +80,12 @@ class PlanAnswer:
     binding: tuple[str, ...]
     gib_saves_s: float | None
     formula: str
+    update: Update
+    """When buckets are updated."""
     disk_bytes: int
     """Optimizer state on disk."""
+    num_streamed: int
+    """Buckets whose state travels to the device for the update."""
     num_buckets: Mapping[str, int]
     """Buckets by where they live, in words."""
     activations: tuple[SavingAnswer, ...]
@@ -126,6 +130,8 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         binding=plan.binding,
         gib_saves_s=plan.gib_saves_s,
         formula=plan.formula,
+        update=plan.update,
+        num_streamed=sum(placement.streamed for placement in plan.placements),
         disk_bytes=sum(
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),

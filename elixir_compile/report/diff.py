@@ -154,6 +154,8 @@ _HEADER: Mapping[str, Callable[[Plan], Figure]] = {
     "machine": lambda plan: plan.cluster,
     "symbols": lambda plan: " ".join(f"{name}={size}" for name, size in plan.symbols),
     "planner": lambda plan: plan.planner,
+    "update": lambda plan: plan.update.value,
+    "loss_chunks": lambda plan: plan.loss_chunks,
     "budget_bytes": lambda plan: plan.budget_bytes,
     "base_bytes": lambda plan: plan.base_bytes,
     "step_s": lambda plan: plan.prediction.step_s,
@@ -198,8 +200,10 @@ def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
             "params": " ".join(bucket.params),
             "shards": " ".join(map(str, bucket.shard_numels)),
             "group": bucket.group,
+            "state_bytes": bucket.state_nbytes,
             "param": placement.param.value,
             "optim": placement.optim.value,
+            "streamed": placement.streamed,
             "resident": placement.resident,
         }
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
@@ -236,7 +240,8 @@ def _figure_text(what: str, figure: Figure) -> str:
         return figure if len(figure) <= _WIDTH else f"{figure[: _WIDTH // 2]} ... {figure[-_WIDTH // 2 :]}"
     if what in _SECONDS:
         return format_s(figure)
-    return format_bytes(int(figure)) if what in _BYTES else str(figure)
+    is_bytes = what in _BYTES or what.endswith(" state_bytes")
+    return format_bytes(int(figure)) if is_bytes else str(figure)
 
 
 def _changed(changes: list[Change]) -> tuple[Change, ...]:

@@ -97,6 +97,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("host", [format_bytes(made.host_peak_bytes)]),
             ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
+            ("update", [_update_text(found)] if Verb.UPDATE in found.counts else []),
             ("bound", [bound + gap]),
             ("binding", found.binding),
             ("one more GiB", [] if found.gib_saves_s is None else [f"saves {format_s(found.gib_saves_s)} per step"]),
@@ -115,6 +116,13 @@ def _plan_text(found: PlanAnswer) -> str:
             ("moved", [moved] if subjects else []),
         ],
     )
+
+
+def _update_text(found: PlanAnswer) -> str:
+    streamed = (
+        f", {_count_text(found.num_streamed, 'bucket')} of the host's on the device" if found.num_streamed else ""
+    )
+    return f"{found.update}{streamed}"
 
 
 def _region_text(found: RegionAnswer, peak_at: str) -> str:
@@ -147,6 +155,7 @@ def _groups_text(groups: Sequence[Activations]) -> str:
 def _bucket_text(found: BucketAnswer, peak_at: str) -> str:
     bucket = found.bucket
     state = f", {format_bytes(bucket.state_nbytes)} of optimizer state" if bucket.state_nbytes else ""
+    state += f", param group {bucket.group}" if bucket.group else ""
     each = (
         f"; each of {len(bucket.shard_numels)} ranks owns {format_bytes(bucket.shard_nbytes())}"
         if bucket.is_sharded

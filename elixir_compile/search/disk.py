@@ -28,20 +28,19 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
 
     Raises NoFeasiblePlan where not even the rest fits.
     """
-    is_in_use = bool(_in_force(problem))
-    if not problem.disk or not (problem.hybrid or is_in_use):
-        return search(replace(problem, disk=False))
-    found = search(problem)
+    in_memory = replace(problem, disk=False)
+    found = search(problem if _may_add(problem) else in_memory)
     going = going_to_disk(problem, found)
     if not going:
         return found
     with_disk = _moved(problem, found, going)
-    if is_in_use:
+    if problem.on_disk.issuperset(going):
         return with_disk
     try:
-        without = search(replace(problem, disk=False))
+        without = search(in_memory)
     except NoFeasiblePlan:
         return with_disk
+    without = _moved(problem, without, going_to_disk(in_memory, without))
     if with_disk.prediction.step_s <= without.prediction.step_s:
         return with_disk
     log.debug("%s: state on disk makes no shorter step", problem.name)
@@ -52,7 +51,7 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
 def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     """Return the buckets of `plan` whose state has to be on disk: those in force there, and the fewest bytes with
     which the rest fits the host."""
-    there = _in_force(problem)
+    there, may_add = problem.on_disk, _may_add(problem)
     order = [
         bucket
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
@@ -61,7 +60,7 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     chosen = [bucket for bucket in order if bucket.id in there]
     over_bytes = host_bytes(plan) - problem.host_budget_bytes - _state_bytes(chosen)
     for bucket in reversed(order):
-        if problem.hybrid and over_bytes > 0 and bucket.id not in there:
+        if may_add and over_bytes > 0 and bucket.id not in there:
             chosen.append(bucket)
             over_bytes -= bucket.shard_state_nbytes()
     # The last one may have been so large that others need not go.
@@ -73,8 +72,9 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     return tuple(bucket.id for bucket in order if bucket.id in ids)
 
 
-def _in_force(problem: Problem) -> frozenset[BucketId]:
-    return frozenset(placement.bucket for placement in problem.placements if placement.optim is Tier.DISK)
+def _may_add(problem: Problem) -> bool:
+    """Whether more state may go to disk than is there."""
+    return problem.disk and problem.hybrid
 
 
 def _state_bytes(buckets: list[Bucket]) -> int:
@@ -83,6 +83,8 @@ def _state_bytes(buckets: list[Bucket]) -> int:
 
 def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
     """Return `plan` with the state of `going` on disk, and what it predicts then."""
+    if not going:
+        return plan
     placements = tuple(
         replace(placement, optim=Tier.DISK, streamed=False) if placement.bucket in going else placement
         for placement in plan.placements
@@ -103,21 +105,23 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
 def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> list[Decision]:
     """Why each of `going` has its state on disk; `plan` has it on the host."""
     price = prices(problem.graph, plan.buckets, problem.cluster)
-    host, budget = format_bytes(host_bytes(plan)), format_bytes(problem.host_budget_bytes)
+    base_bytes = problem.host_base_bytes
+    host = format_bytes(host_bytes(plan) + base_bytes)
+    full = (
+        f"with all state in memory the host would hold {host} of {format_bytes(problem.host_budget_bytes + base_bytes)}"
+    )
+    there = "it is there since an earlier plan"
     found: list[Decision] = []
     for bucket in plan.buckets:
         if bucket.id not in going:
             continue
         disk_s, update_s = price.disk_s[bucket.id], price.host_update_s[bucket.id]
-        nbytes = format_bytes(bucket.shard_state_nbytes())
+        moved = f"{format_bytes(bucket.shard_state_nbytes())} are read and written"
         found.append(
             Decision(
                 subject=bucket.id,
                 choice="optim disk",
-                because=(
-                    f"with all state in memory the host would hold {host} of {budget}; "
-                    f"{nbytes} are read and written in {format_s(disk_s)}"
-                ),
+                because=f"{there if bucket.id in problem.on_disk else full}; {moved} in {format_s(disk_s)}",
                 cost_s=max(0.0, disk_s - update_s),
             )
         )

@@ -38,8 +38,14 @@ class Judge:
         """When a bucket that the host updates is updated."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
         # Where state may go to disk, that it takes no memory of the host is a relaxation: see `search.disk`.
-        host = host_bytes_without_state if problem.disk else host_bytes_of
-        self._host_bytes = [{level: host(bucket, level) for level in Level} for bucket in facts.buckets]
+        spared = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
+        self._host_bytes = [
+            {
+                level: (host_bytes_without_state if bucket.id in spared else host_bytes_of)(bucket, level)
+                for level in Level
+            }
+            for bucket in facts.buckets
+        ]
         self._step_s: dict[tuple[Level, ...], float] = {}
 
     def at(self, modes: Sequence[int]) -> "Judge":

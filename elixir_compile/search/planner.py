@@ -22,7 +22,7 @@ from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
-from elixir_compile.search.levels import Level, level_text
+from elixir_compile.search.levels import Level, host_bytes_without_state, level_text
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.rules import RULES
 from elixir_compile.search.streaming import best_moves
@@ -160,5 +160,11 @@ def _no_plan(judge: Judge, least: Draft) -> NoFeasiblePlan:
     device_bytes = max(peak.nbytes, judge.memory.peak_bytes(least.levels, ahead=0))
     if device_bytes > problem.budget_bytes:
         return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, device_bytes, by_kind)
-    needed_bytes = judge.host_bytes(least.levels)
-    return NoFeasiblePlan("", "", problem.host_budget_bytes, needed_bytes, {}, "host")
+    budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
+    needed_bytes = judge.host_bytes(least.levels) + problem.host_base_bytes
+    state_bytes = sum(
+        judge.host_bytes_of(i, level) - host_bytes_without_state(bucket, level)
+        for i, (bucket, level) in enumerate(zip(judge.facts.buckets, least.levels, strict=True))
+    )
+    disk_bytes = state_bytes if problem.hybrid else 0
+    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", disk_bytes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir import Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.units import MIB
 
 
@@ -20,6 +20,7 @@ class Problem:
     budget_bytes: int
     """Device bytes that the step may hold at once, `base_bytes` included."""
     host_budget_bytes: int
+    """Host bytes for this graph: what other graphs hold there, `host_base_bytes`, is taken off already."""
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of optimizer state of each trainable parameter."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
@@ -27,11 +28,13 @@ class Problem:
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
     disk: bool = False
-    """Whether the hybrid optimizer may keep state on disk."""
+    """Whether the hybrid optimizer may put state on disk; what is in force there stays in any case."""
     update: Update | None = None
     """When the hybrid optimizer has to update; None where the planner may choose."""
     base_bytes: int = 0
     """Device bytes held outside this graph during the whole step."""
+    host_base_bytes: int = 0
+    """Host bytes held outside this graph: for messages, which name all of the host's budget."""
     between_bytes: int = 0
     """Device bytes that other graphs need, beyond `base_bytes`, between the forward and the backward of this one."""
     after_bytes: int = 0
@@ -54,13 +57,19 @@ class Problem:
                 f"problem {self.name}: bucket_min_bytes {self.bucket_min_bytes} and bucket_max_bytes "
                 f"{self.bucket_max_bytes} must be positive and in this order."
             )
-        for name in ("base_bytes", "between_bytes", "after_bytes"):
+        for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
         for placement in self.placements:
-            if placement.param is Tier.DISK or (placement.optim is Tier.DISK and not self.disk):
+            if placement.param is Tier.DISK:
                 raise InvalidPlan(
-                    f"problem {self.name}: bucket {placement.bucket} is on disk, which is not planned for."
+                    f"problem {self.name}: parameters of bucket {placement.bucket} are on disk, which is not planned "
+                    "for."
                 )
+
+    @property
+    def on_disk(self) -> frozenset[BucketId]:
+        """Buckets in force whose state is on disk."""
+        return frozenset(placement.bucket for placement in self.placements if placement.optim is Tier.DISK)

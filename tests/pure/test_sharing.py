@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elixir_compile.analysis.timeline import host_bytes
 from elixir_compile.api.sharing import Turn, share_out
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Plan
+from elixir_compile.ir import Bucket, BucketId, Placement, Plan, StepGraph, StorageId, Tier
 from elixir_compile.search import Problem, extent_of, extents, plan
 from tests.pure.search.test_planner import chain_of, problem_of
 
@@ -73,3 +74,56 @@ def test_what_others_need_is_left_to_them(field: str) -> None:
     with pytest.raises(NoFeasiblePlan) as caught:
         greedy(replace(problem, **{field: 200_000}))
     assert caught.value.needed_bytes > 100_000
+
+
+def renamed(graph: StepGraph) -> StepGraph:
+    """`graph` with parameters of other names, as another graph of the step has them."""
+
+    def other(name: StorageId) -> StorageId:
+        return StorageId(f"other.{name}")
+
+    return replace(
+        graph,
+        storages=tuple(replace(s, id=other(s.id), of=None if s.of is None else other(s.of)) for s in graph.storages),
+        ops=tuple(
+            replace(op, reads=tuple(map(other, op.reads)), writes=tuple(map(other, op.writes))) for op in graph.ops
+        ),
+        outputs=tuple(map(other, graph.outputs)),
+        aliases=tuple((value, other(name)) for value, name in graph.aliases),
+    )
+
+
+def two_in_force(host_budget_bytes: int, *, disk: bool = False) -> list[Turn]:
+    """Two graphs with parameters of their own, in force on the device, of which little fits there."""
+    alone = [problem_of(chain_of(3), hybrid=True), problem_of(renamed(chain_of(3)), hybrid=True)]
+    buckets: list[Bucket] = []
+    for number, problem in enumerate(alone):
+        made = greedy(problem).buckets
+        buckets += [replace(bucket, id=BucketId(f"b{number}{i}")) for i, bucket in enumerate(made)]
+    homes = tuple(
+        Placement(bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) for bucket in buckets
+    )
+    problems = [
+        replace(problem, buckets=tuple(buckets), placements=homes, host_budget_bytes=host_budget_bytes, disk=disk)
+        for problem in alone
+    ]
+    needed = [Turn(problem=replace(problem, budget_bytes=1), beside=()) for problem in problems]
+    with pytest.raises(NoFeasiblePlan) as caught:
+        share_out(needed, greedy)
+    budget_bytes = int(1.1 * caught.value.needed_bytes)
+    return [Turn(problem=replace(problem, budget_bytes=budget_bytes), beside=()) for problem in problems]
+
+
+def test_plans_keep_the_budget_of_the_host_together() -> None:
+    def held_bytes(turns: list[Turn]) -> list[int]:
+        return [host_bytes(made) for _, made in share_out(turns, greedy)]
+
+    free = held_bytes(two_in_force(1 << 30))
+    assert min(free) > 0
+    assert sum(held_bytes(two_in_force(sum(free)))) <= sum(free)
+    with pytest.raises(NoFeasiblePlan) as caught:
+        share_out(two_in_force(max(free)), greedy)
+    assert (caught.value.memory, caught.value.budget_bytes) == ("host", max(free))
+    assert caught.value.needed_bytes > max(free)
+    less = 2 * sum(free) // 3
+    assert sum(held_bytes(two_in_force(less, disk=True))) <= less

@@ -14,7 +14,7 @@ from elixir_compile.api.models import TextBatch, load_model
 from elixir_compile.api.shapes import model_named, model_names
 from elixir_compile.cli.main import app
 from elixir_compile.errors import UnknownModel, UnsupportedModel
-from elixir_compile.ir import plan_from_json, plan_to_json
+from elixir_compile.ir import Tier, Update, plan_from_json, plan_to_json
 
 MODEL = '''
 import torch
@@ -73,6 +73,26 @@ def test_the_words_reach_the_plan(net: str) -> None:
     numel = sum(bucket.numel for bucket in made.buckets)
     assert (made.cluster, made.budget_bytes) == ("2 x a100-40g", 1 << 30)
     assert sum(bucket.state_nbytes for bucket in made.buckets) == 12 * numel
+
+
+def test_the_words_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) -> None:
+    """In 16 bits with masters, half the state on disk: 10 bytes per element of state, 4 of parameters and gradients."""
+    words = (*FAST, "--param-dtype", "bfloat16", "--update", "after_backward", "--activations", "keep")
+    kept = plan_from_json(cli("plan", net, *words, "--json").stdout)
+    numel = sum(bucket.numel for bucket in kept.buckets)
+    assert {bucket.dtype for bucket in kept.buckets} == {"bfloat16"}
+    assert sum(bucket.state_nbytes for bucket in kept.buckets) == 10 * numel
+    tight = (*words, "--device-memory", 9 * numel, "--host-memory", 7 * numel)
+    assert "disk_path=<folder>" in cli("plan", net, *tight).stderr
+    saved = tmp_path / "plan.json"
+    done = cli("plan", net, *tight, "--disk-path", tmp_path, "-o", saved)
+    assert done.exit_code == 0, done.stderr
+    made = plan_from_json(saved.read_text(encoding="utf-8"))
+    assert Tier.DISK in {placement.optim for placement in made.placements}
+    assert made.update is Update.AFTER_BACKWARD
+    assert "after_backward" in done.stdout
+    same = ("--model", net, "--dtype", "float32", "--param-dtype", "bfloat16")
+    assert "file and graph hold" in cli("verify", saved, *same).stdout
 
 
 def test_what_does_not_fit_exits_with_2(net: str) -> None:

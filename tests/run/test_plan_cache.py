@@ -14,7 +14,7 @@ from elixir_compile.api import cache
 from elixir_compile.api.cache import cached_plan, plan_for, plan_key, store_plan
 from elixir_compile.cost.measured import Stretch
 from elixir_compile.hardware import profile_for
-from elixir_compile.ir import Plan, StepGraph, StorageId
+from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
 from elixir_compile.options import Options
 from elixir_compile.search import Problem, plan
 from elixir_compile.units import GIB
@@ -100,6 +100,10 @@ STRETCH = Stretch(first=PROBLEM.graph.ops[0].id, last=PROBLEM.graph.ops[1].id, r
         (lambda p: replace(p, cluster=profile_for("cuda", GIB, GIB, "another")), OPTIONS),
         (lambda p: replace(p, cluster=profile_for("cuda", 2 * GIB, GIB, p.cluster.device.name)), OPTIONS),
         (lambda p: replace(p, base_bytes=1), OPTIONS),
+        (lambda p: replace(p, disk=True), OPTIONS),
+        (lambda p: replace(p, update=Update.AFTER_BACKWARD), OPTIONS),
+        (lambda p: replace(p, groups={StorageId("p0"): 1}), OPTIONS),
+        (lambda p: replace(p, host_base_bytes=1), OPTIONS),
         (lambda p: replace(p, hybrid=False), OPTIONS),
         (lambda p: replace(p, state_nbytes={**p.state_nbytes, StorageId("p0"): 4}), OPTIONS),
         (lambda p: replace(p, measured=(STRETCH,)), OPTIONS),
@@ -120,6 +124,18 @@ def test_whatever_decides_makes_another_key(change: Callable[[Problem], Problem]
 def in_force(problem: Problem) -> dict[str, object]:
     made = plan(problem, "greedy")
     return {"buckets": made.buckets, "placements": made.placements}
+
+
+def test_a_plan_with_state_on_disk_for_want_of_free_memory_is_not_kept(folder: Path) -> None:
+    """Another run may have room for that state, and the file would say disk."""
+    placements = plan(PROBLEM, "greedy").placements
+    off = [placement.bucket for placement in placements if placement.optim is not Tier.DEVICE]
+    made = plan(PROBLEM, "greedy")
+    made = replace(made, placements=tuple(replace(p, optim=Tier.DISK) if p.bucket in off else p for p in placements))
+    store_plan(made, PROBLEM, FREE)
+    assert not folder.exists()
+    store_plan(made, PROBLEM, OPTIONS)
+    assert kept_file(folder)
 
 
 def test_what_does_not_decide_makes_the_same_key() -> None:

@@ -6,7 +6,21 @@ from dataclasses import asdict, replace
 
 from hypothesis import given
 
-from elixir_compile.ir import Activations, GroupId, Origin, Plan, Record, Saving, StepGraph, StorageId, Tier
+from elixir_compile.ir import (
+    Activations,
+    GroupId,
+    Origin,
+    Plan,
+    Record,
+    Saving,
+    StepGraph,
+    StorageId,
+    Tier,
+    Update,
+    parse_plan,
+    plan_from_json,
+    plan_to_json,
+)
 from elixir_compile.report.diff import Change, diff, plan_diff, run_diff
 from elixir_compile.search import plan
 from tests.pure.plans import planned_graphs
@@ -142,3 +156,21 @@ def test_a_verb_that_was_planned_and_never_ran_is_flagged() -> None:
 def test_differences_are_json() -> None:
     assert json.loads(json.dumps(asdict(plan_diff(TIGHT, WIDE)), allow_nan=False))["is_equal"] is False
     assert json.loads(json.dumps(asdict(run_diff(TIGHT, record_of(WIDE))), allow_nan=False))["origin"] == "measured"
+
+
+def test_what_concerns_updates_is_told() -> None:
+    first = next(placement for placement in TIGHT.placements if placement.optim is Tier.HOST)
+    streamed = tuple(replace(home, streamed=True) if home == first else home for home in TIGHT.placements)
+    others = tuple(replace(one, group=3, state_nbytes=0) if one.id == first.bucket else one for one in TIGHT.buckets)
+    other = replace(TIGHT, placements=streamed, buckets=others, update=Update.IN_BACKWARD, loss_chunks=4)
+    found = plan_diff(TIGHT, other)
+    told = {change.what: (change.first, change.second) for change in (*found.header, *found.buckets)}
+    state_bytes = next(bucket.state_nbytes for bucket in TIGHT.buckets if bucket.id == first.bucket)
+    assert told == {
+        "update": ("across_steps", "in_backward"),
+        "loss_chunks": (1, 4),
+        f"{first.bucket} streamed": (False, True),
+        f"{first.bucket} group": (0, 3),
+        f"{first.bucket} state_bytes": (state_bytes, 0),
+    }
+    assert parse_plan(str(other)) == plan_from_json(plan_to_json(other)) == other

@@ -157,3 +157,14 @@ def test_an_answer_is_json(subject: str) -> None:
     found = json.loads(json.dumps(asdict(answer(PLAN, subject, GRAPH)), allow_nan=False))
     assert found["subject"] == subject
     assert len(found["buckets"]) == {"": 0, "b0": 1, "fwd.0": 0, "h": 4}[subject]
+
+
+def test_updates_are_told_with_their_group_and_what_is_streamed() -> None:
+    first = next(placement for placement in PLAN.placements if placement.optim is Tier.HOST)
+    streamed = tuple(replace(home, streamed=True) if home == first else home for home in PLAN.placements)
+    grouped = tuple(replace(bucket, group=2) if bucket.id == first.bucket else bucket for bucket in PLAN.buckets)
+    made = replace(PLAN, placements=streamed, buckets=grouped)
+    assert "of the host's on the device" not in explain(PLAN)
+    assert f"{PLAN.update}, 1 bucket of the host's on the device" in explain(made)
+    assert "param group 2" in explain(made, first.bucket)
+    assert "its state streamed there and back" in explain(made, first.bucket)

@@ -125,12 +125,17 @@ def solved_s(problem: Problem) -> float:
     return place_best(judge, first, [], timeout_s=60.0, tolerance=0.0).step_s
 
 
+def tried_s(problem: Problem) -> float:
+    """Seconds of the best of all answers."""
+    best = place_exhaustively(Judge(gather_facts(problem)))
+    assert best is not None
+    return best.step_s
+
+
 @pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.slow)])
 def test_it_equals_brute_force_on_random_instances(count: int) -> None:
     for seed, problem in instances(count):
-        best = place_exhaustively(Judge(gather_facts(problem)))
-        assert best is not None
-        assert solved_s(problem) == pytest.approx(best.step_s, rel=1e-9), f"seed {seed}"
+        assert solved_s(problem) == pytest.approx(tried_s(problem), rel=1e-9), f"seed {seed}"
 
 
 def test_the_bound_holds_for_1000_random_plans() -> None:
@@ -170,17 +175,21 @@ def test_the_count_of_memory_by_rows_is_never_too_high() -> None:
 
 
 def test_more_memory_or_bandwidth_is_never_slower() -> None:
-    """Up to where everything fits: then it stays, though the host could take a part of the update."""
+    """Up to where everything fits: then it stays, though the host could take a part of the update.
+
+    Compared is what brute force finds, which the solver equals (above): to prove the last 1e-9 it takes 100 times as
+    long, for 0.2 s go into each whole program, however small.
+    """
     for _, problem in instances(7):
-        before_s = solved_s(problem)
+        before_s = tried_s(problem)
         judge = Judge(gather_facts(problem))
         kept_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)
         more = replace(problem, budget_bytes=(problem.budget_bytes + kept_bytes) // 2)
-        assert solved_s(more) <= before_s * (1 + 1e-9)
+        assert tried_s(more) <= before_s * (1 + 1e-9)
         assert {home.optim for home in plan(replace(problem, budget_bytes=kept_bytes)).placements} == {Tier.DEVICE}
         node = problem.cluster.nodes[0]
         faster = replace(node, h2d=replace(node.h2d, bytes_per_s=node.h2d.bytes_per_s * 3))
-        assert solved_s(replace(problem, cluster=Cluster(nodes=(faster,)))) <= before_s * (1 + 1e-9)
+        assert tried_s(replace(problem, cluster=Cluster(nodes=(faster,)))) <= before_s * (1 + 1e-9)
 
 
 def test_it_is_never_slower_than_a_rule_and_says_what_holds_it_up() -> None:

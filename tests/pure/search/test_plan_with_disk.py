@@ -10,7 +10,7 @@ from elixir_compile.analysis.timeline import host_bytes
 from elixir_compile.cost import disk_s
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import Plan, Tier, parse_plan
+from elixir_compile.ir import BucketId, Plan, StorageId, Tier, parse_plan
 from elixir_compile.options import Planner
 from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
@@ -128,6 +128,39 @@ def test_what_is_on_disk_stays_there() -> None:
     assert on_disk(plan(again, "greedy")) == on_disk(first)
     inference = replace(again, hybrid=False)
     assert on_disk(plan(inference, "greedy")) == on_disk(first)
+
+
+def test_what_is_on_disk_stays_there_where_no_more_may_go() -> None:
+    """As where one optimizer of two cannot keep its state on disk; what is there takes no memory of the host."""
+    first = plan(short_of(STATE_BYTES // 2), "greedy")
+    closed = replace(short_of(STATE_BYTES // 2), buckets=first.buckets, placements=first.placements, disk=False)
+    again = plan(closed, "greedy")
+    assert on_disk(again) == on_disk(first) != []
+    assert host_bytes(again) <= closed.host_budget_bytes
+    assert "it is there since an earlier plan" in explain(again, on_disk(again)[0])
+
+
+def test_another_graph_with_state_on_disk_changes_nothing() -> None:
+    bucket = replace(IN_MEMORY.buckets[0], id=BucketId("other"), params=(StorageId("other"),))
+    home = replace(IN_MEMORY.placements[0], bucket=bucket.id, param=Tier.DEVICE, optim=Tier.DISK, resident=True)
+    assert plan(replace(PROBLEM, buckets=(bucket,), placements=(home,)), "greedy") == IN_MEMORY
+
+
+@pytest.mark.parametrize("held_bytes", [0, 1000])
+def test_without_a_disk_the_error_says_that_one_would_do(held_bytes: int) -> None:
+    short = replace(short_of(1), disk=False)
+    short = replace(short, host_budget_bytes=short.host_budget_bytes - held_bytes, host_base_bytes=held_bytes)
+    with pytest.raises(NoFeasiblePlan, match="disk_path=<folder>") as caught:
+        plan(replace(short, host_budget_bytes=least_without_state()), "greedy")
+    assert caught.value.budget_bytes == least_without_state() + held_bytes
+    assert caught.value.needed_bytes - caught.value.disk_bytes <= caught.value.budget_bytes
+    with pytest.raises(NoFeasiblePlan) as refused:
+        plan(replace(short, host_budget_bytes=1), "greedy")
+    assert "disk_path" not in str(refused.value)
+
+
+def least_without_state() -> int:
+    return host_bytes(IN_MEMORY) - STATE_BYTES
 
 
 def test_bytes_over_rates() -> None:
