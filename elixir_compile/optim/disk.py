@@ -244,6 +244,9 @@ class DiskState(MutableMapping[str, Any]):
             raise TypeError(f"{name} is on disk, where the plan wants it: it can be written, not deleted")
         del self.rest[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.made or name in self.rest
+
     def __iter__(self) -> Iterator[str]:
         yield from (*self.names, *self.rest)
 

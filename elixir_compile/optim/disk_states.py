@@ -88,7 +88,7 @@ class DiskStates:
                 elif not self._rule.makes_state:
                     there.begin(name)
             if not self._rule.makes_state:
-                self._start(there, param, is_fresh=not before)
+                self._start(there, param, is_fresh=not kinds.keys() <= before.keys())
             states[param] = there
             if not (isinstance(before, DiskState) and before.home is home):
                 self._leave(before, param)

@@ -44,12 +44,15 @@ class EarlyUpdates:
             raise GradientsChanged(name_of(param), f"{_UPDATED} {because}")
 
     def require_first(self, params: Sequence[nn.Parameter]) -> None:
-        """Raise GradientsChanged for a parameter that was updated since the last step."""
+        """Raise GradientsChanged, and forget all, for a parameter that was updated since the last step."""
         for param in params:
-            if param in self._notes:
-                raise GradientsChanged(
-                    name_of(param), f"{_UPDATED} another backward pass, or code outside the graph, added to it"
-                )
+            note = self._notes.get(param)
+            if note is not None:
+                self._notes = {}
+                is_added_to = param.grad is note.grad
+                because = "another backward pass, or code outside the graph, added to it"
+                dropped = "its gradient was dropped without a `step()`, so the update is in the weights already"
+                raise GradientsChanged(name_of(param), f"{_UPDATED} {because if is_added_to else dropped}")
 
     def forget_dropped(self) -> None:
         """Forget what was noted of gradients that are not there any more: nothing was updated with them."""

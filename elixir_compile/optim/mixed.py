@@ -45,13 +45,14 @@ class MixedAdamWRule(AdamWRule):
         if self._crew is None:
             kernel()
             self._crew = crew_for(device)
-        if rest_of(state) is None:  # the state is older than the cast
-            beside_moments = state["exp_avg"].device
-            rest = torch.empty_like(param.detach(), dtype=REST_DTYPES[param.dtype], device=beside_moments)
-            state[REST_NAMES[param.dtype]] = rest
-            start_rest(param, state)
-        elif is_fresh:
-            start_rest(param, state)
+        if not is_fresh:
+            return
+        if REST_NAMES[param.dtype] not in state:  # the state is older than the cast
+            beside = next((value.device for value in state.values() if value.shape == param.shape), param.device)
+            state[REST_NAMES[param.dtype]] = torch.empty_like(
+                param.detach(), dtype=REST_DTYPES[param.dtype], device=beside
+            )
+        start_rest(param, state)
 
     def update(
         self,

@@ -53,7 +53,7 @@ class UpdateRule(Protocol):
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Get ready, on the thread that trains, for updates of `param` on `device` or beside it; fill fresh state, all
-        zero, that does not begin at zero."""
+        zero or not there, that does not begin at zero."""
         ...
 
     def update(

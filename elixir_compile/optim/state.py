@@ -88,17 +88,20 @@ class StatePlacer:
             return
         state = states[param]
         if state:
-            self._start(param, state, is_fresh=False)
+            self._start(param, state, group)
             return
         like = param.detach()
         for name, dtype in self._rule.kinds(param, group).items():
             room = rooms.get(name) if rooms else None
             state[name] = torch.zeros_like(like, dtype=dtype) if room is None else room.zero_()
         state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
-        self._start(param, state, is_fresh=True)
+        self._start(param, state, group, is_new=True)
 
-    def _start(self, param: nn.Parameter, state: dict[str, torch.Tensor], *, is_fresh: bool) -> None:
+    def _start(
+        self, param: nn.Parameter, state: MutableMapping[str, Any], group: Mapping[str, Any], *, is_new: bool = False
+    ) -> None:
         slot = slot_of(param)
+        is_fresh = is_new or not self._rule.kinds(param, group).keys() <= state.keys()
         self._rule.start(param, state, param.device if slot is None else slot.device, is_fresh=is_fresh)
 
     def _move(
@@ -121,4 +124,4 @@ class StatePlacer:
         for name, value in state.items():
             if name not in kinds and isinstance(value, torch.Tensor) and self._rule.travels(name, group):
                 state[name] = value.to(beside)
-        self._start(param, state, is_fresh=False)
+        self._start(param, state, group)

@@ -24,7 +24,7 @@ VALUES = st.recursive(
         st.dictionaries(KEYS, inner, max_size=4),
         st.dictionaries(st.integers(), st.integers(), max_size=3).map(Counter),
     ),
-    max_leaves=20,
+    max_leaves=10,
 )
 
 

@@ -19,7 +19,7 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.api.saved import save_plan
-from elixir_compile.errors import DiskFailed, DiskFull, InvalidOption
+from elixir_compile.errors import DiskFailed, DiskFull, GradientsChanged, InvalidOption
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskState
 from tests.run import updating
@@ -270,7 +270,8 @@ def test_a_failed_write_is_told_at_the_next_call_and_its_state_not_used(
         assert any("What checkpoints hold is safe" in note for note in caught.value.__notes__)
         with pytest.raises(DiskFailed, match=r"an earlier write failed|neither that before nor that after"):
             run.optimizer.state_dict()
-        with pytest.raises(DiskFailed):
+        # The write may have failed in the middle of a backward, whose updates have no step then.
+        with pytest.raises((DiskFailed, GradientsChanged) if update is Update.IN_BACKWARD else DiskFailed):
             train_and_wait(run, batches[4:5])
         run.optimizer.zero_grad()
         run.model.load_state_dict(saved[0])

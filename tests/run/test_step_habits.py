@@ -93,6 +93,20 @@ def test_state_that_is_loaded_between_a_backward_and_its_step(update: Update) ->
             assert_same_tensors(weights_of(expected), weights_of(run))
 
 
+def test_a_backward_without_its_step_is_told_once() -> None:
+    model, batches = ladder(), rows(3)
+    with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
+        run.train(batches[:1])
+        loss_of(run.compiled, batches[1]).backward()
+        run.optimizer.zero_grad()
+        with pytest.raises(GradientsChanged, match=r"dropped without a `step\(\)`"):
+            loss_of(run.compiled, batches[2]).backward()
+        run.optimizer.zero_grad()
+        before = weights_of(run)
+        run.train(batches[2:])
+        assert not torch.equal(before["steps.0.weight"], weights_of(run)["steps.0.weight"])
+
+
 @pytest.fixture
 def waiting() -> Iterator[tuple[Run, list[torch.Tensor], dict[str, torch.Tensor], Any]]:
     """Yield a run whose second step is queued behind a closed gate, with the gradients that somebody kept and the
