@@ -92,6 +92,7 @@ def captured(model: str, batch: int, *, is_fresh: bool) -> Capture:
         graph=graph_from_json(json.dumps(fields["graph"])),
         device=torch.device(fields["device"]),
         numels={StorageId(name): numel for name, numel in fields["numels"].items()},
+        state_bytes={StorageId(name): numel * STATE_BYTES_PER_ELEMENT for name, numel in fields["numels"].items()},
         held_bytes=0,
         base_bytes=fields["base_bytes"],
     )

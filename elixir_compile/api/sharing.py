@@ -55,8 +55,8 @@ def share_out(turns: Sequence[Turn], search: Callable[[Problem], Plan]) -> list[
     shares = [] if share is None else [share * part for part in _EASED]
     while shares:
         held = [low.towards(high, shares[0]) for low, high in found]
+        num_known = len(host_needs)
         try:
-            num_known = len(host_needs)
             planned = _planned(turns, held, search, host_needs)
         except NoFeasiblePlan as error:
             budget_bytes, needed_bytes, memory = error.budget_bytes, error.needed_bytes, error.memory

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import elixir_compile as elixir
+from elixir_compile.analysis.timeline import bucket_host_bytes
 from elixir_compile.api import company
+from elixir_compile.api.correction import Correction
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.runtime.saved import SavedActivations
@@ -140,3 +142,22 @@ def measured(name: str, budget_bytes: int) -> tuple[int, elixir.Record]:
         CROWDED[name](run.compiled, run.optimizer, batch)
     record = elixir.measure_step(lambda: CROWDED[name](run.compiled, run.optimizer, batch))
     return planned_peak_bytes(run), record
+
+
+def test_graphs_know_what_the_others_hold_on_the_host() -> None:
+    """Later graphs are planned beside earlier ones, which have their buckets on the host by then."""
+    host_bytes = 1 << 28
+    model, (batch, *_) = broken()
+    run = by_elixir(model, device_memory=half_bytes("broken"), host_memory=host_bytes, **OPTIONS).train([batch])
+    executor = executor_of(run.model)
+    in_force = dict(executor.buckets_in_force(for_training=True))
+    total_bytes = sum(bucket_host_bytes(bucket, home) for bucket, home in in_force.items())
+    assert total_bytes > 0
+    for record in elixir.compilations(run.model):
+        asked = record.question(1000)
+        own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(record.reads)]
+        own_bytes = sum(bucket_host_bytes(bucket, in_force[bucket]) for bucket in own)
+        assert asked.host_base_bytes == total_bytes - own_bytes
+        assert asked.host_budget_bytes + asked.host_base_bytes == host_bytes
+        record._correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
+        assert record.question(1000).base_bytes == 1007
