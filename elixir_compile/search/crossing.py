@@ -171,7 +171,7 @@ class _Work:
             name = self._facts.buckets[i].id
             for home, choice, sign in self._by_bucket[i]:
                 self._add_update(table, event, i, (choice, sign))
-                if home is Tier.HOST and is_in_order:
+                if home is Tier.HOST and is_in_order and self._prices.lane_of[Lane.GATHER] is Lane.GATHER:
                     table.add(Lane.GATHER, event, choice, sign * self._prices.collective_s[name])
         return table.phase()
 

@@ -52,16 +52,19 @@ class Lanes:
 
     def gather(self, bucket: str, placement: Placement) -> None:
         """From the host where it lives there, behind its update, then from the other ranks where there are any."""
-        ready_s = self.free_s[Lane.COMPUTE]
-        if placement.param is not Tier.DEVICE:
-            updated_s = self.updating_s.pop(bucket, 0.0)
-            if updated_s > ready_s:
-                insort(self.arriving, Arrival(updated_s, bucket, True))
-                return
-            ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
-        elif self.updating_s or self.arriving:
+        is_copied = placement.param is not Tier.DEVICE
+        if (
+            is_copied
+            and self.updating_s.get(bucket, 0.0) > self.free_s[Lane.COMPUTE]
+            and self._is_beside_compute(bucket)
+        ):
+            insort(self.arriving, Arrival(self.updating_s.pop(bucket), bucket, True))
+            return
+        if self.updating_s or self.arriving:
             self.settle(bucket)
-            ready_s = self.free_s[Lane.COMPUTE]
+        ready_s = self.free_s[Lane.COMPUTE]
+        if is_copied:
+            ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
         self._share(bucket, ready_s)
 
     def reduce(self, bucket: str) -> None:
@@ -164,6 +167,11 @@ class Lanes:
         else:
             self.updating_s[bucket] = ends_s
         return since_s
+
+    def _is_beside_compute(self, bucket: str) -> bool:
+        """Whether a gather is no work for compute, which would have to wait for it where it is issued."""
+        lanes = (Lane.H2D, Lane.GATHER) if self.price.collective_s[bucket] else (Lane.H2D,)
+        return all(self.price.lane_of[lane] is not Lane.COMPUTE for lane in lanes)
 
     def _share(self, bucket: str, after_s: float) -> None:
         """Of several ranks each brings what it owns."""
