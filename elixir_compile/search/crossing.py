@@ -164,51 +164,53 @@ class _Work:
     def behind_the_host(self) -> Phase:
         """All updates of the host, and then what follows them to the end of the forward.
 
-        Copies of buckets that the host does not update are left out, and second copies: they may be early.
+        Copies of buckets that the host does not update are left out, and second copies: they may be early. Not so on
+        several ranks, where a gather that waits holds up all that are issued behind it.
         """
-        table, events = self._table((Lane.HOST, Lane.H2D, Lane.GATHER, Lane.COMPUTE, Lane.REDUCE, Lane.D2H))
-        for i, event, is_in_order in events:
-            name = self._facts.buckets[i].id
+        is_shared = self._facts.problem.cluster.num_ranks > 1
+        lanes = (Lane.HOST, Lane.H2D, Lane.GATHER, Lane.COMPUTE, Lane.REDUCE, Lane.D2H)
+        table, events = self._table(lanes, lanes[1 if is_shared else 3 :])
+        for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
-                self._add_update(table, event, i, (choice, sign))
-                if home is Tier.HOST and is_in_order and self._prices.lane_of[Lane.GATHER] is Lane.GATHER:
-                    table.add(Lane.GATHER, event, choice, sign * self._prices.collective_s[name])
+                is_copied = home is Tier.DEVICE or not is_shared
+                self._add_update(table, event, i, (choice, sign), is_copied=is_copied)
         return table.phase()
 
     def round_trips(self) -> Phase:
         """Gradients of parameters on the device, then all updates of the host, then the ops of the forward."""
         prices = self._prices
-        table, events = self._table((*_ROUND_TRIP, Lane.COMPUTE))
-        for i, event, _ in events:
+        table, events = self._table((*_ROUND_TRIP, Lane.COMPUTE), (Lane.COMPUTE,))
+        for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
                 self._add_update(table, event, i, (choice, sign))
                 if home is Tier.DEVICE and prices.lane_of[Lane.D2H] is Lane.D2H:
                     table.add(Lane.D2H, event, choice, sign * prices.d2h_s[self._facts.buckets[i].id])
         return table.phase()
 
-    def _table(self, lanes: tuple[Lane, ...]) -> tuple[Table, list[tuple[int, int, bool]]]:
-        """Return the ops of the forward and what follows them, on those of `lanes`, and `_events`."""
+    def _table(self, lanes: tuple[Lane, ...], filled: tuple[Lane, ...]) -> tuple[Table, list[tuple[int, int]]]:
+        """Return a table of `lanes` with what the forward does on those that are to be `filled`, and `_events`."""
         run = self._run_table()
         table = Table("forward", lanes, run.table.num_events, self._options.columns)
-        for lane in lanes[lanes.index(Lane.COMPUTE) :]:
+        for lane in filled:
             run.table.copy_lane(lane, table)
         return table, self._events(run)
 
-    def _add_update(self, table: Table, event: int, i: int, counted: tuple[Choice, float]) -> None:
+    def _add_update(
+        self, table: Table, event: int, i: int, counted: tuple[Choice, float], *, is_copied: bool = True
+    ) -> None:
         """The update of a bucket, and its copy to the device: gathered, or on its way back."""
         choice, sign = counted
         name = self._facts.buckets[i].id
         table.add(Lane.HOST, event, choice, sign * self._prices.host_update_s[name])
-        table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[name])
+        if is_copied:
+            table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[name])
 
     def all_copies(self) -> Phase:
         """All copies to the device, of what is gathered and of what the host has updated, and then the ops of the
         forward: which copy is first is not known, but one op needs all up to its place."""
-        run = self._run_table()
-        table = Table("forward", (Lane.H2D, Lane.COMPUTE), run.table.num_events, self._options.columns)
-        run.table.copy_lane(Lane.COMPUTE, table)
-        run.table.copy_lane(Lane.H2D, table)
-        for i, event, _ in self._events(run):
+        lanes = (Lane.H2D, Lane.COMPUTE)
+        table, events = self._table(lanes, lanes)
+        for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
                 if home is Tier.DEVICE:
                     table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[self._facts.buckets[i].id])
@@ -218,18 +220,18 @@ class _Work:
         facts, options = self._facts, self._options
         return run_table(forward_of(facts), facts, self._prices, options.columns, options.profiles)
 
-    def _events(self, run: RunTable) -> list[tuple[int, int, bool]]:
-        """(bucket, event of the forward, whether it is read there) in the order in which the host updates, each event
-        behind the one before: what stands at an event waits for all updates up to there, and for no other.
+    def _events(self, run: RunTable) -> list[tuple[int, int]]:
+        """(bucket, event of the forward) in the order in which the host updates, each event behind the one before: a
+        copy that stands at an event waits for all updates up to there.
 
         A later bucket that is read earlier only counts later. Buckets that the forward does not read are left out.
         """
-        found: list[tuple[int, int, bool]] = []
+        found: list[tuple[int, int]] = []
         latest = -1
         for i, windows in enumerate(self._facts.windows):
             if windows and windows[0].first < self._facts.num_forward:
                 own = run.event_of[windows[0].first, True, i]
                 latest = max(latest + 1, own)
                 if latest < run.table.num_events:
-                    found.append((i, latest, latest == own))
+                    found.append((i, latest))
         return found

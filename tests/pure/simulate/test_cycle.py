@@ -79,14 +79,16 @@ def test_an_early_gather_leaves_the_link_to_what_is_ready() -> None:
     assert copies == [("gather b1", 8), ("gather b0", 15)]
 
 
-def test_a_gather_that_is_work_for_compute_waits_where_it_is_issued() -> None:
-    """Of two ranks: the all-gather of b0 takes compute 11-13. So b1 is issued at 13 and has its own at 21-23."""
-    lanes = {**PRICE.lane_of, Lane.GATHER: Lane.COMPUTE}
-    price = replace(PRICE, lane_of=lanes, collective_s=dict.fromkeys(PRICE.collective_s, 2.0))
-    spans: list[Span] = []
-    step_s(EARLY, (HOST, HOST), ACROSS, price, spans)
-    shared = [(span.label, span.start_s, span.end_s) for span in spans if span.lane is Lane.GATHER]
-    assert shared == [("gather b0", 11, 13), ("gather b1", 21, 23)]
+def test_a_gather_waits_where_it_is_issued_on_several_ranks_and_where_compute_copies() -> None:
+    """b1 holds compute up from 7 to 15. Two ranks: all-gathers 11-13 and 21-23, fwd.0 15-25. Or compute copies: b0
+    7-11, b1 15-21, fwd.0 21-31."""
+    shared = replace(PRICE, collective_s=dict.fromkeys(PRICE.collective_s, 2.0))
+    copying = replace(PRICE, lane_of={**PRICE.lane_of, Lane.H2D: Lane.COMPUTE})
+    for price, lane, ends_s, starts_s in ((shared, Lane.GATHER, [13, 23], 15), (copying, Lane.H2D, [11, 21], 21)):
+        spans: list[Span] = []
+        step_s(EARLY, (HOST, HOST), ACROSS, price, spans)
+        assert [span.end_s for span in spans if span.lane is lane] == ends_s
+        assert next(span.start_s for span in spans if span.label == F0) == starts_s
 
 
 def test_compute_is_stalled_by_updates_and_not_by_copies() -> None:
