@@ -4,12 +4,14 @@ After the backward, the update is a phase of its own, with one event per bucket:
 parameter back; device updates are compute.
 
 Across steps, a step is: device updates and what is streamed, forward, backward. The host updates beside all of that,
-and the forward waits for it where a bucket is first read. So paths that begin with updates of the host go through
-update and forward together:
+one bucket after another. The copy of a bucket waits for its update, whenever its gather was issued, and compute waits
+where the bucket is first read. So paths that begin with updates of the host go through update and forward together:
 
     host     u_b0 | u_b1 | u_b2 | ...               the update of b1 ends, then its gather begins (or its way back to
-    h2d                  | b1 ...                   the device), then the ops from its first use on
+    h2d                  | b1 | b2 | ...            the device), then the ops from its first use on
     compute                   | h.1 | h.2 | ...     T_update + T_forward >= u_0..u_i + h_i..h_j + c_j..c_end
+
+with copies of what the host updates only: what it does not update need not wait for it.
 
 In the backward, what is certain is that compute, and the host, do all their work in one step.
 
@@ -71,7 +73,9 @@ def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
     if update is not Update.ACROSS_STEPS or prices.is_one_memory:
         return Shops([*following, _updates(facts, prices, options.columns)], [], ())
     own = _Work(facts, prices, options)
-    across = [own.gathered(), own.all_of_the_host(), own.all_copies()]
+    # A copy that is work for compute may be early, ahead of what compute waits for: it has no place on these paths.
+    is_beside = prices.lane_of[Lane.H2D] is Lane.H2D
+    across = [own.behind_the_host(), own.round_trips(), own.all_copies()] if is_beside else []
     return Shops([own.before_forward(), *following], across, (0, 1))
 
 
@@ -157,61 +161,77 @@ class _Work:
                     leaving.add(lane, int(lane is Lane.D2H), choice, sign * prices.d2h_s[facts.buckets[i].id])
         return [leaving.phase(), streaming.phase()]
 
-    def gathered(self) -> Phase:
-        """Updates of buckets that live on the host, and then the forward, which gathers them.
+    def behind_the_host(self) -> Phase:
+        """All updates of the host, and then what follows them to the end of the forward.
 
-        Those of parameters on the device are left out: gathers need not wait for them.
+        Copies of buckets that the host does not update are left out, and second copies: they may be early. Not so on
+        several ranks, where a gather that waits holds up all that are issued behind it.
         """
-        run = self._run_table((Lane.HOST,))
-        for i, event in self._events(run):
-            update_s = self._prices.host_update_s[self._facts.buckets[i].id]
+        is_shared = self._facts.problem.cluster.num_ranks > 1
+        lanes = (Lane.HOST, Lane.H2D, Lane.GATHER, Lane.COMPUTE, Lane.REDUCE, Lane.D2H)
+        table, events = self._table(lanes, lanes[1 if is_shared else 3 :])
+        for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
-                if home is Tier.HOST:
-                    run.table.add(Lane.HOST, event, choice, sign * update_s)
-        return run.table.phase()
-
-    def all_of_the_host(self) -> Phase:
-        """All updates of the host with the copies that they take, and then the ops of the forward."""
-        prices, run = self._prices, self._run_table(())
-        lanes = (*_ROUND_TRIP, Lane.COMPUTE)
-        table = Table("forward", lanes, run.table.num_events, self._options.columns)
-        run.table.copy_lane(Lane.COMPUTE, table)
-        for i, event in self._events(run):
-            name = self._facts.buckets[i].id
-            for home, choice, sign in self._by_bucket[i]:
-                table.add(Lane.HOST, event, choice, sign * prices.host_update_s[name])
-                for lane, seconds in ((Lane.D2H, prices.d2h_s[name]), (Lane.H2D, prices.h2d_s[name])):
-                    if home is Tier.DEVICE and prices.lane_of[lane] is lane:
-                        table.add(lane, event, choice, sign * seconds)
+                is_copied = home is Tier.DEVICE or not is_shared
+                self._add_update(table, event, i, (choice, sign), is_copied=is_copied)
         return table.phase()
+
+    def round_trips(self) -> Phase:
+        """Gradients of parameters on the device, then all updates of the host, then the ops of the forward."""
+        prices = self._prices
+        table, events = self._table((*_ROUND_TRIP, Lane.COMPUTE), (Lane.COMPUTE,))
+        for i, event in events:
+            for home, choice, sign in self._by_bucket[i]:
+                self._add_update(table, event, i, (choice, sign))
+                if home is Tier.DEVICE and prices.lane_of[Lane.D2H] is Lane.D2H:
+                    table.add(Lane.D2H, event, choice, sign * prices.d2h_s[self._facts.buckets[i].id])
+        return table.phase()
+
+    def _table(self, lanes: tuple[Lane, ...], filled: tuple[Lane, ...]) -> tuple[Table, list[tuple[int, int]]]:
+        """Return a table of `lanes` with what the forward does on those that are to be `filled`, and `_events`."""
+        run = self._run_table()
+        table = Table("forward", lanes, run.table.num_events, self._options.columns)
+        for lane in filled:
+            run.table.copy_lane(lane, table)
+        return table, self._events(run)
+
+    def _add_update(
+        self, table: Table, event: int, i: int, counted: tuple[Choice, float], *, is_copied: bool = True
+    ) -> None:
+        """The update of a bucket, and its copy to the device: gathered, or on its way back."""
+        choice, sign = counted
+        name = self._facts.buckets[i].id
+        table.add(Lane.HOST, event, choice, sign * self._prices.host_update_s[name])
+        if is_copied:
+            table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[name])
 
     def all_copies(self) -> Phase:
         """All copies to the device, of what is gathered and of what the host has updated, and then the ops of the
         forward: which copy is first is not known, but one op needs all up to its place."""
-        prices, run = self._prices, self._run_table(())
-        table = Table("forward", (Lane.H2D, Lane.COMPUTE), run.table.num_events, self._options.columns)
-        run.table.copy_lane(Lane.COMPUTE, table)
-        run.table.copy_lane(Lane.H2D, table)
-        for i, event in self._events(run) if prices.lane_of[Lane.H2D] is Lane.H2D else ():
+        lanes = (Lane.H2D, Lane.COMPUTE)
+        table, events = self._table(lanes, lanes)
+        for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
                 if home is Tier.DEVICE:
-                    table.add(Lane.H2D, event, choice, sign * prices.h2d_s[self._facts.buckets[i].id])
+                    table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[self._facts.buckets[i].id])
         return table.phase()
 
-    def _run_table(self, before: tuple[Lane, ...]) -> RunTable:
+    def _run_table(self) -> RunTable:
         facts, options = self._facts, self._options
-        return run_table(forward_of(facts), facts, self._prices, options.columns, options.profiles, before)
+        return run_table(forward_of(facts), facts, self._prices, options.columns, options.profiles)
 
     def _events(self, run: RunTable) -> list[tuple[int, int]]:
-        """(bucket, event of the forward) in the order in which the host updates; no event is before an earlier one's.
+        """(bucket, event of the forward) in the order in which the host updates, each event behind the one before: a
+        copy that stands at an event waits for all updates up to there.
 
-        A later bucket that is read earlier is waited for there, and only counts later. Buckets that the forward does
-        not read are left out.
+        A later bucket that is read earlier only counts later. Buckets that the forward does not read are left out.
         """
         found: list[tuple[int, int]] = []
-        latest = 0
+        latest = -1
         for i, windows in enumerate(self._facts.windows):
             if windows and windows[0].first < self._facts.num_forward:
-                latest = max(latest, run.event_of[windows[0].first, True, i])
-                found.append((i, latest))
+                own = run.event_of[windows[0].first, True, i]
+                latest = max(latest + 1, own)
+                if latest < run.table.num_events:
+                    found.append((i, latest))
         return found

@@ -19,22 +19,17 @@ from elixir_compile.search.stays import Moves, Stay, gradient_ends, stays
 
 _ROUNDS = ((1, 0), (2, 2), (4, 0), (8, 4))
 """Windows that gathers are early, buckets that gradients lag (0: as they are)."""
-_MOST_EARLY = 8
 
 
-def raise_prefetch(judge: Judge, levels: Sequence[Level], most_early: int = _MOST_EARLY) -> Moves:
-    """Return the moves of `levels`, which fit with transfers at their use, spread out as far as the budget allows.
-
-    In the forward no gather is more than `most_early` windows early.
-    """
+def raise_prefetch(judge: Judge, levels: Sequence[Level]) -> Moves:
+    """Return the moves of `levels`, which fit with transfers at their use, spread out as far as the budget allows."""
     moves = judge.at_use(levels)
     placed, ends, leaving = list(moves.stays), dict(moves.grad_ends), dict(moves.leave_ends)
     free_bytes = judge.facts.problem.budget_bytes - judge.memory.live_bytes(levels, moves)
     # Where a gradient's way out is work for the device itself, it is over before the next op begins.
     leaves_beside = any(judge.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
     for ahead, lag in _ROUNDS:
-        begin = 0 if ahead <= most_early else judge.facts.num_forward
-        _gather_early(judge, levels, ahead, placed, free_bytes, begin)
+        _gather_early(judge, levels, ahead, placed, free_bytes)
         if leaves_beside:
             _leave_late(judge, ahead, leaving, free_bytes)
         if lag and leaves_beside:
@@ -48,9 +43,7 @@ def _gather_early(
     ahead: int,
     placed: list[Stay],
     free_bytes: NDArray[np.int64],
-    begin: int,
 ) -> None:
-    """Move what is needed from op `begin` on."""
     facts, segment_of = judge.facts, judge.memory.segment_of
     issued: dict[int, int] = {}
     for i, wanted in enumerate(stays(facts, levels, ahead)):
@@ -59,11 +52,7 @@ def _gather_early(
         # Lanes are first in, first out: not before the gather of what is needed earlier.
         gather = max(wanted.gather, issued.get(phase, 0))
         nbytes = _stay_nbytes(facts, now)
-        if (
-            begin <= now.first
-            and gather < now.gather
-            and _take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes)
-        ):
+        if gather < now.gather and _take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
             placed[i] = now._replace(gather=gather)
         issued[phase] = placed[i].gather
 

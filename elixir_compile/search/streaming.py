@@ -1,8 +1,8 @@
 """When things move and which updates are streamed, for levels that are given: judged by the simulator.
 
-A gather waits, where it is issued, for the update of its bucket, and so does all compute behind it. Where the host is
-behind, gathers of the forward are therefore better late than early, and a part of the updates may be better off on the
-device, its state streamed there and back: a share x of what the host updates, from 0 to 1.
+The copy of a bucket waits for its update, and compute where it reads the bucket. Where the host is behind, a part of
+the updates may be better off on the device, its state streamed there and back: a share x of what the host updates,
+from 0 to 1.
 
     x = 0      host     u_b0 | u_b1 | u_b2 | u_b3          compute waits for the last
     x = 1/2    compute  stream b0 | stream b1 | forward    the first are needed first, so the first are streamed
@@ -22,8 +22,6 @@ from elixir_compile.units import format_s
 
 _LEAST_SHARE = 1e-3
 """Of a step: compute that waits less than this for updates has no reason to wait differently."""
-_EARLY = (1, 0)
-"""Windows that gathers of the forward are early at most, where early ones make compute wait for updates."""
 
 
 def best_moves(judge: Judge, levels: Sequence[Level], limit_s: float = math.inf) -> tuple[Moves, float]:
@@ -37,11 +35,7 @@ def best_moves(judge: Judge, levels: Sequence[Level], limit_s: float = math.inf)
     stalled_s = trial.stalled_s[moves.streamed]
     if stalled_s <= _LEAST_SHARE * step_s or step_s - stalled_s >= limit_s:
         return moves, step_s
-    late = [raise_prefetch(judge, levels, most_early=early) for early in _EARLY]
-    moves = min((moves, *late), key=trial.step_s)
-    streamed = _streamed(judge, levels, trial, moves)
-    if streamed != moves.streamed:
-        moves = min((one._replace(streamed=streamed) for one in (moves, *late)), key=trial.step_s)
+    moves = moves._replace(streamed=_streamed(judge, levels, trial, moves))
     return moves, trial.step_s(moves)
 
 

@@ -52,17 +52,18 @@ class Lanes:
 
     def gather(self, bucket: str, placement: Placement) -> None:
         """From the host where it lives there, behind its update, then from the other ranks where there are any."""
-        ready_s = self.free_s[Lane.COMPUTE]
-        if placement.param is not Tier.DEVICE:
-            updated_s = self.updating_s.pop(bucket, 0.0)
-            if updated_s > ready_s:
-                insort(self.arriving, Arrival(updated_s, bucket, True))
-                return
-            ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
-        elif self.updating_s or self.arriving:
+        is_copied = placement.param is not Tier.DEVICE
+        if is_copied and self.updating_s.get(bucket, 0.0) > self.free_s[Lane.COMPUTE] and self._may_be_late(bucket):
+            insort(self.arriving, Arrival(self.updating_s.pop(bucket), bucket, True))
+            return
+        if self.updating_s or self.arriving:
             self.settle(bucket)
-            ready_s = self.free_s[Lane.COMPUTE]
-        self._share(bucket, ready_s)
+        ready_s = self.free_s[Lane.COMPUTE]
+        if is_copied:
+            ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
+        if self.price.collective_s[bucket]:
+            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.collective_s[bucket])
+        self.ready_s[bucket] = ready_s
 
     def reduce(self, bucket: str) -> None:
         """Nothing to do on one rank."""
@@ -159,13 +160,10 @@ class Lanes:
     def _land(self) -> float:
         since_s, bucket, is_gathered = self.arriving.pop(0)
         ends_s = self.occupy(Lane.H2D, f"gather {bucket}", since_s, self.price.h2d_s[bucket])
-        if is_gathered:
-            self._share(bucket, ends_s)
-        else:
-            self.updating_s[bucket] = ends_s
+        (self.ready_s if is_gathered else self.updating_s)[bucket] = ends_s
         return since_s
 
-    def _share(self, bucket: str, after_s: float) -> None:
-        """Of several ranks each brings what it owns."""
-        shared_s = self.price.collective_s[bucket]
-        self.ready_s[bucket] = self.occupy(Lane.GATHER, f"gather {bucket}", after_s, shared_s) if shared_s else after_s
+    def _may_be_late(self, bucket: str) -> bool:
+        """Whether compute goes on where a gather is issued: not where its copy is work for compute, nor on several
+        ranks, which share buckets in one order."""
+        return self.price.lane_of[Lane.H2D] is not Lane.COMPUTE and not self.price.collective_s[bucket]

@@ -60,10 +60,44 @@ def test_a_gather_waits_for_the_update_of_its_bucket_only() -> None:
     assert step_s(ON_HOST, (HOST, HOST), Cycle()) == 4 + 10 + 6 + 10 + 10 + 10 + 3 + 15
 
 
-def test_a_gather_that_is_early_holds_compute_up_where_it_is_issued() -> None:
-    """gather b0 7-11, gather b1 issued at 15: fwd.0 15-25 and fwd.1 25-35 instead of 11-21 and 27-37."""
-    early = [(G, "b0"), (G, "b1"), (W, "b0"), (R, F0), (L, "b0"), (W, "b1"), (R, F1), (L, "b1"), *ON_HOST[8:]]
-    assert step_s(early, (HOST, HOST), ACROSS) == 35 + 10 + 10 + 3
+EARLY = [(G, "b0"), (G, "b1"), (W, "b0"), (R, F0), (L, "b0"), (W, "b1"), (R, F1), (L, "b1"), *ON_HOST[8:]]
+
+
+def test_an_early_gather_waits_for_its_update_and_compute_does_not() -> None:
+    """gather b0 7-11, b1, issued at 0 and updated at 15, 15-21: fwd.0 11-21 and fwd.1 21-31, not 27-37."""
+    spans: list[Span] = []
+    assert step_s(EARLY, (HOST, HOST), ACROSS, spans=spans) == 31 + 10 + 10 + 3
+    copies = {span.label: (span.start_s, span.end_s) for span in spans if span.lane is Lane.H2D}
+    assert copies == {"gather b0": (7, 11), "gather b1": (15, 21)}
+
+
+def test_an_early_gather_leaves_the_link_to_what_is_ready() -> None:
+    """Updates in the other order: b1 0-8, b0 8-15. The copy of b1 goes first though it is issued second."""
+    spans: list[Span] = []
+    step_s([*EARLY[:-2], (U, "b1"), (U, "b0")], (HOST, HOST), ACROSS, spans=spans)
+    copies = [(span.label, span.start_s) for span in spans if span.lane is Lane.H2D]
+    assert copies == [("gather b1", 8), ("gather b0", 15)]
+
+
+def test_a_gather_waits_where_it_is_issued_on_several_ranks_and_where_compute_copies() -> None:
+    """b1 holds compute up from 7 to 15. Two ranks: all-gathers 11-13 and 21-23, fwd.0 15-25. Or compute copies: b0
+    7-11, b1 15-21, fwd.0 21-31."""
+    shared = replace(PRICE, collective_s=dict.fromkeys(PRICE.collective_s, 2.0))
+    copying = replace(PRICE, lane_of={**PRICE.lane_of, Lane.H2D: Lane.COMPUTE})
+    for price, lane, ends_s, starts_s in ((shared, Lane.GATHER, [13, 23], 15), (copying, Lane.H2D, [11, 21], 21)):
+        spans: list[Span] = []
+        step_s(EARLY, (HOST, HOST), ACROSS, price, spans)
+        assert [span.end_s for span in spans if span.lane is lane] == ends_s
+        assert next(span.start_s for span in spans if span.label == F0) == starts_s
+
+
+def test_compute_is_stalled_by_updates_and_not_by_copies() -> None:
+    """At the wait for b0 7 s, of 11; b1 is updated while fwd.0 runs."""
+    placements = {
+        BucketId(name): Placement(bucket=BucketId(name), param=Tier.HOST, optim=Tier.HOST, resident=False)
+        for name in ("b0", "b1")
+    }
+    assert play(EARLY, RUN_S, placements, PRICE, None, ACROSS).stalled_s == 7
 
 
 def test_a_region_waits_for_parameters_that_come_back_to_the_device() -> None:

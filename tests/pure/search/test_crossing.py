@@ -1,0 +1,56 @@
+"""No row that goes through update and forward is longer than a step that is played."""
+
+import random
+from collections.abc import Sequence
+
+from elixir_compile.ir import Update
+from elixir_compile.search import Problem
+from elixir_compile.search.facts import gather_facts
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.program import Program
+from elixir_compile.search.stays import moves_at_use
+from tests.pure.search.test_best import machine, random_answer
+from tests.pure.search.test_planner import problem_of
+from tests.pure.strategies import Layer, chain
+
+NUM_PROBLEMS, NUM_ANSWERS = 75, 12
+
+
+def mixed_layers(draw: random.Random) -> Sequence[Layer]:
+    """Three to six layers, some of them frozen, some with the parameters of an earlier one."""
+    layers: list[Layer] = []
+    for i in range(draw.randint(3, 6)):
+        earlier = layers[draw.randrange(i)] if i and draw.random() < 0.25 else None
+        params = earlier.params if earlier else ((f"p{i}", draw.choice([50, 200, 500])),)
+        frozen = earlier.frozen if earlier else draw.random() < 0.25
+        layers.append(Layer(module=f"h.{i}", params=params, frozen=frozen, act_numel=draw.choice([16, 64, 400])))
+    return layers
+
+
+def mixed_problem(draw: random.Random) -> Problem:
+    """On one or two ranks, on a machine whose links may or may not overlap compute, updated across steps."""
+    graph = chain(list(mixed_layers(draw)))
+    cluster = machine(draw, draw.choice([1, 1, 2]), draw.choice([0.8, 1.0]))
+    return problem_of(graph, cluster, update=Update.ACROSS_STEPS, bucket_min_bytes=1, bucket_max_bytes=800)
+
+
+def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() -> None:
+    """With gathers at their use and as early as eight windows: those of frozen buckets do not wait for the host, and
+    second ones come when they like."""
+    num_late = 0
+    for seed in range(NUM_PROBLEMS):
+        draw = random.Random(seed)
+        judge = Judge(gather_facts(mixed_problem(draw)))
+        program = Program(judge, reference_s=1.0)
+        for _ in range(NUM_ANSWERS):
+            levels, modes = answer = random_answer(draw, judge)
+            here = judge.at(modes)
+            may_stream = [i for i in sorted(here.facts.streamable) if levels[i].has_state_on_host]
+            streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
+            lower_s = program.lower_s(program.vector(answer, streamed))
+            for ahead in (0, 1, 8):
+                moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)
+                played = here.played(levels, moves)
+                num_late += played.stalled_s > 0
+                assert lower_s <= played.step_s * (1 + 1e-9), f"seed {seed}"
+    assert num_late > NUM_PROBLEMS
