@@ -57,7 +57,10 @@ def train(inner: str, num_steps: int, budget_bytes: int | None) -> tuple[elixir.
     return compilation.plan, record
 
 
-@pytest.mark.parametrize(("inner", "share"), [("aot_eager", 0.6), ("aot_eager", 0.4), ("inductor", 0.4)])
+@pytest.mark.parametrize(
+    ("inner", "share"),
+    [pytest.param("aot_eager", 0.6, marks=pytest.mark.slow), ("aot_eager", 0.4), ("inductor", 0.4)],
+)
 def test_a_step_under_a_budget(inner: str, share: float) -> None:
     everything, free = measured(inner, 3)
     assert free.host_peak_bytes == 0
