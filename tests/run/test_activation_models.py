@@ -169,7 +169,7 @@ def test_an_exception_between_forward_and_backward_leaks_nothing() -> None:
     assert live_slab_bytes() == held_bytes
 
 
-@pytest.mark.parametrize(("name", "share"), [("routed", 0.5), ("selective", 0.5)])
+@pytest.mark.parametrize(("name", "share"), [("routed", 0.5), pytest.param("selective", 0.5, marks=pytest.mark.slow)])
 def test_the_measured_peak_keeps_the_budget(name: str, share: float) -> None:
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         budget_bytes, planned_bytes, record = pool.submit(measured, name, share).result()

@@ -59,7 +59,11 @@ def train(inner: str, num_steps: int, budget_bytes: int | None) -> tuple[elixir.
 
 @pytest.mark.parametrize(
     ("inner", "share"),
-    [pytest.param("aot_eager", 0.6, marks=pytest.mark.slow), ("aot_eager", 0.4), ("inductor", 0.4)],
+    [
+        pytest.param("aot_eager", 0.6, marks=pytest.mark.slow),
+        ("aot_eager", 0.4),
+        pytest.param("inductor", 0.4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_under_a_budget(inner: str, share: float) -> None:
     everything, free = measured(inner, 3)

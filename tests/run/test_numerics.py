@@ -28,9 +28,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
     "llama-untied": (lambda: small_llama(tied=False), hf_batches),
     "stack": (lambda: seeded(Stack), vectors),
 }
+NAMES = ["gpt2", "llama-tied", pytest.param("llama-untied", marks=pytest.mark.slow), "stack"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_are_bitwise_equal_under_every_budget(name: str) -> None:
     make, batches_of = MODELS[name]
     model, batches = make(), batches_of()
@@ -49,7 +50,7 @@ def test_weights_are_bitwise_equal_under_every_budget(name: str) -> None:
     assert_same(expected, got)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_clipping_gives_the_same_norms_and_weights(name: str) -> None:
     make, batches_of = MODELS[name]
     model, batches = make(), batches_of()
