@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from elixir_compile import compat
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.optim.host import Crew, crew_for, fallback, mixed_adamw, split_adamw
 from elixir_compile.optim.host.kernel import kernel
 from elixir_compile.optim.host.passes import Extras, Scalars
 from elixir_compile.optim.neighbours import flat, runs
-from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State, beside
+from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
 
 _BLOCK = 1 << 24
 """Elements whose master a device makes at once: 64 MiB, and as much for the gradient."""
@@ -67,7 +66,7 @@ class MixedAdamWRule(AdamWRule):
             if rest_of(each[2]) is None:
                 plain.append(each)
             elif each[0].device.type != "cpu":
-                _on_device(*each, group)
+                self._on_device(*each, group)
             elif each[0].numel():
                 on_host.append(each)
         if plain:
@@ -75,6 +74,25 @@ class MixedAdamWRule(AdamWRule):
             super().update(own_weights, own_grads, own_states, group)
         if on_host:
             self._on_host(on_host, group)
+
+    def _on_device(self, weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
+        """Update one parameter in blocks, where it is."""
+        names = self.statistics(group)
+        kept = (rest_of(state), *(state[name] for name in names))
+        tensors = [flat(tensor) for tensor in (weight, like(grad, weight), *kept) if tensor is not None]
+        for start in range(0, weight.numel(), _BLOCK):
+            high, given, own, *moments = (tensor[start : start + _BLOCK] for tensor in tensors)
+            wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))
+            is_split = own.dtype == torch.int16
+            master = fallback.joined(high, own) if is_split else own
+            # Each block counts from the same step.
+            block = {**dict(zip(names, moments, strict=True)), "step": state["step"].clone()}
+            super().update([master], [wide], [block], group)
+            if is_split:
+                fallback.split(master, high, own)
+            else:
+                high.copy_(master)
+        state["step"].add_(1)
 
     def _on_host(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
         """Update the weight, by the gradient, of each state."""
@@ -125,35 +143,3 @@ def like(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if grad.stride() == weight.stride():
         return grad
     return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-
-
-def _on_device(weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
-    """Update one parameter in blocks, where it is."""
-    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    kept = (rest_of(state), *(state[name] for name in names))
-    tensors = [flat(tensor) for tensor in (weight, like(grad, weight), *kept) if tensor is not None]
-    for start in range(0, weight.numel(), _BLOCK):
-        high, given, own, exp_avg, exp_avg_sq, *most = (tensor[start : start + _BLOCK] for tensor in tensors)
-        wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))
-        is_split = own.dtype == torch.int16
-        master = fallback.joined(high, own) if is_split else own
-        compat.fused_adamw_(
-            [master],
-            [wide],
-            [exp_avg],
-            [exp_avg_sq],
-            most,
-            [state["step"].clone()],
-            amsgrad=group["amsgrad"],
-            lr=beside(group["lr"], weight),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
-        if is_split:
-            fallback.split(master, high, own)
-        else:
-            high.copy_(master)
-    state["step"].add_(1)

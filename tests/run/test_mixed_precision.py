@@ -433,7 +433,7 @@ def test_the_device_kernel_is_the_host_kernel_but_for_rounding(monkeypatch: pyte
         for step in range(10):
             grad = torch.randn(11, 13, generator=torch.Generator().manual_seed(step)).to(dtype)
             rule.update([made[0][0]], [grad], [made[0][1]], group)
-            mixed._on_device(made[1][0], grad.t().contiguous().t(), made[1][1], group)
+            rule._on_device(made[1][0], grad.t().contiguous().t(), made[1][1], group)
         (weight, state), (other, found) = made
         assert float(found["step"]) == float(state["step"]) == 10
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):

@@ -64,10 +64,10 @@ def test_the_kernel_of_a_device_gets_all_that_it_needs(dtype: torch.dtype, monke
     """Block by block, the last one short: streamed as where the state lives."""
     num_updates = 0
 
-    def as_on_device(rule: object, updates: list[tuple[Any, ...]], group: Mapping[str, Any]) -> None:
+    def as_on_device(rule: mixed.MixedAdamWRule, updates: list[tuple[Any, ...]], group: Mapping[str, Any]) -> None:
         nonlocal num_updates
         for update in updates:
-            mixed._on_device(*update, group)
+            rule._on_device(*update, group)
             num_updates += 1
 
     on_host = trained(dtype)
