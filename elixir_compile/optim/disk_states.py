@@ -33,20 +33,6 @@ _NUM_STAGING = 3
 """One is read, one updated, one written."""
 
 
-class _Fresh(dict[str, torch.Tensor]):
-    """State of `param` that does not begin at zero, on the host: zeros for each statistic that a rule asks for, to be
-    filled by it."""
-
-    def __init__(self, param: torch.Tensor, kinds: Mapping[str, torch.dtype]) -> None:
-        super().__init__()
-        self._like = param.detach()
-        self._kinds = kinds
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        self[name] = torch.zeros_like(self._like, dtype=self._kinds[name], device="cpu")
-        return self[name]
-
-
 class DiskStates:
     """Homes on disk by bucket, of state that `rule` updates; `fail` is told what fails in a write that nobody waits
     for."""
@@ -121,7 +107,7 @@ class DiskStates:
 
     def _start(self, there: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
         there.rest.setdefault("step", torch.zeros((), dtype=torch.float32))
-        slot, begun = slot_of(param), _Fresh(param, there.kinds)
+        slot, begun = slot_of(param), dict[str, torch.Tensor]()
         self._rule.start(param, begun, param.device if slot is None else slot.device, is_fresh=is_fresh)
         there.update(begun)
 
