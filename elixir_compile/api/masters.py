@@ -16,6 +16,7 @@ from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.registry import Slot
 from elixir_compile.optim.host.fallback import split
 from elixir_compile.options import ParamDtype
+from elixir_compile.runtime.dense import flat
 from elixir_compile.runtime.slab import Slab, is_slab_memory
 
 _BLOCK = 1 << 22
@@ -62,7 +63,7 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
     rest = _on_host(master, REST_DTYPES[dtype]) if param.requires_grad else None
     for block in range(0, master.numel(), _BLOCK):
         piece = slice(block, block + _BLOCK)
-        whole, part = _flat(master)[piece], _flat(high)[piece]
+        whole, part = flat(master)[piece], flat(high)[piece]
         if dtype == torch.bfloat16:
             low = torch.empty_like(whole, dtype=torch.int16)
             split(whole, part, low)
@@ -70,7 +71,7 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
             low = whole
             part.copy_(whole)
         if rest is not None:
-            _flat(rest)[piece].copy_(low)
+            flat(rest)[piece].copy_(low)
     param.grad = None
     param.data = high
     param.grad = None if grad is None else grad.to(dtype)
@@ -79,10 +80,5 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
 
 def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return memory of the host tier, which on a CPU-only machine is not what torch allocates, laid out as `like`."""
-    flat = Slab(like.numel() * dtype.itemsize, pin=False).tensor(dtype, (like.numel(),), 0)
-    return flat.as_strided(like.shape, like.stride())
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements in the order of their memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+    room = Slab(like.numel() * dtype.itemsize, pin=False).tensor(dtype, (like.numel(),), 0)
+    return room.as_strided(like.shape, like.stride())

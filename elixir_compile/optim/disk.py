@@ -22,6 +22,7 @@ from torch import nn
 
 from elixir_compile.errors import DiskFailed
 from elixir_compile.runtime import disk_file
+from elixir_compile.runtime.dense import flat
 from elixir_compile.runtime.disk import DiskRegion, DiskStore
 from elixir_compile.runtime.read_ahead import Piece
 from elixir_compile.runtime.slab import ALIGN_BYTES, Slab
@@ -37,19 +38,18 @@ class Room:
         # In memory order, whatever the parameter is a view of; a slab has the same strides.
         like = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
         self.shape, self.strides = like.shape, like.stride()
-        self.numel = param.numel()
         self.start = start
-        self.end = start + self.numel
+        self.end = start + param.numel()
 
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `flat` in the shape of the parameter."""
-        return flat.as_strided(self.shape, self.strides)
+    def shaped(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return `elements`, which are flat, in the shape of the parameter."""
+        return elements.as_strided(self.shape, self.strides)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor`, shaped like the parameter, as its elements in order: a view if it has the same strides."""
         if tensor.stride() != self.strides:
             tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor)
-        return tensor.as_strided((self.numel,), (1,))
+        return flat(tensor)
 
 
 class DiskHome:

@@ -13,7 +13,7 @@ from torch import nn
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.optim.host.fallback import joined, split
 from elixir_compile.optim.mixed import start_rest
-from elixir_compile.optim.neighbours import flat
+from elixir_compile.runtime.dense import flat
 
 
 def with_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:

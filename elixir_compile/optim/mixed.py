@@ -16,8 +16,9 @@ from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take
 from elixir_compile.optim.host import Crew, crew_for, fallback, mixed_adamw, split_adamw
 from elixir_compile.optim.host.kernel import kernel
 from elixir_compile.optim.host.passes import Extras, Scalars
-from elixir_compile.optim.neighbours import flat, runs
+from elixir_compile.optim.neighbours import runs
 from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
+from elixir_compile.runtime.dense import flat
 
 _BLOCK = 1 << 24
 """Elements whose master a device makes at once: 64 MiB, and as much for the gradient."""

@@ -12,15 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from elixir_compile.runtime.dense import flat
 from elixir_compile.runtime.slab import ALIGN_BYTES, aligned_bytes, is_slab_memory
 
 Row = Sequence[torch.Tensor]
 """What one parameter has: tensors of one size, dense, each kind at the same place; the first is the parameter."""
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor in the order of their memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def runs(rows: Sequence[Row], steps: Sequence[int]) -> Iterator[tuple[list[int], Row]]:

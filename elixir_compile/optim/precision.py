@@ -20,8 +20,8 @@ from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_state import with_whole_master
 from elixir_compile.optim.mixed import MixedAdamWRule
-from elixir_compile.optim.neighbours import flat
 from elixir_compile.optim.rule import UpdateRule
+from elixir_compile.runtime.dense import flat
 
 
 class KeepsMasters(Hybrid):

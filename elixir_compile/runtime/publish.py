@@ -12,6 +12,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.ops.masters import has_master
+from elixir_compile.runtime.dense import flat
 
 _BLOCK = 1 << 19
 """Elements that are widened at once, in the cache: `add_` of another dtype takes ten times as long on a host."""
@@ -41,7 +42,7 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], to
 
 def _add_narrow(total: torch.Tensor, grad: torch.Tensor) -> None:
     """Add `grad` to `total`, which is wider and in the same memory layout."""
-    wide, narrow = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (total, grad))
+    wide, narrow = flat(total), flat(grad)
     for start in range(0, total.numel(), _BLOCK):
         block = slice(start, start + _BLOCK)
         wide[block].add_(narrow[block].to(wide.dtype))

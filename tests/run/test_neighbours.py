@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from elixir_compile.optim.neighbours import flat, runs
+from elixir_compile.optim.neighbours import runs
+from elixir_compile.runtime.dense import flat
 from elixir_compile.runtime.slab import Slab, aligned_bytes
 
 SHAPES = [(3, 5), (129,), (1,), (16, 16)]
