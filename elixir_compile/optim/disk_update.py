@@ -8,27 +8,15 @@ What a class makes at its first update it makes slice by slice; each goes to the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from elixir_compile.errors import UnforeseenState
 from elixir_compile.optim.disk import DiskHome, DiskState, Room
+from elixir_compile.optim.part import Part
 from elixir_compile.optim.rule import State, UpdateRule
 from elixir_compile.runtime.read_ahead import Piece, ReadAhead
-
-
-class HostSide(Protocol):
-    """What one param group has in a bucket, as the host updates it."""
-
-    @property
-    def on_host(self) -> Sequence[torch.Tensor]: ...
-    @property
-    def grads(self) -> Sequence[torch.Tensor]: ...
-    @property
-    def states(self) -> Sequence[State]: ...
-    @property
-    def group(self) -> Mapping[str, Any]: ...
 
 
 class DiskUpdate:
@@ -42,16 +30,16 @@ class DiskUpdate:
         self._reads = reads
         self._fail = fail
 
-    def run(self, rule: UpdateRule, sides: Sequence[HostSide]) -> None:
-        """Update `sides` piece by piece; writing may go on when this returns.
+    def run(self, rule: UpdateRule, parts: Sequence[Part]) -> None:
+        """Update `parts` piece by piece; writing may go on when this returns.
 
         Raises what fails in reading or in the rule, and UnforeseenState. Then, unless nothing was updated yet, and when
         a write fails, the state of the bucket is used no more.
         """
         self._home.check("update")
         cuts = [
-            [_Cut(*one) for one in zip(side.on_host, side.grads, side.states, strict=True)]  # pyright: ignore[reportArgumentType]  all of one bucket are on disk
-            for side in sides
+            [_Cut(*one) for one in zip(part.weights, part.grads, part.states, strict=True)]  # pyright: ignore[reportArgumentType]  all of one bucket are on disk
+            for part in parts
         ]
         has_begun = False
         for piece in self._pieces:
@@ -63,8 +51,8 @@ class DiskUpdate:
                 raise
             has_begun = True
             try:
-                for side, own in zip(sides, cuts, strict=True):
-                    _update_slices(rule, [found for cut in own if (found := cut.at(piece, views))], side.group)
+                for part, own in zip(parts, cuts, strict=True):
+                    _update_slices(rule, [found for cut in own if (found := cut.at(piece, views))], part.group)
             except BaseException as error:
                 self._home.fail(error)
                 self._reads.give_back(piece)

@@ -14,8 +14,8 @@ from torch.utils.weak import TensorWeakRef
 
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.optim.guard import name_of
+from elixir_compile.optim.part import snapshot
 from elixir_compile.optim.rule import GRAD_SCALE
-from elixir_compile.optim.update import snapshot
 
 _UPDATED = "was updated in its backward, and then"
 

@@ -26,10 +26,11 @@ from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.host.threads import at_least_threads, crew_for
 from elixir_compile.optim.loading import held, unheld
+from elixir_compile.optim.part import Part, part_of
 from elixir_compile.optim.rule import UpdateRule, scaled
 from elixir_compile.optim.shadow import plain_step
 from elixir_compile.optim.state import StatePlacer, States
-from elixir_compile.optim.update import BucketUpdate, Part, part_of
+from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.updates import UpdateLine, Work

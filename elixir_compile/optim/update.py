@@ -9,7 +9,7 @@ On a CPU the device and the host are one memory and nothing travels, but for the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,52 +18,13 @@ from torch import nn
 from elixir_compile.ir import Lane, Tier
 from elixir_compile.optim.disk_update import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard
+from elixir_compile.optim.part import Part
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.streams import wait_on_compute
 from elixir_compile.runtime.updates import Work
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one param group has in a bucket."""
-
-    params: tuple[nn.Parameter, ...]
-    weights: tuple[torch.Tensor, ...]
-    """The values of `params`, where they live."""
-    grads: tuple[torch.Tensor, ...]
-    states: tuple[State, ...]
-    rooms: tuple[Mapping[str, torch.Tensor], ...]
-    """Where statistics belong that the update makes, by name."""
-    group: Mapping[str, Any]
-
-
-def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the hyperparameters of `group` as they are now."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def part_of(
-    params: Sequence[nn.Parameter],
-    states: Mapping[nn.Parameter, State],
-    group: Mapping[str, Any],
-    rooms: Sequence[Mapping[str, torch.Tensor]] = (),
-) -> Part:
-    """Return the part of `params`, which have gradients, with `group` as it is now."""
-    return Part(
-        params=tuple(params),
-        weights=tuple(param.detach() for param in params),
-        grads=tuple(param.grad for param in params if param.grad is not None),
-        states=tuple(states[param] for param in params),
-        rooms=tuple(rooms),
-        group=snapshot(group),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +74,14 @@ class BucketUpdate:
 
     def work(self, arrived: torch.cuda.Event | None) -> Work:
         """Return what updates the bucket on the host, once `arrived`; on a device, copies to the host begin here."""
-        sides = [self._leave(part) for part in self.parts]
-        is_copied = any(side.is_copied for side in sides)
-        landed = self.executor.d2h.mark() if is_copied else arrived
+        parts = [self._leave(part) for part in self.parts]
+        pairs = [
+            (home, updated)
+            for part, own in zip(self.parts, parts, strict=True)
+            for home, updated in zip(part.weights, own.weights, strict=True)
+            if home is not updated
+        ]
+        landed = self.executor.d2h.mark() if pairs else arrived
         # Not `self`, whose gradients are memory of the device.
         rule, disk, ledger, label, h2d = self.rule, self.disk, self.executor.ledger, self.label, self.executor.h2d
         guard = GradientGuard(self.params, self.grads)
@@ -126,39 +92,30 @@ class BucketUpdate:
             guard.check()
             with ledger.span(Lane.HOST, label):
                 if disk is not None:
-                    disk.run(rule, sides)
-                for side in sides if disk is None else ():
-                    rule.update(side.on_host, side.grads, side.states, side.group)
-                    _keep(side.states, side.states, side.rooms)
+                    disk.run(rule, parts)
+                for part in parts if disk is None else ():
+                    rule.update(part.weights, part.grads, part.states, part.group)
+                    _keep(part.states, part.states, part.rooms)
             guard.check()
-            if not is_copied:
+            if not pairs:
                 return None
             with h2d.beside_compute():
-                for side in sides:
-                    for home, updated in zip(side.weights, side.on_host, strict=True):
-                        home.copy_(updated, non_blocking=True)
+                for home, updated in pairs:
+                    home.copy_(updated, non_blocking=True)
             return h2d.mark()
 
         return work
 
-    def _leave(self, part: Part) -> "_HostSide":
-        is_copied = part.weights[0].device.type != "cpu"
-        on_host, grads = part.weights, part.grads
-        if is_copied:
-            with self.executor.d2h.behind_compute():
-                on_host = self.rooms.copies(
-                    self.bucket, "landed param", dict(zip(part.params, part.weights, strict=True))
-                )
-                grads = self.rooms.copies(self.bucket, "landed grad", dict(zip(part.params, part.grads, strict=True)))
-        return _HostSide(
-            weights=part.weights,
-            on_host=on_host,
-            grads=grads,
-            states=part.states,
-            rooms=part.rooms,
-            group=part.group,
-            is_copied=is_copied,
-        )
+    def _leave(self, part: Part) -> Part:
+        """Return `part` as the host updates it; copies to the host of what is not there begin here."""
+        if part.weights[0].device.type == "cpu":
+            return part
+        with self.executor.d2h.behind_compute():
+            weights, grads = (
+                self.rooms.copies(self.bucket, kind, dict(zip(part.params, values, strict=True)))
+                for kind, values in (("landed param", part.weights), ("landed grad", part.grads))
+            )
+        return replace(part, weights=tuple(weights), grads=tuple(grads))
 
     def _stream(self, part: Part) -> None:
         """Update on the device, in copies of what is not there; one bucket's copies are gone before the next's."""
@@ -200,17 +157,3 @@ def _keep(homes: Sequence[State], updated: Sequence[State], rooms: Sequence[Mapp
                 home[name] = target.copy_(value, non_blocking=True)
             else:
                 home[name] = value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostSide:
-    """A part as the host updates it."""
-
-    weights: Sequence[torch.Tensor]
-    on_host: Sequence[torch.Tensor]
-    """The weights, or, where they are not on the host, copies."""
-    grads: Sequence[torch.Tensor]
-    states: Sequence[State]
-    rooms: Sequence[Mapping[str, torch.Tensor]]
-    group: Mapping[str, Any]
-    is_copied: bool

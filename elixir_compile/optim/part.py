@@ -1,0 +1,50 @@
+"""What one param group has in a bucket, for one update: tensors and hyperparameters as they were when it was asked for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile.optim.rule import State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one param group has in a bucket."""
+
+    params: tuple[nn.Parameter, ...]
+    weights: tuple[torch.Tensor, ...]
+    """The values of `params`, where they live, or where their update has copies of them."""
+    grads: tuple[torch.Tensor, ...]
+    states: tuple[State, ...]
+    rooms: tuple[Mapping[str, torch.Tensor], ...]
+    """Where statistics belong that the update makes, by name."""
+    group: Mapping[str, Any]
+
+
+def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the hyperparameters of `group` as they are now."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def part_of(
+    params: Sequence[nn.Parameter],
+    states: Mapping[nn.Parameter, State],
+    group: Mapping[str, Any],
+    rooms: Sequence[Mapping[str, torch.Tensor]] = (),
+) -> Part:
+    """Return the part of `params`, which have gradients, with `group` as it is now."""
+    return Part(
+        params=tuple(params),
+        weights=tuple(param.detach() for param in params),
+        grads=tuple(param.grad for param in params if param.grad is not None),
+        states=tuple(states[param] for param in params),
+        rooms=tuple(rooms),
+        group=snapshot(group),
+    )
