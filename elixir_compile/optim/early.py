@@ -81,6 +81,8 @@ class EarlyUpdates:
         for param, grad in overwritten.items():
             if param.grad is not None and param.grad is grad():
                 raise GradientsChanged(name_of(param), f"{_UPDATED} a state dict was loaded before `step()`")
+        if not notes:
+            return frozenset()
         for group in groups:
             now = snapshot(group)
             for param in group["params"]:
