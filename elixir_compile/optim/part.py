@@ -1,4 +1,4 @@
-"""What one param group has in a bucket, for one update: tensors and hyperparameters as they were when it was asked for."""
+"""What one param group has in a bucket, for one update: tensors and hyperparameters as they were when it was queued."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
