@@ -112,7 +112,10 @@ def test_two_optimizers_have_groups_of_their_own() -> None:
     expected = eager_run(model)
     expected.optimizer = Pair(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), expected.model.parameters())
     expected.train(batches)
-    make = lambda params: Pair(lambda p: elixir.hybrid(torch.optim.SGD)(p, lr=0.1, momentum=0.5), params)  # noqa: E731
+
+    def make(params: Any) -> Pair:
+        return Pair(lambda p: elixir.hybrid(torch.optim.SGD)(p, lr=0.1, momentum=0.5), params)
+
     with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, optimizer=make) as run:
         run.train(batches)
         assert [bucket.spec.group for bucket in buckets_of(run)] == [0, 0, 1, 1, 1]
