@@ -102,7 +102,8 @@ def _greedy(judge: Judge) -> Draft:
         draft = place_exhaustively(judge)
     if draft is None:
         draft = _least_host(judge)
-        if judge.host_bytes(draft.levels) > judge.facts.problem.host_budget_bytes:
+        # On a rung that needs more of the device than there is, what the host has room for is no answer either.
+        if not judge.fits(draft.levels, ahead=0):
             raise _no_plan(judge, draft)
     return replace(draft, planner="greedy")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import keep_everything_timeline, plan_timeline, verify
@@ -221,7 +221,16 @@ def test_host_memory_is_a_hard_constraint_and_the_error_names_what_would_do() ->
     assert 0 < made.prediction.host_peak_bytes <= needed
 
 
+def outgrown() -> Problem:
+    """The answer of the least depth that the host has room for needs more of the device than there is."""
+    layers = [
+        Layer(module=f"h.{i}", params=(("p", 1),), frozen=False, act_numel=size) for i, size in enumerate((1, 1, 50))
+    ]
+    return problem_of(chain(layers, dtype="bfloat16"), CLUSTERS["cpu"], hybrid=False)
+
+
 @given(problems(), SHARES, st.sampled_from([0.6, 0.8, 0.95]))
+@example(outgrown(), 0.0, 0.8)
 @settings(deadline=None, max_examples=40)
 def test_greedy_finds_a_plan_on_a_small_host_whenever_there_is_one(problem: Problem, share: float, host: float) -> None:
     problem = between(problem, share)
