@@ -12,6 +12,7 @@ Seconds of a move are remembered, and simulated again only while it leads (lazil
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ class _Walk:
             segment = int(live_bytes.argmax())
             excess = int(live_bytes[segment]) - budget_bytes
             if excess <= 0:
-                return True
+                return self._fits_host(self.levels)  # activations that leave may alone be more than the host has
             move, others = self._best_move(segment, excess, int(live_bytes[segment]))
             if move is None:
                 return self._retreat()
@@ -91,6 +92,9 @@ class _Walk:
             return False
         is_start = level is self.judge.facts.choices[bucket][0]
         return is_start or self.judge.step_s(levels) <= self.judge.step_s(self.levels)
+
+    def _fits_host(self, levels: Sequence[Level]) -> bool:
+        return not self.limits_host or self.judge.host_bytes(levels) <= self.judge.facts.problem.host_budget_bytes
 
     @property
     def _budget_bytes(self) -> int:
@@ -179,7 +183,7 @@ class _Walk:
         furthest = self.judge.facts.furthest_levels
         if self.judge.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
             return False
-        if self.limits_host and self.judge.host_bytes(furthest) > self.judge.facts.problem.host_budget_bytes:
+        if not self._fits_host(furthest):
             return False
         for bucket, level in enumerate(furthest):
             if level != self.levels[bucket]:

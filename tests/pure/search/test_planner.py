@@ -221,6 +221,12 @@ def test_host_memory_is_a_hard_constraint_and_the_error_names_what_would_do() ->
     assert 0 < made.prediction.host_peak_bytes <= needed
 
 
+def crowded() -> Problem:
+    """The activations that have to leave are more than the host has room for, whatever stays with them."""
+    layers = [Layer(module=f"h.{i}", params=(("p", 1),), frozen=False, act_numel=1) for i in range(6)]
+    return problem_of(chain(layers, dtype="bfloat16"), hybrid=False)
+
+
 def outgrown() -> Problem:
     """The answer of the least depth that the host has room for needs more of the device than there is."""
     layers = [
@@ -231,6 +237,7 @@ def outgrown() -> Problem:
 
 @given(problems(), SHARES, st.sampled_from([0.6, 0.8, 0.95]))
 @example(outgrown(), 0.0, 0.8)
+@example(crowded(), 0.7, 0.6)
 @settings(deadline=None, max_examples=40)
 def test_greedy_finds_a_plan_on_a_small_host_whenever_there_is_one(problem: Problem, share: float, host: float) -> None:
     problem = between(problem, share)
