@@ -14,7 +14,7 @@ from elixir_compile.api.correction import TOLERANCE, Correction
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Placement, Plan, Saving, Tier, Verb
 from elixir_compile.search import Problem
-from elixir_compile.simulate import exposed_s, hidden_share, simulate
+from elixir_compile.simulate import prediction_of, simulate
 from elixir_compile.units import format_bytes, format_s
 
 _GAIN = 0.01
@@ -65,13 +65,8 @@ def replan(
 def _repriced(corrected: Problem, plan: Plan, excess_bytes: int) -> Plan:
     """`plan` with the prediction that the corrected prices give; its bound was proved under others."""
     record = simulate(corrected.graph, plan, corrected.cluster, corrected.measured)
-    prediction = replace(
-        plan.prediction,
-        step_s=record.step_s,
-        exposed_s=exposed_s(record),
-        hidden_share=hidden_share(record),
-        device_peak_bytes=plan.prediction.device_peak_bytes + excess_bytes,
-    )
+    peak_bytes = plan.prediction.device_peak_bytes + excess_bytes
+    prediction = prediction_of(record, peak_bytes, plan.prediction.device_peak_at)
     return replace(
         plan,
         base_bytes=plan.base_bytes + excess_bytes,

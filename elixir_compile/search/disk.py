@@ -17,7 +17,7 @@ from elixir_compile.analysis.timeline import host_bytes
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, BucketId, Decision, Plan, Tier
 from elixir_compile.search.problem import Problem
-from elixir_compile.simulate import exposed_s, hidden_share, prices, simulate
+from elixir_compile.simulate import prediction_of, prices, simulate
 from elixir_compile.units import format_bytes, format_s
 
 log = logging.getLogger("elixir_compile")
@@ -91,13 +91,7 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
     )
     moved = replace(plan, placements=placements)
     record = simulate(problem.graph, moved, problem.cluster, problem.measured)
-    prediction = replace(
-        plan.prediction,
-        step_s=record.step_s,
-        exposed_s=exposed_s(record),
-        hidden_share=hidden_share(record),
-        host_peak_bytes=record.host_peak_bytes,
-    )
+    prediction = prediction_of(record, plan.prediction.device_peak_bytes, plan.prediction.device_peak_at)
     decisions = (*plan.decisions, *_decisions(problem, plan, going))
     return replace(moved, prediction=prediction, decisions=decisions)
 

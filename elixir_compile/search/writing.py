@@ -13,7 +13,7 @@ from elixir_compile.search.schedule import cut_regions, program, regions, schedu
 from elixir_compile.search.stays import num_ahead
 from elixir_compile.search.streaming import update_decisions
 from elixir_compile.search.update_time import update_time
-from elixir_compile.simulate import exposed_s, hidden_share, hidden_update_share, simulate
+from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
 from elixir_compile.units import format_bytes
 
 
@@ -47,14 +47,7 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
     )
     peak = plan_timeline(problem.graph, unpredicted).peak
     record = simulate(problem.graph, unpredicted, problem.cluster, problem.measured)
-    prediction = Prediction(
-        step_s=record.step_s,
-        exposed_s=exposed_s(record),
-        hidden_share=hidden_share(record),
-        device_peak_bytes=peak.nbytes,
-        device_peak_at=peak.op,
-        host_peak_bytes=record.host_peak_bytes,
-    )
+    prediction = prediction_of(record, peak.nbytes, peak.op)
     return replace(
         unpredicted,
         prediction=prediction,

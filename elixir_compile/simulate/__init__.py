@@ -9,6 +9,7 @@ from elixir_compile.simulate.exposure import (
     hidden_update_share,
 )
 from elixir_compile.simulate.memory import MemoryWalk, walk_memory
+from elixir_compile.simulate.prediction import prediction_of
 from elixir_compile.simulate.prices import Prices, op_seconds, prices
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "hidden_update_share",
     "op_seconds",
     "play",
+    "prediction_of",
     "prices",
     "simulate",
     "walk_memory",

@@ -205,7 +205,7 @@ class _Player:
         homes = [(name, self._placements[BucketId(name)]) for name in buckets]
         for name, placement in homes:
             if placement.optim is Tier.DEVICE:
-                lanes.update_on_device(name, 0.0)
+                lanes.update_on_device(name)
         queued_s = lanes.free_s[Lane.COMPUTE]
         for name, placement in homes:
             if placement.update is not Tier.DEVICE:
@@ -236,11 +236,7 @@ class _Player:
         if placement.streamed:
             # `step()` returns from each update of the host before it begins to stream.
             lanes.settle_all()
-            lanes.stream(bucket, placement)
-        elif placement.update is Tier.DEVICE:
-            lanes.update_on_device(bucket, self._backward_end_s)
-        else:
-            lanes.update_on_host(bucket, placement, self._backward_end_s)
+        self._update_where_placed(bucket, placement, self._backward_end_s)
 
     def _close(self, verb: Verb, what: str) -> None:
         bucket = BucketId(what.removesuffix(".grad") if verb is Verb.OFFLOAD else what)
@@ -252,9 +248,13 @@ class _Player:
         lanes = self.lanes
         self.updated.add(bucket)
         lanes.settle(bucket)
+        self._update_where_placed(bucket, placement, max(landed_s, lanes.free_s[Lane.COMPUTE]))
+
+    def _update_where_placed(self, bucket: str, placement: Placement, landed_s: float) -> None:
+        """The device begins when compute is free, the host when it has the gradient, at `landed_s`."""
         if placement.streamed:
-            lanes.stream(bucket, placement)
+            self.lanes.stream(bucket, placement)
         elif placement.update is Tier.DEVICE:
-            lanes.update_on_device(bucket, 0.0)
+            self.lanes.update_on_device(bucket)
         else:
-            lanes.update_on_host(bucket, placement, max(landed_s, lanes.free_s[Lane.COMPUTE]))
+            self.lanes.update_on_host(bucket, placement, landed_s)

@@ -89,9 +89,9 @@ class Lanes:
 
     # Updates.
 
-    def update_on_device(self, bucket: str, after_s: float) -> None:
+    def update_on_device(self, bucket: str) -> None:
         """Where its state lives there."""
-        self.occupy(Lane.COMPUTE, f"update {bucket}", after_s, self.price.device_update_s[bucket])
+        self.occupy(Lane.COMPUTE, f"update {bucket}", 0.0, self.price.device_update_s[bucket])
 
     def stream(self, bucket: str, placement: Placement) -> None:
         """State travels to the device, and what else is not there; after the update it travels back, and only then goes
