@@ -13,17 +13,19 @@ import elixir_compile as elixir
 from elixir_compile.ir import Tier, Update
 from tests.run import optimizers as users
 from tests.run.models import Stack, seeded, vectors
-from tests.run.training import Run, assert_same, assert_same_tensors, by_elixir, by_torch, loss_of
+from tests.run.training import assert_same, assert_same_tensors, by_elixir, by_torch
 from tests.run.updating import (
     accumulate,
+    assert_equal,
     buckets_of,
+    closure_step,
     eager_run,
+    flat_state,
     hybrid_run,
     in_flight,
     ladder,
     nan_staging,
     rows,
-    weights_of,
 )
 
 Make = Callable[[Any], Optimizer]
@@ -32,19 +34,6 @@ Make = Callable[[Any], Optimizer]
 def both(cls: type[Optimizer], **options: Any) -> tuple[Make, Make]:
     """Return what makes the optimizer of torch and its hybrid."""
     return lambda params: cls(params, **options), lambda params: elixir.hybrid(cls)(params, **options)
-
-
-def flat_state(optimizer: Optimizer) -> dict[str, Any]:
-    state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, entry in sorted(state.items()) for name, value in sorted(entry.items())}
-
-
-def assert_equal(expected: Run, got: Run) -> None:
-    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in got.losses]
-    assert_same_tensors(weights_of(expected), weights_of(got))
-    ours, theirs = flat_state(got.optimizer), flat_state(expected.optimizer)
-    tensors = [{name: torch.as_tensor(value) for name, value in state.items()} for state in (theirs, ours)]
-    assert_same_tensors(*tensors)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +57,7 @@ def test_bitwise_equal_to_the_class(
 ) -> None:
     model, batches = ladder(), rows(6)
     plain, hybrid = both(cls, **options)
-    expected = eager_run(model)
-    expected.optimizer = plain(expected.model.parameters())
-    expected.train(batches)
+    expected = eager_run(model, plain).train(batches)
     plan = {"home": home, "update": Update(update), "share": share}
     with nan_staging(), hybrid_run(model, batches[0], optimizer=hybrid, **plan) as run:
         run.train(batches)
@@ -83,9 +70,7 @@ def test_bitwise_equal_to_the_class(
 def test_state_lives_in_slabs_of_the_host_and_loads_in_both_directions() -> None:
     model, batches = ladder(), rows(6)
     plain, hybrid = both(SGD, lr=0.1, momentum=0.9)
-    expected = eager_run(model)
-    expected.optimizer = plain(expected.model.parameters())
-    expected.train(batches)
+    expected = eager_run(model, plain).train(batches)
     with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, optimizer=hybrid) as run:
         run.train(batches[:2])
         rooms = run.optimizer._placer.rooms
@@ -93,9 +78,8 @@ def test_state_lives_in_slabs_of_the_host_and_loads_in_both_directions() -> None
             for slot in bucket.slots:
                 buffer = run.optimizer.state[slot.param]["momentum_buffer"]
                 assert buffer.data_ptr() == rooms.room(bucket, "momentum_buffer", slot.param).data_ptr()
-        middle = eager_run(model)
+        middle = eager_run(model, plain)
         middle.model.load_state_dict(run.model.state_dict())
-        middle.optimizer = plain(middle.model.parameters())
         middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
         middle.train(batches[2:4])
         run.train(batches[5:])  # to be overwritten
@@ -130,9 +114,7 @@ def test_a_subclass_of_a_made_class_pickles_as_itself() -> None:
 def test_accumulation_of_a_class() -> None:
     model, batches = ladder(), rows(16)
     plain, hybrid = both(SGD, lr=0.1, momentum=0.9)
-    expected = eager_run(model)
-    expected.optimizer = plain(expected.model.parameters())
-    accumulate(expected, batches, 8)
+    expected = accumulate(eager_run(model, plain), batches, 8)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD, optimizer=hybrid) as run:
         assert_equal(expected, accumulate(run, batches, 8))
 
@@ -141,18 +123,9 @@ def test_a_class_that_is_not_elementwise_trains_with_its_state_beside_the_parame
     model, batches = seeded(Stack), vectors(3)
     plain, hybrid = both(torch.optim.LBFGS, lr=0.1, max_iter=3)
 
-    def step(compiled: Callable[..., Any], optimizer: Optimizer, batch: torch.Tensor) -> torch.Tensor:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(compiled, batch)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    expected = by_torch(model, optimizer=plain).train(batches, step)
+    expected = by_torch(model, optimizer=plain).train(batches, closure_step)
     with pytest.warns(elixir.ElixirWarning, match="HybridLBFGS is not element-wise: .*closure"):
-        run = by_elixir(model, optimizer=hybrid).train(batches, step)
+        run = by_elixir(model, optimizer=hybrid).train(batches, closure_step)
     assert_same(expected, run)
     for plan in (record.plan for record in elixir.compilations(run.model)):
         assert all(placement.optim is placement.param for placement in plan.placements)

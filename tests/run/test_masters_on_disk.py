@@ -19,7 +19,7 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskHome, DiskState
 from elixir_compile.runtime.disk import DiskStore
 from tests.run import optimizers as users
-from tests.run.test_hybrid_classes import assert_equal, both
+from tests.run.test_hybrid_classes import both
 from tests.run.test_mixed_precision import (
     ADAM,
     BF16,
@@ -31,9 +31,10 @@ from tests.run.test_mixed_precision import (
     scaled_step,
     state_of,
 )
-from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of
+from tests.run.training import assert_same_tensors, by_elixir, loss_of
 from tests.run.updating import (
     accumulate,
+    assert_equal,
     buckets_of,
     eager_run,
     hybrid_run,
@@ -273,9 +274,7 @@ def test_classes_with_state_on_disk_are_bitwise_themselves(
 ) -> None:
     batches = rows(6)
     plain, hybrid = both(cls, **options)
-    expected = eager_run(ladder())
-    expected.optimizer = plain(expected.model.parameters())
-    expected.train(batches)
+    expected = eager_run(ladder(), plain).train(batches)
     with nan_staging(), class_run(tmp_path, hybrid, Update(update)) as run:
         run.train(batches[:1])
         assert {bucket.placement.optim for bucket in buckets_of(run)} == {Tier.DISK}
@@ -288,10 +287,7 @@ def test_classes_with_state_on_disk_are_bitwise_themselves(
 def test_state_dicts_of_a_class_load_in_both_directions(tmp_path: Path) -> None:
     batches = rows(8)
     plain, hybrid = both(SGD, lr=0.1, momentum=0.9)
-    expected, middle = eager_run(ladder()), eager_run(ladder())
-    for run in (expected, middle):
-        run.optimizer = plain(run.model.parameters())
-    expected.train(batches)
+    expected, middle = eager_run(ladder(), plain).train(batches), eager_run(ladder(), plain)
     with class_run(tmp_path, hybrid) as run:
         run.train(batches[:3])
         middle.model.load_state_dict(run.model.state_dict())
@@ -309,9 +305,7 @@ def test_state_of_a_class_moves_between_the_tiers(tmp_path: Path) -> None:
     """Before its first update, which makes it, too."""
     batches = rows(5)
     plain, hybrid = both(users.Lion)
-    expected = eager_run(ladder())
-    expected.optimizer = plain(expected.model.parameters())
-    expected.train(batches)
+    expected = eager_run(ladder(), plain).train(batches)
     with class_run(tmp_path, hybrid) as run:
         loss_of(run.compiled, batches[0]).backward()
         run.optimizer.zero_grad()
@@ -326,8 +320,7 @@ def test_a_statistic_that_begins_with_another_hyperparameter_gets_its_room(tmp_p
     """Momentum is turned on at the fourth step."""
     batches = rows(6)
     plain, hybrid = both(SGD, lr=0.1)
-    expected = eager_run(ladder())
-    expected.optimizer = plain(expected.model.parameters())
+    expected = eager_run(ladder(), plain)
     with class_run(tmp_path, hybrid) as run:
         for own in (expected, run):
             own.train(batches[:3])
@@ -348,9 +341,7 @@ def test_a_statistic_that_nobody_could_foresee_is_told(tmp_path: Path) -> None:
 
 def test_accumulation_of_a_class_on_disk(tmp_path: Path) -> None:
     plain, hybrid = both(RMSprop, lr=1e-3)
-    expected: Run = eager_run(ladder())
-    expected.optimizer = plain(expected.model.parameters())
-    accumulate(expected, rows(6), 3)
+    expected = accumulate(eager_run(ladder(), plain), rows(6), 3)
     with class_run(tmp_path, hybrid, Update.IN_BACKWARD) as run:
         assert_equal(expected, accumulate(run, rows(6), 3))
 
@@ -358,9 +349,7 @@ def test_accumulation_of_a_class_on_disk(tmp_path: Path) -> None:
 def test_the_planner_sends_state_of_a_class_to_disk(tmp_path: Path) -> None:
     batches = rows(4)
     plain, hybrid = both(Adam, lr=0.01)
-    expected = eager_run(ladder())
-    expected.optimizer = plain(expected.model.parameters())
-    expected.train(batches)
+    expected = eager_run(ladder(), plain).train(batches)
     with small_buckets(lambda plan: plan):
         with pytest.raises(elixir.NoFeasiblePlan) as raised:
             loss_of(by_elixir(ladder(), optimizer=hybrid, device_memory=1).compiled, batches[0])

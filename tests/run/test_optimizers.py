@@ -23,6 +23,7 @@ from tests.run.training import (
     planned_peak_bytes,
     tight_bytes,
 )
+from tests.run.updating import closure_step, flat_state
 
 Compiled = Callable[..., torch.Tensor]
 
@@ -32,19 +33,13 @@ def pair(model: torch.nn.Module, batch: Any, **options: Any) -> tuple[Run, Run]:
     return by_torch(model), by_elixir(model, device_memory=tight_bytes(model, batch), **options)
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return every tensor of the optimizer's state by `index.name`."""
-    state = optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, entry in sorted(state.items()) for name, value in sorted(entry.items())}
-
-
 def test_state_is_that_of_torch_and_lives_where_the_plan_says() -> None:
     model, batches = seeded(Stack), vectors()
     expected, got = pair(model, batches[0])
     expected.train(batches)
     got.train(batches)
     assert_offloads(got)
-    assert_same_tensors(state_of(expected.optimizer), state_of(got.optimizer))
+    assert_same_tensors(flat_state(expected.optimizer), flat_state(got.optimizer))
     executor = executor_of(got.model)
     placed = executor.buckets_in_force(for_training=True)
     assert all(placement.optim is Tier.HOST for _, placement in placed)
@@ -77,7 +72,7 @@ def test_a_state_dict_continues_in_torch_and_back() -> None:
     back.train(batches[4:])
     assert_offloads(back)
     assert_same_tensors(expected.weights, back.weights)
-    assert_same_tensors(state_of(expected.optimizer), state_of(back.optimizer))
+    assert_same_tensors(flat_state(expected.optimizer), flat_state(back.optimizer))
 
 
 @pytest.mark.parametrize(
@@ -129,20 +124,11 @@ def test_closures_and_optimizer_hooks() -> None:
     runs = pair(model, batches[0])
     told: dict[int, list[str]] = {}
 
-    def step(compiled: Compiled, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(compiled, batch)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
     for run in runs:
         said = told.setdefault(id(run), [])
         run.optimizer.register_step_pre_hook(lambda *_, said=said: said.append("pre"))
         run.optimizer.register_step_post_hook(lambda *_, said=said: said.append("post"))
-        run.train(batches, step)
+        run.train(batches, closure_step)
         assert said == ["pre", "post"] * len(batches)
     assert_offloads(runs[1])
     assert_same(*runs)
@@ -203,16 +189,16 @@ def test_float16_scaler_skips_an_overflow_whole() -> None:
             return loss
 
         run.train(batches[:2], step)
-        before = {**run.weights, **{name: value.clone() for name, value in state_of(run.optimizer).items()}}
+        before = {**run.weights, **{name: value.clone() for name, value in flat_state(run.optimizer).items()}}
         run.train([batches[2] * float("inf")], step)
-        after = {**run.weights, **state_of(run.optimizer)}
+        after = {**run.weights, **flat_state(run.optimizer)}
         assert_same_tensors(before, after)
         assert scaler.get_scale() == 2.0**9
         run.losses.pop()
         run.train(batches[3:], step)
     assert_offloads(runs[1])
     assert_same(*runs)
-    assert_same_tensors(state_of(runs[0].optimizer), state_of(runs[1].optimizer))
+    assert_same_tensors(flat_state(runs[0].optimizer), flat_state(runs[1].optimizer))
 
 
 @pytest.mark.parametrize("make", ["SGD", "AdamW", "AdamW fused", "Adafactor"])
@@ -238,6 +224,6 @@ def test_a_pickled_optimizer_continues() -> None:
     got.train(batches[:2])
     restored = copy.deepcopy(got.optimizer)
     assert isinstance(restored, elixir.HybridAdamW)
-    assert_same_tensors(state_of(got.optimizer), state_of(restored))
+    assert_same_tensors(flat_state(got.optimizer), flat_state(restored))
     got.train(batches[2:])
     assert_same(expected, got)

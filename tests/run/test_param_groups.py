@@ -1,6 +1,5 @@
 """Buckets end where param groups do; what they cannot follow is updated by parts."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,8 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
-from tests.run.training import Run, assert_same_tensors, loss_of
-from tests.run.updating import WIDTH, buckets_of, eager_run, hybrid_run, ladder, nan_staging, rows, weights_of
+from tests.run.training import Run, assert_same_tensors, fused_adamw, loss_of
+from tests.run.updating import WIDTH, Several, buckets_of, eager_run, hybrid_run, ladder, nan_staging, rows, weights_of
 
 Groups = Callable[[Any], list[dict[str, Any]]]
 
@@ -25,9 +24,7 @@ def decayed_and_not(params: Any) -> list[dict[str, Any]]:
 
 
 def eager(model: torch.nn.Module, groups: Groups) -> Run:
-    own = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(groups(own.parameters()), lr=1e-2, fused=True)
-    return Run(model=own, compiled=own, optimizer=optimizer)
+    return eager_run(model, lambda params: fused_adamw(groups(params)))
 
 
 def hybrid(groups: Groups, **options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -94,28 +91,17 @@ def test_an_optimizer_that_is_made_after_the_first_forward() -> None:
 def test_two_optimizers_have_groups_of_their_own() -> None:
     model, batches = ladder(), rows(4)
 
-    class Pair:
-        """The first half of the parameters by one optimizer, the second by another."""
+    def halves(make: Callable[[Any], torch.optim.Optimizer], params: Any) -> Several:
+        params = list(params)
+        return Several([make(params[:3]), make(params[3:])])
 
-        def __init__(self, make: Callable[[Any], torch.optim.Optimizer], params: Any) -> None:
-            params = list(params)
-            self.each = [make(params[:3]), make(params[3:])]
+    def plain(params: Any) -> Several:
+        return halves(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), params)
 
-        def step(self) -> None:
-            for optimizer in self.each:
-                optimizer.step()
+    def make(params: Any) -> Several:
+        return halves(lambda p: elixir.hybrid(torch.optim.SGD)(p, lr=0.1, momentum=0.5), params)
 
-        def zero_grad(self) -> None:
-            for optimizer in self.each:
-                optimizer.zero_grad()
-
-    expected = eager_run(model)
-    expected.optimizer = Pair(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5), expected.model.parameters())
-    expected.train(batches)
-
-    def make(params: Any) -> Pair:
-        return Pair(lambda p: elixir.hybrid(torch.optim.SGD)(p, lr=0.1, momentum=0.5), params)
-
+    expected = eager_run(model, plain).train(batches)
     with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, optimizer=make) as run:
         run.train(batches)
         assert [bucket.spec.group for bucket in buckets_of(run)] == [0, 0, 1, 1, 1]

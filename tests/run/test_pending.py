@@ -5,6 +5,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -34,16 +35,23 @@ from tests.run.updating import (
 BATCHES = rows(6)
 
 
+@contextmanager
+def queued_run(model: nn.Module, home: str = "host") -> Iterator[tuple[Run, Worker]]:
+    """Yield a run of a copy of `model` whose updates are queued across steps, and the worker that does them."""
+    with (
+        controlled_worker() as worker,
+        nan_staging(),
+        hybrid_run(model, BATCHES[0], home=home, update=Update.ACROSS_STEPS) as run,
+    ):
+        yield run, worker
+
+
 @pytest.fixture(params=["host", "split"])
 def flying(request: pytest.FixtureRequest) -> Iterator[tuple[Run, Run, Worker]]:
     """Yield a run by torch and a hybrid one, three steps in, whose third update is queued behind a closed gate."""
     model = ladder()
     expected = eager_run(model).train(BATCHES[:3])
-    with (
-        controlled_worker() as worker,
-        nan_staging(),
-        hybrid_run(model, BATCHES[0], home=request.param, update=Update.ACROSS_STEPS) as run,
-    ):
+    with queued_run(model, request.param) as (run, worker):
         run.train(BATCHES[:2])
         run.optimizer.wait()
         worker.gate.clear()
@@ -88,11 +96,7 @@ def saved_and_loaded(value: Any) -> Any:
 def test_each_way_to_read_a_parameter() -> None:
     model = ladder()
     expected = eager_run(model)
-    with (
-        controlled_worker() as worker,
-        nan_staging(),
-        hybrid_run(model, BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run,
-    ):
+    with queued_run(model) as (run, worker):
         run.train(BATCHES[:1])
         expected.train(BATCHES[:1])
         for number, (name, read) in enumerate(READS.items()):
@@ -212,7 +216,7 @@ def test_the_next_forward_gathers_each_bucket_behind_its_own_update() -> None:
     """By the recorded spans: offload of the gradient, update, gather of the next forward, for each bucket and step."""
     model = ladder()
     expected = eager_run(model).train(BATCHES[:5])
-    with controlled_worker() as worker, hybrid_run(model, BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run:
+    with queued_run(model) as (run, worker):
         run.train(BATCHES[:2])
         run.optimizer.wait()
         worker.delay_s = lambda: 0.01
@@ -257,7 +261,7 @@ def test_a_compiled_function_of_parameters_waits() -> None:
 
     model = ladder()
     expected = eager_run(model).train(BATCHES[:1])
-    with controlled_worker() as worker, hybrid_run(model, BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run:
+    with queued_run(model) as (run, worker):
         run.train(BATCHES[:1])
         assert torch.equal(total(list(run.model.parameters())), total(list(expected.model.parameters())))
         for batch in BATCHES[1:4]:
@@ -274,7 +278,7 @@ def test_an_exception_in_the_worker_surfaces_and_training_goes_on_after_a_load()
     model = ladder()
     expected = eager_run(model).train(BATCHES[:2])
     checkpoint = copy.deepcopy((expected.model.state_dict(), expected.optimizer.state_dict()))
-    with controlled_worker() as worker, hybrid_run(model, BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run:
+    with queued_run(model) as (run, worker):
         run.train(BATCHES[:2])
         run.optimizer.wait()
         worker.fail_at = worker.num_updates + 1
@@ -291,7 +295,7 @@ def test_an_exception_in_the_worker_surfaces_and_training_goes_on_after_a_load()
 
 def test_nothing_grows_and_the_gradients_take_turns_in_their_slabs() -> None:
     model = ladder()
-    with controlled_worker() as worker, hybrid_run(model, BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run:
+    with queued_run(model) as (run, worker):
         run.train(BATCHES[:4])
         run.optimizer.wait()
         before = live_slab_bytes()
@@ -307,7 +311,7 @@ def test_other_threads_may_read_while_the_model_trains() -> None:
     model, batches = ladder(), BATCHES * 5
     expected = eager_run(model).train(batches)
     is_over, num_reads = threading.Event(), [0, 0, 0]
-    with controlled_worker() as worker, hybrid_run(model, BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run:
+    with queued_run(model) as (run, worker):
         run.train(batches[:1])
         worker.delay_s = random_delay(11)
 

@@ -23,11 +23,13 @@ from elixir_compile.errors import DiskFailed, DiskFull, GradientsChanged, Invali
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskState
 from tests.run import updating
-from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of, tight_bytes
+from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes
 from tests.run.updating import (
+    assert_equal,
     buckets_of,
     controlled_worker,
     eager_run,
+    flat_state,
     hybrid_run,
     ladder,
     move_state,
@@ -45,18 +47,6 @@ def pieces() -> Iterator[None]:
     """Three pieces per bucket, the last one short."""
     with small_pieces():
         yield
-
-
-def state_of(run: Run) -> dict[str, torch.Tensor]:
-    state = run.optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, entry in sorted(state.items()) for name, value in sorted(entry.items())}
-
-
-def assert_equal(expected: Run, got: Run) -> None:
-    """Fail unless losses, weights and optimizer state are bitwise equal."""
-    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in got.losses]
-    assert_same_tensors(weights_of(expected), weights_of(got))
-    assert_same_tensors(state_of(expected), state_of(got))
 
 
 def fail_calls(patch: pytest.MonkeyPatch, name: str, is_bad: Callable[[int], bool]) -> None:
@@ -156,9 +146,7 @@ def test_two_groups_of_one_bucket_have_their_own_statistics(tmp_path: Path) -> N
         return [{"params": [p for p in params if p.dim() == dims], "amsgrad": amsgrad} for dims, amsgrad in kinds]
 
     model, batches = ladder(), rows(5)
-    expected = eager_run(model)
-    expected.optimizer = torch.optim.AdamW(groups(expected.model.parameters()), lr=1e-2, fused=True)
-    expected.train(batches)
+    expected = eager_run(model, lambda params: fused_adamw(groups(params))).train(batches)
     with disk_run(tmp_path, optimizer=lambda params: elixir.HybridAdamW(groups(params), lr=1e-2)) as run:
         assert_equal(expected, run.train(batches))
 
@@ -198,7 +186,7 @@ def test_copies_are_in_memory_and_hold_no_file(tmp_path: Path) -> None:
             assert [type(entry) for entry in states] == [dict] * len(names)
             for number, entry in enumerate(states):
                 for name, value in entry.items():
-                    assert torch.equal(value, state_of(run)[f"{number}.{name}"])
+                    assert torch.equal(value, flat_state(run.optimizer)[f"{number}.{name}"])
 
 
 def test_state_dicts_load_in_both_directions_in_mid_flight(tmp_path: Path) -> None:
@@ -296,7 +284,7 @@ def test_a_failed_read_is_told_and_nothing_hangs(bad: int, tmp_path: Path, monke
             run.optimizer.step()
             expected = eager_run(ladder()).train(batches[:3])
             assert_same_tensors(weights_of(expected), weights_of(run))
-            assert_same_tensors(state_of(expected), state_of(run))
+            assert_same_tensors(flat_state(expected.optimizer), flat_state(run.optimizer))
         else:
             with pytest.raises(DiskFailed, match="neither that before nor that after"):
                 run.optimizer.step()

@@ -10,11 +10,14 @@ import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Tier, Update, Verb
-from tests.run.training import Run, assert_same_tensors, by_elixir, hybrid_adamw, loss_of, tight_bytes
+from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, hybrid_adamw, loss_of, tight_bytes
 from tests.run.updating import (
     Ladder,
+    Several,
     accumulate,
+    assert_equal,
     buckets_of,
+    closure_step,
     controlled_worker,
     eager_run,
     hybrid_run,
@@ -34,18 +37,6 @@ COMBINATIONS = [
     ("host", Update.IN_BACKWARD, 0.5),
     ("split", Update.AFTER_BACKWARD, 0.5),
 ]
-
-
-def state_of(run: Run) -> dict[str, torch.Tensor]:
-    state = run.optimizer.state_dict()["state"]
-    return {f"{index}.{name}": value for index, entry in sorted(state.items()) for name, value in sorted(entry.items())}
-
-
-def assert_equal(expected: Run, got: Run) -> None:
-    """Fail unless losses, weights and optimizer state are bitwise equal."""
-    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in got.losses]
-    assert_same_tensors(weights_of(expected), weights_of(got))
-    assert_same_tensors(state_of(expected), state_of(got))
 
 
 @pytest.mark.parametrize(("home", "update", "share"), COMBINATIONS)
@@ -178,42 +169,22 @@ def test_delays_of_the_worker_change_nothing_in_the_backward(home: str) -> None:
 def test_closures() -> None:
     model, batches = ladder(), rows(5)
 
-    def step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(compiled, batch)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure)
-
-    expected = eager_run(model).train(batches, step)
+    expected = eager_run(model).train(batches, closure_step)
     for update in Update:
         with nan_staging(), hybrid_run(model, batches[0], home="host", update=update) as run:
-            assert_equal(expected, run.train(batches, step))
+            assert_equal(expected, run.train(batches, closure_step))
 
 
 def test_a_bucket_of_two_optimizers() -> None:
     """The weights have one, the biases another."""
 
-    class Both:
-        def __init__(self, make: Callable[..., torch.optim.Optimizer], params: Any) -> None:
-            params = list(params)
-            self.parts = [make([p for p in params if p.dim() == dims]) for dims in (1, 2)]
-
-        def step(self) -> None:
-            for part in self.parts:
-                part.step()
-
-        def zero_grad(self) -> None:
-            for part in self.parts:
-                part.zero_grad()
+    def both(make: Callable[..., torch.optim.Optimizer], params: Any) -> Several:
+        params = list(params)
+        return Several(make([p for p in params if p.dim() == dims]) for dims in (1, 2))
 
     model, batches = ladder(), rows(6)
-    expected = eager_run(model)
-    expected.optimizer = Both(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), expected.model.parameters())
-    expected.train(batches)
-    options = {"optimizer": lambda params: Both(hybrid_adamw, params)}
+    expected = eager_run(model, lambda params: both(fused_adamw, params)).train(batches)
+    options = {"optimizer": lambda params: both(hybrid_adamw, params)}
     for update in Update:
         with nan_staging(), hybrid_run(model, batches[0], home="host", update=update, **options) as run:
             run.train(batches)

@@ -4,7 +4,7 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from elixir_compile.runtime import disk, disk_file, disk_queue
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.staging import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
-from tests.run.training import Run, by_elixir, fused_adamw, loss_of, tight_bytes
+from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes
 
 WIDTH = 13  # odd, so that kernels have tails
 
@@ -125,10 +125,37 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-def eager_run(model: nn.Module, **options: Any) -> Run:
-    """Return a run of a copy of `model` by torch, op by op, with torch's own fused AdamW."""
+def eager_run(model: nn.Module, optimizer: Callable[..., Any] = fused_adamw, **options: Any) -> Run:
+    """Return a run of a copy of `model` by torch, op by op, with torch's own fused AdamW or another `optimizer`."""
     own = copy.deepcopy(model)
-    return Run(model=own, compiled=own, optimizer=fused_adamw(own.parameters(), **options))
+    return Run(model=own, compiled=own, optimizer=optimizer(own.parameters(), **options))
+
+
+class Several:
+    """Several optimizers that step as one."""
+
+    def __init__(self, each: Iterable[torch.optim.Optimizer]) -> None:
+        self.each = tuple(each)
+
+    def step(self) -> None:
+        for optimizer in self.each:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.each:
+            optimizer.zero_grad()
+
+
+def closure_step(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+    """Train on one batch by a closure."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(compiled, batch)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
 
 
 def accumulate(run: Run, batches: list[torch.Tensor], num_backwards: int) -> Run:
@@ -149,6 +176,23 @@ def accumulate(run: Run, batches: list[torch.Tensor], num_backwards: int) -> Run
 def weights_of(run: Run) -> dict[str, torch.Tensor]:
     """Return copies of the parameters by name."""
     return {name: param.detach().clone() for name, param in run.model.named_parameters()}
+
+
+def flat_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return all that the optimizer keeps, plain numbers too, by `index.name`."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, entry in sorted(state.items())
+        for name, value in sorted(entry.items())
+    }
+
+
+def assert_equal(expected: Run, got: Run) -> None:
+    """Fail unless losses, weights and optimizer state are bitwise equal."""
+    assert [loss.item() for loss in expected.losses] == [loss.item() for loss in got.losses]
+    assert_same_tensors(weights_of(expected), weights_of(got))
+    assert_same_tensors(flat_state(expected.optimizer), flat_state(got.optimizer))
 
 
 def buckets_of(run: Run) -> list[RunningBucket]:
