@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from elixir_compile.api.records import compilations as compilations
     from elixir_compile.api.saved import load_plan as load_plan
     from elixir_compile.api.saved import save_plan as save_plan
+    from elixir_compile.api.share import weigh as weigh
+    from elixir_compile.checkpoint.full import export as export
     from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
     from elixir_compile.checkpoint.loading import load as load
@@ -33,6 +35,7 @@ _HOME = {
     "compilations": "api.records",
     "diff": "report.diff",
     "explain": "report.explain",
+    "export": "checkpoint.full",
     "full_state_dict": "checkpoint.full",
     "hybrid": "optim.classes",
     "load": "checkpoint.loading",
@@ -42,6 +45,7 @@ _HOME = {
     "prepare": "api.prepare",
     "save": "checkpoint.saving",
     "save_plan": "api.saved",
+    "weigh": "api.share",
 }
 _ERRORS = (
     "ActivationsGone",
@@ -74,6 +78,7 @@ _ERRORS = (
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
 _HOME.update(dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors"))
+_HOME.update(dict.fromkeys(("PeerFailed", "RanksDiffer"), "runtime.errors"))
 
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -459,7 +460,7 @@ def fused_adamw_(
     )
 
 
-def flat_collectives() -> tuple[Callable[..., object], Callable[..., object]]:
+def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return all-gather and reduce-scatter of one tensor, each called with (output, input, group=...).
 
     `all_gather_single` and `reduce_scatter_single` from torch 2.13 on, which deprecates `all_gather_into_tensor` and
@@ -470,3 +471,30 @@ def flat_collectives() -> tuple[Callable[..., object], Callable[..., object]]:
     if hasattr(distributed, "all_gather_single"):
         return distributed.all_gather_single, distributed.reduce_scatter_single
     return distributed.all_gather_into_tensor, distributed.reduce_scatter_tensor
+
+
+def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
+    """Let the DTensor `sharded` hold `local`, of the shape, dtype and values of what it held, at the same version.
+
+    `_local_tensor`, torch 2.11 to 2.13, which FSDP2 sets too. Gone: AttributeError when a parameter is moved.
+    """
+    torch._C._autograd._unsafe_set_version_counter((local,), (sharded._local_tensor._version,))
+    sharded._local_tensor = local
+
+
+def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of the DTensor `sharded`: the tensor itself, where `to_local()` makes a view.
+
+    `_local_tensor`, torch 2.11 to 2.13. Gone: AttributeError when a model is prepared for several ranks.
+    """
+    return sharded._local_tensor
+
+
+def default_timeout() -> timedelta:
+    """Return how long the default process group waits for a rank.
+
+    `ProcessGroup._get_backend`, `._device_types` and `.options._timeout`, torch 2.11 to 2.13. Gone: AttributeError at
+    the first `prepare` on several ranks.
+    """
+    world = torch.distributed.group.WORLD
+    return world._get_backend(world._device_types[0]).options._timeout

@@ -225,7 +225,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 
     `memory` is `device` or `host`; `disk_bytes` are optimizer state on the host that could be on disk; `is_prepared`
     says whether the model came through `prepare`; `op` is where the peak is, `source` the user's line or module,
-    `by_kind` what is live there.
+    `by_kind` what is live there. `because` says why nothing was searched: then less than `needed_bytes` may do for
+    ranks with equal graphs.
     """
 
     def __init__(
@@ -237,10 +238,11 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         by_kind: Mapping[str, int],
         memory: str = "device",
         disk_bytes: int = 0,
+        because: str = "",
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        super().__init__(op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, is_prepared)
+        super().__init__(op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -248,6 +250,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.by_kind = live
         self.memory = memory
         self.disk_bytes = disk_bytes
+        self.because = because
         self.is_prepared = is_prepared
 
     def __str__(self) -> str:
@@ -259,12 +262,14 @@ class NoFeasiblePlan(ElixirError, MemoryError):
             other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it are optimizer state"
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
-        return (
+        short = (
             f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}, "
             f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
             + (f"; live: {live}" if live else "")
-            + f". Try {self.memory}_memory={self.needed_bytes}, the smallest that would do, or {other}."
         )
+        if self.because:
+            return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."
+        return f"{short}. Try {self.memory}_memory={self.needed_bytes}, the smallest that would do, or {other}."
 
 
 class NotPrepared(ElixirError, RuntimeError):

@@ -2,7 +2,7 @@
 
 from elixir_compile.analysis.activations import Depth, Group, activation_groups
 from elixir_compile.analysis.closing import closing_verbs
-from elixir_compile.analysis.formula import peak_formula, plan_at
+from elixir_compile.analysis.formula import peak_formula, plan_at, resized
 from elixir_compile.analysis.fusion import fused
 from elixir_compile.analysis.liveness import Life, Liveness, liveness
 from elixir_compile.analysis.recompute import Repeat, as_run, repeats
@@ -37,6 +37,7 @@ __all__ = [
     "plan_at",
     "plan_timeline",
     "repeats",
+    "resized",
     "use_windows",
     "verify",
     "with_peaks",

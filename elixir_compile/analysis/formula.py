@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.structure import check_activations, check_regions
 from elixir_compile.analysis.timeline import device_stays, plan_timeline, with_peaks
 from elixir_compile.ir import Plan, StepGraph, sizes
 
@@ -54,11 +55,21 @@ def plan_at(graph: StepGraph, plan: Plan) -> Plan:
 
     Its seconds stay those of the sizes that it was planned for.
     """
-    if plan.symbols == graph.symbols:
-        return plan
+    return plan if plan.symbols == graph.symbols else resized(graph, plan)
+
+
+def resized(graph: StepGraph, plan: Plan) -> Plan:
+    """Return `plan` with the bytes that it has in `graph`.
+
+    Its seconds stay those that it was planned with. Raises IllegalSchedule where its regions or activations name what
+    the graph does not have.
+    """
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
     groups = (replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in plan.activations)
-    plan = with_peaks(graph, replace(plan, activations=tuple(groups)))
+    plan = replace(plan, activations=tuple(groups))
+    check_activations(graph, plan)
+    check_regions(as_run(graph, plan.activations), plan)
+    plan = with_peaks(graph, plan)
     return replace(plan, formula=peak_formula(graph, plan), symbols=graph.symbols)
 
 

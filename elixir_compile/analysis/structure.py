@@ -73,7 +73,7 @@ def _bucket_fault(
     if nbytes != bucket.nbytes:
         return f"{bucket.id} claims {bucket.nbytes} bytes, but its parameters have {nbytes}."
     if len(bucket.shard_numels) != num_ranks or sum(bucket.shard_numels) < bucket.numel:
-        return f"{bucket.id} has {bucket.numel} elements in shards of {bucket.shard_numels} for {num_ranks} ranks."
+        return f"{bucket.id} has {bucket.numel} elements in shards of {bucket.shards_text} for {num_ranks} ranks."
     return None
 
 

@@ -13,6 +13,13 @@ step: O(ops + storages + actions). An offloaded activation does so twice:
   schedule             offload^  ^wait    ^prefetch  (the first wait ends it, the prefetch begins it again)
 ```
 
+On several ranks two moments between ops take more than the ops around them, and count at one of these:
+
+```text
+  gather, wait    the flat buffer and the parameters copied out of it     at the op after the wait
+  reduce          whole gradients and the flat buffer they are packed in  at the op before the reduce
+```
+
 Not modelled: what a kernel allocates for itself, the allocator's rounding, and the moment between two ops in which a
 gather that comes before a release in the schedule holds both.
 """
@@ -104,15 +111,13 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
             tally.add(storages[name].kind, storages[name].nbytes, stay.first, stay.last)
     for bucket in plan.buckets:
         for first, last in moves.gathered.get(bucket.id, ()):
-            tally.add(Kind.GATHERED, bucket.nbytes, first, last)
+            tally.add(Kind.GATHERED, bucket.flat_nbytes, first, last)
         if placements[bucket.id].param is Tier.DEVICE:
             tally.add(Kind.PARAM, bucket.shard_nbytes(rank), 0, end)
         if placements[bucket.id].optim is Tier.DEVICE:
             tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), 0, end)
-        if bucket.is_sharded and bucket.id in moves.reduced_at:
-            stays = placements[bucket.id].param is Tier.DEVICE
-            last = end if stays else moves.grad_ends[bucket.id]
-            tally.add(Kind.GRAD, bucket.shard_nbytes(rank), moves.reduced_at[bucket.id], last)
+        if bucket.is_sharded:
+            _add_sharded(tally, bucket, placements[bucket.id], moves, end)
     _add_streamed(tally, step, plan, rank)
     # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
     tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
@@ -162,6 +167,28 @@ def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> in
     return total
 
 
+def _add_sharded(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", end: int) -> None:
+    """What a bucket of several ranks takes beside its gathered copies and whole gradients."""
+    shard_nbytes, on_host = bucket.flat_shard_nbytes, placement.param is not Tier.DEVICE
+    for gather, wait in moves.awaited.get(bucket.id, ()):
+        if bucket.is_unpacked and wait <= end:
+            tally.add(Kind.GATHERED, bucket.flat_nbytes, wait, wait)
+        if on_host:
+            # It goes at the wait, behind the op before; the op after counts it, or what is copied out, which is more.
+            tally.add(Kind.GATHERED, shard_nbytes, gather, wait - 1 if bucket.is_unpacked else min(wait, end))
+    reduced = moves.reduced_at.get(bucket.id)
+    if reduced is None:
+        return
+    grad_end = moves.grad_ends.get(bucket.id, end)
+    tally.add(Kind.GRAD, shard_nbytes, reduced, grad_end if on_host else end)
+    if bucket.is_packed:
+        tally.add(Kind.GRAD, bucket.flat_nbytes, reduced, grad_end)
+    # A copy that is released behind the op before is gone by then, and was as large as the flat buffer.
+    if bucket.id not in moves.replaced and reduced:
+        at_once = shard_nbytes if grad_end < reduced else 0
+        tally.add(Kind.GRAD, bucket.flat_nbytes if bucket.is_packed else at_once, reduced - 1, reduced - 1)
+
+
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
     """State passes the device bucket by bucket during the update: the largest one counts, with its parameters and
     gradients where they are not there."""
@@ -184,10 +211,14 @@ class _Moves:
 
     gathered: dict[BucketId, list[tuple[int, int]]]
     """First and last op of each gathered copy."""
+    awaited: dict[BucketId, list[tuple[int, int]]]
+    """By gathered copy: the first op behind its gather, and behind its wait."""
     grad_ends: dict[BucketId, int]
     """Last op at which a gradient that leaves, or is shared out, is whole on the device."""
     reduced_at: dict[BucketId, int]
     """First op at which the reduced gradient is there."""
+    replaced: set[BucketId]
+    """Buckets whose copy was released between the same two ops as their gradient was reduced, and before it."""
     left_at: dict[str, int]
     """By group: last op at which offloaded activations are still on the device."""
     back_at: dict[str, int]
@@ -198,10 +229,13 @@ def _stays(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
     lives = liveness(step).lives
     stays: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in lives.items()}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
+    packed = {bucket.id for bucket in plan.buckets if bucket.is_packed}
+    ends = moves.grad_ends | {name: op - 1 for name, op in moves.reduced_at.items() if name in packed}
     for storage in step.storages:
         owner = None if storage.of is None else owners.get(storage.of)
-        if owner is not None and owner in moves.grad_ends and storage.id in lives:
-            stays[storage.id] = (Life(first=lives[storage.id].first, last=moves.grad_ends[owner]),)
+        last = None if owner is None else ends.get(owner)
+        if last is not None and storage.id in lives:
+            stays[storage.id] = (Life(first=lives[storage.id].first, last=last),)
     for group in plan.activations:
         for name in group.storages if group.id in moves.left_at else ():
             back_at = moves.back_at.get(group.id, len(step.ops))
@@ -218,7 +252,7 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
     spans = {region.id: (index[region.first], index[region.last]) for region in plan.regions}
     grads = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
     offloaded = {group.id for group in plan.activations if group.saving is Saving.OFFLOAD}
-    moves = _Moves({}, {}, {}, {}, {})
+    moves = _Moves({}, {}, {}, {}, set(), {}, {})
     starts: dict[str, int] = {}
     done = -1
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
@@ -231,10 +265,14 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
             moves.gathered.setdefault(BucketId(action.what), []).append((starts.pop(action.what), done))
         elif action.verb is Verb.REDUCE:
             moves.reduced_at[BucketId(action.what)] = done + 1
+            if any(first <= last == done for first, last in moves.gathered.get(BucketId(action.what), ())):
+                moves.replaced.add(BucketId(action.what))
         elif action.verb is Verb.WAIT and action.what in grads:
             moves.grad_ends[grads[action.what]] = done
         elif action.verb is Verb.WAIT and action.what in offloaded:
             moves.left_at.setdefault(action.what, done)
+        elif action.verb is Verb.WAIT and action.what in starts:
+            moves.awaited.setdefault(BucketId(action.what), []).append((starts[action.what], done + 1))
         elif action.verb is Verb.PREFETCH:
             moves.back_at[action.what] = done + 1
     for bucket, first in starts.items():

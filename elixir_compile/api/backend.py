@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
+from elixir_compile.api.front_end import FrontEnd
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.masters import check_masters
 from elixir_compile.api.prepare import new_executor, swap_modules
@@ -85,20 +86,40 @@ def _compile_gathers(
     if options.param_dtype is not None:
         check_masters(executor.slots.values(), options.param_dtype)
     executor.sums_in_fp32 |= options.reduce_dtype == "float32"
-    chunks = chunks_of(gm, options)
-    if options.plan is not None:
-        num_chunks = load_plan(options.plan).loss_chunks
-        if chunks is not None and num_chunks > 1:
-            chunk_loss(gm, chunks.region, num_chunks)
-            return _compile_as(gm, inputs, options, executor, lambda plan: replace(plan, loss_chunks=num_chunks))
-        chunks = None
+    chunks = chunks_of(gm, options, is_shared=executor.ranks is not None)
     if chunks is None:
         return _compile_as(gm, inputs, options, executor)
+    decided = _decided_chunks(options, executor)
+    if decided is None:
+        return _compile_reviewed(gm, inputs, options, executor, chunks)
+    if decided > 1:
+        chunk_loss(gm, chunks.region, decided)
+    return _compile_as(gm, inputs, options, executor, lambda plan: replace(plan, loss_chunks=decided), decided)
+
+
+def _decided_chunks(options: Options, executor: Executor) -> int | None:
+    """Return in how many chunks the loss is computed by the user's plan or, on several ranks, by an earlier graph:
+    others may not compile theirs again. None where nothing is decided."""
+    if options.plan is not None:
+        return load_plan(options.plan).loss_chunks
+    if executor.ranks is None:
+        return None
+    is_inference = not torch.is_grad_enabled()
+    alike = (other.loss_chunks for other in executor.compilations if other.is_inference is is_inference)
+    return next((count for count in alike if count is not None), None)
+
+
+def _compile_reviewed(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor, chunks: Chunks
+) -> Callable[..., Any]:
+    """Compile the graph with its loss whole, or in `chunks` where that makes the better plan."""
     try:
         # Without a backward a loss in chunks saves no time, only what does not fit.
         review = _unpressed if torch.is_grad_enabled() else None
-        return _compile_as(compat.copy_of(gm), inputs, options, executor, review)
+        return _compile_as(compat.copy_of(gm), inputs, options, executor, review, 1)
     except NoFeasiblePlan as error:
+        if error.because:  # other ranks run other graphs, and do not try theirs in chunks
+            raise
         whole: Whole = error
     except Pressed as pressed:
         whole = pressed.plan
@@ -107,7 +128,7 @@ def _compile_gathers(
         return found
     if isinstance(whole, NoFeasiblePlan):
         raise whole
-    return _compile_as(gm, inputs, options, executor)
+    return _compile_as(gm, inputs, options, executor, num_chunks=1)
 
 
 def _unpressed(plan: Plan) -> Plan:
@@ -131,7 +152,7 @@ def _compile_chunked(
     chunked = compat.copy_of(gm)
     chunk_loss(chunked, chunks.region, chunks.num_chunks)
     try:
-        compiled = _compile_as(chunked, inputs, options, executor, review)
+        compiled = _compile_as(chunked, inputs, options, executor, review, chunks.num_chunks)
     except NoFeasiblePlan as error:
         least_short(whole, error)
         return None
@@ -149,12 +170,16 @@ def _compile_as(
     options: Options,
     executor: Executor,
     review: Callable[[Plan], Plan] | None = None,
+    num_chunks: int | None = None,
 ) -> Callable[..., Any]:
-    """Compile the graph as it is; `review` gets its first plan and returns the one to use."""
+    """Compile the graph as it is, whose loss is in `num_chunks`; `review` gets its first plan and returns the one to
+    use."""
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
+    compilation.loss_chunks = num_chunks
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
-    compiled = front_end(gm, inputs, compilation.partition, compilation.lower)
+    calls = FrontEnd(compilation, executor.regions_for(options.inner))
+    compiled = front_end(gm, inputs, calls.partition, calls.lower)
     executor.compilations.append(compilation)
     return compiled
 

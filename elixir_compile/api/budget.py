@@ -10,9 +10,10 @@ from elixir_compile import compat
 from elixir_compile.api.machines import cached_machine
 from elixir_compile.errors import ProfileFileError
 from elixir_compile.hardware import Cluster, cluster_from_json, parse_hardware, profile_for
-from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes
+from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes, num_local_ranks
 from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
+from elixir_compile.runtime.ranks import Ranks
 
 _HANDLES = 2
 _STEP_COUNT_BYTES = 4
@@ -47,7 +48,9 @@ def _named_machine(hardware: str) -> Cluster:
     return cluster_from_json(text)
 
 
-def device_budget_bytes(options: Options, cluster: Cluster, device: torch.device, held_bytes: int) -> int:
+def device_budget_bytes(
+    options: Options, cluster: Cluster, device: torch.device, held_bytes: int, ranks: Ranks | None = None
+) -> int:
     """Return the bytes that training may hold on the device: the option, else what is free now plus `held_bytes`, less
     the reserve.
 
@@ -63,7 +66,7 @@ def device_budget_bytes(options: Options, cluster: Cluster, device: torch.device
         allowed_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes) - allocated_bytes
         available_bytes = min(free_bytes + cached_bytes, allowed_bytes)
         return max(available_bytes + held_bytes - cluster.device.reserve_bytes, 1)
-    return available_host_bytes() + held_bytes
+    return _free_host_bytes(ranks) + held_bytes
 
 
 @functools.cache
@@ -91,6 +94,19 @@ def scalar_bytes(slots: Collection[Slot]) -> int:
     return handles_bytes + _STEP_COUNT_BYTES * sum(slot.param.requires_grad for slot in slots)
 
 
-def host_budget_bytes(options: Options) -> int:
+def host_budget_bytes(options: Options, ranks: Ranks | None = None) -> int:
     """Return the bytes of host memory that parameters, gradients and optimizer state may take."""
-    return options.host_memory if options.host_memory is not None else available_host_bytes()
+    return options.host_memory if options.host_memory is not None else _free_host_bytes(ranks)
+
+
+def num_sharing_host(ranks: Ranks | None) -> int:
+    """Return how many ranks share this host, the same on all `ranks`, where there are several hosts the most."""
+    if ranks is None or ranks.talk.is_echo:
+        return num_local_ranks()
+    # Ranks of another model may be here too.
+    return max(ranks.num_local, num_local_ranks(1))
+
+
+def _free_host_bytes(ranks: Ranks | None) -> int:
+    """Return the part of this rank of what the host has free."""
+    return available_host_bytes() // num_sharing_host(ranks)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from elixir_compile.api.agreement import any_of_all
 from elixir_compile.api.budget import library_bytes
 from elixir_compile.api.planning import Company, outside_bytes
 from elixir_compile.api.sharing import Planned, Turn, share_out
@@ -34,7 +35,8 @@ def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company],
     `reserved_bytes` are left alone where that can be. Raises NoFeasiblePlan as `plan` does.
     """
     waiting_bytes = executor.saved.held_bytes()
-    if reserved_bytes:
+    # Of a parameter with few rows the last ranks have none, and what waits may be less on some: all take one way.
+    if any_of_all(executor, reserved_bytes > 0, "room to be left"):
         try:
             return plan(Company(waiting_bytes=waiting_bytes, reserved_bytes=reserved_bytes))
         except NoFeasiblePlan:
@@ -42,7 +44,7 @@ def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company],
     try:
         return plan(Company(waiting_bytes=waiting_bytes))
     except NoFeasiblePlan:
-        if not executor.saved.make_room():
+        if not any_of_all(executor, executor.saved.make_room(), "room that was made"):
             raise
     executor.is_crowded = True
     return plan(Company(waiting_bytes=executor.saved.held_bytes()))
@@ -50,6 +52,8 @@ def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company],
 
 def earlier_capture(record: "Compilation", executor: Executor) -> "Compilation | None":
     """Return the earlier capture of the step of `record`, whose plan is in force: the first call of a plain model."""
+    if executor.ranks is not None:  # others may have none: they would wait for this one to plan with them
+        return None
     for other in executor.compilations:
         is_another = other is not record and other.plan is not None
         is_same = is_another and other.graph == replace(record.graph, name=other.graph.name)
@@ -90,6 +94,12 @@ class Together:
     def is_part(self) -> bool:
         """Whether the record ran in the steps that are looked at."""
         return self._has_run and not self._record.is_superseded and not self._record.is_inference
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other graph trains."""
+        others = (other for other in self._executor.compilations if other is not self._record)
+        return all(other.is_superseded or other.is_inference for other in others)
 
     def take_over(self, before: "Compilation | None") -> None:
         """Stand for `before`, an earlier capture of the same step, from now on."""

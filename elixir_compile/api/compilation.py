@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,21 +11,24 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
+from elixir_compile.api.agreement import Step, asked_by_all, plan_for_all
 from elixir_compile.api.cache import plan_for
 from elixir_compile.api.company import Together, earlier_capture, with_room
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.disk import disk_of, require_disk
+from elixir_compile.api.in_step import planned_in_step
 from elixir_compile.api.loss import as_decided, is_pressed
 from elixir_compile.api.planning import Company, graph_of, may_move_back, named, problem_of, unread_bytes
 from elixir_compile.api.profile import Profiler, RegionProfile
 from elixir_compile.api.programs import Programs, Succession, is_one_region_each, runs_as, storages_of, ticket_position
 from elixir_compile.api.progress import Progress
+from elixir_compile.api.rank_facts import roll_key
 from elixir_compile.api.replan import replan, with_buckets_free
 from elixir_compile.api.saved import load_plan_for
 from elixir_compile.api.sizes import PlannedSizes
+from elixir_compile.api.variants import Room, Variant, Variants
 from elixir_compile.api.watch import Seen, Watch
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.joint import gather_keys, partition_hidden, show_in_inference
 from elixir_compile.capture.spare import add_spares
 from elixir_compile.capture.tracing import captured_step
 from elixir_compile.cost import Measured
@@ -67,7 +71,9 @@ class Compilation:
         self._options = options
         self._review = review
         self._reviewed: Plan | None = None
+        self._own: Captured | None = None
         self._captured: Captured | None = None
+        """The capture, and the same with what the graphs of other ranks use besides."""
         self._progress = Progress(is_on=options.report)
         self._watch = Watch(executor, is_on=options.report or options.replan, records=self.may_replan())
         self._seen: Seen | None = None
@@ -83,6 +89,9 @@ class Compilation:
         self._programs = Succession()
         self._ticket_at = -1
         self._chose_strides: bool | None = None
+        self._variants = Variants(executor)
+        self.loss_chunks: int | None = None
+        """In how many chunks its loss is computed; None where it has none that could be."""
         self.is_superseded = False
         """Whether a later capture of the same step took its place."""
 
@@ -101,36 +110,8 @@ class Compilation:
             return f"{self.name}: not planned"
         return program_text(self.plan, self.timeline, self.graph, self.forward, self.backward)
 
-    # Callbacks of the compiler front ends.
-
-    def partition(
-        self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split the joint graph as torch would, and plan the step."""
-        if not gather_keys(joint.graph):
-            return compat.min_cut_partition(joint, joint_inputs, **options)
-        num_outputs = options["num_fwd_outputs"]
-        forward, backward = partition_hidden(joint, joint_inputs, compat.min_cut_partition, **options)
-        self._capture(forward, backward, num_outputs)
-        return forward, backward
-
-    def lower(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        *,
-        is_backward: bool = False,
-        is_inference: bool = False,
-        **options: Any,
-    ) -> Callable[[list[Any]], Any]:
-        """Return what runs one half of the graph."""
-        if self._captured is None and gather_keys(gm.graph):
-            show_in_inference(gm)
-            self._capture(gm, None, len(gm.graph.output_node().args[0]))
-        if self._captured is None:
-            return self._regions.lower_plain(
-                gm, examples, is_backward=is_backward, is_inference=is_inference, **options
-            )
+    def runs(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
+        """Return what runs one half of the captured graph."""
         if not is_backward:
             self._write_forward()
             return compat.boxed(self._run_forward)
@@ -140,13 +121,17 @@ class Compilation:
 
     # Planning.
 
-    def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
-        self._captured = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
+    def capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
+        """Take the two halves of the graph, and plan the step."""
+        self._own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
+        self._captured = self._own
         if backward is not None:
             add_spares(self._captured)
             self._ticket_at = ticket_position(self._captured)
+        self._variants.key = roll_key(graph_of(self._captured, self._executor, self._sizes.values))
+        self._variants.meet()
         before = self._replan()
-        if self._review is not None:
+        if self._review is not None and not self._variants.company:
             self.plan = self._review(self.plan)
             self._reviewed = self.plan
         self.company.take_over(before)
@@ -155,34 +140,38 @@ class Compilation:
 
     def _replan(self) -> "Compilation | None":
         """Plan for the sizes at hand, on top of what is in force; return the earlier capture whose plan was taken."""
+        if self._variants.company:
+            self.beside_bytes = self._executor.saved.held_bytes()
+            found = planned_in_step(self._executor, self._own, self._options, self._sizes.values, self._answered)
+            self._captured, self._problem, self.plan = found
+            self.graph = self._problem.graph
+            require_disk(self.plan, self._executor.disk)
+            return None
+        self._captured = self._own
         self.graph = graph_of(self._captured, self._executor, self._sizes.values)
         return with_room(self._executor, unread_bytes(self._captured, self._executor), self._plan_beside)
 
     def _plan_beside(self, company: Company) -> "Compilation | None":
         self.beside_bytes = company.waiting_bytes
-        self._problem = problem_of(self._captured, self.graph, self._executor, self._options, company)
         before = earlier_capture(self, self._executor)
         in_force = None if before is None else self._as_in_force(before)
-        if self._correction is not None:
-            self._problem = self._correction.applied_to(self._problem)
-        elif self._options.profile_regions and in_force is None and not self.is_inference:
-            self._problem = replace(self._problem, measured=self._profiled(self._problem).measured)
-        self.plan = in_force or self._saved_plan(self._problem) or self._searched(self._problem, self._options)
+        self._problem = asked_by_all(self._executor, lambda: self._asked(company, is_new=in_force is None))
+        self.plan = in_force or plan_for_all(self._executor, self._problem, self._answered, self._options)
         require_disk(self.plan, self._executor.disk)
         # What was left alone may be more than others want: that is known once they ran.
         self._executor.is_crowded |= bool(company.reserved_bytes) and is_pressed(self.plan)
         return before
 
-    def _profiled(self, problem: Problem) -> RegionProfile:
-        """Time the regions, at the sizes of this plan."""
+    def _asked(self, company: Company, *, is_new: bool) -> Problem:
+        problem = problem_of(self._captured, self.graph, self._executor, self._options, company)
+        if self._correction is not None:
+            return self._correction.applied_to(problem)
+        if not (self._options.profile_regions and is_new) or self.is_inference:
+            return problem
         profiler = Profiler(self._regions, self._executor.device, self._options.inner)
         self.profile = profiler.profile(self._captured, problem, self._sizes.values)
         self._progress.say(str(self.profile))
-        return self.profile
-
-    def _search_again(self, problem: Problem) -> Plan:
-        # No other run measures the very same seconds, so none would find this plan.
-        return self._searched(problem, replace(self._options, plan_cache=False))
+        return replace(problem, measured=self.profile.measured)
 
     def _searched(self, problem: Problem, options: Options) -> Plan:
         found = plan_for(problem, options)
@@ -196,11 +185,11 @@ class Compilation:
             self._watch.stop()
         return other.plan
 
-    def _saved_plan(self, problem: Problem) -> Plan | None:
-        """Return the plan that the user asked for, which is of the training graph."""
+    def _answered(self, problem: Problem) -> Plan:
+        """Return the plan that the user asked for, which is of the training graph, or one that is found."""
         if self._options.plan is None or self.is_inference:
-            return None
-        return load_plan_for(self._options.plan, self.graph, problem.cluster)
+            return self._searched(problem, self._options)
+        return load_plan_for(self._options.plan, problem.graph, problem.cluster)
 
     # Programs.
 
@@ -215,30 +204,22 @@ class Compilation:
 
     def _programs_of(self, graph: StepGraph, plan: Plan) -> Programs:
         # Not under a plan of one region each that follows one of several: autograd's strides are those of the first.
-        return Programs(
-            self._captured,
-            graph,
-            plan,
-            self._executor,
-            self._regions,
-            may_choose_strides=bool(self._chose_strides),
-        )
+        may_choose = bool(self._chose_strides)
+        return Programs(self._captured, graph, plan, self._executor, self._regions, may_choose_strides=may_choose)
 
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""
-        self._programs.take(programs, self._executor.saved.next_number)
+        self._programs.take(programs, self._executor.saved.next_number, is_apart=self._variants.taken())
         self.forward, self.backward = programs.forward, None
 
     def _write_backward(self) -> None:
-        self.backward = self._programs.last.backward
+        self.backward = self._programs.last.backward if self._wants_backward else None
 
     def _backward_of(self, ticket: torch.Tensor) -> fx.GraphModule:
         """Return the program that follows the forward of `ticket`."""
         programs = self._programs.of(ticket)
-        if programs is self._programs.last:
-            return self.backward
         with _compile_lock:
-            return programs.backward
+            return self.backward if programs is self._programs.last else programs.backward
 
     # Running.
 
@@ -333,16 +314,13 @@ class Compilation:
             return
         self._progress.planned(self.plan)
         self._take(programs)
-        if self._wants_backward:
-            self._write_backward()
+        self._write_backward()
 
     def is_in_force(self) -> None:
         """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
         self._generation = self._executor.generation
         if not self.is_inference:
-            others = [other for other in self._executor.compilations if other is not self and not other.is_inference]
-            is_alone = all(other.is_superseded for other in others)
-            closing = closing_verbs(self.plan) if is_alone else {}
+            closing = closing_verbs(self.plan) if self.company.is_alone else {}
             self._executor.schedule_updates(self.plan, closing)
 
     def _learn(self, seen: Seen) -> None:
@@ -350,7 +328,9 @@ class Compilation:
             self._correction = correct(self._problem, self.plan, seen)
             if self._correction is None:
                 return
-            search = self._search_again if may_move_back(self._problem, self._executor) else None
+            # No other run measures the very same seconds, so none would find a plan of this search.
+            options = replace(self._options, plan_cache=False)
+            search = partial(self._searched, options=options) if may_move_back(self._problem, self._executor) else None
             outcome = replan(self._problem, self.plan, self._correction, search)
             if outcome is None:
                 return
@@ -363,38 +343,58 @@ class Compilation:
             self.is_in_force()
 
     def may_replan(self) -> bool:
-        """Whether the first steps may change the plan: not a plan that the user gave, and not on one rank of several,
-        whose plans are equal."""
-        is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        return self._options.replan and self._options.plan is None and is_alone
+        """Whether the first steps may change the plan: not one that the user gave, nor that of several ranks."""
+        return self._options.replan and self._options.plan is None and self._executor.ranks is None
 
     def _keep_current(self, args: Sequence[Any]) -> None:
-        """Before a forward: adopt the plan, or make a new one where it would not hold.
-
-        That is for larger inputs, beside forwards that still wait for their backward, and after another graph moved a
-        bucket.
-        """
+        """Before a forward: adopt the plan, or make a new one for larger inputs, beside forwards that still wait for
+        their backward, after another graph moved a bucket, and where another rank has to."""
         executor = self._executor
-        grown = self._sizes.grown(self._captured, args)
+        wants_plan = self._wants_plan(args)
+        while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
+            with _compile_lock:
+                if call.step is Step.JOIN:
+                    wants_plan = not self._join(call.company) or self._wants_plan(args)
+                else:
+                    self._plan_anew(args)
+                    wants_plan = False
+        if executor.generation != self._generation:
+            with _compile_lock:
+                executor.adopt(self.plan.buckets, self.plan.placements, for_training=not self.is_inference)
+                self.is_in_force()
+
+    def _wants_plan(self, args: Sequence[Any]) -> bool:
+        executor = self._executor
         has_company = not self.is_inference and executor.saved.held_bytes() > self.beside_bytes
         if has_company and self.company.takes_turns:
             has_company = not executor.saved.make_room()
-        if not grown and not has_company and executor.generation == self._generation:
-            return
-        with _compile_lock:
-            if (
-                grown
-                or has_company
-                or not executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=self._generation < 0)
-            ):
-                self._sizes.values.update(grown)
-                if grown and self._correction is not None:
-                    # The regions were measured at other sizes; the links and the optimizer are the same.
-                    self._correction = replace(self._correction, measured=Measured())
-                self.company.take_over(self._replan())
-                self._progress.planned(self.plan)
-                self._write_forward()
-                if self._wants_backward:
-                    self._write_backward()
-            executor.adopt(self.plan.buckets, self.plan.placements, for_training=not self.is_inference)
-            self.is_in_force()
+        is_moved, may_adopt = executor.generation != self._generation, self._generation < 0
+        may_stay = not is_moved or executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=may_adopt)
+        return bool(self._sizes.grown(self._captured, args)) or has_company or not may_stay
+
+    def _join(self, company: str) -> bool:
+        """Go on with what was planned for the graphs of `company`; return whether there is anything."""
+        now = None
+        if self._variants.is_planned:
+            programs, room = self._programs.last, Room(dict(self._sizes.values), self.beside_bytes)
+            now = Variant(self._captured, self._problem, self.plan, programs, room, self._generation)
+        found = self._variants.join(company, now)
+        if found is None:
+            return False
+        self._captured, self._problem, self.plan, programs, room, self._generation = found
+        self.graph, self._sizes.values, self.beside_bytes = self._problem.graph, dict(room.sizes), room.beside_bytes
+        self._take(programs)
+        self._write_backward()
+        return True
+
+    def _plan_anew(self, args: Sequence[Any]) -> None:
+        grown = self._sizes.grown(self._captured, args)
+        self._sizes.values.update(grown)
+        if grown and self._correction is not None:
+            # The regions were measured at other sizes; the links and the optimizer are the same.
+            self._correction = replace(self._correction, measured=Measured())
+        self.company.take_over(self._replan())
+        self._generation = -1
+        self._progress.planned(self.plan)
+        self._write_forward()
+        self._write_backward()

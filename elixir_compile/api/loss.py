@@ -21,6 +21,8 @@ _LEAST_BYTES = 16 * MIB
 _CHUNK_BYTES = 64 * MIB
 """Logits of one chunk: a matrix product of so many results is as fast as a larger one."""
 _MIN_CHUNKS, _MAX_CHUNKS = 8, 64
+_SHARED_CHUNKS, _LEAST_CLASSES = 16, 1024
+"""On several ranks, whose batches, and so whose logits, may differ in size: fewer classes are rarely the peak."""
 LOSS = "loss"
 """What the decision about chunks is about."""
 _GAIN = 0.01
@@ -45,11 +47,17 @@ class Chunks:
     num_chunks: int
 
 
-def chunks_of(gm: fx.GraphModule, options: Options) -> Chunks | None:
-    """Return how the loss of `gm`, a graph of Dynamo, could be chunked; None where that would save little."""
+def chunks_of(gm: fx.GraphModule, options: Options, *, is_shared: bool = False) -> Chunks | None:
+    """Return how the loss of `gm`, a graph of Dynamo, could be chunked; None where that would save little.
+
+    Where it `is_shared` by several ranks, it is the same for graphs that differ in sizes alone.
+    """
     if options.activations not in ("any", "recompute"):
         return None
     region = find_loss(gm)
+    if region is not None and is_shared:
+        is_large = region.num_classes >= _LEAST_CLASSES
+        return Chunks(region=region, num_chunks=_SHARED_CHUNKS) if is_large else None
     if region is None or region.logits_bytes < _LEAST_BYTES:
         return None
     wanted = max(_MIN_CHUNKS, -(-region.logits_bytes // _CHUNK_BYTES))

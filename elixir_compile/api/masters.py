@@ -14,6 +14,7 @@ from torch import nn
 from elixir_compile.errors import WrongDtype
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.registry import Slot
+from elixir_compile.ops.shards import is_shared, own_part
 from elixir_compile.optim.host.fallback import split
 from elixir_compile.options import ParamDtype
 from elixir_compile.runtime.dense import flat
@@ -30,15 +31,15 @@ def torch_dtype(name: ParamDtype) -> torch.dtype:
 
 def gets_master(param: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether `param` has a master after a cast to `dtype`: it is fp32 now, or `dtype` already."""
-    return type(param.data) is torch.Tensor and param.dtype in (torch.float32, dtype)
+    return type(own_part(param.data)) is torch.Tensor and param.dtype in (torch.float32, dtype)
 
 
 @torch.no_grad()
 def cast(model: nn.Module, name: ParamDtype) -> None:
-    """Cast every fp32 parameter of `model` to the dtype called `name`, and give it a master."""
+    """Cast every fp32 parameter of `model` to the dtype called `name`, and give it a master; not what ranks share."""
     dtype = torch_dtype(name)
     for param in model.parameters():
-        if not gets_master(param, dtype) or has_master(param):
+        if not gets_master(param, dtype) or has_master(param) or is_shared(param):
             continue
         if param.dtype == dtype or param.numel() == 0:
             param.data = param.data.to(dtype)
@@ -55,12 +56,21 @@ def check_masters(slots: Iterable[Slot], name: ParamDtype) -> None:
 
 
 def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    master, grad = param.detach(), param.grad
+    grad = param.grad
+    high, rest = narrowed(param.detach(), dtype, keeps_rest=param.requires_grad)
+    param.grad = None
+    param.data = high
+    param.grad = None if grad is None else grad.to(dtype)
+    add_master(param, rest)
+
+
+def narrowed(master: torch.Tensor, dtype: torch.dtype, *, keeps_rest: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `master`, fp32, in `dtype`, and what of it that does not hold."""
     if not torch.ops.aten.is_non_overlapping_and_dense(master):
         master = master.contiguous()
     is_in_slab = master.device.type == "cpu" and is_slab_memory(master.data_ptr())
     high = _on_host(master, dtype) if is_in_slab else torch.empty_like(master, dtype=dtype)
-    rest = _on_host(master, REST_DTYPES[dtype]) if param.requires_grad else None
+    rest = _on_host(master, REST_DTYPES[dtype]) if keeps_rest else None
     for block in range(0, master.numel(), _BLOCK):
         piece = slice(block, block + _BLOCK)
         whole, part = flat(master)[piece], flat(high)[piece]
@@ -72,10 +82,7 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
             part.copy_(whole)
         if rest is not None:
             flat(rest)[piece].copy_(low)
-    param.grad = None
-    param.data = high
-    param.grad = None if grad is None else grad.to(dtype)
-    add_master(param, rest)
+    return high, rest
 
 
 def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

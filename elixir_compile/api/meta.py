@@ -1,5 +1,7 @@
 """Create the parameters of a model that was built on `meta`, on the host, one module at a time."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -17,25 +19,31 @@ def materialize(model: nn.Module) -> None:
     initialize = getattr(model, "_init_weights", None)
     tied: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
-        local = [*module._parameters.values(), *module._buffers.values()]
-        if not any(tensor is not None and tensor.is_meta for tensor in local):
-            continue
-        is_known = (
-            all(param is None or id(param) in tied for param in module._parameters.values()) and not module._buffers
+        materialize_module(module, path, initialize, tied)
+
+
+def materialize_module(
+    module: nn.Module, path: str, initialize: Callable[[nn.Module], None] | None, tied: dict[int, nn.Parameter]
+) -> None:
+    """Do what `materialize` does, for what `module`, found at `path`, owns itself; `tied` are parameters that exist
+    already, by the id of the one on `meta`."""
+    local = [*module._parameters.values(), *module._buffers.values()]
+    if not any(tensor is not None and tensor.is_meta for tensor in local):
+        return
+    is_known = all(param is None or id(param) in tied for param in module._parameters.values()) and not module._buffers
+    _allocate(module, tied)
+    if is_known:
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None and initialize is None:
+        raise UnsupportedModel(
+            path or type(module).__name__, "it is on `meta` and has no `reset_parameters()` to start from"
         )
-        _allocate(module, tied)
-        if is_known:
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None and initialize is None:
-            raise UnsupportedModel(
-                path or type(module).__name__, "it is on `meta` and has no `reset_parameters()` to start from"
-            )
-        with torch.no_grad():
-            if reset is not None:
-                reset()
-            if initialize is not None:
-                initialize(module)
+    with torch.no_grad():
+        if reset is not None:
+            reset()
+        if initialize is not None:
+            initialize(module)
 
 
 def _allocate(module: nn.Module, tied: dict[int, nn.Parameter]) -> None:

@@ -7,9 +7,9 @@ import torch
 
 from elixir_compile.analysis.timeline import bucket_host_bytes
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine, scalar_bytes
+from elixir_compile.api.rank_sizes import cluster_of, require_possible
 from elixir_compile.capture.convert import Captured, step_graph
-from elixir_compile.errors import InvalidOption
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, Update
+from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, Tier, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.registry import ParamState, Slot, planned_states
 from elixir_compile.options import Options
@@ -51,19 +51,16 @@ class Company:
 def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options: Options, company: Company) -> Problem:
     """Return the question about `graph` in `company`."""
     is_training = captured.backward is not None
-    cluster = machine(executor.device, options.hardware)
-    if options.hardware is not None and cluster.num_ranks > 1:
-        expected = "a machine with one device: several can be planned for (elixir_compile.plan), not trained on yet"
-        raise InvalidOption("hardware", options.hardware, expected)
-    # A profile that was measured under torchrun knows several.
-    cluster = cluster.alone()
+    ranks = executor.ranks
+    require_possible(options, ranks)
+    cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
     own = named(captured, executor)
     slots = [executor.slots[name] for name in own]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
     known = planned_states([slot.param for slot in trained])
     states = states_by_name(trained, known)
-    held_bytes = executor.device_bytes(leaving_out=own) + company.waiting_bytes
+    held_bytes = device_bytes(executor, leaving_out=own) + company.waiting_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, company.waiting_bytes) + company.reserved_bytes
     # Free memory, which is the host's budget where the user names none, does without what others hold there.
@@ -73,15 +70,16 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
         name=captured.name,
         graph=graph,
         cluster=cluster,
-        budget_bytes=device_budget_bytes(options, cluster, executor.device, executor.device_bytes()),
-        host_budget_bytes=host_budget_bytes(options) - host_held_bytes,
+        shards={} if ranks is None else {slot.name: ranks.parts_of(slot.param) for slot in slots},
+        budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), ranks),
+        host_budget_bytes=host_budget_bytes(options, ranks) - host_held_bytes,
         host_base_bytes=host_held_bytes,
         state_nbytes={name: state.nbytes for name, state in states.items()},
         groups={name: state.group for name, state in states.items()},
         savings=savings_of(options),
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         disk=executor.disk is not None,
-        update=update_of(options),
+        update=update_of(options) if ranks is None else Update.AFTER_BACKWARD,
         base_bytes=held_bytes + fixed_bytes,
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
@@ -124,15 +122,31 @@ def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int 
         if slot.name in read or not slot.param.requires_grad:
             continue
         if bucket is not None:
-            grads_bytes += 0 if bucket.is_on_host else slot.nbytes
+            grads_bytes += 0 if bucket.is_on_host else slot.own_nbytes
         elif slot.key in executor.trained_eagerly:
             eager_bytes += _trained_bytes(slot)
-    return executor.device_bytes(leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
+    return device_bytes(executor, leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
+
+
+def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
+    """Return the bytes of parameters, and of the optimizer state planned for them, that live on the device.
+
+    Parameters named in `leaving_out` do not count.
+    """
+    total = 0
+    for slot in executor.slots.values():
+        if slot.name in leaving_out:
+            continue
+        bucket = executor.running(slot)
+        total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_on_host) else 0
+        if bucket is not None and bucket.placement.optim is Tier.DEVICE:
+            total += bucket.spec.state_nbytes * slot.own_nbytes // bucket.spec.nbytes
+    return total
 
 
 def _trained_bytes(slot: Slot) -> int:
     """Return the bytes of the gradient and the state."""
-    return slot.nbytes + state_bytes_per_element(slot.param) * slot.param.numel()
+    return slot.own_nbytes + state_bytes_per_element(slot.param) * slot.own.numel()
 
 
 def savings_of(options: Options) -> frozenset[Saving]:

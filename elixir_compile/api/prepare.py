@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -9,17 +10,26 @@ from torch import nn
 from elixir_compile import compat
 from elixir_compile.api.masters import cast, gets_master, torch_dtype
 from elixir_compile.api.meta import materialize
+from elixir_compile.api.share import ranks_of, share
 from elixir_compile.capture.modules import executor_of, is_swapped, swap, whole_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.ranks import Ranks, device_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _lock = threading.RLock()
 
 
 def prepare(
-    model: nn.Module, device: "torch.device | str | None" = None, *, param_dtype: ParamDtype | None = None
+    model: nn.Module,
+    device: "torch.device | str | None" = None,
+    *,
+    param_dtype: ParamDtype | None = None,
+    mesh: "DeviceMesh | None" = None,
 ) -> nn.Module:
     """Make every parameter of `model` readable on `device` from wherever it lives, and return `model`.
 
@@ -30,13 +40,18 @@ def prepare(
     `param_dtype` casts fp32 parameters, not buffers, to `"bfloat16"` or `"float16"`. HybridAdamW then updates an fp32
     master, which begins with every bit of the weights as they are now. Parameters of that dtype get a master too.
 
+    With a `mesh` of several ranks, each of which calls this at once, parameters become DTensors of which each rank has
+    a part, cut along dimension 0 over the last axis of the mesh; an axis before it holds copies. Small tensors
+    are whole on each rank. The values are those of the first rank. Make the optimizer after this.
+
     Raises UnsupportedModel for a model without parameters and for one that was prepared for another device or
     `param_dtype`, InvalidOption for a `param_dtype` that is none.
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
+    ranks = ranks_of(mesh, param_dtype)
     with _lock:
-        target = _target_device(model, device)
+        target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = executor_of(model)
         if prepared is not None:
             if prepared.device != target and device is not None:
@@ -46,24 +61,20 @@ def prepare(
             if param_dtype is not None:
                 _require_masters(model, param_dtype)
             return model
-        materialize(model)
+        if ranks is None:
+            materialize(model)
+        else:
+            share(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
         if param_dtype is not None:
             cast(model, param_dtype)
-        attach([model], target)
+        swap_modules([model], new_executor([model], target, ranks))
     return model
 
 
-def attach(roots: Sequence[nn.Module], device: torch.device) -> Executor:
-    """Swap every module of `roots` that owns parameters, under one new executor."""
-    executor = new_executor(roots, device)
-    swap_modules(roots, executor)
-    return executor
-
-
-def new_executor(roots: Sequence[nn.Module], device: torch.device) -> Executor:
+def new_executor(roots: Sequence[nn.Module], device: torch.device, ranks: Ranks | None = None) -> Executor:
     """Return an executor with a slot for every parameter of `roots` that can become a gather; the modules are not
     touched yet."""
-    executor = Executor(device, type(roots[0]).__name__)
+    executor = Executor(device, type(roots[0]).__name__, ranks)
     for name, param, module, local in _named_parameters(roots):
         reason = whole_reason(module, local)
         if reason is None:

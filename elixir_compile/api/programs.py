@@ -140,9 +140,9 @@ class Succession:
         """What the next forward runs."""
         return self._programs[-1][1]
 
-    def take(self, programs: Programs, next_number: int) -> None:
-        """Let `programs` run from the forward `next_number` on."""
-        if self._programs and self.last.saves_as(programs):
+    def take(self, programs: Programs, next_number: int, *, is_apart: bool = False) -> None:
+        """Let `programs` run from the forward `next_number` on; `is_apart` keeps those before for their backward."""
+        if self._programs and not is_apart and self.last.saves_as(programs):
             self._programs = (*self._programs[:-1], (self._programs[-1][0], programs))
         else:
             self._programs = (*self._programs, (next_number, programs))

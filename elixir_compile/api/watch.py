@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 
 from elixir_compile.api.budget import library_bytes
+from elixir_compile.api.planning import device_bytes
 from elixir_compile.ir import Span
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ledger import Recording
@@ -83,7 +84,7 @@ class Watch:
         """Parameters, gradients and optimizer state on the device, and the workspaces of libraries."""
         grads = (slot.param.grad for slot in self._executor.slots.values())
         grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == self._device)
-        return self._executor.device_bytes() + grads_bytes + library_bytes(self._device)
+        return device_bytes(self._executor) + grads_bytes + library_bytes(self._device)
 
     def _end(self) -> Seen:
         self._is_on = False

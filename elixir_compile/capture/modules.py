@@ -15,6 +15,7 @@ from torch import nn
 from elixir_compile import compat
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
+from elixir_compile.ops.shards import is_shared, own_part
 
 _HANDLE = "_elixir_handle_"
 _EXECUTOR = "_elixir_executor"
@@ -31,9 +32,9 @@ def whole_reason(module: nn.Module, name: str) -> str | None:
         return f"{type(module).__name__} reads its parameters directly"
     if not (param.is_floating_point() or param.is_complex()):
         return f"{param.dtype} parameters carry no gradient"
-    if type(param.data) is not torch.Tensor:
+    if type(param.data) is not torch.Tensor and not is_shared(param):
         return f"{type(param.data).__name__} is a tensor subclass"
-    if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
+    if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_part(param)):
         return "its elements are not dense in memory"
     if isinstance(getattr(type(module), name, None), property):
         return f"{type(module).__name__}.{name} is a property already"
@@ -74,7 +75,7 @@ def _gathered(name: str, slot: Slot) -> property:
         if not torch.compiler.is_compiling():
             slot.follow_thaw()
             param = module._parameters[name]
-            if param.device == slot.device:
+            if param.device == slot.device and not slot.is_shared:
                 return param  # eager code finds what it always finds, `.grad` included
         return GATHER(getattr(module, attribute), size, stride, key)
 

@@ -8,6 +8,7 @@ shape, strides, dtype and device only: Dynamo makes fake tensors of them, and th
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from elixir_compile import compat
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import gather_keys, parameter, partition_hidden
 from elixir_compile.capture.rewire import split_gathers
+from elixir_compile.capture.views import is_number
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import slot_by_key
 
@@ -65,6 +67,7 @@ def captured_step(
 ) -> Captured:
     """Return the two halves with the names of the parameters that they read."""
     halves = [half for half in (forward, backward) if half is not None]
+    _name_inputs(halves)
     markers = [node for half in halves for node in half.graph.find_nodes(op="call_function", target=parameter)]
     return Captured(
         name=name,
@@ -74,6 +77,37 @@ def captured_step(
         param_names={key: slot_by_key(key).name for key in dict.fromkeys(node.args[0] for node in markers)},
         fused=inner == "inductor",
     )
+
+
+def _name_inputs(halves: Sequence[fx.GraphModule]) -> None:
+    """Count the tensors among the inputs as if there were no sizes: which sizes are inputs is not the same on each
+    rank, where batches are not."""
+    names: dict[str, str] = {}
+    taken = {node.name for half in halves for node in half.graph.nodes}
+    num_sizes = 0
+    for node in halves[0].graph.find_nodes(op="placeholder"):
+        stem, _, number = node.name.rpartition("_")
+        if is_number(node):
+            num_sizes += 1
+            names[node.name] = next(name for i in itertools.count(num_sizes) if (name := f"size_{i}") not in taken)
+            taken.add(names[node.name])
+        elif num_sizes and stem == "primals":
+            names[node.name] = f"{stem}_{int(number) - num_sizes}"
+    for half in halves if num_sizes else ():
+        half.graph = _renamed(half.graph, names)
+
+
+def _renamed(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:
+    """Return `graph` with the inputs that `names` has called as it says: by names that others of them may have now."""
+    renamed = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in names:
+            values[node] = renamed.placeholder(names[node.name])
+            values[node].meta = dict(node.meta)
+        else:
+            values[node] = renamed.node_copy(node, values.__getitem__)
+    return renamed
 
 
 def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:

@@ -1,24 +1,41 @@
-"""Tensors by key to a folder and back, by torch.distributed.checkpoint (DCP), of one process.
+"""Tensors by key to a folder and back, by torch.distributed.checkpoint (DCP).
+
+```text
+  write    each rank: its parts to a file of its own; what it wrote as text
+  finish   one rank: the texts of all to `.metadata`
+  Reader   each rank: of every tensor what it needs, whoever wrote that
+```
 
 The folder is DCP's own format, one `.distcp` file per rank and `.metadata`, which any version of DCP reads. Its writer,
 reader and planners are called one after another here, as `dcp.save` and `dcp.load` do: those two warn at every call
-without a process group, and a warning cannot be silenced in a thread alone.
+without a process group, a warning cannot be silenced in a thread alone, and between ranks they send pickles.
 
 `.metadata` is a pickle. It is read by an unpickler that knows the few classes of DCP's metadata and nothing else; a
 tensor is read by `torch.load(weights_only=True)`. DCP's safetensors storage needs no pickle at all, but puts a whole
 file together in memory (`safetensors.torch.save` in torch 2.13), and gives a sharded folder no index.
 """
 
+import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo  # in `.metadata`
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
+from elixir_compile.checkpoint.parts import Place
 from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
 
@@ -117,15 +134,19 @@ class Reader(FileSystemReader):
         ]
         return min(ends)[1] if ends else ""
 
+    def new(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return by key new host memory for the whole tensors under `keys`."""
+        forms = self.forms
+        return {key: torch.empty(forms[key].shape, dtype=forms[key].dtype, device="cpu") for key in keys}
+
     def fresh(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the tensors under `keys`, in new memory of the host."""
-        forms = self.forms
-        tensors = {key: torch.empty(forms[key].shape, dtype=forms[key].dtype) for key in keys}
+        tensors = self.new(keys)
         self.read_into(tensors)
         return tensors
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors `targets`, in place, wherever they are."""
+        """Fill the tensors `targets`, in place, wherever they are; of DTensors this rank's parts."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(targets), self.metadata, is_coordinator=True)
         self.set_up_storage_reader(self.metadata, is_coordinator=True)
@@ -134,19 +155,67 @@ class Reader(FileSystemReader):
         self.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def write(folder: Path, sources: Sources, *, is_spent: bool) -> Mapping[str, FileRecord]:
-    """Write `sources` to the new `folder`, synced to the disk, and return the records of the files.
+def write(
+    folder: Path, sources: Sources, *, is_spent: bool, places: Mapping[str, Place] | None = None, rank: int = 0
+) -> tuple[str, Mapping[str, FileRecord]]:
+    """Write `sources` to the file of `rank` in `folder`, synced to the disk; return what `finish` needs of every rank,
+    and the records of the files.
 
-    One tensor at a time is copied, where it is not in host memory; with `is_spent`, sources are taken away and their
-    memory is freed as they are written. OSError for what the system refuses.
+    Those in `places` are parts of tensors. One tensor at a time is copied, where it is not in host memory; with
+    `is_spent`, sources are taken away and their memory is freed as they are written. OSError for what the system
+    refuses.
     """
     writer, planner = _Writer(folder), _SavePlanner(sources, is_spent=is_spent)
-    forms = {key: source.like if isinstance(source, Deferred) else source.detach() for key, source in sources.items()}
+    likes = {key: source.like if isinstance(source, Deferred) else source for key, source in sources.items()}
+    items = {key: _item(key, like, (places or {}).get(key)) for key, like in likes.items()}
     writer.set_up_storage_writer(is_coordinator=True)
-    planner.set_up_planner(forms, writer.storage_meta(), is_coordinator=True)
-    local = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([local])
-    (plan,) = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner)
-    writer.finish(metadata, [results.wait()])
+    local = writer.prepare_local_plan(SavePlan(list(items.values())))
+    # Files are named by the place of a plan among those of all ranks.
+    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, local])[-1]
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    return json.dumps([_as_values(items[found.index.fqn], found) for found in results]), writer.summed.records
+
+
+def finish(folder: Path, written: Iterable[str]) -> Mapping[str, FileRecord]:
+    """Write the metadata of what all ranks have `written`, synced to the disk; return the record of that file.
+
+    Raises ValueError where the parts of a tensor are not all of it.
+    """
+    plans: list[SavePlan] = []
+    results: list[list[WriteResult]] = []
+    for text in written:
+        pairs = [_from_values(values) for values in json.loads(text)]
+        plans.append(SavePlan([item for item, _ in pairs]))
+        results.append([result for _, result in pairs])
+    _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    writer = _Writer(folder)
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(metadata, results)
     return writer.summed.records
+
+
+def _item(key: str, like: torch.Tensor, place: Place | None) -> WriteItem:
+    place = place or Place(offsets=(0,) * like.ndim, shape=tuple(like.shape))
+    return _write_item(key, like.dtype, place, like.shape)
+
+
+def _write_item(key: str, dtype: torch.dtype, place: Place, sizes: Sequence[int]) -> WriteItem:
+    offsets, shape = torch.Size(place.offsets), torch.Size(place.shape)
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(sizes))
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=dtype), size=shape)
+    return WriteItem(index=MetadataIndex(key, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _as_values(item: WriteItem, result: WriteResult) -> list[object]:
+    """Return what was written as JSON can hold it."""
+    data, stored = item.tensor_data, result.storage_data
+    where = [stored.relative_path, stored.offset, stored.length, result.size_in_bytes]
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    return [item.index.fqn, dtype, *map(list, (data.chunk.offsets, data.chunk.sizes, data.size)), *where]
+
+
+def _from_values(values: Sequence[Any]) -> tuple[WriteItem, WriteResult]:
+    key, dtype, offsets, sizes, shape, file, offset_bytes, stored_bytes, nbytes = values
+    item = _write_item(key, getattr(torch, dtype), Place(offsets=offsets, shape=shape), sizes)
+    stored = _StorageInfo(file, offset_bytes, stored_bytes)
+    return item, WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=stored)

@@ -7,9 +7,11 @@ in memory at a time: the library's own `save_file` takes all of them at once.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +20,11 @@ from elixir_compile import compat
 from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import find, sync_folder
 from elixir_compile.checkpoint.manifest import read_manifest, verified
-from elixir_compile.checkpoint.model_state import model_state
+from elixir_compile.checkpoint.model_state import memory_of, model_state
+from elixir_compile.checkpoint.together import together_of, turn
 from elixir_compile.checkpoint.values import key_of
 from elixir_compile.errors import DiskFailed
+from elixir_compile.ops.shards import is_shared, whole
 
 _NAMES = {
     torch.float64: "F64",
@@ -57,37 +61,79 @@ class Export:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers by the keys of `model.state_dict()`, whole and on the CPU.
 
-    What lives in host memory is not copied: it changes when training goes on. What is tied stays tied.
+    What lives in host memory is not copied: it changes when training goes on. What is tied stays tied. Where several
+    ranks have the model, all of them call this at once; the first gets the tensors, the others an empty dict.
     """
+    model = compat.undo_compile(model)
+    is_first = together_of(model).is_first
     copies: dict[object, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
-    for name, value in model_state(compat.undo_compile(model)).items():
-        if isinstance(value, torch.Tensor):
-            memory = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
-            if memory not in copies:
-                copies[memory] = value.cpu()
-            state[name] = copies[memory]
+    for name, value in _tensors(model).items():
+        memory = memory_of(value)
+        found = copies[memory] if memory in copies else _on_host(value)
+        if is_first:
+            state[name] = copies[memory] = found
+        else:
+            copies[memory] = torch.empty(0)
     return state
 
 
-def export_safetensors(checkpoint: Path, out: Path) -> Export:
-    """Write the model of `checkpoint` to the file `out`, which appears whole or not at all.
+def export(source: "nn.Module | str | os.PathLike[str]", out: "str | os.PathLike[str]") -> Export:
+    """Write the weights of `source`, a model or a checkpoint of one, to the safetensors file `out`, which appears whole
+    or not at all.
+
+    One tensor at a time is in memory. Where several ranks have the model, all of them call this at once and the first
+    writes; a checkpoint is read by one process, whatever saved it.
 
     Raises NotACheckpoint, CheckpointCorrupted, NotSavable for a dtype that the format does not have, and DiskFailed.
     """
+    if isinstance(source, nn.Module):
+        return _export_model(compat.undo_compile(source), Path(out))
+    return _export_checkpoint(Path(source), Path(out))
+
+
+def _export_checkpoint(checkpoint: Path, out: Path) -> Export:
     folder = find(checkpoint)
     reader, plain = verified(folder, read_manifest(folder))
-    kept, tied = _kept(plain["model"])
-    forms = {name: reader.forms[key] for name, key in kept.items()}
-    # By falling alignment, so that each tensor begins at a multiple of the size of its elements.
-    order = sorted(forms, key=lambda name: (-forms[name].element_size(), name))
-    header = _header(out, {name: forms[name] for name in order})
-    tensors = (reader.fresh([kept[name]])[kept[name]] for name in order)
-    try:
-        nbytes = _write(out, header, tensors)
-    except OSError as error:
-        raise DiskFailed(str(out), "export", error.strerror or str(error), error.errno or 0) from error
+    kept, tied = _kept({name: key_of(value) for name, value in plain["model"].items()})
+    header, order = _header(out, {name: reader.forms[key] for name, key in kept.items()})
+    nbytes = _write(out, header, (reader.fresh([kept[name]])[kept[name]] for name in order))
     return Export(num_tensors=len(order), nbytes=nbytes, tied=tied)
+
+
+def _export_model(model: nn.Module, out: Path) -> Export:
+    state = _tensors(model)
+    kept, tied = _kept({name: memory_of(value) if value.numel() else name for name, value in state.items()})
+    with turn:
+        together = together_of(model)
+        (header, order), headers = together.step(
+            "what is exported", lambda: _header(out, {name: state[name] for name in kept}), lambda made: str(made[0])
+        )
+        together.require_same(
+            [{"the names, dtypes and shapes of tensors": zlib.crc32(text.encode())} for text in headers]
+        )
+        tensors = (_on_host(state[name]) for name in order)
+
+        def write() -> int:
+            try:
+                return _write(out, header, tensors) if together.is_first else 0
+            finally:
+                for _ in tensors:  # what this rank does not write: the others gather it with this one
+                    pass
+
+        _, sizes = together.step("the file", write, str)
+    return Export(num_tensors=len(order), nbytes=int(sizes[0]), tied=tied)
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model_state(model).items() if isinstance(value, torch.Tensor)}
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` whole and on the CPU; every rank calls this at once for one that they share."""
+    if not is_shared(tensor):
+        return tensor.cpu()
+    return whole(tensor, torch.device(tensor.device_mesh.device_type)).cpu()
 
 
 def _write(out: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> int:
@@ -101,28 +147,34 @@ def _write(out: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> int:
             os.fsync(file.fileno())
             nbytes = file.tell()
         temporary.replace(out)
+        sync_folder(out.absolute().parent)
+    except OSError as error:
+        raise DiskFailed(str(out), "export", error.strerror or str(error), error.errno or 0) from error
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(out.absolute().parent)
     return nbytes
 
 
-def _kept(plain: Mapping[str, object]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the key of each name that is kept, and of the tied names the one that is kept for them."""
-    first: dict[str, str] = {}
+def _kept(owners: Mapping[str, Hashable]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the owner of each name that is kept, and of the tied names, which have the owner of an earlier one, that
+    one; a name whose owner is None is of no tensor."""
+    first: dict[Hashable, str] = {}
     tied: dict[str, str] = {}
-    for name, value in plain.items():
-        key = key_of(value)
-        if key is not None and first.setdefault(key, name) != name:
-            tied[name] = first[key]
-    return {name: key for key, name in first.items()}, tied
+    for name, owner in owners.items():
+        if owner is not None and first.setdefault(owner, name) != name:
+            tied[name] = first[owner]
+    return {name: owner for owner, name in first.items()}, tied
 
 
-def _header(out: Path, forms: Mapping[str, torch.Tensor]) -> bytes:
+def _header(out: Path, forms: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
+    """Return the beginning of the file and the names of its tensors, in order."""
+    # By falling alignment, so that each tensor begins at a multiple of the size of its elements.
+    order = sorted(forms, key=lambda name: (-forms[name].element_size(), name))
     # Hugging Face's loaders refuse a file that does not say which library its tensors are of.
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end_bytes = 0
-    for name, form in forms.items():
+    for name in order:
+        form = forms[name]
         if form.dtype not in _NAMES:
             raise NotSavable(str(out), name, f"a tensor of {form.dtype}, which safetensors files do not have")
         start_bytes, end_bytes = end_bytes, end_bytes + form.nbytes
@@ -130,4 +182,4 @@ def _header(out: Path, forms: Mapping[str, torch.Tensor]) -> bytes:
         fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start_bytes, end_bytes]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, order

@@ -19,14 +19,19 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointMismatch
 from elixir_compile.checkpoint.folder import find
-from elixir_compile.checkpoint.manifest import read_manifest, verified
+from elixir_compile.checkpoint.manifest import Manifest, read_manifest, verified
 from elixir_compile.checkpoint.model_state import fill_rest, model_differences, model_state, model_targets
-from elixir_compile.checkpoint.optimizer_state import OPTIMIZER_KEY, fill_optimizer, optimizer_differences
+from elixir_compile.checkpoint.optimizer_state import fill_optimizer, optimizer_differences, optimizer_targets
 from elixir_compile.checkpoint.random_state import set_random_state
-from elixir_compile.checkpoint.values import from_plain
+from elixir_compile.checkpoint.together import Together, together_of, turn
+from elixir_compile.checkpoint.values import from_plain, tensor_keys
 from elixir_compile.errors import NotPrepared
+
+_Parts = tuple[nn.Module, torch.optim.Optimizer | None, Any]
+"""A model, an optimizer and a scheduler, or None for one that is not loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,31 +57,74 @@ def load(
     Before or after the first forward of a compiled model, under any plan. Without `optimizer` or `scheduler`, what was
     saved of them is left where it is. Raises NotACheckpoint, CheckpointCorrupted and CheckpointMismatch; nothing was
     changed then.
+
+    Where several ranks have the model, all of them call this at once, as many as saved it or not; each reads its parts.
+    What is wrong on one rank is raised on all. A rank that did not save keeps its random numbers.
     """
-    folder = find(Path(path))
     model = compat.undo_compile(model)
+    with turn:
+        together = together_of(model)
+
+        def look() -> _Found:
+            return _look(Path(path), (model, optimizer, scheduler), together)
+
+        found, crc32s = together.step("what is loaded", look, lambda found: str(found.manifest.crc32))
+        together.require_same([{"the checkpoint, by its checksum": crc32} for crc32 in crc32s])
+        if torch.cuda.is_initialized():  # copies of the last step may still read the parameters on the host
+            torch.cuda.synchronize()
+        tensors, _ = together.step("tensors read", lambda: _fill(found, (model, optimizer, scheduler), together))
+    extra = from_plain(found.plain["extra"], tensors)
+    return Checkpoint(step=found.manifest.step, extra=extra, versions=found.manifest.versions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A checkpoint that is whole, and is one of the model and the optimizer at hand."""
+
+    manifest: Manifest
+    reader: Reader
+    plain: Any
+    """What is no tensor."""
+    state: Mapping[str, Any]
+    """Of the model."""
+
+
+def _look(path: Path, parts: _Parts, together: Together) -> _Found:
+    """Return what is at `path`; this rank compares its share of the files with their checksums."""
+    model, optimizer, scheduler = parts
+    folder = find(path)
     manifest = read_manifest(folder)
-    reader, plain = verified(folder, manifest)
+    reader, plain = verified(folder, manifest, rank=together.rank, num_ranks=together.num_ranks)
     state = _readable_state(model)
     _require_same(folder, "model", model_differences(state, plain["model"], reader.forms))
     if optimizer is not None:
         _require_same(folder, "optimizer", optimizer_differences(model, optimizer, plain["optimizer"]))
     if scheduler is not None:
         _require_same(folder, "scheduler", _scheduler_differences(scheduler, plain["scheduler"]))
-    if torch.cuda.is_initialized():  # copies of the last step may still read the parameters on the host
-        torch.cuda.synchronize()
+    return _Found(manifest=manifest, reader=reader, plain=plain, state=state)
 
-    targets = model_targets(model, state, plain["model"])
-    others = (key for key in reader.forms if key not in targets.in_place)
-    tensors = reader.fresh(key for key in others if optimizer is not None or not key.startswith(OPTIMIZER_KEY))
+
+def _fill(found: _Found, parts: _Parts, together: Together) -> Mapping[str, torch.Tensor]:
+    """Read the checkpoint into `parts` and the random number generators; return what was read into new memory."""
+    model, optimizer, scheduler = parts
+    plain, reader, rank = found.plain, found.reader, str(together.rank)
+    targets = model_targets(model, found.state, plain["model"])
+    random = plain["random"].get(rank)
+    tensors = reader.new(
+        [key for of in (targets.rest, plain["scheduler"], plain["extra"], random) for key in tensor_keys(of)]
+    )
+    if optimizer is not None:
+        tensors |= optimizer_targets(model, optimizer, plain["optimizer"], reader.forms)
+    reader.read_into(tensors)
     reader.read_into(targets.in_place)
     fill_rest(model, targets, tensors)
     if optimizer is not None:
         fill_optimizer(model, optimizer, plain["optimizer"], tensors)
     if scheduler is not None:
         scheduler.load_state_dict(from_plain(plain["scheduler"]["state"], tensors))
-    set_random_state(from_plain(plain["random"]["0"], tensors))
-    return Checkpoint(step=manifest.step, extra=from_plain(plain["extra"], tensors), versions=manifest.versions)
+    if random is not None:
+        set_random_state(from_plain(random, tensors))
+    return tensors
 
 
 def _readable_state(model: nn.Module) -> Mapping[str, Any]:

@@ -73,12 +73,14 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verified(folder: Path, manifest: Manifest) -> tuple[Reader, Any]:
+def verified(folder: Path, manifest: Manifest, *, rank: int = 0, num_ranks: int = 1) -> tuple[Reader, Any]:
     """Return a reader of the tensors and what `state.json` holds, once every byte of every file is as it was written.
 
-    Raises CheckpointCorrupted, which names the file and the first value that is lost.
+    Of several ranks each compares its share of the files with tensors. Raises CheckpointCorrupted, which names the file
+    and the first value that is lost.
     """
-    last = sorted(manifest.files, key=lambda name: name.endswith(".distcp"))
+    large = sorted(name for name in manifest.files if name.endswith(".distcp"))
+    last = [*(manifest.files.keys() - set(large)), *large[rank::num_ranks]]
     reader = state = None
     for name in last:
         if name.endswith(".distcp") and reader is None:
@@ -89,8 +91,9 @@ def verified(folder: Path, manifest: Manifest) -> tuple[Reader, Any]:
     if state is None:
         raise CheckpointCorrupted(str(folder), MANIFEST_FILE, "", f"does not list {STATE_FILE}")
     reader = reader or _reader(folder)
+    stored = reader.forms.keys()
     for key in tensor_keys(state):
-        if key not in reader.forms:
+        if key not in stored:
             raise CheckpointCorrupted(str(folder), f"{TENSORS_FOLDER}/.metadata", key, "does not list it")
     return reader, state
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.checkpoint.values import Sources, from_plain, key_of, tensor_at, to_plain
+from elixir_compile.ops.shards import own_part
 
 _KEY = "model"
 
@@ -25,7 +26,7 @@ def model_plain(state: Mapping[str, Any], aside: Sources) -> dict[str, Any]:
     for name, value in state.items():
         key = f"{_KEY}.{name}"
         if isinstance(value, torch.Tensor) and value.numel():
-            known = first.setdefault(_memory(value), key)
+            known = first.setdefault(memory_of(value), key)
             if known != key:
                 plain[name] = tensor_at(known)
                 continue
@@ -50,7 +51,7 @@ def model_differences(
         elif key is not None and _form(forms[key]) != _form(value):
             yield f"{name}: {_form(forms[key])} in the checkpoint, {_form(value)} in the model"
         elif key is not None and value.numel():
-            other, known = saved_at.setdefault(_memory(value), (name, key))
+            other, known = saved_at.setdefault(memory_of(value), (name, key))
             if known != key:
                 yield f"{other} and {name}: tied in the model, two tensors in the checkpoint"
 
@@ -69,16 +70,16 @@ class ModelTargets:
 
 def model_targets(model: nn.Module, state: Mapping[str, Any], plain: Mapping[str, Any]) -> ModelTargets:
     """Return the targets in `model`, whose state `state` does not differ from `plain`."""
-    own = {_memory(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())}
+    own = {memory_of(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())}
     targets = ModelTargets()
     for name, value in state.items():
         key = key_of(plain[name])
         # A state dict may hold copies, made by hooks or modules of their own: to fill one would change nothing.
-        if key is None or _memory(value) not in own:
+        if key is None or memory_of(value) not in own:
             targets.rest[name] = plain[name]
         elif key not in targets.in_place:
             targets.in_place[key] = value
-        elif _memory(targets.in_place[key]) != _memory(value):
+        elif memory_of(targets.in_place[key]) != memory_of(value):
             targets.again.append((value, key))
     return targets
 
@@ -94,8 +95,12 @@ def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, tor
         model.load_state_dict(rest, strict=False)
 
 
-def _memory(tensor: torch.Tensor) -> object:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+def memory_of(tensor: torch.Tensor) -> object:
+    """Return what two tensors have in common that are one, tied."""
+    own = own_part(tensor)
+    # No address: a part without elements has none, and two of them are not tied.
+    place = compat.storage_key(own), own.storage_offset()
+    return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, to_plain
+from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, tensor_keys, to_plain
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.masters import REST_NAMES
+from elixir_compile.ops.shards import as_shared, is_shared, own_part
+from elixir_compile.optim.master_state import with_whole_master
 
 OPTIMIZER_KEY = "optimizer."
 """How the keys of its tensors begin."""
+_LOW = REST_NAMES[torch.bfloat16]
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -62,6 +66,26 @@ def optimizer_differences(
             yield f"{name}: in param group {number} of {'the optimizer' if name in here else 'the checkpoint'} only"
 
 
+def optimizer_targets(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: Mapping[str, Any], forms: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return by key new host memory for the tensors of what was saved as `plain`, which have `forms`: of a statistic of
+    a parameter that ranks share, this rank's part."""
+    like: dict[str, torch.Tensor] = {}
+    for own, group in zip(_names(model, optimizer), optimizer.param_groups, strict=True):
+        for name, param in zip(own, group["params"], strict=True):
+            like |= dict.fromkeys(tensor_keys(plain["states"].get(name)), param)
+    found: dict[str, torch.Tensor] = {}
+    for key, form in ((key, forms[key]) for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]):
+        param = like.get(key)
+        is_count = form.ndim == 0 and key.endswith(".step")  # beside a parameter of one element
+        is_part = param is not None and is_shared(param) and form.shape == param.shape and not is_count
+        shape = own_part(param).shape if is_part else form.shape
+        new = torch.empty(shape, dtype=form.dtype, device="cpu")
+        found[key] = as_shared(new, param) if is_part else new
+    return found
+
+
 def fill_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -93,14 +117,27 @@ def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tupl
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for name, param in zip(names, params, strict=True):
         if param in states:
-            yield name, {kind: _deferred(states[param], kind) for kind in states[param]}
+            yield name, dict(_deferred(states[param], kind, param) for kind in states[param])
 
 
-def _deferred(state: Mapping[str, Any], kind: str) -> Any:
+def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple[str, Any]:
+    """Return what a checkpoint has of one `kind` of state, and how it calls that."""
+    if kind == _LOW:  # changes with the parameter, which has the other half
+        form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
+        like = _as_of(form, param)
+        return "master", Deferred(like=like, read=lambda: with_whole_master({kind: state[kind]}, param)["master"])
     value = state[kind]
-    if isinstance(state, dict) or not isinstance(value, torch.Tensor) or value.ndim == 0:
-        return value
-    return Deferred(like=torch.empty_like(value, device="meta"), read=lambda: state[kind])
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return kind, value
+    if isinstance(state, dict):
+        return kind, _as_of(value, param)
+    return kind, Deferred(like=_as_of(torch.empty_like(value, device="meta"), param), read=lambda: state[kind])
+
+
+def _as_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return `value`, a statistic, as a part of one where `param` is part of a parameter."""
+    is_part = is_shared(param) and not is_shared(value) and value.shape == own_part(param).shape
+    return as_shared(value, param) if is_part else value
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from elixir_compile.checkpoint.full import export_safetensors
+from elixir_compile.checkpoint.full import export
 from elixir_compile.cli.failure import fail
 from elixir_compile.errors import ElixirError
 from elixir_compile.units import format_bytes
@@ -15,7 +15,7 @@ from elixir_compile.units import format_bytes
 def run_export(*, checkpoint: Path, out: Path, as_json: bool) -> int:
     """Write the file, print what it holds, and return the exit code: 1 for what cannot be read or written."""
     try:
-        made = export_safetensors(checkpoint, out)
+        made = export(checkpoint, out)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     tied = "".join(f"\n{name} is tied to {kept} and not in the file" for name, kept in made.tied.items())

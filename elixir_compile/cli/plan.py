@@ -99,7 +99,7 @@ def placement_table(plan: Plan) -> Table:
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
         copy = "stays" if placement.resident else "released"
         optim = f"{placement.optim}{', streamed' if placement.streamed else ''}"
-        key = (str(placement.param), optim, copy if placement.param is Tier.HOST else "")
+        key = (str(placement.param), optim, copy if placement.param is Tier.HOST or bucket.is_sharded else "")
         groups.setdefault(key, []).append(bucket)
     table = Table(title=f"{plan.name} on {plan.cluster}", title_justify="left")
     for name in ("parameters", "optimizer state", "gathered copy"):

@@ -11,7 +11,7 @@ from elixir_compile.api.loss import Chunks
 from elixir_compile.api.models import TextBatch, load_model
 from elixir_compile.api.plan import named_cluster
 from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import Cluster
+from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.options import Options, parse_options
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -46,8 +46,9 @@ class Request:
             if self.ranks != 1:
                 raise InvalidOption("ranks", self.ranks, "1 without --hardware: this machine is planned for alone")
             return named_cluster(self.hardware)
-        if Path(self.hardware).suffix != ".json":
-            return named_cluster(f"{self.ranks} x {self.hardware}")
+        is_counted = self.hardware.lstrip()[:1].isdecimal()
+        if Path(self.hardware).suffix != ".json" and not is_counted:
+            return preset_of_ranks(self.hardware, self.ranks)
         cluster = named_cluster(self.hardware)
         if cluster is not None and cluster.num_ranks != self.ranks:
             raise InvalidOption("ranks", self.ranks, f"{cluster.num_ranks}, as {self.hardware} has devices")

@@ -5,8 +5,8 @@ from elixir_compile.hardware.codec import cluster_from_json, cluster_to_json, ha
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
 from elixir_compile.hardware.node import Node
-from elixir_compile.hardware.presets import parse_hardware, preset, preset_names
-from elixir_compile.hardware.rough import profile_for
+from elixir_compile.hardware.presets import parse_hardware, preset, preset_names, preset_of_ranks
+from elixir_compile.hardware.rough import profile_for, with_devices
 
 __all__ = [
     "Cluster",
@@ -20,5 +20,7 @@ __all__ = [
     "parse_hardware",
     "preset",
     "preset_names",
+    "preset_of_ranks",
     "profile_for",
+    "with_devices",
 ]

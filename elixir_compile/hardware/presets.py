@@ -88,6 +88,21 @@ def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
     return Cluster(nodes=(node,) * num_nodes, network=network)
 
 
+def preset_of_ranks(name: str, num_ranks: int) -> Cluster:
+    """Return machines called `name` with `num_ranks` devices in all: one node, or whole nodes of the largest size.
+
+    Raises `UnknownHardware` with the nearest name, and `InvalidOption` for a count that leaves a node in part.
+    """
+    most = MAX_DEVICES_PER_NODE
+    if num_ranks <= most:
+        return preset(name, num_ranks)
+    num_nodes, rest = divmod(num_ranks, most)
+    if rest:
+        near = f"{num_nodes * most} or {(num_nodes + 1) * most}"
+        raise InvalidOption("ranks", num_ranks, f"1 to {most}, or whole nodes of {most}: {near}")
+    return preset(name, most, num_nodes)
+
+
 def parse_hardware(text: str) -> Cluster:
     """Return the machines in `text`: `NAME`, `DEVICES x NAME` or `NODES x DEVICES x NAME`.
 

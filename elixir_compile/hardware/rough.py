@@ -4,6 +4,8 @@
 `cuda`  one data-centre GPU behind PCIe 4 x16, as the Elixir paper measured it
 """
 
+from dataclasses import replace
+
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware.cluster import Cluster
 from elixir_compile.hardware.device import DeviceProfile, HostProfile
@@ -16,6 +18,17 @@ _PAPER = f"{SOURCE} for one A100"
 _DATA_SHEET = "NVIDIA A100 data sheet, half of the peak"
 _CPU = "order of magnitude of one server core with AVX2 and one DDR4 channel; ranks choices, predicts nothing"
 
+_LOOPBACK = Link(
+    bytes_per_s=1e9,
+    latency_s=100e-6,
+    overlaps_compute=False,
+    source="order of magnitude of gloo between two processes of one machine",
+)
+
+_ETHERNET = Link(
+    bytes_per_s=1e9, latency_s=100e-6, overlaps_compute=True, source="10 Gb/s Ethernet, less a fifth; a small message"
+)
+
 
 def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
     """Return the built-in profile for `cpu` or `cuda` with the memory sizes, in bytes, and the name given.
@@ -27,6 +40,19 @@ def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, nam
     if device_type == "cuda":
         return _cuda(memory_bytes, host_memory_bytes, name)
     raise InvalidOption("device", device_type, "'cpu' or 'cuda'")
+
+
+def with_devices(cluster: Cluster, num_devices: int, num_nodes: int = 1) -> Cluster:
+    """Return `num_nodes` hosts with `num_devices` of the device of `cluster` each, and rough links between them."""
+    first = cluster.nodes[0]
+    is_cpu = not first.h2d.overlaps_compute
+    peer = None
+    if num_devices > 1:
+        peer = first.peer or (_LOOPBACK if is_cpu else replace(first.d2h, latency_s=20e-6))
+    network = None
+    if num_nodes > 1:
+        network = cluster.network or replace(_ETHERNET, overlaps_compute=not is_cpu)
+    return Cluster(nodes=(replace(first, num_devices=num_devices, peer=peer),) * num_nodes, network=network)
 
 
 def _cpu(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:

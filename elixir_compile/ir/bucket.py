@@ -1,5 +1,6 @@
 """Parameters that travel together, and where their training state lives."""
 
+import itertools
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
@@ -21,7 +22,7 @@ class Bucket:
     dtype: str
     trainable: bool
     shard_numels: tuple[int, ...]
-    """Elements each rank owns; one entry per rank."""
+    """Elements each rank owns; one entry per rank. Every rank's flat shard is padded to the largest of them."""
     group: int = 0
     """The param group of the optimizer that updates the parameters, counted over all optimizers."""
 
@@ -35,8 +36,37 @@ class Bucket:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several ranks own a part each, so that it is gathered wherever it lives."""
-        return len(self.shard_numels) > 1
+        """Whether several ranks own a part each, so that it is gathered wherever it lives; not where each owns all."""
+        return any(numel != self.numel for numel in self.shard_numels)
+
+    @property
+    def shards_text(self) -> str:
+        """`shard_numels` as text, a run of three or more as `128 x 1021`."""
+        runs = ((numel, len(list(run))) for numel, run in itertools.groupby(self.shard_numels))
+        return " ".join(f"{numel} x {count}" if count > 2 else " ".join([str(numel)] * count) for numel, count in runs)
+
+    @property
+    def flat_nbytes(self) -> int:
+        """Bytes of the flat buffer that is gathered into, or reduced from: every rank's flat shard; `nbytes` on one
+        rank."""
+        if not self.is_sharded:
+            return self.nbytes
+        return self.nbytes * len(self.shard_numels) * max(self.shard_numels) // max(self.numel, 1)
+
+    @property
+    def flat_shard_nbytes(self) -> int:
+        """Bytes of what one rank puts into the flat buffer, padding included."""
+        return self.flat_nbytes // len(self.shard_numels)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether parameters are copied out of the flat buffer behind a gather: one alone is used where it is."""
+        return self.is_sharded and len(self.params) > 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether gradients are copied into a flat buffer before a reduce: one whose rows divide evenly is one."""
+        return self.is_sharded and (len(self.params) > 1 or self.flat_nbytes != self.nbytes)
 
     def shard_nbytes(self, rank: int = 0) -> int:
         """Return the bytes of the parameters, and of the gradient, that `rank` owns."""

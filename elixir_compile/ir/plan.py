@@ -219,5 +219,5 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
     ]
     parts += ["streamed"] if placement.streamed else []
     parts += ["resident"] if placement.resident else []
-    parts += [f"shards {' '.join(map(str, bucket.shard_numels))}", f"params {words(*bucket.params)}"]
+    parts += [f"shards {bucket.shards_text}", f"params {words(*bucket.params)}"]
     return commented("  ".join(parts).rstrip(), format_bytes(bucket.nbytes))

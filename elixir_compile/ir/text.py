@@ -29,6 +29,8 @@ from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
 from elixir_compile.ir.schedule import Action, Region, Schedule
 from elixir_compile.ir.words import Page, Row
 
+_MAX_RANKS = 1 << 20
+"""More in one row are a slip of the pen, which should not fill the memory."""
 _Read = TypeVar("_Read")
 
 
@@ -255,9 +257,7 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
     streamed = row.skip("streamed")
     placement = Placement(bucket=name, param=param, optim=optim, streamed=streamed, resident=row.skip("resident"))
     row.keyword("shards")
-    shard_numels: list[int] = []
-    while not row.at("params"):
-        shard_numels.append(row.integer())
+    shard_numels = _shards(row)
     row.keyword("params")
     bucket = Bucket(
         id=name,
@@ -267,10 +267,22 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
         state_nbytes=state_nbytes,
         dtype=dtype,
         trainable=trainable,
-        shard_numels=tuple(shard_numels),
+        shard_numels=shard_numels,
         group=group,
     )
     return bucket, placement
+
+
+def _shards(row: Row) -> tuple[int, ...]:
+    """Read numbers up to the next keyword, each alone or as `128 x 1021`: so many ranks with as many elements."""
+    found: list[int] = []
+    while not row.at("params"):
+        numel = row.integer()
+        count = row.integer() if row.skip("x") else 1
+        if len(found) + count > _MAX_RANKS:
+            row.fail(f"at most {_MAX_RANKS} ranks", len(found) + count)
+        found += [numel] * count
+    return tuple(found)
 
 
 def _activations(row: Row) -> Activations:

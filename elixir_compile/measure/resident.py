@@ -15,6 +15,8 @@ from typing import Self
 
 import torch
 
+from elixir_compile import compat
+from elixir_compile.ops.shards import is_shared
 from elixir_compile.runtime.slab import is_slab_memory
 
 
@@ -56,8 +58,10 @@ class Resident:
 
 def _cpu_storages() -> Iterator[torch.UntypedStorage]:
     for tensor in _tensors():
+        # A DTensor has no memory but this rank's part.
+        own = compat.local_tensor(tensor) if is_shared(tensor) else tensor
         try:
-            storage = tensor.untyped_storage()
+            storage = own.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have none
             continue
         if storage.device.type == "cpu":  # a fake tensor claims a device, its storage is on `meta`

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile.errors import MasterIgnored
 from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.shards import version
 
 REST_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 """The dtype of the rest, by that of the parameter."""
@@ -40,7 +41,7 @@ _ALL_KEEPERS: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 def add_master(param: torch.Tensor, rest: torch.Tensor | None) -> None:
     """Note that `param`, bf16 or fp16, has a master: `rest` and itself, or itself alone where `rest` is None."""
-    _HELD[param] = _Held(rest, param._version)
+    _HELD[param] = _Held(rest, version(param))
 
 
 def has_master(param: torch.Tensor) -> bool:
@@ -54,7 +55,7 @@ def take_rest(param: torch.Tensor) -> torch.Tensor | None:
     if held is None:
         return None
     rest, held.rest = held.rest, None
-    return rest if held.version == param._version else None
+    return rest if held.version == version(param) else None
 
 
 def claim_master(param: torch.Tensor, keeper: Optimizer) -> None:

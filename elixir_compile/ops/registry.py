@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
 
 
 class GradientSink(Protocol):
@@ -23,6 +24,10 @@ class GradientSink(Protocol):
 
     def accumulate(self, slot: "Slot", grad: torch.Tensor) -> None:
         """Add `grad` to the gradient of the slot's parameter; it is published when the backward ends."""
+        ...
+
+    def meet(self, slot: "Slot") -> None:
+        """Return when every rank is about to gather the slot's parameter; RanksDiffer where one does something else."""
         ...
 
     def settle(self, slot: "Slot") -> None:
@@ -88,12 +93,37 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameter."""
+        """Bytes of the parameter, whole."""
         return self.param.numel() * self.param.element_size()
 
+    @property
+    def own(self) -> torch.Tensor:
+        """What this rank has of the parameter: a plain tensor, or the parameter itself where there is one rank."""
+        return own_part(self.param)
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes that this rank has of the parameter."""
+        return self.own.numel() * self.param.element_size()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks have the parameter, each a part or each all of it."""
+        return is_shared(self.param)
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every write to the parameter."""
+        return version(self.param)
+
     def whole(self) -> torch.Tensor:
-        """Return the parameter's values on the compute device, detached; an alias where it already is there."""
-        return self.param.detach().to(self.device)
+        """Return the parameter's values on the compute device, detached; an alias where all of it is there already.
+
+        Every rank calls this at once where each has a part. Raises RanksDiffer where one does something else.
+        """
+        if is_sharded(self.param):
+            self.sink.meet(self)
+        return whole(self.param, self.device)
 
     def handle(self) -> torch.Tensor:
         """Return a new one-element leaf that stands for the parameter in autograd."""

@@ -44,8 +44,9 @@ def _gather_backward(ctx, grad: torch.Tensor):
     return torch.ops.elixir.reduce(grad, ctx.key), None, None, None
 
 
-_LIBRARY.impl("gather", _gather, "CompositeExplicitAutograd")
-_LIBRARY.impl("reduce", _reduce, "CompositeExplicitAutograd")
+# Between the graphs of a model that breaks, Dynamo would compile what they do, collectives of DTensors included.
+_LIBRARY.impl("gather", torch.compiler.disable(_gather), "CompositeExplicitAutograd")
+_LIBRARY.impl("reduce", torch.compiler.disable(_reduce), "CompositeExplicitAutograd")
 torch.library.register_fake("elixir::gather", _gather_fake, lib=_LIBRARY)
 torch.library.register_fake("elixir::reduce", _reduce_fake, lib=_LIBRARY)
 torch.library.register_autograd("elixir::gather", _gather_backward, setup_context=_setup_context, lib=_LIBRARY)

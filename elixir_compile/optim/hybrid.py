@@ -25,7 +25,7 @@ from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.host.threads import at_least_threads, crew_for
-from elixir_compile.optim.loading import held, unheld
+from elixir_compile.optim.loading import held, shared_entry, unheld
 from elixir_compile.optim.part import Part, part_of
 from elixir_compile.optim.rule import UpdateRule, scaled
 from elixir_compile.optim.shadow import plain_step
@@ -122,8 +122,25 @@ class Hybrid(torch.optim.Optimizer):
         for param in [param for param, entry in states.items() if not entry]:
             del states[param]
         found = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        names = self._shaped_names(self.param_groups)
         entries = found["state"].items()
-        return {**found, "state": {key: dict(own) if isinstance(own, DiskState) else own for key, own in entries}}
+        own = {key: dict(entry) if isinstance(entry, DiskState) else entry for key, entry in entries}
+        state = {
+            key: shared_entry(self._saved_entry(entry, params[key]), params[key], names)
+            if isinstance(key, int)
+            else entry
+            for key, entry in own.items()
+        }
+        return {**found, "state": state}
+
+    def _saved_entry(self, entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str, Any]:
+        """Return the state of one parameter as a state dict has it."""
+        return entry
+
+    def _shaped_names(self, groups: Iterable[Mapping[str, Any]]) -> set[str]:
+        """Return what a state may have that is shaped like its parameter."""
+        return {"master", *(name for group in groups for name in self._rule.statistics(group))}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; an update that reads them keeps them for itself. Without `set_to_none` it is waited
@@ -138,7 +155,7 @@ class Hybrid(torch.optim.Optimizer):
         """Load a state dict of this class or of the class it inherits from, and put the state where the plan says."""
         self.wait()
         saved = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        names = {"master", *(name for group in saved for name in self._rule.statistics(group))}
+        names = self._shaped_names(saved)
         entries = state_dict["state"].items()
         early, is_accumulating = self._early, self._is_accumulating
         early.overwrite(were_updated=self._has_stepped)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.shards import as_shared, is_shared, part_like
 from elixir_compile.optim.master_state import with_master
 
 
@@ -36,9 +37,20 @@ def unheld(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dic
     """
     dtype = torch.float32 if has_master(param) else param.dtype
     found = {
-        name: value.tensor.to(dtype=dtype, device=None if stays else param.device)
+        name: part_like(value.tensor, param).to(dtype=dtype, device=None if stays else param.device)
         if isinstance(value, _Held)
         else value
         for name, value in entry.items()
     }
     return with_master(found, param) if entry else found
+
+
+def shared_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
+    """Return the state of one parameter as a state dict has it: where ranks share the parameter, `statistics` are
+    DTensors laid out as it is."""
+    if not is_shared(param):
+        return entry
+    return {
+        name: as_shared(value, param) if name in statistics and type(value) is torch.Tensor else value
+        for name, value in entry.items()
+    }

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
+from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.host.fallback import joined, split
 from elixir_compile.optim.mixed import start_rest
 from elixir_compile.runtime.dense import flat
@@ -26,7 +27,7 @@ def with_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]
     if not has_master(param):
         return found
     home = found["exp_avg"]
-    rest = torch.empty_like(param.detach(), dtype=REST_DTYPES[param.dtype], device=home.device)
+    rest = torch.empty_like(own_part(param).detach(), dtype=REST_DTYPES[param.dtype], device=home.device)
     found[REST_NAMES[param.dtype]] = rest
     if master is None:
         start_rest(param, found)
@@ -40,7 +41,8 @@ def with_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]
         high.copy_(master)
     take_rest(param)
     with torch.no_grad():
-        param.copy_(high)
+        own_part(param).copy_(high)
+    torch.autograd.graph.increment_version(param)
     return found
 
 
@@ -49,5 +51,5 @@ def with_whole_master(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str
     found = dict(entry)
     low = found.pop("master_low", None)
     if low is not None:
-        found["master"] = joined(param.detach().to(low.device), low)
+        found["master"] = joined(own_part(param).detach().to(low.device), low)
     return found

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
+from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.host import Crew, crew_for, fallback, mixed_adamw, split_adamw
 from elixir_compile.optim.host.kernel import kernel
 from elixir_compile.optim.host.passes import Extras, Scalars
@@ -48,10 +49,10 @@ class MixedAdamWRule(AdamWRule):
         if not is_fresh:
             return
         if REST_NAMES[param.dtype] not in state:  # the state is older than the cast
-            beside = next((value.device for value in state.values() if value.shape == param.shape), param.device)
-            state[REST_NAMES[param.dtype]] = torch.empty_like(
-                param.detach(), dtype=REST_DTYPES[param.dtype], device=beside
-            )
+            own = own_part(param)
+            beside = next((value.device for value in state.values() if value.shape == own.shape), param.device)
+            rest = torch.empty_like(own.detach(), dtype=REST_DTYPES[param.dtype], device=beside)
+            state[REST_NAMES[param.dtype]] = rest
         start_rest(param, state)
 
     def update(
@@ -70,6 +71,8 @@ class MixedAdamWRule(AdamWRule):
                 self._on_device(*each, group)
             elif each[0].numel():
                 on_host.append(each)
+            else:  # This rank has nothing of it, and counts its steps as the others do.
+                each[2]["step"].add_(1)
         if plain:
             own_weights, own_grads, own_states = zip(*plain, strict=True)
             super().update(own_weights, own_grads, own_states, group)
@@ -136,7 +139,7 @@ def start_rest(param: torch.Tensor, state: State) -> None:
     elif target.dtype == torch.int16:
         target.zero_()
     else:
-        target.copy_(param.detach())
+        target.copy_(own_part(param).detach())
 
 
 def like(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

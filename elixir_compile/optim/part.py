@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile.ops.shards import own_grad, own_part
 from elixir_compile.optim.rule import State
 
 
@@ -42,8 +43,8 @@ def part_of(
     """Return the part of `params`, which have gradients, with `group` as it is now."""
     return Part(
         params=tuple(params),
-        weights=tuple(param.detach() for param in params),
-        grads=tuple(param.grad for param in params if param.grad is not None),
+        weights=tuple(own_part(param).detach() for param in params),
+        grads=tuple(own_grad(param) for param in params),
         states=tuple(states[param] for param in params),
         rooms=tuple(rooms),
         group=snapshot(group),

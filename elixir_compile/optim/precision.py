@@ -8,13 +8,14 @@ Gradients of parameters without a master are multiplied at once, by torch's own 
 of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir_compile.ops.masters import claim_master, has_master
+from elixir_compile.ops.shards import full, is_sharded, is_shared, own_grad, sum_over_parts
 from elixir_compile.optim.guard import KeptGradients
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
@@ -55,15 +56,9 @@ class KeepsMasters(Hybrid):
         params = (param for group in self.param_groups for param in group["params"])
         return any(param.dtype == torch.float16 and has_master(param) for param in params)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizers do, with a `master` in fp32 for each parameter that has one."""
-        found = super().state_dict()
-        params = [param for group in self.param_groups for param in group["params"]]
-        state = {
-            key: with_whole_master(entry, params[key]) if isinstance(key, int) else entry
-            for key, entry in found["state"].items()
-        }
-        return {**found, "state": state}
+    def _saved_entry(self, entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str, Any]:
+        """Return what torch's optimizers save, with a `master` in fp32 where the parameter has one."""
+        return with_whole_master(entry, param)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and what was to happen to them."""
@@ -79,16 +74,18 @@ class KeepsMasters(Hybrid):
         that of the gradients without it.
         """
         mixed, plain = self._by_master()
-        if not mixed and grad_scale == 1.0:
-            return torch.nn.utils.clip_grad_norm_(plain, max_norm)
+        are_alike = len({is_shared(param) for param in plain}) < 2  # torch's function takes no two kinds together
+        if not mixed and are_alike and grad_scale == 1.0:
+            return full(torch.nn.utils.clip_grad_norm_(plain, max_norm))
         clip_factor = self._take_clip_factor()
         squares = clip_factor**2 * _sum_of_squares(mixed) + _sum_of_squares(plain)
-        norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float32)
+        is_double = any(param.dtype == torch.float64 for param in plain)
+        norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float64 if is_double else torch.float32)
         # As torch does: without a branch, and not finite where the norm is not.
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self._clip_factor, self._clipped = clip_factor * factor, KeptGradients(_grads(mixed))
-        if plain and factor != 1.0:
-            torch._foreach_mul_(_grads(plain), factor)
+        if factor != 1.0:
+            _multiply_grads(plain, factor)
         return norm
 
     def _take_factor(self) -> float | None:
@@ -98,9 +95,7 @@ class KeepsMasters(Hybrid):
             return None
         inverse_scale = 1.0 / float(self.grad_scale)
         if inverse_scale != 1.0:  # else nothing is read here: updates of this step may be on their way already
-            plain = _grads(self._by_master()[1])
-            if plain:
-                torch._foreach_mul_(plain, inverse_scale)
+            _multiply_grads(self._by_master()[1], inverse_scale)
         return clip_factor * inverse_scale
 
     def _take_clip_factor(self) -> float:
@@ -121,14 +116,32 @@ class KeepsMasters(Hybrid):
 
 
 def _sum_of_squares(params: Iterable[nn.Parameter]) -> float:
-    """Return the sum of the squares of the gradients; those on a device cost one wait together."""
+    """Return the sum of the squares of the gradients, over all ranks that have parts of them; those on a device cost
+    one wait together."""
+    params = [param for param in params if param.grad is not None]
+    cut = [param for param in params if is_sharded(param)]
+    whole = [param for param in params if not is_sharded(param)]
+    squares = _own_squares(whole)
+    return squares + sum_over_parts(_own_squares(cut), cut[0]) if cut else squares
+
+
+def _own_squares(params: Iterable[nn.Parameter]) -> float:
+    """Return the sum of the squares of what this rank has of the gradients."""
     total, on_device = 0.0, []
-    for grad in _grads(params):
-        if grad.device.type == "cpu" and grad.is_contiguous():
+    for grad in map(own_grad, params):
+        if grad.dtype == torch.float64:
+            total += float(grad.square().sum())
+        elif grad.device.type == "cpu" and grad.is_contiguous():
             total += sum_of_squares(flat(grad)) if grad.numel() else 0.0
         else:
             on_device.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
     return total + (float(torch.stack(on_device).double().square().sum()) if on_device else 0.0)
+
+
+def _multiply_grads(params: Sequence[nn.Parameter], factor: float) -> None:
+    if params:
+        torch._foreach_mul_(list(map(own_grad, params)), factor)
+        torch.autograd.graph.increment_version([param.grad for param in params if is_shared(param)])
 
 
 def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

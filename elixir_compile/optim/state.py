@@ -9,6 +9,7 @@ from torch import nn
 
 from elixir_compile.ir import Tier
 from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.disk_states import DiskStates
 from elixir_compile.optim.rooms import StateRooms
 from elixir_compile.optim.rule import UpdateRule
@@ -90,7 +91,7 @@ class StatePlacer:
         if state:
             self._start(param, state, group)
             return
-        like = param.detach()
+        like = own_part(param).detach()
         for name, dtype in self._rule.kinds(param, group).items():
             room = rooms.get(name) if rooms else None
             state[name] = torch.zeros_like(like, dtype=dtype) if room is None else room.zero_()
@@ -116,9 +117,9 @@ class StatePlacer:
             value, target = state.get(name), rooms.get(name)
             if not isinstance(value, torch.Tensor):
                 continue
-            device = param.device if target is None else target.device
+            device = own_part(param).device if target is None else target.device
             if target is None or target.dtype != value.dtype:
-                target = torch.empty_like(param.detach(), dtype=value.dtype, device=device)
+                target = torch.empty_like(own_part(param).detach(), dtype=value.dtype, device=device)
             state[name] = target if target.data_ptr() == value.data_ptr() else target.copy_(value)
         beside = next((state[name].device for name in kinds if isinstance(state.get(name), torch.Tensor)), None)
         for name, value in state.items():

@@ -167,7 +167,7 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
         ),
         moves=moves,
         always_bytes=always_bytes,
-        copy_bytes=bucket.nbytes if any(move.verb is Verb.GATHER for move in moves) else 0,
+        copy_bytes=bucket.flat_nbytes if any(move.verb is Verb.GATHER for move in moves) else 0,
         peak_bytes=None if graph is None else _peak_bytes(plan, bucket, graph),
     )
 

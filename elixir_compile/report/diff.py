@@ -198,7 +198,7 @@ def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
     return {
         bucket.id: {
             "params": " ".join(bucket.params),
-            "shards": " ".join(map(str, bucket.shard_numels)),
+            "shards": bucket.shards_text,
             "group": bucket.group,
             "state_bytes": bucket.state_nbytes,
             "param": placement.param.value,

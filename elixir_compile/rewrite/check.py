@@ -5,7 +5,7 @@ from collections import Counter
 from torch import fx
 
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import Phase, Plan, Verb
+from elixir_compile.ir import BucketId, Phase, Plan, Verb, grad_of
 from elixir_compile.rewrite.program import actions_of
 
 _ACTIONS = frozenset({"gather", "wait", "release", "reduce", "offload", "offload_saved", "prefetch"})
@@ -39,7 +39,9 @@ def _action_text(node: fx.Node) -> str | None:
     if node.op != "call_method" or node.target not in _ACTIONS:
         return None
     if node.target == Verb.WAIT:
-        return f"{Verb.WAIT} {_subject(node.args[1])}"
+        waited = node.args[1]
+        grad = grad_of(BucketId(waited.args[1])) if waited.target == Verb.REDUCE else _subject(waited)
+        return f"{Verb.WAIT} {grad}"
     verb = Verb.OFFLOAD if node.target == "offload_saved" else node.target
     return f"{verb} {_subject(node)}"
 

@@ -26,7 +26,7 @@ from torch import fx
 from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
 from elixir_compile.capture.views import is_number
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb
+from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb, grad_of
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
 from elixir_compile.rewrite.repeat import Halves
 
@@ -70,7 +70,10 @@ def write_program(
     root = torch.nn.Module()
     root.executor = executor
     _write_inputs(writer, source.graph)
-    for action in actions_of(plan, phase):
+    actions = actions_of(plan, phase)
+    if phase is Phase.BACKWARD:
+        _write_copies(writer, actions)
+    for action in actions:
         _write_action(writer, action, regions)
     _write_output(writer, source.graph)
     for region in regions.values():
@@ -128,6 +131,16 @@ def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
 
 def _names(writer: _Writer, keys: Sequence[int]) -> tuple[str, ...]:
     return tuple(writer.halves.captured.param_names[key] for key in keys)
+
+
+def _write_copies(writer: _Writer, actions: Sequence[Action]) -> None:
+    """Ask for copies from the forward first, those of several ranks, read or not: where another backward took one away
+    it is gathered again, which all ranks must do at once, whatever their graphs read."""
+    gathered = {action.what for action in actions if action.verb is Verb.GATHER}
+    released = {action.what for action in actions if action.verb is Verb.RELEASE}
+    for bucket in writer.plan.buckets:
+        if bucket.is_sharded and bucket.id in released - gathered:
+            writer.bucket_values[bucket.id] = _call(writer, "whole", bucket.id, bucket.id)
 
 
 def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionGraph]) -> None:
@@ -218,11 +231,14 @@ def _param_value(writer: _Writer, key: int) -> fx.Node:
 
 def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     bucket = next(b for b in writer.plan.buckets if b.id == bucket_id)
-    members = {writer.keys[name]: position for position, name in enumerate(bucket.params)}
+    # A bucket may hold parameters that only other graphs read.
+    members = {writer.keys[name]: position for position, name in enumerate(bucket.params) if name in writer.keys}
     markers = writer.halves.captured.backward.graph.find_nodes(op="call_function", target=gradient)
     made = [(members[node.args[1]], writer.values[node.args[0].name]) for node in markers if node.args[1] in members]
     positions, grads = tuple(position for position, _ in made), [grad for _, grad in made]
-    writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
+    reduced = writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
+    if bucket.is_sharded:
+        writer.transfers[grad_of(bucket_id)] = reduced
 
 
 def _write_output(writer: _Writer, source: fx.Graph) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
+from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.pending import begin_update, end_update
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
 from elixir_compile.runtime.updates import QueuedUpdate
@@ -41,7 +42,7 @@ class RunningBucket:
         offload, or the first release after it. None where that is not known."""
         self._queued: tuple[QueuedUpdate, ...] = ()
         self._gathered_versions: list[int] = []
-        self._offsets_bytes, self._total_bytes = _layout(self.slots)
+        self._offsets_bytes, self._total_bytes = self._layout()
         self._params: Slab | None = None
         self._grads: list[tuple[Slab, list[weakref.ref]]] = []
         """Slabs of gradients, each with the storages of it that were given out."""
@@ -105,19 +106,19 @@ class RunningBucket:
             self._settle_on_host()
         else:
             for slot in self.slots:
-                _rehome(slot.param, _on_device(slot.param, device))
+                rehome(slot.param, _on_device(slot.own.detach(), device))
             self._params = None
-            self.whole = tuple(slot.param.detach() for slot in self.slots)
+            self.whole = tuple(slot.own.detach() for slot in self.slots)
 
     def has_drifted(self) -> bool:
         """Whether somebody replaced a parameter's data since it was settled: `model.to(...)`, `param.data = ...`."""
         if self.is_on_host:
             return self._params is None or any(
-                slot.param.data_ptr() != self._address + offset
+                slot.own.data_ptr() != self._address + offset
                 for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
             )
         return self.whole is None or any(
-            slot.param.data_ptr() != t.data_ptr() for slot, t in zip(self.slots, self.whole, strict=True)
+            slot.own.data_ptr() != t.data_ptr() for slot, t in zip(self.slots, self.whole, strict=True)
         )
 
     def flat_home(self) -> torch.Tensor:
@@ -128,9 +129,9 @@ class RunningBucket:
         """Return the parameters as views of `flat`, a copy of `flat_home`."""
         views = []
         for slot, offset in zip(self.slots, self._offsets_bytes, strict=True):
-            data = slot.param
-            piece = flat[offset : offset + data.numel() * data.element_size()].view(data.dtype)
-            views.append(piece.as_strided(data.shape, data.stride()))
+            own = slot.own
+            piece = flat[offset : offset + slot.own_nbytes].view(own.dtype)
+            views.append(piece.as_strided(own.shape, own.stride()))
         return tuple(views)
 
     def hold(self, copies: tuple[torch.Tensor, ...], versions: list[int]) -> None:
@@ -158,7 +159,7 @@ class RunningBucket:
         else:
             self._grads.remove(free)
             slab = free[0]
-        room = cut_slab(slab, self.slots, self._offsets_bytes)
+        room = self._cut_slab(slab)
         self._grads.append((slab, [weakref.ref(tensor.untyped_storage()) for tensor in room]))
         return room
 
@@ -166,10 +167,10 @@ class RunningBucket:
         """Return memory for an fp32 sum of gradients of the slot's parameter, where it lives; on the host the same one
         again unless somebody still holds it."""
         if not self.is_on_host:
-            return torch.empty_like(slot.param, dtype=torch.float32)
+            return torch.empty_like(slot.own, dtype=torch.float32)
         slab, given = self._totals.get(slot.key, (None, None))
         if slab is None or given() is not None:
-            slab = Slab(4 * slot.param.numel(), pin=self.pin)
+            slab = Slab(4 * slot.own.numel(), pin=self.pin)
         room = cut_slab(slab, [slot], [0], torch.float32)[0]
         self._totals[slot.key] = (slab, weakref.ref(room.untyped_storage()))
         return room
@@ -179,21 +180,32 @@ class RunningBucket:
         no smaller than the parameters', each at as many elements from the start as its parameter."""
         own = self.slots[0].param.dtype
         ratio = 1 if dtype is None else dtype.itemsize // own.itemsize
-        offsets_bytes = [ratio * offset for offset in self._offsets_bytes]
-        return cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), self.slots, offsets_bytes, dtype)
+        return self._cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), dtype, ratio)
 
     def versions(self) -> list[int]:
         """Return the versions of the parameters in bucket order."""
-        return [slot.param._version for slot in self.slots]
+        return [slot.version for slot in self.slots]
 
     def _settle_on_host(self) -> None:
         slab = Slab(self._total_bytes, pin=self.pin)
-        for slot, home in zip(self.slots, cut_slab(slab, self.slots, self._offsets_bytes), strict=True):
-            home.copy_(slot.param.detach())
-            _rehome(slot.param, home)
+        for slot, home in zip(self.slots, self._cut_slab(slab), strict=True):
+            home.copy_(slot.own.detach())
+            rehome(slot.param, home)
         self._params = slab
         self._address = self.flat_home().data_ptr()
         self.whole = None
+
+    def _layout(self) -> tuple[tuple[int, ...], int]:
+        """Return the offset of each parameter in a slab, and the bytes of all."""
+        offsets, end = [], 0
+        for slot in self.slots:
+            offsets.append(end)
+            end = aligned_bytes(end + slot.own_nbytes)
+        return tuple(offsets), end
+
+    def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
+        """Return one tensor per parameter, in `dtype`, which is `ratio` times as large as the parameters'."""
+        return cut_slab(slab, self.slots, [ratio * offset for offset in self._offsets_bytes], dtype)
 
 
 def cut_slab(
@@ -203,33 +215,15 @@ def cut_slab(
     dtype of the parameter, or in `dtype`."""
     tensors = []
     for slot, offset in zip(slots, offsets_bytes, strict=True):
-        param = slot.param
-        flat = slab.tensor(dtype or param.dtype, (param.numel(),), offset)
-        tensors.append(flat.as_strided(param.shape, param.stride()))
+        own = slot.own
+        flat = slab.tensor(dtype or own.dtype, (own.numel(),), offset)
+        tensors.append(flat.as_strided(own.shape, own.stride()))
     return tuple(tensors)
 
 
-def _layout(slots: Sequence[Slot]) -> tuple[tuple[int, ...], int]:
-    offsets, end = [], 0
-    for slot in slots:
-        offsets.append(end)
-        end = aligned_bytes(end + slot.param.numel() * slot.param.element_size())
-    return tuple(offsets), end
-
-
-def _on_device(param: torch.nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Return the data of `param` in memory of the device's own allocator."""
-    data = param.detach()
+def _on_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `data` in memory of the device's own allocator."""
     if data.device != device:
         return data.to(device)
     from_slab = data.device.type == "cpu" and is_slab_memory(data.data_ptr())
     return torch.empty_like(data, memory_format=torch.preserve_format).copy_(data) if from_slab else data
-
-
-def _rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Let `param` hold `data`; its gradient moves along, because torch wants both on one device."""
-    grad = param.grad
-    param.grad = None
-    param.data = data
-    if grad is not None:
-        param.grad = grad.to(data.device)

@@ -7,7 +7,7 @@ and `param.grad`; nothing else does, so a program that fails in the middle is cl
 
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,16 +21,20 @@ from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.runtime.publish import publish
+from elixir_compile.runtime.ranks import Ranks
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
+from elixir_compile.runtime.sharded import ShardedBucket, ShardReduce
+from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, wait_on_compute
 
 
 class Executor:
     """The parameters of one model, their homes, and the verbs of its programs, on `device`."""
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str, ranks: Ranks | None = None) -> None:
+        """`ranks` share the model, one of which is this process; None for one alone."""
         self.device = device
         self.name = name
+        self.ranks = ranks
         self.compilations: list[object] = []
         """The records of the graphs that run on this executor, in order of capture."""
         self.ledger = Ledger(device_type=device.type)
@@ -57,6 +61,8 @@ class Executor:
         self._departing: list[torch.Tensor] = []
         self._pending: dict[int, tuple[Slot, torch.Tensor]] = {}
         self._arriving: list[Transfer] = []
+        self._reducing: dict[BucketId, ShardReduce] = {}
+        """Of several ranks, the last reduce of each bucket."""
         self._flush_queued_for = -1
         self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
         """What forwards left for their backward."""
@@ -85,11 +91,9 @@ class Executor:
 
     def buckets_in_force(self, *, for_training: bool) -> tuple[tuple[Bucket, Placement], ...]:
         """Return the buckets with their placements; for training, those that were made for it."""
-        if not for_training:
-            return tuple((bucket.spec, bucket.placement) for bucket in self._buckets.values())
-        if not self._serves_training:
+        if for_training and not self._serves_training:
             return ()
-        kept = [bucket for bucket in self._buckets.values() if not bucket.is_outdated()]
+        kept = [bucket for bucket in self._buckets.values() if not (for_training and bucket.is_outdated())]
         return tuple((bucket.spec, bucket.placement) for bucket in kept)
 
     def agrees(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, may_adopt: bool) -> bool:
@@ -102,21 +106,6 @@ class Executor:
                 return False
         return True
 
-    def device_bytes(self, leaving_out: Collection[str] = ()) -> int:
-        """Return the bytes of parameters, and of the optimizer state planned for them, that live on the device.
-
-        Parameters named in `leaving_out` do not count.
-        """
-        total = 0
-        for slot in self.slots.values():
-            if slot.name in leaving_out:
-                continue
-            bucket = self._bucket_of.get(slot.key)
-            total += slot.nbytes if slot.param.device == self.device and not (bucket and bucket.is_on_host) else 0
-            if bucket is not None and bucket.placement.optim is Tier.DEVICE:
-                total += bucket.spec.state_nbytes * slot.nbytes // bucket.spec.nbytes
-        return total
-
     def running(self, slot: Slot) -> RunningBucket | None:
         """Return the bucket that holds `slot`, or None while no plan names it."""
         return self._bucket_of.get(slot.key)
@@ -126,10 +115,13 @@ class Executor:
         wanted = set(buckets)
         return [bucket for bucket in self._buckets.values() if bucket in wanted]
 
+    def meet(self, slot: Slot) -> None:
+        """Return when every rank is about to gather this parameter; RanksDiffer where one does something else."""
+        self.ranks.talk.meet(slot.name, "a parameter")
+
     def settle(self, slot: Slot) -> None:
         """Wait for a queued update of the slot's bucket; raises what failed in it."""
-        bucket = self._bucket_of.get(slot.key)
-        if bucket is not None:
+        if (bucket := self._bucket_of.get(slot.key)) is not None:
             bucket.settle()
 
     def keep_until_gone(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -161,7 +153,7 @@ class Executor:
             for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
                 old.settle()
                 self._buckets.pop(old.spec.id, None)
-            bucket = RunningBucket(spec, placement, slots, pin=self.device.type == "cuda")
+            bucket = self._new_bucket(spec, placement, slots)
             bucket.settle_home(self.device)
             bucket.disk = self.disk
             self._buckets[spec.id] = bucket
@@ -170,6 +162,12 @@ class Executor:
         if moved:
             self.saved.drop_free_slabs()
         let_state_follow(moved)
+
+    def _new_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> RunningBucket:
+        pin = self.device.type == "cuda"
+        if not spec.is_sharded:
+            return RunningBucket(spec, placement, slots, pin=pin)
+        return ShardedBucket(spec, placement, slots, pin=pin, ranks=self.ranks)
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
         """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
@@ -245,23 +243,39 @@ class Executor:
         self._close(self._buckets[bucket_id], Verb.RELEASE)
 
     @torch.no_grad()
-    def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: Sequence[torch.Tensor]) -> None:
+    def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: Sequence[torch.Tensor]) -> Transfer | None:
         """Take the gradients that a backward made: `params` are positions in the bucket, one may come more than
-        once."""
+        once. Of a bucket that is cut over several ranks, return what ends with this rank's part of their mean."""
         bucket = self._buckets[bucket_id]
+        if isinstance(bucket, ShardedBucket):
+            self._reducing[bucket_id] = reducing = ShardReduce(bucket, params, grads, self._add, self.ledger)
+            return reducing
+        if self.ranks is not None and grads:
+            params, grads = self.ranks.mean_sums(params, grads)
         with self.ledger.span(Lane.COMPUTE, f"reduce {bucket_id}"):
             for position, grad in zip(params, grads, strict=True):
                 self._add(bucket.slots[position], grad)
         self._close(bucket, Verb.REDUCE)
+        return None
 
     @torch.no_grad()
     def offload(self, bucket_id: BucketId) -> Transfer:
         """Start copying the gradients of a host bucket to the host."""
         bucket = self._buckets[bucket_id]
+        if bucket_id in self._reducing and not self.d2h.is_asynchronous:
+            return LateTransfer(f"offload {bucket_id}", lambda: self._offload(bucket))
+        return self._offload(bucket)
+
+    def _offload(self, bucket: RunningBucket) -> Transfer:
+        bucket_id = bucket.spec.id
         landing: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
         room = bucket.gradient_room()
         with self.d2h.behind_compute(), self.ledger.span(Lane.D2H, f"offload {bucket_id}"):
+            reducing = self._reducing.pop(bucket_id, None)
+            if reducing is not None:
+                leaving += reducing.memory()  # only `d2h` follows the collective: compute may use none of it yet
+                reducing.issued()
             for slot, target in zip(bucket.slots, room, strict=True):
                 pending = self._pending.get(slot.key)
                 if pending is None or pending[1].device != self.device:
@@ -307,7 +321,7 @@ class Executor:
     def accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
         """Add `grad`, made by eager code, to the gradient of `slot`."""
         # A copy, because autograd may hand one tensor to several parameters: the gradients of a sum are one tensor.
-        self._add(slot, grad.clone())
+        self._add(slot, grad.clone() if self.ranks is None else self.ranks.mean_part(grad, slot.param, slot.name))
         self.trained_eagerly.add(slot.key)
         self._queue_flush()
 
@@ -317,22 +331,23 @@ class Executor:
         if bucket.update is not Update.IN_BACKWARD or bucket.closes is not verb or self.saved.num_waiting != 1:
             return
         own = [slot for slot in bucket.slots if slot.key in self._pending]
-        if not own:
-            return
         is_away = all(self._pending[slot.key][1].device == slot.param.device for slot in own)
-        if is_away and not any(compat.has_gradient_hooks(slot.param) for slot in own):
+        if own and is_away and not any(compat.has_gradient_hooks(slot.param) for slot in own):
             self._publish(own)
             let_update([slot.param for slot in own if slot.param.requires_grad], self.d2h.mark())
 
     def abandon(self) -> None:
         """After an exception: drop gathered copies and gradients that were on their way."""
         self._gathers.call_off()
+        if self.ranks is not None:
+            self.ranks.settle()
         # Their memory must not be used again while a copy still reads or writes it.
         self.h2d.settle()
         self.d2h.settle()
         self.saved.begin()
         self._pending.clear()
         self._arriving.clear()
+        self._reducing.clear()
         self._flush_queued_for = -1
         for bucket in self._buckets.values():
             bucket.release()
@@ -358,6 +373,7 @@ class Executor:
     @torch.no_grad()
     def _flush(self) -> None:
         """End a backward: publish every gradient as `param.grad`."""
+        self._reducing.clear()
         self.d2h.settle()
         self._arriving.clear()
         self.end()
@@ -381,4 +397,4 @@ class Executor:
             publish(slot.param, grad, None if bucket is None else functools.partial(bucket.total_room, slot))
 
     def _versions(self, names: Sequence[str]) -> list[int]:
-        return [self.slots[name].param._version for name in names]
+        return [self.slots[name].version for name in names]

@@ -15,6 +15,7 @@ import torch
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.sharded import ShardedBucket, ShardGather
 from elixir_compile.runtime.streams import CopyStream, Transfer, mark_compute
 
 
@@ -73,6 +74,11 @@ class Gathers:
     def begin(self, bucket: RunningBucket) -> Transfer:
         """Start copying `bucket` to the device, or let the end of its update do so."""
         label = f"gather {bucket.spec.id}"
+        if isinstance(bucket, ShardedBucket):
+            bucket.settle()
+            if bucket.is_whole():
+                return Transfer(label, None, bucket.whole)
+            return ShardGather(bucket, self.h2d, self.ledger)
         if not bucket.is_on_host:
             bucket.settle()
         if not bucket.is_updating and bucket.is_whole():

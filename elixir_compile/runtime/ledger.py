@@ -34,6 +34,7 @@ class Ledger:
         self._is_cuda = device_type == "cuda"
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
         self._recordings: tuple[Recording, ...] = ()
         _ledgers.add(self)
 
@@ -49,6 +50,12 @@ class Ledger:
             return dict(self._times)
 
     @property
+    def bytes(self) -> Mapping[str, int]:
+        """Bytes of the whole buffer of each collective, by label, since the ledger was made: `{"reduce b1": 4096}`."""
+        with self._lock:
+            return dict(self._bytes)
+
+    @property
     def counts(self) -> Mapping[str, int]:
         """How often each verb, the first word of a label, ran since the ledger was made: `{"gather": 12}`."""
         counts: Counter[str] = Counter()
@@ -56,10 +63,12 @@ class Ledger:
             counts[label.partition(" ")[0]] += times
         return dict(counts)
 
-    def span(self, lane: Lane, label: str) -> AbstractContextManager[object]:
-        """Count `label`, a verb and what it acts on (`gather b1`); while recording, time the block."""
+    def span(self, lane: Lane, label: str, nbytes: int = 0) -> AbstractContextManager[object]:
+        """Count `label`, a verb and what it acts on (`gather b1`), and `nbytes`; while recording, time the block."""
         with self._lock:
             self._times[label] += 1
+            if nbytes:
+                self._bytes[label] += nbytes
         recordings = self._recordings
         if not recordings:
             return _NOTHING

@@ -12,6 +12,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.shards import as_shared, is_shared, own_part
 from elixir_compile.runtime.dense import flat
 
 _BLOCK = 1 << 19
@@ -22,10 +23,14 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], to
     """Add `grad` to the gradient of `param`; `room` makes memory for an fp32 sum, None sums in the dtype of `param`."""
     if not param.requires_grad:
         return
-    if grad.device != param.device:
-        grad = grad.to(param.device)
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param).copy_(grad)
+    own = own_part(param)
+    if grad.device != own.device:
+        grad = grad.to(own.device)
+    if grad.stride() != own.stride():
+        grad = torch.empty_like(own).copy_(grad)
+    if is_shared(param):
+        _publish_part(param, grad)
+        return
     if room is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
         total = room().copy_(param.grad)
         param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
@@ -38,6 +43,16 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], to
         param.grad.add_(grad)
     else:
         _add_narrow(param.grad, grad)
+
+
+def _publish_part(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    if compat.has_gradient_hooks(param):
+        torch.autograd.backward([param], [as_shared(grad, param)])
+    elif param.grad is None:
+        param.grad = as_shared(grad, param)
+    else:
+        own_part(param.grad).add_(grad)
+        torch.autograd.graph.increment_version(param.grad)
 
 
 def _add_narrow(total: torch.Tensor, grad: torch.Tensor) -> None:

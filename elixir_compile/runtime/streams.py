@@ -1,6 +1,6 @@
 """Side streams for copies: asynchronous on CUDA, the plain order of the program on CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,22 @@ class Transfer:
     def issued(self) -> "torch.cuda.Event | None":
         """Return the event behind which the copy is done, once there is one; None where copies are synchronous."""
         return self.event
+
+
+class LateTransfer(Transfer):
+    """A copy that begins when it is waited for: it would keep the thread from what comes before that."""
+
+    __slots__ = ("_begin",)
+
+    def __init__(self, label: str, begin: Callable[[], Transfer]) -> None:
+        super().__init__(label, None)
+        self._begin = begin
+
+    def issued(self) -> "torch.cuda.Event | None":
+        """Copy, and return the event behind which that is done; None where copies are synchronous."""
+        copied = self._begin()
+        self.values = copied.values
+        return copied.issued()
 
 
 class CopyStream:

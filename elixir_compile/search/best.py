@@ -78,7 +78,7 @@ class _Search:
             self._round_to(program, bound_s)
 
     def _round_to(self, program: Program, bound_s: float) -> None:
-        widest_bytes = max(bucket.nbytes for bucket in self.judge.facts.buckets)
+        widest_bytes = max(bucket.flat_nbytes for bucket in self.judge.facts.buckets)
         overlaps = self.judge.facts.problem.cluster.h2d.overlaps_compute
         for share in _FREE_SHARES if overlaps else _FREE_SHARES[:1]:
             solution = relaxed(program, self.deadline_s, -int(share * widest_bytes))

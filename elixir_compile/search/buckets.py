@@ -4,7 +4,7 @@
                                         exceeds `max`
 
 A tensor larger than `max`, or used again far away (a tied embedding), travels alone. Data types, and frozen and trained
-parameters, are never mixed, nor are param groups of the optimizer.
+parameters, are never mixed, nor are param groups of the optimizer, nor what ranks cut and what each of them has whole.
 """
 
 import itertools
@@ -45,9 +45,10 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     min_bytes, max_bytes = _bounds(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
-    classes: dict[tuple[str, bool, int], list[_Param]] = {}
+    classes: dict[tuple[str, bool, int, bool], list[_Param]] = {}
     for param in params:
-        classes.setdefault((param.storage.dtype, param.is_trained, param.group), []).append(param)
+        kind = (param.storage.dtype, param.is_trained, param.group, _is_cut(param, problem))
+        classes.setdefault(kind, []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
         group
@@ -56,9 +57,7 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     ]
     order = {param.storage.id: i for i, param in enumerate(params)}
     groups.sort(key=lambda group: order[group[0].storage.id])
-    return kept + tuple(
-        _bucket(next(names), group, problem.state_nbytes, problem.cluster.num_ranks) for group in groups
-    )
+    return kept + tuple(_bucket(next(names), group, problem) for group in groups)
 
 
 def _bounds(problem: Problem, total_bytes: int) -> tuple[int, int]:
@@ -139,12 +138,24 @@ def _cut(
         yield group
 
 
-def _shards(numel: int, num_ranks: int) -> tuple[int, ...]:
-    """Equal shards; the last rank pads."""
-    return (numel,) if num_ranks == 1 else (-(-numel // num_ranks),) * num_ranks
+def _is_cut(param: _Param, problem: Problem) -> bool:
+    """Whether several ranks have a part each of a parameter, and not all of it each."""
+    numel = param.storage.nbytes // _ITEM_BYTES.get(param.storage.dtype, 1)
+    return problem.cluster.num_ranks > 1 and set(problem.shards.get(param.storage.id, ())) != {numel}
 
 
-def _bucket(name: BucketId, group: list[_Param], state_nbytes: Mapping[StorageId, int], num_ranks: int) -> Bucket:
+def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:
+    """Elements of the bucket per rank; a parameter of which nothing is known in equal shards, the last rank pads."""
+    num_ranks = problem.cluster.num_ranks
+    numels = [0] * num_ranks
+    for param in group:
+        even = -(-(param.storage.nbytes // _ITEM_BYTES[param.storage.dtype]) // num_ranks)
+        for rank, numel in enumerate(problem.shards.get(param.storage.id, (even,) * num_ranks)):
+            numels[rank] += numel
+    return tuple(numels)
+
+
+def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
     dtype = group[0].storage.dtype
     if dtype not in _ITEM_BYTES:
         raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
@@ -155,9 +166,9 @@ def _bucket(name: BucketId, group: list[_Param], state_nbytes: Mapping[StorageId
         params=tuple(param.storage.id for param in group),
         numel=numel,
         nbytes=nbytes,
-        state_nbytes=sum(state_nbytes.get(param.storage.id, 0) for param in group),
+        state_nbytes=sum(problem.state_nbytes.get(param.storage.id, 0) for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
-        shard_numels=_shards(numel, num_ranks),
+        shard_numels=(numel,) if problem.cluster.num_ranks == 1 else _shards(group, problem),
         group=group[0].group,
     )

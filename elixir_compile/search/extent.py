@@ -41,7 +41,7 @@ def extents(problem: Problem) -> tuple[Extent, Extent]:
     lean = min(
         ladder(judge), key=lambda rung: (floor_bytes(rung), _kept_bytes(rung.facts.graph, rung.facts.activations))
     )
-    return _extent(lean, lean.facts.furthest_levels), _extent(judge, judge.facts.start_levels)
+    return _extent(lean, lean.least_levels), _extent(judge, judge.facts.start_levels)
 
 
 def extent_of(graph: StepGraph, plan: Plan) -> Extent:
@@ -69,8 +69,8 @@ def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kep
         if home.param is Tier.DEVICE:
             resident_bytes += bucket.shard_nbytes()
             grad_bytes += bucket.shard_nbytes() if bucket.trainable else 0
-        elif home.resident:
-            copies_bytes += bucket.nbytes
+        if home.resident and (bucket.is_sharded or home.param is not Tier.DEVICE):
+            copies_bytes += bucket.flat_nbytes
         if home.optim is Tier.DEVICE:
             resident_bytes += bucket.shard_state_nbytes()
     return Extent(

@@ -180,7 +180,7 @@ class _Walk:
 
     def _retreat(self) -> bool:
         """Move everything as far as it goes: what no single move could save may still be saved together."""
-        furthest = self.judge.facts.furthest_levels
+        furthest = self.judge.least_levels
         if self.judge.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
             return False
         if not self._fits_host(furthest):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from elixir_compile.analysis.closing import closing_of
 from elixir_compile.ir import BucketId, Placement, RegionId, Update, Verb
 from elixir_compile.search.facts import Facts, gather_facts
+from elixir_compile.search.least import least_levels
 from elixir_compile.search.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
 from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.schedule import Cut, cut_regions, program, regions
@@ -47,6 +48,7 @@ class Judge:
             for bucket in facts.buckets
         ]
         self._step_s: dict[tuple[Level, ...], float] = {}
+        self._least_levels: tuple[Level, ...] = ()
 
     def at(self, modes: Sequence[int]) -> "Judge":
         """Return the judge of the same problem at `modes`, one per layer."""
@@ -54,6 +56,12 @@ class Judge:
         if key not in self._others:
             Judge(gather_facts(self.facts.problem, self.facts, key), self._others)  # which puts itself there
         return self._others[key]
+
+    @property
+    def least_levels(self) -> tuple[Level, ...]:
+        """The levels that need the fewest device bytes, gathered at use."""
+        self._least_levels = self._least_levels or least_levels(self.facts, self.memory)
+        return self._least_levels
 
     def fits(self, levels: Sequence[Level], ahead: int) -> bool:
         """Whether the levels fit both budgets, every gather `ahead` windows early."""

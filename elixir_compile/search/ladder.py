@@ -31,4 +31,4 @@ def leanest(judge: Judge) -> Judge:
 
 def floor_bytes(judge: Judge) -> int:
     """Return the device bytes at the judge's modes with every bucket as far off as it can be, gathered at use."""
-    return judge.memory.peak_bytes(judge.facts.furthest_levels, ahead=0)
+    return judge.memory.peak_bytes(judge.least_levels, ahead=0)

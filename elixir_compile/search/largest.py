@@ -30,7 +30,7 @@ def is_feasible(problem: Problem) -> bool:
     judge = Judge(gather_facts(problem))
     if all(floor_of(rung) > problem.budget_bytes for rung in ladder(judge)):
         return False
-    if any(rung.fits(rung.facts.furthest_levels, ahead=0) for rung in ladder(judge)):
+    if any(rung.fits(rung.least_levels, ahead=0) for rung in ladder(judge)):
         return True
     try:
         plan(problem, planner="greedy")

@@ -9,6 +9,7 @@ everything else matter, so a step of 5,000 ops is a few hundred numbers.
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from elixir_compile.cost import streamed_bytes
 from elixir_compile.ir import Bucket, Kind, Tier
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, is_gathered
-from elixir_compile.search.stays import Moves, moves_at_use, spans
+from elixir_compile.search.stays import Moves, Stay, moves_at_use, spans
 
 
 class MemoryModel:
@@ -26,6 +27,8 @@ class MemoryModel:
     def __init__(self, facts: Facts, more_starts: Iterable[int] = ()) -> None:
         """`more_starts` are op indices at which segments begin besides those of `facts`."""
         self._facts = facts
+        self._sizes = [_Sizes.of(bucket) for bucket in facts.buckets]
+        self._is_sharded = any(sizes.is_sharded for sizes in self._sizes)
         self.rest_bytes_per_op = _rest(facts)
         starts = _segment_starts(facts, more_starts)
         self._starts = starts
@@ -48,24 +51,26 @@ class MemoryModel:
             if stay.bucket >= len(facts.buckets):
                 self._add_absence(changes, stay.bucket - len(facts.buckets), stay.gather, moves)
                 continue
-            nbytes = facts.buckets[stay.bucket].nbytes
-            changes[segment[stay.gather]] += nbytes
-            changes[segment[stay.last + 1]] -= nbytes
+            sizes = self._sizes[stay.bucket]
+            changes[segment[stay.gather]] += sizes.flat_bytes
+            changes[segment[stay.last + 1]] -= sizes.flat_bytes
+            if sizes.is_sharded:
+                self._add_opening(changes, stay, levels[stay.bucket])
         ends = moves.grad_ends
+        lasts = {(stay.bucket, stay.last) for stay in moves.stays} if self._is_sharded else set[tuple[int, int]]()
         for bucket, level in enumerate(levels):
             changes[0] += _resting_bytes(facts.buckets[bucket], level)
             gradients = facts.gradients[bucket]
             if gradients is None:
                 continue
+            whole_end = gradients.complete if self._sizes[bucket].is_packed else ends.get(bucket)
             for birth, nbytes in gradients.births:
                 changes[segment[birth]] += nbytes
-                if bucket in ends:
-                    changes[segment[ends[bucket] + 1]] -= nbytes
-            if facts.buckets[bucket].is_sharded:
-                shard_nbytes = facts.buckets[bucket].shard_nbytes()
-                changes[segment[gradients.complete + 1]] += shard_nbytes
-                if level.has_param_on_host:
-                    changes[segment[ends[bucket] + 1]] -= shard_nbytes
+                if whole_end is not None:
+                    changes[segment[whole_end + 1]] -= nbytes
+            if self._sizes[bucket].is_sharded:
+                is_replaced = (bucket, gradients.complete) in lasts
+                self._add_reduced(changes, bucket, level, ends[bucket], is_replaced=is_replaced)
         if moves.streamed:
             changes[segment[facts.num_run]] += max(self.streamed_bytes(i, levels[i].home) for i in moves.streamed)
         return self.rest_bytes + np.cumsum(changes[:-1])
@@ -74,6 +79,38 @@ class MemoryModel:
         """Return what a streamed update of one bucket takes beside what is on the device anyway, its parameters at
         `home`."""
         return streamed_bytes(self._facts.buckets[bucket], home)
+
+    def _add_opening(self, changes: NDArray[np.int64], stay: Stay, level: Level) -> None:
+        """What a gather on several ranks takes until its copy can be used: the shard that came from the host, and then
+        a second copy where parameters are copied out."""
+        sizes, segment = self._sizes[stay.bucket], self._segment_of
+        if sizes.is_unpacked:
+            changes[segment[stay.first]] += sizes.flat_bytes
+            changes[segment[stay.first + 1]] -= sizes.flat_bytes
+        if level.has_param_on_host:
+            # It goes between two ops; the second counts it, unless what is copied out, which is more, counts there.
+            changes[segment[stay.gather]] += sizes.shard_bytes
+            changes[segment[stay.first if sizes.is_unpacked else stay.first + 1]] -= sizes.shard_bytes
+
+    def _add_reduced(
+        self, changes: NDArray[np.int64], bucket: int, level: Level, end: int, *, is_replaced: bool
+    ) -> None:
+        """What a gradient takes from its reduce on, which is waited for after op `end`, and at the op before it, where
+        no copy as large goes."""
+        gradients, sizes, segment = self._facts.gradients[bucket], self._sizes[bucket], self._segment_of
+        assert gradients is not None
+        complete = gradients.complete
+        changes[segment[complete + 1]] += sizes.shard_bytes
+        if level.has_param_on_host:
+            changes[segment[end + 1]] -= sizes.shard_bytes
+        if sizes.is_packed:
+            changes[segment[complete + 1]] += sizes.flat_bytes
+            changes[segment[end + 1]] -= sizes.flat_bytes
+        at_once_bytes = sizes.shard_bytes if end == complete else 0
+        before_bytes = sizes.flat_bytes if sizes.is_packed else at_once_bytes
+        if not is_replaced:
+            changes[segment[complete]] += before_bytes
+            changes[segment[complete + 1]] -= before_bytes
 
     def _add_absence(self, changes: NDArray[np.int64], number: int, back: int, moves: Moves) -> None:
         """Activations that are on the device until they have left, and again from op `back` to their last use."""
@@ -104,25 +141,27 @@ class MemoryModel:
         return np.cumsum(changes[:, :, :-1], axis=2)
 
     def _add_copies(self, changes: NDArray[np.int64], i: int, level: Level) -> None:
-        bucket, segment = self._facts.buckets[i], self._segment_of
-        changes[0] += _resting_bytes(bucket, level)
+        sizes, segment = self._sizes[i], self._segment_of
+        changes[0] += _resting_bytes(self._facts.buckets[i], level)
         for first, last in spans(self._facts, i, level):
-            changes[segment[first]] += bucket.nbytes
-            changes[segment[last + 1]] -= bucket.nbytes
+            changes[segment[first]] += sizes.flat_bytes
+            changes[segment[last + 1]] -= sizes.flat_bytes
+            if sizes.is_sharded:
+                self._add_opening(changes, Stay(first, first, last, i), level)
 
     def _add_gradients(self, changes: NDArray[np.int64], i: int, level: Level, next_complete: int) -> None:
         bucket, gradients, segment = self._facts.buckets[i], self._facts.gradients[i], self._segment_of
         if gradients is None:
             return
         leaves = is_gathered(bucket, level)
+        whole_end = gradients.complete if self._sizes[i].is_packed else next_complete
         for birth, nbytes in gradients.births:
             changes[segment[birth]] += nbytes
             if leaves:
-                changes[segment[next_complete + 1]] -= nbytes
+                changes[segment[whole_end + 1]] -= nbytes
         if bucket.is_sharded:
-            changes[segment[gradients.complete + 1]] += bucket.shard_nbytes()
-            if level.has_param_on_host:
-                changes[segment[next_complete + 1]] -= bucket.shard_nbytes()
+            is_replaced = any(last == gradients.complete for _, last in spans(self._facts, i, level))
+            self._add_reduced(changes, i, level, next_complete, is_replaced=is_replaced)
 
     def segment_of(self, op: int) -> int:
         """Return the segment that holds the op with index `op`; one past the last for one past the last op."""
@@ -139,6 +178,22 @@ class MemoryModel:
         ends = [*self._starts[1:].tolist(), len(self.rest_bytes_per_op)]
         start = int(self._starts[segment])
         return start + int(self.rest_bytes_per_op[start : ends[segment]].argmax())
+
+
+class _Sizes(NamedTuple):
+    """What is asked of a bucket again and again: with many ranks it takes long to look up."""
+
+    flat_bytes: int
+    shard_bytes: int
+    is_sharded: bool
+    is_unpacked: bool
+    is_packed: bool
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> "_Sizes":
+        return cls(
+            bucket.flat_nbytes, bucket.flat_shard_nbytes, bucket.is_sharded, bucket.is_unpacked, bucket.is_packed
+        )
 
 
 def _resting_bytes(bucket: Bucket, level: Level) -> int:
@@ -195,13 +250,16 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
 def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int64]:
     num_ops = len(facts.graph.ops)
     starts = {0, facts.num_forward, facts.num_run, *more_starts}
-    for windows in facts.windows:
+    for bucket, windows, gradients in zip(facts.buckets, facts.windows, facts.gradients, strict=True):
         for window in windows:
             starts |= {window.first, window.last + 1}
-    for gradients in facts.gradients:
         if gradients is not None:
             starts.add(gradients.complete + 1)
             starts.update(birth for birth, _ in gradients.births)
+        if bucket.is_sharded:
+            # What a gather and a reduce take for a moment counts at one op.
+            starts.update(window.first + 1 for window in windows)
+            starts.update({gradients.complete} if gradients is not None else ())
     for absence in facts.absences:
         starts |= {absence.leave + 1, absence.first, *(birth for birth, _ in absence.births)}
         starts.update(last + 1 for last, _ in absence.lasts)

@@ -65,9 +65,9 @@ def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
 
 def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
     """What `place` finds on the first rung of the ladder where something fits."""
-    start, furthest = judge.facts.start_levels, judge.facts.furthest_levels
+    start = judge.facts.start_levels
     for rung in ladder(judge):
-        if rung.fits(start, ahead=0) or rung.fits(furthest, ahead=0):
+        if rung.fits(start, ahead=0) or rung.fits(rung.least_levels, ahead=0):
             return place(rung)
     # Not everything fits the host: some of it may.
     for rung in ladder(judge):
@@ -80,11 +80,11 @@ def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
 
 def _soon(judge: Judge) -> Draft:
     """Something that fits: greedy is good, but simulates as many steps as the square of the buckets."""
-    start, furthest = judge.facts.start_levels, judge.facts.furthest_levels
+    start = judge.facts.start_levels
     if judge.fits(start, ahead=0):
         return _drafted(judge, start, "milp")
-    if len(judge.facts.buckets) > _MANY_BUCKETS and judge.fits(furthest, ahead=0):
-        return _drafted(judge, furthest, "milp")
+    if len(judge.facts.buckets) > _MANY_BUCKETS and judge.fits(judge.least_levels, ahead=0):
+        return _drafted(judge, judge.least_levels, "milp")
     return _greedy(judge)
 
 
@@ -132,8 +132,8 @@ def _at_use(judge: Judge, levels: Sequence[Level]) -> Draft:
 
 
 def _furthest(judge: Judge) -> Draft:
-    """Everything on the host, gathered at use: the fewest device bytes that any plan can have."""
-    return _at_use(judge, judge.facts.furthest_levels)
+    """As far off the device as helps, gathered at use: the fewest device bytes that any plan can have."""
+    return _at_use(judge, judge.least_levels)
 
 
 def _least_host(judge: Judge) -> Draft:

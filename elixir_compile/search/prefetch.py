@@ -51,7 +51,7 @@ def _gather_early(
         phase = facts.phase_start(now.first)
         # Lanes are first in, first out: not before the gather of what is needed earlier.
         gather = max(wanted.gather, issued.get(phase, 0))
-        nbytes = _stay_nbytes(facts, now)
+        nbytes = _stay_nbytes(facts, levels, now)
         if gather < now.gather and _take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
             placed[i] = now._replace(gather=gather)
         issued[phase] = placed[i].gather
@@ -65,10 +65,14 @@ def _leave_late(judge: Judge, lag: int, leaving: dict[int, int], free_bytes: NDA
             leaving[number] = end
 
 
-def _stay_nbytes(facts: Facts, stay: Stay) -> int:
+def _stay_nbytes(facts: Facts, levels: Sequence[Level], stay: Stay) -> int:
+    """Bytes on the device from a gather to its wait: on several ranks with the shard that came from the host."""
     num_buckets = len(facts.buckets)
-    is_bucket = stay.bucket < num_buckets
-    return facts.buckets[stay.bucket].nbytes if is_bucket else facts.absences[stay.bucket - num_buckets].nbytes
+    if stay.bucket >= num_buckets:
+        return facts.absences[stay.bucket - num_buckets].nbytes
+    bucket = facts.buckets[stay.bucket]
+    is_sent = bucket.is_sharded and levels[stay.bucket].has_param_on_host
+    return bucket.flat_nbytes + (bucket.flat_shard_nbytes if is_sent else 0)
 
 
 def _wait_late(
@@ -76,10 +80,12 @@ def _wait_late(
 ) -> None:
     facts, segment_of = judge.facts, judge.memory.segment_of
     for bucket, end in gradient_ends(facts, levels, lag).items():
-        gradients = facts.gradients[bucket]
+        gradients, spec = facts.gradients[bucket], facts.buckets[bucket]
         grown_bytes = sum(nbytes for _, nbytes in gradients.births) if gradients else 0
-        if levels[bucket].has_param_on_host and facts.buckets[bucket].is_sharded:
-            grown_bytes += facts.buckets[bucket].shard_nbytes()
+        if spec.is_packed:
+            grown_bytes = spec.flat_nbytes
+        if levels[bucket].has_param_on_host and spec.is_sharded:
+            grown_bytes += spec.flat_shard_nbytes
         now = ends[bucket]
         if now < end and _take(free_bytes, segment_of(now + 1), segment_of(end + 1), grown_bytes):
             ends[bucket] = end

@@ -23,6 +23,9 @@ class Problem:
     """Host bytes for this graph: what other graphs hold there, `host_base_bytes`, is taken off already."""
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of optimizer state of each trainable parameter."""
+    shards: Mapping[StorageId, tuple[int, ...]] = field(default_factory=dict)
+    """Elements of each parameter that each rank owns, the first rank the most, or each rank all; a missing one is cut
+    evenly."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
     """The param group of each trainable parameter that an optimizer owns already; 0 for any other."""
     hybrid: bool = False
@@ -60,6 +63,12 @@ class Problem:
         for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")
+        for param, numels in self.shards.items():
+            if len(numels) != self.cluster.num_ranks or not 0 <= min(numels) <= max(numels) == numels[0]:
+                raise InvalidPlan(
+                    f"problem {self.name}: {param} is in {len(numels)} shards for {self.cluster.num_ranks} ranks, the "
+                    f"largest of {max(numels, default=0)} elements; expected one per rank, the first the largest."
+                )
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
         for placement in self.placements:

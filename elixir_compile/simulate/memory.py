@@ -72,6 +72,14 @@ class _Walk:
         }
         self.leaving = {name for group in self.offloaded.values() for name in group.storages}
         """What stays on the device until its offload is waited for, however early its last use."""
+        self.opening: dict[str, int] = {}
+        """By bucket, what it takes for a moment before the next op."""
+        self.arriving: set[str] = set()
+        """Buckets gathered since the last op."""
+        self.released: set[str] = set()
+        """Buckets that had a copy at the last op and were released since."""
+        self.reducing: set[str] = set()
+        """Buckets whose gradient is reduced since the last op from where it was, and whose copy is not released."""
         self.num_forward = sum(op.phase is Phase.FORWARD for op in self.graph.ops)
         for op in self.graph.ops:
             self.uses_left.update({*op.reads, *op.writes})
@@ -103,7 +111,11 @@ class _Walk:
             has_left = storage.kind is Kind.GRAD and ("left", name) in self.held
             if storage.kind in _PASSING and not has_left:
                 self.take("storage", name, storage.nbytes)
-        self.seen.append(self.total_bytes)
+        self.seen.append(self.total_bytes + sum(self.opening.values()))
+        self.opening.clear()
+        self.arriving.clear()
+        self.released.clear()
+        self.reducing.clear()
         self.uses_left.subtract(touched)
         done = touched if i != self.num_forward - 1 else {*touched, *self.graph.outputs}
         for name in done:
@@ -114,21 +126,57 @@ class _Walk:
 
     def act(self, verb: Verb, what: str) -> None:
         if verb is Verb.GATHER:
-            self.take("copy", what, self.buckets[what].nbytes)
+            self.gather(self.buckets[what])
+        elif verb is Verb.WAIT and what in self.buckets:
+            self.unpack(self.buckets[what])
         elif verb is Verb.RELEASE:
             self.drop("copy", what)
+            self.released.update({what} - self.arriving)
         elif verb is Verb.REDUCE and self.buckets[what].is_sharded:
-            self.take("shard", what, self.buckets[what].shard_nbytes())
+            self.reduce(self.buckets[what])
         elif what in self.offloaded:
             self.carry(verb, what)
-        elif verb is Verb.WAIT and what not in self.buckets:
+        elif verb is Verb.WAIT:
             bucket = next(bucket for bucket in self.plan.buckets if grad_of(bucket.id) == what)
-            for storage in self.graph.storages:
-                if storage.of in bucket.params:
-                    self.drop("storage", storage.id)
-                    self.take("left", storage.id, 0)
+            if bucket.id in self.reducing:
+                self.seen[-1] += bucket.flat_shard_nbytes
+            self.drop_whole(bucket)
+            self.drop("flat", bucket.id)
             if self.homes[bucket.id].param is Tier.HOST:
                 self.drop("shard", bucket.id)
+
+    def gather(self, bucket: Bucket) -> None:
+        """The shard comes from the host where it lives there, then all shards meet in one buffer."""
+        self.take("copy", bucket.id, bucket.flat_nbytes)
+        self.arriving.add(bucket.id)
+        if bucket.is_sharded and self.homes[bucket.id].param is Tier.HOST:
+            self.take("sent", bucket.id, bucket.flat_shard_nbytes)
+
+    def unpack(self, bucket: Bucket) -> None:
+        """Several parameters are copied out, and the buffer goes; until then there are two."""
+        sent_bytes = self.held.get(("sent", bucket.id), 0)
+        self.drop("sent", bucket.id)
+        is_copied = bucket.is_sharded and len(bucket.params) > 1
+        self.opening[bucket.id] = bucket.flat_nbytes if is_copied else sent_bytes
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Whole gradients are packed into one buffer and go, unless there is one and it is that buffer; the shard is
+        new."""
+        even = len(bucket.params) == 1 and bucket.flat_nbytes == bucket.nbytes
+        if even and bucket.id not in self.released:
+            self.reducing.add(bucket.id)
+        if not even:
+            self.seen[-1] += 0 if bucket.id in self.released else bucket.flat_nbytes
+            self.drop_whole(bucket)
+            self.take("flat", bucket.id, bucket.flat_nbytes)
+        self.take("shard", bucket.id, bucket.flat_shard_nbytes)
+
+    def drop_whole(self, bucket: Bucket) -> None:
+        """The gradients of `bucket` go, and do not come back."""
+        for storage in self.graph.storages:
+            if storage.of in bucket.params:
+                self.drop("storage", storage.id)
+                self.take("left", storage.id, 0)
 
     def carry(self, verb: Verb, what: str) -> None:
         """The first wait takes a group off the device, the prefetch brings back what is still needed."""

@@ -33,11 +33,11 @@ class Prices:
     before_s: tuple[float, ...]
     """Seconds of all ops before op i; one entry more than there are ops."""
     h2d_s: Mapping[str, float]
-    """Host to device: what one rank owns of a bucket's parameters."""
+    """Host to device: one rank's flat shard of a bucket's parameters."""
     d2h_s: Mapping[str, float]
-    """Device to host: what one rank owns of a bucket's gradient."""
+    """Device to host: one rank's flat shard of a bucket's gradient."""
     collective_s: Mapping[str, float]
-    """An all-gather of the bucket, or the reduce-scatter of its gradient; 0 for one rank."""
+    """An all-gather into the bucket's flat buffer, or the reduce-scatter of its gradient; 0 for one rank."""
     device_update_s: Mapping[str, float]
     host_update_s: Mapping[str, float]
     lane_of: Mapping[Lane, Lane]
@@ -82,7 +82,7 @@ def prices(
         before_s=tuple(accumulate(op_seconds(graph, cluster, measured, activations), initial=0.0)),
         h2d_s=_copies_s(buckets, away, cluster.h2d),
         d2h_s=_copies_s(buckets, away, cluster.d2h),
-        collective_s={bucket.id: collective_s(bucket.nbytes, cluster) for bucket in buckets},
+        collective_s={bucket.id: collective_s(bucket.flat_nbytes, cluster) for bucket in buckets},
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
@@ -133,7 +133,7 @@ def _dtype(op: Op, dtypes: Mapping[StorageId, str]) -> str:
 def _copies_s(buckets: Sequence[Bucket], away: Sequence[Activations], link: Link) -> dict[str, float]:
     """Seconds over `link` of what one rank owns of each bucket, and of each group of activations."""
     return {
-        **{bucket.id: copy_s(bucket.shard_nbytes(), link) for bucket in buckets},
+        **{bucket.id: copy_s(bucket.flat_shard_nbytes, link) for bucket in buckets},
         **{group.id: copy_s(group.nbytes, link, len(group.storages)) for group in away},
     }
 

@@ -12,6 +12,7 @@ from elixir_compile.api.compilation import Compilation
 from elixir_compile.capture.convert import step_graph
 from elixir_compile.capture.fusion import kernel_of
 from elixir_compile.capture.joint import _Hidden, _rebuild_view, _view_chain, parameter
+from elixir_compile.capture.tracing import _renamed
 from elixir_compile.capture.views import is_view, viewed
 from elixir_compile.ir import (
     Kernel,
@@ -198,3 +199,16 @@ def test_a_saved_view_of_a_parameter_is_made_again_where_its_sizes_are_saved_too
     assert again.args[0].target is parameter
     assert again.args[3] is known
     assert not saved.users
+
+
+def test_inputs_take_over_names_of_each_other_and_nobody_gets_them_again() -> None:
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"primals_{i}") for i in (1, 2, 3)]
+    graph.output(inputs[2])
+    renamed = _renamed(graph, {"primals_1": "size_1", "primals_2": "primals_1", "primals_3": "primals_2"})
+    renamed.lint()
+    inputs = renamed.find_nodes(op="placeholder")
+    assert [(node.name, node.target) for node in inputs] == [(n, n) for n in ("size_1", "primals_1", "primals_2")]
+    assert renamed.output_node().args == (inputs[2],)
+    with renamed.inserting_before(inputs[0]):
+        assert renamed.placeholder("size_1").name not in {node.name for node in inputs}

@@ -1,6 +1,8 @@
 """The examples run, at a size that is quick."""
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +17,13 @@ SMALL = {
 """Each example's script and arguments; each prints two lines that say what was planned."""
 
 
+UNDER_TORCHRUN = "two_ranks"
+
+
 @pytest.mark.parametrize(
-    "folder", sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir()), ids=lambda path: path.name
+    "folder",
+    sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name != UNDER_TORCHRUN),
+    ids=lambda path: path.name,
 )
 def test_an_example_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
@@ -26,3 +33,20 @@ def test_an_example_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.count("planned") == 2
+
+
+def test_the_example_of_two_ranks_runs() -> None:
+    pytest.importorskip("transformers")
+    folder = ROOT / "examples" / UNDER_TORCHRUN
+    assert (folder / "README.md").exists()
+    small = [*TINY, "--steps", "3", "--inner", "aot_eager", "--device-memory", "40MiB"]
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*started, str(folder / "main.py"), *small]
+    paths = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("planned") == 1
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("  rank")] == ["0", "1"]
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 3

@@ -8,6 +8,7 @@ import pytest
 from elixir_compile import errors
 from elixir_compile.checkpoint import errors as checkpoint_errors
 from elixir_compile.errors import ElixirError, NoFeasiblePlan, UnknownOption
+from elixir_compile.runtime import errors as ranks_errors
 
 SAMPLES: list[ElixirError] = [
     errors.UnknownOption("device_memery", ["device_memory", "planner"]),
@@ -38,6 +39,8 @@ SAMPLES: list[ElixirError] = [
     checkpoint_errors.CheckpointCorrupted("run", "tensors/__0_0.distcp", "model.wte.weight", "is damaged"),
     checkpoint_errors.CheckpointMismatch("run", "model", ["wte.weight: only in the model"] * 9),
     checkpoint_errors.NotSavable("run", "extra.loader", "a builtins.generator"),
+    ranks_errors.PeerFailed([0, 2], "the plan", "Connection closed by peer", 5.0),
+    ranks_errors.RanksDiffer([1], ["op fwd.relu: only on rank 1"] * 9),
 ]
 
 
@@ -54,7 +57,7 @@ def test_every_error_is_also_the_builtin_a_user_would_catch(error: ElixirError) 
     assert isinstance(error, ValueError | MemoryError | RuntimeError | OSError)
 
 
-@pytest.mark.parametrize("module", [errors, checkpoint_errors], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [errors, checkpoint_errors, ranks_errors], ids=lambda module: module.__name__)
 def test_the_tree_in_the_docstring_names_every_class(module: ModuleType) -> None:
     tree = module.__doc__ or ""
     classes = [
@@ -104,6 +107,29 @@ def test_no_feasible_plan_for_the_host_names_no_op() -> None:
     text = str(NoFeasiblePlan("", "", 1 << 30, 2 << 30, {}, "host"))
     assert text.startswith("needs 2.0 GiB of host memory, budget 1.0 GiB")
     assert f"host_memory={2 << 30}" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([2, 0, 1], "ranks 0-2"), ([0, 1, 5], "ranks 0-1, 5"), (range(1024), "ranks 0-1023")],
+)
+def test_ranks_are_told_shortly(ranks: list[int], text: str) -> None:
+    assert ranks_errors.ranks_text(ranks) == text
+
+
+def test_a_lost_rank_and_one_that_said_why_read_differently() -> None:
+    lost = str(ranks_errors.PeerFailed([0, 2], "the plan", "Connection closed by peer.", 5.0))
+    assert lost.startswith(
+        "no answer from one of ranks 0, 2 in 5 s during the exchange of the plan: Connection closed by peer. It died"
+    )
+    said = str(ranks_errors.PeerFailed([2], "the plan", "ValueError: no idea."))
+    assert said.startswith("rank 2 failed during the exchange of the plan: ValueError: no idea. All ranks stop")
+
+
+def test_ranks_that_differ_list_some_differences() -> None:
+    text = str(ranks_errors.RanksDiffer([1, 2], [f"op {number}" for number in range(10)]))
+    assert "ranks 1-2 do not do what the others do:\n  op 0\n" in text
+    assert "\n  op 7\n  and 2 more\n" in text
 
 
 def test_no_graph_captured_is_a_warning() -> None:

@@ -1,7 +1,7 @@
 """Runs that are saved, interrupted and resumed, and what must be equal then."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -50,6 +50,30 @@ class Training:
 
     def load(self, path: Any) -> elixir.Checkpoint:
         return elixir.load(path, *self.parts, self.scheduler)
+
+
+class Elsewhere(MutableMapping[str, Any]):
+    """State of one parameter that is not in memory: a new tensor each time it is asked for."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.num_reads = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.num_reads += 1
+        return self.state[name].clone()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.state[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
 
 
 def other(model: nn.Module) -> nn.Module:

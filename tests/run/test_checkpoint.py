@@ -1,9 +1,7 @@
 """A run that is saved and resumed goes on bitwise as one that was never interrupted."""
 
 import random
-from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
-from tests.run.checkpointing import Training, assert_resumed, by_elixir_noisy, eager, everything, other
+from tests.run.checkpointing import Elsewhere, Training, assert_resumed, by_elixir_noisy, eager, everything, other
 from tests.run.models import hf_batches, small_gpt2
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, hybrid_adamw
 from tests.run.updating import hybrid_run, ladder, rows
@@ -269,30 +267,6 @@ def test_a_hybrid_optimizer_keeps_its_kind_of_state(tmp_path: Path) -> None:
         {name: value for name, value in everything(Training(first)).items() if name[0].isdigit()},
         {name: value for name, value in states.items() if name[0].isdigit()},
     )
-
-
-class Elsewhere(MutableMapping[str, Any]):
-    """State of one parameter that is not in memory: a new tensor each time it is asked for."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-        self.num_reads = 0
-
-    def __getitem__(self, name: str) -> Any:
-        self.num_reads += 1
-        return self.state[name].clone()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.state[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

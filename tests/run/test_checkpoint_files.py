@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import load as dcp_load
 import elixir_compile as elixir
 from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint import sums
-from elixir_compile.checkpoint.dcp import write
+from elixir_compile.checkpoint.dcp import finish, write
 from elixir_compile.checkpoint.manifest import read_manifest, write_manifest, write_text
 from elixir_compile.checkpoint.sums import BLOCK_BYTES, BlockSums
 from elixir_compile.checkpoint.values import Deferred
@@ -285,7 +285,9 @@ def test_one_tensor_at_a_time_is_copied(tmp_path: Path) -> None:
 
             yield Deferred(like=torch.empty(7, device="meta"), read=one)
 
-    write(tmp_path / "tensors", {f"{number}": deferred for number, deferred in enumerate(reads())}, is_spent=False)
+    sources = {f"{number}": deferred for number, deferred in enumerate(reads())}
+    written, _ = write(tmp_path / "tensors", sources, is_spent=False)
+    finish(tmp_path / "tensors", [written])
     assert len(read) == 4
     state = {f"{number}": torch.zeros(7) for number in range(4)}
     with pytest.warns(UserWarning, match=r"torch\.distributed"):

@@ -75,6 +75,16 @@ def test_the_words_reach_the_plan(net: str) -> None:
     assert sum(bucket.state_nbytes for bucket in made.buckets) == 12 * numel
 
 
+def test_a_thousand_ranks_are_planned_for_as_quickly_as_one(net: str) -> None:
+    done = cli("plan", net, *FAST, "--ranks", 1024, "--json")
+    made = plan_from_json(done.stdout)
+    assert (made.cluster, made.num_ranks) == ("128 x 8 x a100-40g", 1024)
+    assert all(bucket.shard_nbytes() * 1024 >= bucket.nbytes for bucket in made.buckets)
+    assert max(len(line) for line in str(made).split("\n")) < 300
+    counted = cli("plan", net, *FAST[:-1], "2 x 8 x a100-40g", "--ranks", 16, "--json")
+    assert plan_from_json(counted.stdout).cluster == "2 x 8 x a100-40g"
+
+
 def test_the_words_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) -> None:
     """In 16 bits with masters, half the state on disk: 10 bytes per element of state, 4 of parameters and gradients."""
     words = (*FAST, "--param-dtype", "bfloat16", "--update", "after_backward", "--activations", "keep")
@@ -128,6 +138,8 @@ def test_the_largest_batch_fits_and_the_next_does_not(net: str, tmp_path: Path) 
         (("gpt2-124m", "--planner", "best"), "option planner"),
         (("gpt2-124m", "--dtype", "int7"), "option dtype"),
         (("gpt2-124m", "--ranks", "2"), "option ranks"),
+        (("gpt2-124m", "--hardware", "a100-40g", "--ranks", "12"), "1 to 8, or whole nodes of 8: 8 or 16"),
+        (("gpt2-124m", "--hardware", "2 x a100-40g", "--ranks", "3"), "expected 2, as 2 x a100-40g has devices"),
         (("nowhere.py:make",), "there is no file nowhere.py"),
         (("folder/config.json",), "there is no such file or folder"),
         (("{net}:fail",), "its code raised RuntimeError: no such weights"),

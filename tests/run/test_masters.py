@@ -11,6 +11,7 @@ from elixir_compile import HybridAdamW
 from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
 from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.mixed import MixedAdamWRule
 from tests.run.training import assert_same_tensors
 from tests.run.updating import WIDTH, ladder, placed, rows, small_buckets
 
@@ -130,3 +131,12 @@ def test_state_that_is_older_than_the_cast_gets_the_master() -> None:
     optimizer.step()
     assert_same_tensors(weights, dict(zip(weights, masters(optimizer).values(), strict=True)))
     assert [entry["step"].item() for entry in optimizer.state.values()] == [2, 2]
+
+
+def test_a_rank_with_nothing_of_a_parameter_counts_its_steps() -> None:
+    empty = torch.empty(0, 4, dtype=torch.bfloat16)
+    state = {"step": torch.tensor(0.0), "exp_avg": empty.float(), "exp_avg_sq": empty.float()}
+    state["master_low"] = torch.empty(0, 4, dtype=torch.int16)
+    group = HybridAdamW([nn.Parameter(torch.ones(1))]).param_groups[0]
+    MixedAdamWRule().update([empty], [empty.clone()], [state], group)
+    assert state["step"] == 1.0

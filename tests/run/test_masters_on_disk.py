@@ -183,6 +183,18 @@ def test_state_dicts_hold_whole_masters_and_load_in_both_directions(dtype: torch
             assert torch.equal(state_of(run)[name]["master"], param.float())
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_checkpoint_has_every_bit_of_masters_on_disk(dtype: torch.dtype, tmp_path: Path) -> None:
+    batches = batches_of(dtype)
+    with mixed_run(ladder(), batches[0], home="split disk", dtype=dtype, disk_path=tmp_path) as run:
+        recorded(run, batches[:3])
+        elixir.save(tmp_path / "run", run.model, run.optimizer)
+        expected = recorded(run, batches[3:])
+    with mixed_run(ladder(), batches[0], home="split", dtype=dtype) as run:
+        elixir.load(tmp_path / "run", run.model, run.optimizer)
+        assert_same_training(expected, recorded(run, batches[3:]))
+
+
 def test_masters_move_between_the_tiers(tmp_path: Path) -> None:
     """Before the first update, which makes them, and after it."""
     batches = batches_of(BF16)

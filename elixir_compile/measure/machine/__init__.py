@@ -8,6 +8,6 @@ rounds        all rates, several times over             disk     reads and write
 
 from elixir_compile.measure.machine.cluster import measure_machine
 from elixir_compile.measure.machine.disk import with_disk
-from elixir_compile.measure.machine.sizes import available_host_bytes, memory_sizes_bytes
+from elixir_compile.measure.machine.sizes import available_host_bytes, memory_sizes_bytes, num_local_ranks
 
-__all__ = ["available_host_bytes", "measure_machine", "memory_sizes_bytes", "with_disk"]
+__all__ = ["available_host_bytes", "measure_machine", "memory_sizes_bytes", "num_local_ranks", "with_disk"]

@@ -10,7 +10,7 @@ from torch import distributed
 from elixir_compile.hardware import Cluster, Link, Node, profile_for
 from elixir_compile.measure.machine.collectives import measure_collectives
 from elixir_compile.measure.machine.rounds import Progress, measure_rates
-from elixir_compile.measure.machine.sizes import memory_sizes_bytes, pinned_limit_bytes
+from elixir_compile.measure.machine.sizes import memory_sizes_bytes, num_local_ranks, pinned_limit_bytes
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ class _Ranks:
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         num_ranks = distributed.get_world_size()
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        num_local = num_local_ranks()
         # Unequal nodes are not planned for: then all ranks count as one node.
         return cls(num_ranks=num_ranks, num_local=num_local if num_ranks % num_local == 0 else num_ranks)
 

@@ -15,6 +15,7 @@ import torch
 from torch import distributed
 
 from elixir_compile import compat
+from elixir_compile.runtime.exchange import messenger_of
 from elixir_compile.units import KIB, MIB
 
 _SHARD_BYTES = (16 * KIB, 256 * KIB, 2 * MIB, 8 * MIB)
@@ -28,16 +29,32 @@ def measure_collectives(device: torch.device, group: "distributed.ProcessGroup |
     Every rank of the group must call this.
     """
     num_ranks = distributed.get_world_size(group)
-    all_gather, reduce_scatter = compat.flat_collectives()
+    all_gather, reduce_scatter = _collectives(device, group)
     points: list[tuple[float, float]] = []
     for shard_bytes in _SHARD_BYTES:
         shard = torch.ones(shard_bytes // torch.float32.itemsize, device=device)
         whole = torch.ones(num_ranks * shard.numel(), device=device)
         sent_bytes = (num_ranks - 1) * shard_bytes
-        points.append((sent_bytes, _median_s(partial(all_gather, whole, shard, group=group), device)))
-        points.append((sent_bytes, _median_s(partial(reduce_scatter, shard, whole, group=group), device)))
+        points.append((sent_bytes, _median_s(partial(all_gather, whole, shard), device)))
+        points.append((sent_bytes, _median_s(partial(reduce_scatter, shard, whole), device)))
     latency_s, bytes_per_s = fitted_line(points)
     return latency_s / (num_ranks - 1), bytes_per_s
+
+
+def _collectives(
+    device: torch.device, group: "distributed.ProcessGroup | None"
+) -> tuple[Callable[..., object], Callable[..., object]]:
+    """Return what a bucket of `group` is gathered and reduced by, each called with (output, input)."""
+    ranks = group or distributed.group.WORLD
+    messenger = None if ranks is None else messenger_of(ranks, device)
+    if messenger is None:
+        all_gather, reduce_scatter = compat.flat_collectives()
+        return partial(all_gather, group=group), partial(reduce_scatter, group=group)
+    num_ranks = distributed.get_world_size(group)
+    return (
+        lambda whole, own: messenger.all_gather(whole.view(num_ranks, -1), own).wait(),
+        lambda own, whole: messenger.reduce_scatter(own, whole.view(num_ranks, -1)).wait(),
+    )
 
 
 def _median_s(run: Callable[[], object], device: torch.device) -> float:

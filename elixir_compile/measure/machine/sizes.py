@@ -1,10 +1,12 @@
 """How much memory a device and its host have, and how much of it may be page-locked."""
 
+import os
 import warnings
 from pathlib import Path
 
 import psutil
 import torch
+from torch import distributed
 
 from elixir_compile.errors import ElixirWarning
 from elixir_compile.runtime.slab import Slab
@@ -12,6 +14,15 @@ from elixir_compile.units import GIB, MIB
 
 _MEMBERSHIPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
+
+
+def num_local_ranks(unknown: int | None = None) -> int:
+    """Return how many ranks share this host: those that `torchrun` started on it, else `unknown`, else all."""
+    started = os.environ.get("LOCAL_WORLD_SIZE")
+    if started or unknown is not None:
+        return max(int(started or unknown or 1), 1)
+    is_up = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_up else 1
 
 
 def memory_sizes_bytes(device: torch.device) -> tuple[int, int]:

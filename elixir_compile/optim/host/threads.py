@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from elixir_compile.measure.machine import num_local_ranks
+
 log = logging.getLogger("elixir_compile")
 T = TypeVar("T")
 
@@ -109,7 +111,7 @@ def crew_for(device: torch.device | None = None) -> Crew:
     """
     cores = allowed_cores()
     beside = cores & cores_beside(device) if device is not None and device.type == "cuda" else frozenset()
-    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    num_ranks = num_local_ranks()
     num_threads = num_host_threads(len(cores), num_ranks, len(beside) or len(cores))
     log.info(
         "host updates: %d threads of %d cores for %d local ranks%s, whatever OMP_NUM_THREADS says",

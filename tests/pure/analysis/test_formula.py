@@ -9,9 +9,9 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import peak_formula, plan_at, plan_timeline, verify
-from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Activations, Kind, Plan, Saving, StepGraph, graph_at, sizes
+from elixir_compile.analysis import peak_formula, plan_at, plan_timeline, resized, verify
+from elixir_compile.errors import IllegalSchedule, InvalidPlan
+from elixir_compile.ir import Activations, Kind, OpId, Plan, Saving, StepGraph, graph_at, sizes
 from tests.pure.mixes import activations_of, group, mixed_graphs
 from tests.pure.plans import bucket_of, make_plan, plans_of
 from tests.pure.steps import GELU
@@ -90,6 +90,26 @@ def test_a_plan_at_other_sizes_is_legal_there(found: tuple[StepGraph, Plan], bat
     )
     assert moved.prediction.host_peak_bytes == timeline.host_bytes
     verify(there, dataclasses.replace(moved, budget_bytes=timeline.peak.nbytes))
+
+
+def test_a_plan_gets_the_bytes_of_a_graph_without_symbols() -> None:
+    large = graph_at(GRAPH, {"s0": 3, "s1": 2})
+    there = replace(
+        large,
+        symbols=(),
+        storages=tuple(replace(storage, size="") for storage in large.storages),
+        ops=tuple(replace(op, flops_size="") for op in large.ops),
+    )
+    moved = resized(there, KEPT)
+    assert moved.prediction.device_peak_bytes == plan_timeline(there, KEPT).peak.nbytes
+    assert moved.prediction.device_peak_bytes > KEPT.prediction.device_peak_bytes
+    assert (moved.formula, moved.symbols) == ("", ())
+
+
+def test_a_graph_without_an_op_of_the_plan_is_refused() -> None:
+    first = replace(GRAPH.ops[0], id=OpId("fwd.other"))
+    with pytest.raises(IllegalSchedule, match=r"fwd.0 names the op .*, which no region of this graph can run"):
+        resized(replace(GRAPH, ops=(first, *GRAPH.ops[1:])), KEPT)
 
 
 def test_sympy_reads_it() -> None:

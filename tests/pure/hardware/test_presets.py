@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from elixir_compile.errors import InvalidOption, UnknownHardware
-from elixir_compile.hardware import Cluster, parse_hardware, preset, preset_names
+from elixir_compile.hardware import Cluster, parse_hardware, preset, preset_names, preset_of_ranks
 from elixir_compile.hardware.presets import MAX_DEVICES_PER_NODE
 from elixir_compile.hardware.table import MACHINES
 from elixir_compile.units import GIB
@@ -52,6 +52,18 @@ def test_counts_name_and_links(name: str, num_devices: int) -> None:
     assert (two.num_ranks, two.num_local_ranks) == (2 * num_devices, num_devices)
     assert two.nodes == cluster.nodes * 2
     assert two.collective is two.network is not None
+
+
+def test_ranks_are_whole_nodes_of_eight_or_fewer_on_one() -> None:
+    assert [preset_of_ranks("a100-40g", count).name for count in (1, 5, 8, 16, 1024)] == [
+        "1 x a100-40g", "5 x a100-40g", "8 x a100-40g", "2 x 8 x a100-40g", "128 x 8 x a100-40g"
+    ]  # fmt: skip
+    assert preset_of_ranks("a100-40g", 1024).num_ranks == 1024
+    for count, near in ((12, "8 or 16"), (1023, "1016 or 1024"), (9, "8 or 16")):
+        with pytest.raises(InvalidOption, match=f"ranks: got {count}, .* whole nodes of 8: {near}"):
+            preset_of_ranks("a100-40g", count)
+    with pytest.raises(InvalidOption, match="num_devices"):
+        preset_of_ranks("a100-40g", 0)
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name != "gh200"])

@@ -143,6 +143,24 @@ def test_the_param_group_of_a_bucket_parses_back() -> None:
     assert "group" not in str(PLAN)
 
 
+@pytest.mark.parametrize(
+    ("shard_numels", "text"),
+    [
+        ((10,), "shards 10"),
+        ((5, 5), "shards 5 5"),
+        ((4, 4, 2), "shards 4 4 2"),
+        ((3, 3, 3, 1), "shards 3 x 3 1"),
+        ((128,) * 1024, "shards 128 x 1024"),
+        ((9, *[8] * 1000, 0, 0, 0), "shards 9 8 x 1000 0 x 3"),
+    ],
+)
+def test_shards_of_many_ranks_take_few_words(shard_numels: tuple[int, ...], text: str) -> None:
+    first, *others = PLAN.buckets
+    plan = dataclasses.replace(PLAN, buckets=(dataclasses.replace(first, shard_numels=shard_numels), *others))
+    assert f"  {text}  params" in str(plan)
+    assert parse_plan(str(plan)) == plan
+
+
 def test_comments_and_blank_lines_do_not_count() -> None:
     text = "# a review\n\n" + str(PLAN).replace("\n", "   # noted\n\n")
     assert parse_plan(text) == PLAN
@@ -167,6 +185,9 @@ def test_comments_and_blank_lines_do_not_count() -> None:
         ("regions\n", "regoins\n", "expected `regions`, got 'regoins'"),
         ("regions\n", "  regions\n", "expected a bucket, got 'regions'"),
         ("params w0", "params w0 w0", "line 7: expected values that agree"),
+        ("shards 10", "shards 10 x", "line 7: expected a whole number, got 'params'"),
+        ("shards 10", "shards 10 x 99999999999", "line 7: expected at most 1048576 ranks, got 99999999999"),
+        ("shards 10", "shards 10 x 1048576 9", "line 7: expected at most 1048576 ranks, got 1048577"),
     ],
 )
 def test_errors_name_the_line_and_what_was_expected(old: str, new: str, sentence: str) -> None:

@@ -1,0 +1,52 @@
+"""What the compiler front ends call for one graph: once to split it, once for each half."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.api.compilation import Compilation
+from elixir_compile.capture.joint import gather_keys, partition_hidden, show_in_inference
+from elixir_compile.runtime.lowering import RegionCompiler
+
+
+class FrontEnd:
+    """The callbacks of one compilation."""
+
+    def __init__(self, compilation: Compilation, regions: RegionCompiler) -> None:
+        self._compilation = compilation
+        self._regions = regions
+        self._is_captured = False
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split the joint graph as torch would, and plan the step."""
+        if not gather_keys(joint.graph):
+            return compat.min_cut_partition(joint, joint_inputs, **options)
+        num_outputs = options["num_fwd_outputs"]
+        forward, backward = partition_hidden(joint, joint_inputs, compat.min_cut_partition, **options)
+        self._capture(forward, backward, num_outputs)
+        return forward, backward
+
+    def lower(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        *,
+        is_backward: bool = False,
+        is_inference: bool = False,
+        **options: Any,
+    ) -> Callable[[list[Any]], Any]:
+        """Return what runs one half of the graph."""
+        if not self._is_captured and gather_keys(gm.graph):
+            show_in_inference(gm)
+            self._capture(gm, None, len(gm.graph.output_node().args[0]))
+        if self._is_captured:
+            return self._compilation.runs(is_backward=is_backward)
+        return self._regions.lower_plain(gm, examples, is_backward=is_backward, is_inference=is_inference, **options)
+
+    def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
+        self._compilation.capture(forward, backward, num_outputs)
+        self._is_captured = True

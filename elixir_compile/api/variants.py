@@ -1,0 +1,85 @@
+"""What one graph runs as, beside which graphs of other ranks.
+
+```text
+  step 0   rank 0 runs A, rank 1 runs A      the plan of A
+  step 1   rank 0 runs A, rank 1 runs B      A and B in step
+  step 2   rank 0 runs A, rank 1 runs A      the plan of A again: nothing is searched and nothing compiled
+```
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from elixir_compile.api.agreement import RollCall, Step, call_the_roll
+from elixir_compile.api.programs import Programs
+from elixir_compile.capture.convert import Captured
+from elixir_compile.ir import Plan
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+
+MOST = 32
+"""Kept for one graph: each has programs of its own."""
+
+
+class Room(NamedTuple):
+    """What a plan has room for."""
+
+    sizes: Mapping[str, int]
+    beside_bytes: int
+    """What other forwards may hold beside it."""
+
+
+class Variant(NamedTuple):
+    """What a graph runs as, as long as other ranks run the same graphs with it."""
+
+    captured: Captured
+    problem: Problem
+    plan: Plan
+    programs: Programs
+    room: Room
+    generation: int
+    """Of the executor, when the plan was in force last."""
+
+
+class Variants:
+    """What one graph ran as until now, and for which graphs of other ranks it is planned."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.key = ""
+        """What the roll call says of the graph."""
+        self.company = ""
+        """The graphs of all ranks, as a digest; empty where they are equal."""
+        self.is_planned = False
+        """Whether there is a plan for `company`."""
+        self._executor = executor
+        self._written_for = ""
+        self._others: dict[str, Variant] = {}
+
+    def call(self, *, wants_plan: bool) -> RollCall:
+        """Return what all ranks do before the graph can run; see `roll_call`."""
+        return call_the_roll(self._executor, self.key, self.company, wants_plan=wants_plan or not self.is_planned)
+
+    def meet(self) -> None:
+        """Before the graph is planned for the first time: find out beside which others that is."""
+        ranks = self._executor.ranks
+        if ranks is not None:
+            _ = ranks.num_local  # now, as all ranks are here the first time; planning may fail on one
+        while (call := self.call(wants_plan=True)).step is Step.JOIN:
+            self.company = call.company
+
+    def join(self, company: str, now: Variant | None) -> Variant | None:
+        """Change to `company`, and keep `now`, what the graph runs as in the one before; return what it ran as there,
+        or None where it has to be planned."""
+        if now is not None:
+            self._others[self.company] = now
+        self.company = company
+        found = self._others.pop(company, None)
+        self.is_planned = found is not None
+        if len(self._others) > MOST:
+            self._others.pop(next(iter(self._others)))
+        return found
+
+    def taken(self) -> bool:
+        """Note that there are programs for `company`; return whether they are the first since it changed."""
+        before, self._written_for, self.is_planned = self._written_for, self.company, True
+        return before != self.company

@@ -1,0 +1,72 @@
+"""Parameters that other ranks use and this one does not, in the capture of this one.
+
+```text
+  forward   w = parameter(key)                  nobody reads it: the parameter travels all the same
+  backward  zeros = full(shape, 0);  gradient(zeros, key)
+```
+
+So ranks whose graphs differ move the same buckets, and the mean of a gradient counts zeros where a rank has none.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.joint import gradient, marker_node, merge_markers, parameter
+from elixir_compile.ops.registry import Slot
+
+
+def trained_keys(captured: Captured) -> frozenset[int]:
+    """Return the keys of the parameters that the backward of `captured` makes a gradient of."""
+    if captured.backward is None:
+        return frozenset()
+    return frozenset(node.args[1] for node in captured.backward.graph.find_nodes(op="call_function", target=gradient))
+
+
+def with_absent(captured: Captured, read: Sequence[Slot], trained: Sequence[Slot]) -> Captured:
+    """Return a copy of `captured` that also has the parameters `read`, and gradients of zeros of those `trained`, where
+    it has none of its own."""
+    known = captured.param_names
+    forward = _copied(captured.forward)
+    example = next(node.meta["val"] for node in forward.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+    output = forward.graph.output_node()
+    for slot in read:
+        if slot.key not in known:
+            with forward.graph.inserting_before(output):
+                marker_node(forward.graph, parameter, (slot.key,), {"val": _like(slot, example)})
+    merge_markers(forward.graph)
+    backward = None if captured.backward is None else _copied(captured.backward)
+    if backward is not None:
+        own = trained_keys(captured)
+        _add_zeros(backward, [slot for slot in trained if slot.key not in own], example)
+    for half in (forward, backward):
+        if half is not None:
+            half.graph.lint()
+            half.recompile()
+    names = {slot.key: slot.name for slot in (*read, *trained)}
+    return replace(captured, forward=forward, backward=backward, param_names={**known, **names})
+
+
+def _add_zeros(backward: fx.GraphModule, slots: Sequence[Slot], example: torch.Tensor) -> None:
+    """Make them last: until then they would only take memory."""
+    graph = backward.graph
+    for slot in slots:
+        with graph.inserting_before(graph.output_node()):
+            options = {"dtype": slot.param.dtype, "device": slot.device, "pin_memory": False}
+            zeros = graph.call_function(torch.ops.aten.full.default, (list(slot.param.shape), 0), options)
+            zeros.meta = {"val": _like(slot, example)}
+            marker_node(graph, gradient, (zeros, slot.key), {"val": None})
+
+
+def _like(slot: Slot, example: torch.Tensor) -> torch.Tensor:
+    """Return the whole parameter as a fake tensor of the mode of `example`."""
+    with example.fake_mode:
+        return torch.empty(slot.param.shape, dtype=slot.param.dtype, device=slot.device)
+
+
+def _copied(half: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(half, copy.deepcopy(half.graph))

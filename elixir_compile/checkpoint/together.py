@@ -1,0 +1,114 @@
+"""Steps that every rank takes at once: what fails on one is raised on all of them, in that step.
+
+```text
+  rank 0   make the folder ----+   write own parts ----+   metadata, manifest, rename ----+   done
+  rank 1   -                   |   write own parts     |   -                              |   done
+                            exchange                exchange                           exchange
+```
+
+A rank that dies or is silent is a PeerFailed on the others, within the timeout of the process group. One process alone
+takes the same steps, and nothing is sent.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from torch import nn
+
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.checkpoint.errors import CheckpointCorrupted, CheckpointMismatch, NotACheckpoint, NotSavable
+from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
+from elixir_compile.runtime.errors import PeerFailed, RanksDiffer, ranks_text
+from elixir_compile.runtime.talk import Talk
+
+_Made = TypeVar("_Made")
+
+turn = threading.Lock()
+"""Held from a snapshot until it is written, and during a load: whatever ranks exchange, they do in the same order."""
+
+_FACTS: dict[type[ElixirError], tuple[str, ...]] = {
+    NotACheckpoint: ("path", "because"),
+    CheckpointCorrupted: ("path", "file", "key", "because"),
+    CheckpointMismatch: ("path", "what", "differences"),
+    NotSavable: ("path", "key", "kind"),
+    DiskFull: ("path", "label", "needed_bytes", "free_bytes", "because"),
+    DiskFailed: ("path", "operation", "because"),
+}
+"""Errors that are about the checkpoint, so they are the same on every rank, and the facts they are made of."""
+
+
+class Together:
+    """The ranks that save or load one model; this process alone where there are no others."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self.rank = talk.rank
+        self.num_ranks = len(talk.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that does what only one does."""
+        return self.rank == 0
+
+    def step(
+        self, what: str, act: Callable[[], _Made], text_of: Callable[[_Made], str] = lambda made: ""
+    ) -> tuple[_Made, tuple[str, ...]]:
+        """Return what `act` returns, and the text of it from every rank.
+
+        Where it fails on any rank, all of them raise: an error of the checkpoint as it is, another as PeerFailed on
+        the ranks that did not fail.
+        """
+        try:
+            made = act()
+            answer = [text_of(made)]
+        except Exception as error:
+            with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
+                self._talk.exchange(json.dumps(["", *_as_values(error)]), what)
+            raise
+        answers = [json.loads(text) for text in self._talk.exchange(json.dumps(answer), what)]
+        for place, (_, *failed) in enumerate(answers):
+            if failed:
+                raise _from_values(failed, self._talk.ranks[place], what)
+        return made, tuple(text for (text,) in answers)
+
+    def first(self, what: str, act: Callable[[], str]) -> str:
+        """Let the first rank alone `act`, and return on all ranks what that returned."""
+        _, texts = self.step(what, act if self.is_first else str, str)
+        return texts[0]
+
+    def require_same(self, facts: Sequence[dict[str, object]]) -> None:
+        """Raise RanksDiffer unless the `facts` of all ranks are equal."""
+        ranks, usual = self._talk.ranks, facts[0]
+        odd = [place for place, own in enumerate(facts) if own != usual]
+        if not odd:
+            return
+        told = [
+            f"{name}: {value} on {ranks_text(ranks[:1])}, {facts[place].get(name)} on {ranks_text([ranks[place]])}"
+            for place in odd
+            for name, value in usual.items()
+            if facts[place].get(name) != value
+        ]
+        raise RanksDiffer([ranks[place] for place in odd], told)
+
+
+def together_of(model: nn.Module) -> Together:
+    """Return the ranks that have `model`; all of them must ask at once, where there are several."""
+    executor = executor_of(model)
+    ranks = None if executor is None else executor.ranks
+    return Together(Talk(None, (0,), 0) if ranks is None else ranks.checkpoint_talk)
+
+
+def _as_values(error: Exception) -> list[object]:
+    """Return the class and message of `error`, and the facts of one of a checkpoint, as JSON can hold them."""
+    facts = _FACTS.get(type(error))
+    values = None if facts is None else [getattr(error, name) for name in facts]
+    return [type(error).__name__, str(error), values]
+
+
+def _from_values(values: Sequence[object], rank: int, what: str) -> Exception:
+    name, message, facts = values
+    kinds = {kind.__name__: kind for kind in _FACTS}
+    return PeerFailed([rank], what, f"{name}: {message}") if facts is None else kinds[name](*facts)

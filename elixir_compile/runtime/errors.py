@@ -1,0 +1,83 @@
+"""The errors of several ranks; their place in the tree of `elixir_compile.errors`:
+
+```text
+ElixirError
+└── _RanksError        (RuntimeError)   ranks that cannot go on together
+    ├── PeerFailed                      a rank died, does not answer, or says that it failed
+    └── RanksDiffer                     ranks that do not do the same
+```
+"""
+
+# ruff: noqa: N818 - as in `elixir_compile.errors`
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from elixir_compile.errors import ElixirError
+from elixir_compile.units import format_s
+
+_MOST_SHOWN = 8
+"""Differences that the text of an error lists."""
+
+
+class _RanksError(ElixirError, RuntimeError):
+    """Ranks that cannot go on together; `ranks` are those at fault, as the default process group counts them."""
+
+    def __init__(self, ranks: Sequence[int], *facts: object) -> None:
+        super().__init__(tuple(ranks), *facts)
+        self.ranks = tuple(ranks)
+
+
+class PeerFailed(_RanksError):
+    """A rank among `ranks` failed during the exchange `during`.
+
+    After `waited_s` seconds it had died or had not answered, and `because` is what the network said. Where `waited_s`
+    is None it said itself that it failed, and `because` is its message.
+    """
+
+    def __init__(self, ranks: Sequence[int], during: str, because: str, waited_s: float | None = None) -> None:
+        super().__init__(ranks, during, because, waited_s)
+        self.during = during
+        self.because = because
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        because = self.because.rstrip(".")
+        if self.waited_s is None:
+            return (
+                f"{ranks_text(self.ranks)} failed during the exchange of {self.during}: {because}. All ranks stop with "
+                "it. Look at its own output, then start all ranks again."
+            )
+        one_of = "" if len(self.ranks) == 1 else "one of "
+        return (
+            f"no answer from {one_of}{ranks_text(self.ranks)} in {format_s(self.waited_s)} during the exchange of "
+            f"{self.during}: {because}. It died, hangs or is late. Look at its output, then start all ranks again; if "
+            "it was only late, raise the timeout of the process group, init_process_group(timeout=...)."
+        )
+
+
+class RanksDiffer(_RanksError):
+    """`ranks` do not do what the others do; `differences` says one by one how."""
+
+    def __init__(self, ranks: Sequence[int], differences: Sequence[str]) -> None:
+        super().__init__(ranks, tuple(differences))
+        self.differences = tuple(differences)
+
+    def __str__(self) -> str:
+        verb = "does" if len(self.ranks) == 1 else "do"
+        more = len(self.differences) - _MOST_SHOWN
+        listed = "".join(f"\n  {difference}" for difference in self.differences[:_MOST_SHOWN])
+        rest = f"\n  and {more} more" if more > 0 else ""
+        return (
+            f"all ranks must do the same, and {ranks_text(self.ranks)} {verb} not do what the others do:"
+            f"{listed}{rest}\nBuild the same model with the same options on all ranks."
+        )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `ranks` in words: `rank 3`, `ranks 0-2, 5`."""
+    found = sorted(set(ranks))
+    starts = [found[0], *(later for earlier, later in pairwise(found) if later != earlier + 1)] if found else []
+    ends = [*(earlier for earlier, later in pairwise(found) if later != earlier + 1), found[-1]] if found else []
+    spans = [str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+    return f"{'rank' if len(found) == 1 else 'ranks'} {', '.join(spans)}"

@@ -1,0 +1,193 @@
+"""The ranks that train one model together: who has which part, and the collectives between them.
+
+    mesh of n            each rank has one of n parts of every parameter
+    mesh of m x n        m groups of n; rank (i, j) has part j, as every other rank (., j) has
+
+A gradient is the mean over all ranks.
+"""
+
+import logging
+import math
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from elixir_compile import compat
+from elixir_compile.ops.shards import is_sharded
+from elixir_compile.runtime.errors import PeerFailed
+from elixir_compile.runtime.exchange import Exchange, messenger_of
+from elixir_compile.runtime.talk import Talk, apart, new_talk
+
+log = logging.getLogger("elixir_compile")
+
+SMALL_BYTES = 64 * 1024
+"""A tensor whose copies on all ranks take no more is not cut: a part of it would be a few elements."""
+
+
+class Collective:
+    """A collective of `ranks` on its way, which brings `what`."""
+
+    def __init__(self, work: "distributed.Work | Exchange", what: str, ranks: "Ranks") -> None:
+        self._work, self.what, self._ranks = work, what, ranks
+        ranks.under_way[self] = None
+
+    def wait(self) -> None:
+        """Let what is issued from now on run behind it; PeerFailed where a rank is dead or silent."""
+        self._ranks.under_way.pop(self, None)
+        with self._ranks.talk.heard(self.what):
+            self._work.wait()
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return the device of this rank in `mesh`."""
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+class Ranks:
+    """The ranks of `mesh`: parts along its last axis, copies of them along the one before, if there is one."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.num_shards = mesh.size(-1)
+        self.shard = mesh.get_local_rank(mesh.ndim - 1)
+        self.num_ranks = mesh.size()
+        self._shard_group = mesh.get_group(mesh.ndim - 1)
+        self._copy_group = mesh.get_group(0) if mesh.ndim > 1 else None
+        self._all_gather, self._reduce_scatter = compat.flat_collectives()
+        self._messenger = messenger_of(self._shard_group, torch.device(mesh.device_type))
+        self.talk = new_talk(mesh.mesh.flatten().tolist())
+        """How the ranks agree."""
+        self.weight = 1.0
+        """How often the gradients of this rank count in the mean."""
+        self.under_way: dict[Collective, None] = {}
+        """The collectives that nobody has waited for, in their order."""
+
+    @cached_property
+    def checkpoint_talk(self) -> Talk:
+        """How the ranks agree about checkpoints, apart from training, which goes on beside a save.
+
+        All of them must ask for it at once the first time.
+        """
+        return new_talk(self.mesh.mesh.flatten().tolist())
+
+    @cached_property
+    def num_local(self) -> int:
+        """The most ranks that share a host, by its name. All of them must ask for it at once the first time."""
+        return max(Counter(self.talk.exchange(platform.node(), "names of hosts")).values())
+
+    def placements_of(self, param: torch.Tensor) -> tuple[Placement, ...]:
+        """Return how `param`, whole, is laid out over the mesh."""
+        is_small = param.dim() == 0 or param.numel() * param.element_size() * self.num_shards <= SMALL_BYTES
+        return (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if is_small else Shard(0))
+
+    def parts_of(self, param: torch.Tensor) -> tuple[int, ...]:
+        """Return how many elements of `param` each part has; all of them where each rank has it whole."""
+        if not is_sharded(param):
+            return (param.numel(),) * self.num_shards
+        row_numel = math.prod(param.shape[1:])
+        num_rows = -(-param.shape[0] // self.num_shards)
+        starts = range(0, num_rows * self.num_shards, num_rows)
+        return tuple(row_numel * min(max(param.shape[0] - start, 0), num_rows) for start in starts)
+
+    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, what: str) -> Collective:
+        """Start filling `whole` with the `own` of every part, a row each, in their order."""
+        with self.talk.heard(what):
+            if self._messenger is not None:
+                work = self._messenger.all_gather(whole, own)
+            else:
+                work = self._all_gather(whole.view(-1), own, group=self._shard_group, async_op=True)
+        return Collective(work, what, self)
+
+    def weigh(self, num_samples: int) -> None:
+        """Count the gradients of this rank as those of `num_samples` samples: the mean is over samples from now on.
+
+        Every rank calls this at once. Raises PeerFailed where one does not, ValueError where there are no samples.
+        """
+        said = [int(text) for text in self.talk.exchange(str(num_samples), "samples of a batch")]
+        if min(said) < 0 or sum(said) == 0:
+            raise ValueError(f"the ranks have {said} samples: needs 0 or more each, and one at least")
+        self.weight = num_samples * len(said) / sum(said)
+
+    def weigh_in(self, grads: torch.Tensor) -> None:
+        """Let `grads` be what they count in the mean: those of no samples are zero, what is not finite too."""
+        if self.weight == 0.0:
+            grads.zero_()
+        elif self.weight != 1.0:
+            grads.mul_(self.weight)
+
+    def settle(self) -> None:
+        """Wait, after an exception, for what was begun: messages that nobody takes would be taken for later ones.
+
+        Another error is logged, and ends this: it is not what the user must see.
+        """
+        while self.under_way:
+            collective = next(iter(self.under_way))
+            try:
+                collective.wait()
+            except PeerFailed as error:
+                log.warning("After an exception, %s did not arrive: %s", collective.what, error)
+                self.under_way.clear()
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, what: str) -> Collective:
+        """Start filling `own` with this rank's row of the mean of `whole` over the ranks of the last axis."""
+        with self.talk.heard(what):
+            if self._messenger is not None:
+                work = self._messenger.reduce_scatter(own, whole)
+            else:
+                mean = distributed.ReduceOp.AVG
+                work = self._reduce_scatter(own, whole.view(-1), op=mean, group=self._shard_group, async_op=True)
+        return Collective(work, what, self)
+
+    def average_copies(self, own: torch.Tensor) -> None:
+        """Let `own` be its mean over the ranks that have the same part."""
+        if self._copy_group is not None:
+            self._all_reduce(own, self._copy_group)
+
+    def means(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the means of the gradients `tensors` over all ranks, the same bits on each, by one collective.
+
+        They are new tensors: the backward may go on with a gradient that it handed out, as that of a sum's other term.
+        """
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.weigh_in(flat)
+        self._all_reduce(flat, self._shard_group)
+        self.average_copies(flat)
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        return [mean.view(tensor.shape) for tensor, mean in zip(tensors, pieces, strict=True)]
+
+    def _all_reduce(self, tensor: torch.Tensor, group: "distributed.ProcessGroup") -> None:
+        def reduce() -> None:
+            distributed.all_reduce(tensor, op=distributed.ReduceOp.AVG, group=group)
+
+        with self.talk.heard("gradients"):
+            reduce() if tensor.device.type != "cpu" else apart(reduce)
+
+    def mean_sums(
+        self, positions: Sequence[int], grads: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[int], Sequence[torch.Tensor]]:
+        """Return `positions` in their order, each once, and for each the mean over all ranks of the sum of its `grads`:
+        ranks whose graphs differ have them in another order and number."""
+        sums: dict[int, torch.Tensor] = {}
+        for position, grad in sorted(zip(positions, grads, strict=True), key=lambda pair: pair[0]):
+            sums[position] = sums[position] + grad if position in sums else grad
+        return list(sums), self.means(list(sums.values()))
+
+    def mean_part(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
+        """Return what this rank has of the mean of `grad`, the whole gradient of `param`, over all ranks.
+
+        Raises RanksDiffer where another rank has the gradient of another parameter than that called `name`.
+        """
+        self.talk.meet(name, "a gradient")
+        (mean,) = self.means([grad])
+        if not is_sharded(param):
+            return mean
+        parts = mean.chunk(self.num_shards)
+        return parts[self.shard].clone() if self.shard < len(parts) else mean[:0].clone()

@@ -1,0 +1,148 @@
+"""`rank_facts`: what must be equal is told line by line, and one problem holds for all ranks."""
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elixir_compile.api.rank_facts import (
+    Divide,
+    RankFacts,
+    differences,
+    digest_of,
+    facts_from_text,
+    facts_of,
+    facts_to_text,
+    for_all,
+    leader_of,
+    lines_of,
+    ops_of,
+    plan_digest,
+)
+from elixir_compile.errors import PlanFileError
+from elixir_compile.ir import Kind, Saving, Update
+from elixir_compile.search import Problem, plan
+from tests.pure.search.test_planner import chain_of, problem_of
+from tests.pure.strategies import Layer, chain
+
+PROBLEM = problem_of(chain_of(3))
+PLAN = plan(PROBLEM, "greedy")
+SIZES = [field.name for field in fields(RankFacts) if field.name.endswith("bytes")]
+FACTS = st.builds(RankFacts, digest=st.just("d"), ops_digest=st.just("o"), **dict.fromkeys(SIZES, st.integers(0, 10)))
+
+
+def with_batch(act_numel: int) -> Problem:
+    layers = [Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=act_numel) for i in range(3)]
+    return replace(PROBLEM, graph=chain(layers))
+
+
+@given(FACTS)
+def test_facts_are_text_that_reads_back(facts: RankFacts) -> None:
+    assert facts_from_text(facts_to_text(facts)) == facts
+
+
+def test_facts_of_another_form_are_refused() -> None:
+    text = facts_to_text(facts_of(PROBLEM, (), ()))
+    with pytest.raises(PlanFileError, match="base_bytes: expected a value, got 'nothing"):
+        facts_from_text(text.replace("base_bytes", "floor_bytes", 1).replace('"floor_bytes": 0,', ""))
+
+
+@given(st.lists(FACTS, min_size=1, max_size=5))
+def test_one_problem_holds_for_all(facts: list[RankFacts]) -> None:
+    """Whatever is within its budgets beside its floors is within those of each rank."""
+    made = for_all(PROBLEM, facts)
+    for name in ("budget_bytes", "host_budget_bytes"):
+        assert getattr(made, name) == min(getattr(fact, name) for fact in facts)
+    for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
+        assert getattr(made, name) == max(getattr(fact, name) for fact in facts)
+    unchanged = {name: getattr(PROBLEM, name) for name in ("budget_bytes", "host_budget_bytes")}
+    floors = dict.fromkeys(("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"), 0)
+    assert replace(made, **unchanged, **floors) == PROBLEM
+
+
+@given(st.lists(FACTS, min_size=1, max_size=5))
+def test_the_first_of_the_largest_leads(facts: list[RankFacts]) -> None:
+    place = leader_of(facts)
+    sizes = [fact.storage_bytes for fact in facts]
+    assert all(size < sizes[place] for size in sizes[:place])
+    assert all(size <= sizes[place] for size in sizes)
+
+
+def test_storages_are_counted_whole() -> None:
+    facts = facts_of(PROBLEM, (), ())
+    assert facts.storage_bytes == sum(storage.nbytes for storage in PROBLEM.graph.storages)
+    assert facts_of(with_batch(65), (), ()).storage_bytes > facts.storage_bytes
+
+
+def test_a_batch_may_differ() -> None:
+    assert lines_of(with_batch(65), {}) == lines_of(PROBLEM, {})
+    assert ops_of(with_batch(65).graph) == ops_of(PROBLEM.graph)
+
+
+def test_ops_are_told_apart() -> None:
+    first = PROBLEM.graph.ops[0]
+    graph = replace(PROBLEM.graph, ops=(replace(first, target="aten.bmm.default"), *PROBLEM.graph.ops[1:]))
+    assert lines_of(replace(PROBLEM, graph=graph), {}) == lines_of(PROBLEM, {})
+    told = differences(ops_of(PROBLEM.graph), ops_of(graph), "a", "b")
+    assert [line.rpartition(": ")[2] for line in told] == ["only on a", "only on b"]
+    assert told[1].startswith(f"op {first.id}, aten.bmm.default, forward, ")
+
+
+def other_problems() -> dict[str, Problem]:
+    """Problems that no plan holds for that holds for PROBLEM, by a part of the line that says so."""
+    storages = PROBLEM.graph.storages
+    larger = [replace(s, nbytes=s.nbytes + 4) if s.kind is Kind.PARAM else s for s in storages]
+    bfloat16 = [replace(s, dtype="bfloat16") if s.id == "p0" else s for s in storages]
+    return {
+        "parameter p0, float32, 1604 bytes": replace(PROBLEM, graph=replace(PROBLEM.graph, storages=tuple(larger))),
+        "parameter p0, bfloat16": replace(PROBLEM, graph=replace(PROBLEM.graph, storages=tuple(bfloat16))),
+        "not trained": replace(PROBLEM, state_nbytes={}),
+        "in group 1": replace(PROBLEM, groups=dict.fromkeys(PROBLEM.state_nbytes, 1)),
+        "update = in_backward": replace(PROBLEM, update=Update.IN_BACKWARD),
+        "activations = keep": replace(PROBLEM, savings=frozenset({Saving.KEEP})),
+        "hybrid optimizer = False": replace(PROBLEM, hybrid=False),
+        "disk = True": replace(PROBLEM, disk=True),
+        "bucket b0 of": replace(PROBLEM, buckets=PLAN.buckets, placements=PLAN.placements),
+    }
+
+
+@pytest.mark.parametrize("part", list(other_problems()))
+def test_what_may_not_differ_is_told(part: str) -> None:
+    ours, others = lines_of(PROBLEM, {}), lines_of(other_problems()[part], {})
+    assert digest_of(ours) != digest_of(others)
+    told = differences(ours, others, "rank 0", "rank 1")
+    assert any(part in line and line.endswith("only on rank 1") for line in told)
+
+
+def test_settings_are_told_first() -> None:
+    told = differences(lines_of(PROBLEM, {"planner": "milp"}), lines_of(PROBLEM, {"planner": "greedy"}), "a", "b")
+    assert told == ["planner = milp: only on a", "planner = greedy: only on b"]
+
+
+def test_lines_in_another_order_differ_where_they_first_do() -> None:
+    assert differences(["x", "y", "z"], ["x", "z", "y"], "a", "b") == ["y on a, where b has z"]
+
+
+@pytest.mark.parametrize(
+    ("said", "odd", "usual"),
+    [("aaa", (), 0), ("aba", (1,), 0), ("abb", (0,), 1), ("ab", (1,), 0), ("ba", (1,), 0), ("abc", (1, 2), 0)],
+)
+def test_the_odd_ones_are_those_unlike_most(said: str, odd: tuple[int, ...], usual: int) -> None:
+    assert Divide.of(said) == Divide(odd=odd, usual=usual)
+
+
+def test_the_digest_of_a_plan_is_of_what_ranks_do() -> None:
+    prediction = replace(PLAN.prediction, step_s=9.0, device_peak_bytes=1)
+    assert plan_digest(replace(PLAN, name="other", graph="other", prediction=prediction)) == plan_digest(PLAN)
+    schedule = replace(PLAN.schedules[0], actions=PLAN.schedules[0].actions[1:])
+    bucket = replace(PLAN.buckets[0], shard_numels=(1,))
+    changed = [
+        replace(PLAN, schedules=(schedule,)),
+        replace(PLAN, buckets=(bucket, *PLAN.buckets[1:])),
+        replace(PLAN, placements=(replace(PLAN.placements[0], resident=False), *PLAN.placements[1:])),
+        replace(PLAN, regions=PLAN.regions[1:]),
+        replace(PLAN, update=Update.ACROSS_STEPS),
+        replace(PLAN, loss_chunks=2),
+    ]
+    assert len({plan_digest(other) for other in (PLAN, *changed)}) == 1 + len(changed)

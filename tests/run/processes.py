@@ -1,0 +1,125 @@
+"""Real ranks: a function of a test module in several processes, joined by a gloo group over a file.
+
+```text
+  def adds(rank: int, world_size: int, number: int) -> int: ...      # a function of the module, not a closure
+  assert spawn(adds, 2, 5, folder=tmp_path) == [5, 6]                # arguments and results as JSON can hold them
+```
+
+The processes are forked from a server that has loaded torch, so a few of them take a fraction of a second. Warnings
+are errors in them, as in pytest. Whatever goes wrong in any rank is shown with the output of all.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_LOADED = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch._inductor.compile_fx",
+    "scipy.optimize",
+    "elixir_compile.api.compilation",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "pytest",
+    "hypothesis",
+]
+"""What the server loads once, if it is there; nothing of it may start threads or a process group."""
+
+
+def spawn(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    folder: Path,
+    limit_s: float = 60.0,
+    timeout_s: float = 30.0,
+    lost: Collection[int] = (),
+) -> list[Any]:
+    """Return what `function(rank, world_size, *args)` returns on each rank, within a default group of gloo.
+
+    Ranks in `lost` may end in any way, and have no result: None. `timeout_s` is that of the group. After `limit_s`
+    those still running are killed. AssertionError with the output of all ranks where a rank fails.
+    """
+    place = folder / f"ranks-{len(list(folder.glob('ranks-*')))}"
+    place.mkdir()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_LOADED)
+    texts = json.dumps(args)
+    ranks = [
+        context.Process(target=_rank, args=(function, rank, world_size, texts, str(place), timeout_s), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    late = _wait([process for rank, process in enumerate(ranks) if rank not in lost], limit_s)
+    for process in ranks:
+        process.kill()
+        process.join()
+    results = [_result(place, rank) if rank not in lost else None for rank in range(world_size)]
+    failed = [rank for rank, found in enumerate(results) if found is None and rank not in lost]
+    if late or failed:
+        why = f"not done in {limit_s} s" if late else f"failed on {failed}"
+        raise AssertionError(f"{function.__name__} on {world_size} ranks: {why}{_outputs(place, world_size)}")
+    return [None if found is None else found["result"] for found in results]
+
+
+def _wait(processes: Collection[Any], limit_s: float) -> bool:
+    """Wait until all `processes` have ended; return whether any has not in `limit_s`."""
+    end_s = time.monotonic() + limit_s
+    for process in processes:
+        process.join(max(0.0, end_s - time.monotonic()))
+    return any(process.is_alive() for process in processes)
+
+
+def _result(place: Path, rank: int) -> Any:
+    path = place / f"{rank}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _outputs(place: Path, world_size: int) -> str:
+    texts = ((place / f"{rank}.txt", rank) for rank in range(world_size))
+    return "".join(
+        f"\n--- rank {rank}\n{path.read_text(encoding='utf-8', errors='replace') if path.exists() else 'not started'}"
+        for path, rank in texts
+    )
+
+
+def _rank(function: Callable[..., Any], rank: int, world_size: int, texts: str, place: str, timeout_s: float) -> None:
+    """One process: everything it prints goes to a file, and so does its result once it is whole."""
+    output = os.open(f"{place}/{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import torch
+    from torch import distributed
+
+    try:
+        torch.set_num_threads(1)
+        warnings.simplefilter("error")
+        # As pyproject.toml has it.
+        warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
+        distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{place}/group",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        found = function(rank, world_size, *json.loads(texts))
+        part = Path(f"{place}/{rank}.part")
+        part.write_text(json.dumps({"result": found}), encoding="utf-8")
+        part.rename(f"{place}/{rank}.json")
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No exit handlers: those of gloo wait for ranks that a test has killed.
+    os._exit(0)

@@ -1,0 +1,339 @@
+"""`agreement`: one plan on all ranks, for the smallest budgets of all; what goes wrong on one is raised on all."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elixir_compile.analysis import plan_timeline, verify
+from elixir_compile.api.agreement import RollCall, Step, agreed_plan, roll_call
+from elixir_compile.api.rank_facts import plan_digest
+from elixir_compile.errors import NoFeasiblePlan, NotPrepared
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import OpId, Plan, Saving, StepGraph, fingerprint
+from elixir_compile.runtime.errors import PeerFailed, RanksDiffer
+from elixir_compile.runtime.talk import Talk, new_talk
+from elixir_compile.search import Problem, plan
+from tests.pure.search.test_planner import CLUSTERS, needed_bytes, problem_of
+from tests.pure.strategies import Layer, chain
+from tests.run.processes import spawn
+
+NUM_LAYERS = 4
+
+
+def graph_of(act_numel: int = 64, extra: str = "") -> StepGraph:
+    """A chain of layers with one parameter each; `extra` is one more layer."""
+    names = [*(f"p{number}" for number in range(NUM_LAYERS)), *([extra] if extra else [])]
+    return chain([Layer(module=name, params=((name, 400),), frozen=False, act_numel=act_numel) for name in names])
+
+
+def uneven_graph(first: int, others: int) -> StepGraph:
+    sizes = [first, *([others] * (NUM_LAYERS - 1))]
+    return chain(
+        [Layer(module=f"p{i}", params=((f"p{i}", 400),), frozen=False, act_numel=size) for i, size in enumerate(sizes)]
+    )
+
+
+def with_own_peak(made: Plan) -> Plan:
+    """A plan with no room for more than its leader needs."""
+    return replace(made, budget_bytes=made.prediction.device_peak_bytes)
+
+
+def with_plain_layers() -> StepGraph:
+    """Layers with parameters and layers with none, so that regions have more than two ops."""
+    params = [((f"p{number}", 400),) if number % 2 else () for number in range(2 * NUM_LAYERS)]
+    return chain([Layer(module=f"h{i}", params=own, frozen=False, act_numel=64) for i, own in enumerate(params)])
+
+
+def with_op_renamed(graph: StepGraph, number: int) -> StepGraph:
+    """The graph with another name for one op, as another trace of the model may have."""
+    ops = list(graph.ops)
+    ops[number] = replace(ops[number], id=OpId("fwd.renamed"))
+    return replace(graph, ops=tuple(ops))
+
+
+def num_inside(made: Plan, graph: StepGraph) -> int:
+    """The number of an op that no region begins or ends with."""
+    ends = {name for region in made.regions for name in (region.first, region.last)}
+    return next(number for number, op in enumerate(graph.ops) if op.id not in ends)
+
+
+def cluster_of(num_ranks: int) -> Cluster:
+    node = CLUSTERS["2 x cuda"].nodes[0] if num_ranks > 1 else CLUSTERS["cuda"].nodes[0]
+    return Cluster(nodes=(replace(node, num_devices=num_ranks),))
+
+
+def question(num_ranks: int, graph: StepGraph | None = None, **more: object) -> Problem:
+    return problem_of(graph or graph_of(), cluster_of(num_ranks), **more)
+
+
+def greedy(problem: Problem) -> Plan:
+    return plan(problem, "greedy")
+
+
+def outcome(call: Callable[[], Plan]) -> dict[str, Any]:
+    """What all ranks are asked about a plan or an error."""
+    try:
+        made = call()
+    except Exception as error:
+        ranks = list(error.ranks) if isinstance(error, PeerFailed | RanksDiffer) else None
+        return {"error": type(error).__name__, "text": str(error), "args": repr(error.args), "ranks": ranks}
+    return {
+        "digest": plan_digest(made),
+        "graph": made.graph,
+        "budget_bytes": made.budget_bytes,
+        "base_bytes": made.base_bytes,
+        "peak_bytes": made.prediction.device_peak_bytes,
+        "num_ranks": made.num_ranks,
+        "num_left": sum(group.saving is not Saving.KEEP for group in made.activations),
+    }
+
+
+class Garbled(Talk):
+    """What `source` says of the plan that it took over arrives as something else, on all ranks."""
+
+    def __init__(self, talk: Talk, source: int) -> None:
+        super().__init__(talk._group, talk.ranks, talk.rank)
+        self._source = source
+
+    def exchange(self, text: str, what: str) -> tuple[str, ...]:
+        said = list(super().exchange(text, what))
+        if what == "plans taken over":
+            said[self._source] = '["00000000000000000000000000000000"]'
+        return tuple(said)
+
+
+def fails_with(error: Exception) -> Callable[[Problem], Plan]:
+    def search(problem: Problem) -> Plan:
+        raise error
+
+    return search
+
+
+def small_search(problem: Problem) -> Plan:
+    """A search under a budget that nothing fits."""
+    return greedy(replace(problem, budget_bytes=1))
+
+
+def calls(talk: Talk, last: bool) -> dict[str, list[str]]:
+    """Roll calls of ranks that run equal graphs, or other ones, with the plan for them at hand or not."""
+    own = "é" * 40 + ("b" if last else "a")
+    other = roll_call(talk, own, "", wants_plan=False)
+    found = {
+        "equal": roll_call(talk, "forward 1", "", wants_plan=False),
+        "one plans": roll_call(talk, "forward 1" * 20, "", wants_plan=last),
+        "other": other,
+        "other and planned": roll_call(talk, own, other.company, wants_plan=False),
+        "other and one plans": roll_call(talk, own, other.company, wants_plan=last),
+        "equal again": roll_call(talk, "forward 1", "" if last else other.company, wants_plan=False),
+    }
+    return {name: [call.step, call.company] for name, call in found.items()}
+
+
+def checks(rank: int, world_size: int) -> dict[str, Any]:
+    """Every way in which ranks agree or not, one after another with one talk."""
+    talk = new_talk(range(world_size))
+    same = question(world_size)
+    plain = question(world_size, with_plain_layers())
+    kept_bytes = greedy(same).prediction.device_peak_bytes
+    batches = question(world_size, graph_of(64 + 8 * rank))
+    leader = world_size - 1
+    last = rank == world_size - 1
+
+    def agreed(problem: Problem | None, search: Callable[[Problem], Plan] = greedy, **more: Any) -> dict[str, Any]:
+        return outcome(lambda: agreed_plan(talk, problem, search, **more))
+
+    def renamed(number: int) -> Problem:
+        return replace(plain, graph=with_op_renamed(plain.graph, number)) if last else plain
+
+    def with_batches(budget_bytes: int) -> dict[str, Any]:
+        made = agreed_plan(talk, replace(batches, budget_bytes=budget_bytes), greedy)
+        verify(batches.graph, made)
+        assert made.graph == fingerprint(batches.graph)
+        assert made.prediction.device_peak_bytes == plan_timeline(batches.graph, made).peak.nbytes
+        return outcome(lambda: made)
+
+    uneven = replace(same, graph=uneven_graph(3000, 8) if last else uneven_graph(1000, 1000))
+    own_error = NotPrepared("Its parameters are on meta.")
+    mixed = replace(same, graph=graph_of(extra="only" if last else ""))
+    return {
+        "same": agreed(same),
+        "budgets": agreed(
+            replace(same, budget_bytes=kept_bytes - 400 * rank + 100, base_bytes=100 * rank, host_budget_bytes=10**6)
+        ),
+        "batches": with_batches(batches.budget_bytes),
+        "batches at little memory": with_batches(needed_bytes(question(world_size, graph_of(64 + 8 * leader)))),
+        "leader fails": agreed(batches, fails_with(ValueError("no idea")) if rank == leader else greedy),
+        "nothing fits": agreed(batches, small_search if rank == leader else greedy),
+        "one fails before": agreed(None if last else same, failure=own_error if last else None),
+        "no room on one": agreed(uneven, lambda problem: with_own_peak(greedy(problem))),
+        "long regions": agreed(plain),
+        "another op inside": agreed(renamed(num_inside(greedy(plain), plain.graph))),
+        "another first op": agreed(renamed(0)),
+        "parameters": agreed(mixed),
+        "options": agreed(same, settings={"planner": "milp" if last else "greedy"}),
+        "garbled": outcome(lambda: agreed_plan(Garbled(talk, leader), same, greedy)),
+        "calls": calls(talk, last),
+        "again": agreed(same),
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return spawn(checks, request.param, folder=tmp_path_factory.mktemp("ranks"))
+
+
+def test_all_ranks_have_the_plan_that_one_would_make(ranks: list[dict[str, Any]]) -> None:
+    alone = outcome(lambda: greedy(question(len(ranks))))
+    assert [found["same"] for found in ranks] == [alone] * len(ranks)
+    assert alone["num_ranks"] == len(ranks)
+
+
+def test_the_plan_is_for_the_smallest_budget_and_the_largest_floor(ranks: list[dict[str, Any]]) -> None:
+    last = len(ranks) - 1
+    kept = greedy(question(len(ranks)))
+    budget_bytes = kept.prediction.device_peak_bytes - 400 * last + 100
+    tight = question(len(ranks), budget_bytes=budget_bytes, base_bytes=100 * last, host_budget_bytes=10**6)
+    assert [rank["budgets"] for rank in ranks] == [outcome(lambda: greedy(tight))] * len(ranks)
+    assert plan_digest(kept) != plan_digest(greedy(tight))
+
+
+@pytest.mark.parametrize(("name", "is_tight"), [("batches", False), ("batches at little memory", True)])
+def test_ranks_with_other_batches_follow_one_plan_with_peaks_of_their_own(
+    ranks: list[dict[str, Any]], name: str, is_tight: bool
+) -> None:
+    found = [rank[name] for rank in ranks]
+    assert bool(found[0]["num_left"]) is is_tight
+    assert len({rank["digest"] for rank in found}) == 1
+    assert len({rank["graph"] for rank in found}) == len(ranks)
+    peaks = [rank["peak_bytes"] for rank in found]
+    assert peaks == sorted(set(peaks))
+
+
+def test_an_error_of_the_leader_is_raised_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    *others, leader = [rank["leader fails"] for rank in ranks]
+    assert leader["error"] == "ValueError"
+    for other in others:
+        assert other["error"] == "PeerFailed"
+        assert other["ranks"] == [len(ranks) - 1]
+        assert "failed during the exchange of the plan: ValueError: no idea. All" in other["text"]
+
+
+def test_no_feasible_plan_is_the_same_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["nothing fits"] for rank in ranks]
+    assert found == [found[0]] * len(ranks)
+    assert found[0]["error"] == "NoFeasiblePlan"
+    with pytest.raises(NoFeasiblePlan) as caught:
+        small_search(question(len(ranks), graph_of(64 + 8 * (len(ranks) - 1))))
+    assert repr(caught.value.args) == found[0]["args"]
+
+
+def test_a_rank_that_fails_before_stops_all(ranks: list[dict[str, Any]]) -> None:
+    *others, last = [rank["one fails before"] for rank in ranks]
+    assert last["error"] == "NotPrepared"
+    assert {other["error"] for other in others} == {"PeerFailed"}
+    assert all(other["ranks"] == [len(ranks) - 1] for other in others)
+    assert all("NotPrepared: Its parameters are on meta" in other["text"] for other in others)
+
+
+def test_a_rank_that_the_plan_does_not_fit_stops_all(ranks: list[dict[str, Any]]) -> None:
+    *others, last = [rank["no room on one"] for rank in ranks]
+    assert last["error"] == "IllegalSchedule"
+    assert "above the budget" in last["text"]
+    assert {other["error"] for other in others} == {"PeerFailed"}
+    assert all(other["ranks"] == [len(ranks) - 1] for other in others)
+    assert all("during the exchange of plans taken over: IllegalSchedule: The peak at" in o["text"] for o in others)
+
+
+def test_a_rank_with_other_ops_follows_a_plan_that_is_legal_for_them(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["another op inside"] for rank in ranks] == [rank["long regions"] for rank in ranks]
+
+
+def test_ops_that_keep_a_rank_from_following_are_named_on_all(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["another first op"] for rank in ranks]
+    assert found == [found[0]] * len(ranks)
+    last = len(ranks) - 1
+    assert (found[0]["error"], found[0]["ranks"]) == ("RanksDiffer", [last])
+    fault, ours, theirs = found[0]["text"].splitlines()[1:4]
+    assert fault.startswith(f"  rank {last} cannot follow the plan: fwd.0 names the op ")
+    assert ours.endswith(": only on rank 0")
+    assert theirs.startswith("  op fwd.renamed, ")
+    assert theirs.endswith(f": only on rank {last}")
+
+
+def test_a_parameter_of_one_rank_only_is_named_on_all(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["parameters"] for rank in ranks]
+    assert found == [found[0]] * len(ranks)
+    last = len(ranks) - 1
+    assert (found[0]["error"], found[0]["ranks"]) == ("RanksDiffer", [last])
+    assert f"\n  parameter only, float32, 1600 bytes, not trained: only on rank {last}\n" in found[0]["text"]
+
+
+def test_an_option_that_differs_is_named_on_all(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["options"] for rank in ranks]
+    assert found == [found[0]] * len(ranks)
+    last = len(ranks) - 1
+    assert (found[0]["error"], found[0]["ranks"]) == ("RanksDiffer", [last])
+    lines = ["planner = greedy: only on rank 0", f"planner = milp: only on rank {last}"]
+    assert found[0]["text"].splitlines()[1:3] == [f"  {line}" for line in lines]
+
+
+def test_a_plan_that_arrives_otherwise_on_one_rank_is_found(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["garbled"] for rank in ranks]
+    assert found == [found[0]] * len(ranks)
+    assert (found[0]["error"], found[0]["ranks"]) == ("RanksDiffer", [len(ranks) - 1])
+    assert "took over other buckets, placements or actions" in found[0]["text"]
+
+
+def test_a_roll_call_says_what_all_ranks_do_next(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["calls"]
+    assert [rank["calls"] for rank in ranks] == [found] * len(ranks)
+    company = found["other"][1]
+    assert company
+    assert found == {
+        "equal": [Step.RUN, ""],
+        "one plans": [Step.PLAN, ""],
+        "other": [Step.JOIN, company],
+        "other and planned": [Step.RUN, company],
+        "other and one plans": [Step.PLAN, company],
+        "equal again": [Step.JOIN, ""],
+    }
+
+
+def test_ranks_agree_again_after_errors(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["again"] for rank in ranks] == [rank["same"] for rank in ranks]
+
+
+def dies_searching(rank: int, world_size: int) -> list[Any]:
+    talk = new_talk(range(world_size))
+    with pytest.raises(PeerFailed) as caught:
+        agreed_plan(talk, question(world_size), lambda problem: os._exit(1))
+    return [caught.value.during, caught.value.waited_s]
+
+
+def test_a_leader_that_dies_stops_all(tmp_path: Path) -> None:
+    found = spawn(dies_searching, 3, folder=tmp_path, lost=[0], timeout_s=5.0)
+    assert [during for during, _ in found[1:]] == ["the plan"] * 2
+    assert all(waited_s < 5.0 for _, waited_s in found[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 700])
+def test_any_number_of_ranks_agrees_without_a_cluster(rank: int) -> None:
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
+    try:
+        talk = new_talk(range(1024))
+        problem = question(1024)
+        made = agreed_plan(talk, problem, greedy)
+        assert made == greedy(problem)
+        assert made.num_ranks == 1024
+        assert roll_call(talk, "forward", "", wants_plan=True) == RollCall(step=Step.PLAN, company="")
+        with pytest.raises(NoFeasiblePlan):
+            agreed_plan(talk, problem, small_search)
+    finally:
+        distributed.destroy_process_group()

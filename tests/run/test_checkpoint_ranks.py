@@ -1,0 +1,397 @@
+"""Checkpoints of several ranks, in real processes: other numbers of ranks, other plans, ranks that fail and die."""
+
+import math
+import os
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+from typer.testing import CliRunner
+
+import elixir_compile as elixir
+from elixir_compile.checkpoint import dcp
+from elixir_compile.cli.main import app
+from elixir_compile.ops.shards import full, is_sharded, is_shared, own_part
+from elixir_compile.options import ParamDtype
+from tests.run.checkpointing import Elsewhere
+from tests.run.processes import spawn
+from tests.run.training import assert_same_tensors, on_host
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, layers whose rows do not divide evenly, small tensors, a buffer."""
+
+    def __init__(self, width: int = 97) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = nn.Embedding(211, width)
+        self.steps = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.short = nn.Linear(8192, 2)
+        self.head = nn.Linear(width, 211, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for step in self.steps:
+            x = functional.dropout(torch.tanh(step(x)), 0.2, self.training) * self.scale
+        short = self.short(tokens.to(x.dtype).repeat(1, 1024)).square().mean()
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten()) + 1e-6 * short
+
+
+class Training:
+    """A run of `Tied` on the ranks of `mesh`, or on one."""
+
+    def __init__(self, mesh: DeviceMesh | None, *, param_dtype: ParamDtype | None = None, **options: object) -> None:
+        self.mesh = mesh
+        self.model = elixir.prepare(Tied(), mesh=mesh, param_dtype=param_dtype)
+        self.use(elixir.HybridAdamW(self.model.parameters(), lr=1e-2))
+        options = {"inner": "aot_eager", "report": False, **options}
+        self.compiled = torch.compile(self.model, backend="elixir", options=options)
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def train(self, batches: Sequence[torch.Tensor], *, compiled: bool = True) -> list[float]:
+        """Return the losses of this rank, of its part of each batch."""
+        ranks = [0] if self.mesh is None else self.mesh.mesh.flatten().tolist()
+        rank = 0 if self.mesh is None else ranks.index(torch.distributed.get_rank())
+        losses = []
+        for batch in batches:
+            loss = (self.compiled if compiled else self.model)(batch.chunk(len(ranks))[rank])
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def save(self, path: "Path | str", **options: Any) -> elixir.SaveHandle:
+        return elixir.save(path, self.model, self.optimizer, scheduler=self.scheduler, **options)
+
+    def load(self, path: "Path | str") -> elixir.Checkpoint:
+        return elixir.load(path, self.model, self.optimizer, self.scheduler)
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Return copies of what this rank has of the weights and the optimizer's state, by name."""
+        state = self.optimizer.state_dict()["state"]
+        kept = {f"{index}.{kind}": value for index, own in state.items() for kind, value in own.items()}
+        kept |= {"rate": torch.tensor(self.scheduler.get_last_lr()), **self.model.state_dict()}
+        return {name: own_part(value).clone() for name, value in kept.items()}
+
+
+def batches_of(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randint(0, 211, (12, 8), generator=generator) for _ in range(4)]
+
+
+def mesh_of(num_ranks: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(num_ranks)))
+
+
+def after(training: Training, path: str) -> list[float]:
+    """Return the losses of steps from the checkpoint on that every number of ranks takes alike: without dropout."""
+    training.model.load_state_dict(
+        {name: torch.zeros_like(value) for name, value in training.model.state_dict().items()}
+    )
+    assert training.load(path).step == 2
+    training.model.eval()
+    return training.train(batches_of(2)[2:], compiled=False)
+
+
+# Two ranks save; they go on themselves, and so do others.
+
+
+def saves_and_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    path, batches = f"{folder}/run", batches_of(1)
+    torch.manual_seed(100 + rank)
+    first = Training(mesh_of(world_size))
+    first.train(batches[:2])
+    first.save(path, step=2, extra={"rank": rank})
+    drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
+    first.load(path)
+    assert drawn == (torch.rand(2).tolist(), random.random(), np.random.rand())
+    first.load(path)
+    expected = first.train(batches[2:]), first.everything()
+
+    with pytest.raises(elixir.NoFeasiblePlan) as raised:
+        Training(first.mesh, device_memory=1).train(batches[:1])
+    second = Training(first.mesh, device_memory=int(1.02 * raised.value.needed_bytes))
+    for when in ("before the first forward", "after it"):
+        torch.manual_seed(7)
+        found = second.load(path)
+        assert (found.step, found.extra) == (2, {"rank": 0})
+        assert second.train(batches[2:]) == expected[0], when
+        assert_same_tensors(expected[1], second.everything())
+    assert on_host(second)
+    assert not on_host(first)
+
+    handle = second.save(f"{folder}/beside", step=4, asynchronous=True)
+    second.train(batches[:1])
+    handle.wait()
+    second.load(f"{folder}/beside")
+    assert_same_tensors(expected[1], second.everything())
+    checks_plain_forms(second.model, f"{folder}/model.safetensors", rank)
+    return {"losses": after(first, path), "bytes": handle.snapshot_bytes}
+
+
+def checks_plain_forms(model: nn.Module, out: str, rank: int) -> None:
+    state = model.state_dict()
+    assert {name for name, value in state.items() if not is_shared(value)} == {"scale"}
+    assert is_sharded(state["head.weight"])
+    assert not is_sharded(state["steps.0.bias"])
+    whole = {name: full(value) for name, value in state.items()}
+    found = elixir.full_state_dict(model)
+    made = elixir.export(model, out)
+    assert made.tied == {"head.weight": "embedding.weight"}
+    if rank:
+        assert found == {}
+        return
+    assert_same_tensors(whole, found)
+    assert found["head.weight"] is found["embedding.weight"]
+    assert all(type(value) is torch.Tensor for value in found.values())
+    written = safetensors.load_file(out)
+    assert_same_tensors(dict(sorted(written.items())), {name: whole[name] for name in sorted(written)})
+    assert written.keys() == whole.keys() - {"head.weight"}
+
+
+def goes_on_from_two(rank: int, world_size: int, path: str, folder: str) -> dict[str, list[float]]:
+    """Two of four ranks have no row of the shortest parameter."""
+    losses: dict[str, list[float]] = {}
+    for name, mesh in (("four", mesh_of(world_size)), ("square", init_device_mesh("cpu", (2, 2)))):
+        training = Training(mesh)
+        losses[name] = after(training, path)
+        training.load(path)
+        assert_holds_parts(training)
+        training.save(f"{folder}/{name}", step=2)
+    plain = Training(mesh_of(world_size))
+    plain.use(torch.optim.AdamW(plain.model.parameters()))
+    losses["four, torch's own AdamW"] = after(plain, path)
+    if rank < 3:
+        three = Training(mesh_of(3))
+        for name in ("four", "square"):
+            losses[f"three from {name}"] = after(three, f"{folder}/{name}")
+    return losses
+
+
+def assert_holds_parts(training: Training) -> None:
+    """Fail unless the loaded state is memory of its own, no more than this rank's parts."""
+    for param, state in training.optimizer.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].shape == own_part(param).shape
+            assert state[name].untyped_storage().nbytes() == state[name].nbytes
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder with what two ranks saved, and what they found."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder, spawn(saves_and_goes_on, 2, str(folder), folder=folder, limit_s=240)
+
+
+def test_the_same_ranks_go_on_bitwise_and_others_alike(saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    folder, found = saved
+    expected = np.mean([own["losses"] for own in found], axis=0)
+    alone = Training(None)
+    np.testing.assert_allclose(after(alone, str(folder / "run")), expected, rtol=1e-6)
+    more = spawn(goes_on_from_two, 4, str(folder / "run"), str(tmp_path), folder=tmp_path, limit_s=240)
+    for ranks in more[0]:
+        losses = [own[ranks] for own in more if ranks in own]
+        np.testing.assert_allclose(np.mean(losses, axis=0), expected, rtol=1e-6, err_msg=ranks)
+    for name in ("four", "square"):
+        metadata = dcp.Reader(tmp_path / name / "tensors").metadata
+        assert_written_once(metadata)
+        # Copies share the work.
+        assert all(any(index.fqn.startswith("optimizer") for index in of_rank(metadata, rank)) for rank in range(4))
+
+
+def test_each_rank_writes_its_parts_once(saved: tuple[Path, list[Any]]) -> None:
+    folder, found = saved
+    metadata = dcp.Reader(folder / "run" / "tensors").metadata
+    assert_written_once(metadata)
+    tensors = metadata.state_dict_metadata
+    assert [len(tensors[f"model.{name}"].chunks) for name in ("embedding.weight", "steps.0.bias", "scale")] == [2, 1, 1]
+    first, second = (sum(place.length for place in of_rank(metadata, rank).values()) for rank in (0, 1))
+    assert 0.8 < first / second < 1.25
+    model_bytes = sum(param.nbytes for param in Tied().parameters())
+    # Parameters and two moments, once, and random states.
+    assert 3 * model_bytes < sum(own["bytes"] for own in found) < 3 * model_bytes + 20_000
+
+
+def assert_written_once(metadata: Metadata) -> None:
+    tensors = metadata.state_dict_metadata.values()
+    parts = [math.prod(chunk.sizes) for stored in tensors for chunk in stored.chunks]
+    assert sum(parts) == sum(math.prod(stored.size) for stored in tensors)
+    assert len(parts) == len(metadata.storage_data)
+    assert all(parts)
+
+
+def of_rank(metadata: Metadata, rank: int) -> dict[Any, Any]:
+    """Return what a rank wrote, and where."""
+    places = metadata.storage_data.items()
+    return {index: place for index, place in places if place.relative_path.startswith(f"__{rank}_")}
+
+
+def test_one_process_exports_what_two_saved(saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    done = CliRunner().invoke(app, ["export", str(saved[0] / "beside"), str(out)])
+    assert done.exit_code == 0, done.output
+    # The ranks exported the model that they had just loaded from there.
+    assert_same_tensors(safetensors.load_file(saved[0] / "model.safetensors"), safetensors.load_file(out))
+
+
+# 16-bit parameters with fp32 masters.
+
+
+def saves_masters(rank: int, world_size: int, folder: str) -> list[float]:
+    training = Training(mesh_of(world_size), param_dtype="bfloat16")
+    training.train(batches_of(5), compiled=False)
+    training.save(f"{folder}/run", step=2)
+    before = training.everything()
+    other = Training(training.mesh, param_dtype="bfloat16")
+    other.load(f"{folder}/run")
+    assert {value.dtype for name, value in before.items() if "master" in name} == {torch.float32}
+    assert_same_tensors(before, other.everything())
+
+    states = training.optimizer.state
+    for param in list(states):
+        states[param] = Elsewhere(dict(states[param]))
+    training.save(f"{folder}/run", step=2)
+    other.train(batches_of(6), compiled=False)
+    other.load(f"{folder}/run")
+    assert_same_tensors(before, other.everything())
+    return after(other, f"{folder}/run")
+
+
+def test_masters_and_state_that_is_not_in_memory_are_parts_too(tmp_path: Path) -> None:
+    losses = spawn(saves_masters, 2, str(tmp_path), folder=tmp_path, limit_s=120)
+    alone = Training(None, param_dtype="bfloat16")
+    # Losses of bfloat16 have 8 bits.
+    np.testing.assert_allclose(after(alone, str(tmp_path / "run")), np.mean(losses, axis=0), rtol=4e-3)
+    assert alone.everything()["0.master"].shape == alone.model.embedding.weight.shape
+
+
+# What is wrong on one rank is raised on all, and nothing was changed.
+
+
+def refuses(rank: int, world_size: int, folder: str) -> list[str]:
+    training = Training(mesh_of(world_size))
+    training.save(f"{folder}/run", step=1)
+    training.save(f"{folder}/other", step=1)
+    narrow = elixir.prepare(Tied(96), mesh=training.mesh)
+    before, generator = training.everything(), torch.get_rng_state()
+    said = []
+    for file, change in (
+        ("__1_0.distcp", damage),
+        ("__0_0.distcp", cut),
+        (".metadata", damage),
+        ("__1_0.distcp", None),
+    ):
+        path = Path(f"{folder}/{len(said)}")
+        if rank == 0:
+            shutil.copytree(f"{folder}/run", path)
+            (path / "tensors" / file).unlink() if change is None else change(path / "tensors" / file)
+        torch.distributed.barrier()
+        with pytest.raises(elixir.CheckpointCorrupted) as raised:
+            training.load(path)
+        assert raised.value.file == f"tensors/{file}"
+        said.append(str(raised.value))
+    with pytest.raises(elixir.CheckpointMismatch, match=r"steps\.0\.weight: float32 of \(97, 97\) in the checkpoint"):
+        elixir.load(f"{folder}/run", narrow)
+    with pytest.raises(elixir.NotSavable, match=r"extra\.bad"):
+        training.save(f"{folder}/run", step=2, extra={"bad": object()} if rank == 1 else {})
+    with pytest.raises(elixir.RanksDiffer, match=r"path: .*on rank 0, .* on rank 1"):
+        training.save(f"{folder}/run{rank}", step=2)
+    with pytest.raises(elixir.RanksDiffer, match="names, shapes and hyperparameters"):
+        elixir.save(f"{folder}/run", training.model, training.optimizer if rank else None, step=2)
+    with pytest.raises(elixir.RanksDiffer, match="by its checksum"):
+        training.load(f"{folder}/{'other' if rank else 'run'}")
+    fails_to_write(training, f"{folder}/run", rank)
+    assert_same_tensors(before, training.everything())
+    assert torch.equal(generator, torch.get_rng_state())
+    assert training.load(f"{folder}/run").step == 1
+    return said
+
+
+def damage(file: Path) -> None:
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 0x80]) + whole[middle + 1 :])
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def fails_to_write(training: Training, path: str, rank: int) -> None:
+    """Saves beside the training and not, where one rank cannot write."""
+    usual = dcp.write
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if rank == 1:
+            raise OSError(5, "Input/output error")
+        return usual(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp, "write", failing)
+        for asynchronous in (False, True):
+            with pytest.raises(elixir.DiskFailed, match="Input/output error"):
+                training.save(path, step=2, asynchronous=asynchronous).wait()
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    first, second = spawn(refuses, 2, str(tmp_path), folder=tmp_path, limit_s=240)
+    assert first == second
+    assert "so optimizer.states." in first[1] or "so model." in first[1]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["0", "1", "2", "3", "other", "ranks-0", "run"]
+
+
+# A rank is killed in the middle of a save.
+
+
+def dies(rank: int, world_size: int, folder: str, lost: int) -> str:
+    training = Training(mesh_of(world_size))
+    training.train(batches_of(3)[:1], compiled=False)
+    training.save(f"{folder}/run", step=1)
+    usual = dcp.write
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        written = usual(*args, **kwargs)
+        if rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    dcp.write = deadly
+    with pytest.raises(elixir.PeerFailed) as raised:
+        training.save(f"{folder}/run", step=2)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_leaves_the_previous_checkpoint(tmp_path: Path, lost: int) -> None:
+    said = spawn(dies, 2, str(tmp_path), lost, folder=tmp_path, timeout_s=20, lost=[lost])
+    assert f"no answer from rank {lost}" in said[1 - lost]
+    assert "tensors written" in said[1 - lost]
+    alone = Training(None)
+    broken = [entry for entry in tmp_path.iterdir() if entry.name.startswith(".run.saving.")]
+    # The first rank makes the folder and removes it, unless it is the one that was killed.
+    assert len(broken) == (lost == 0)
+    for folder in broken:
+        with pytest.raises(elixir.NotACheckpoint, match=r"no manifest\.json"):
+            alone.load(folder)
+    assert alone.load(tmp_path / "run").step == 1
+    alone.save(tmp_path / "run", step=3)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name != "ranks-0"] == ["run"]

@@ -1,0 +1,300 @@
+"""`in_step`: ranks whose graphs differ train as one process does that runs the batches of all and takes the mean."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import elixir_compile
+from elixir_compile.api.budget import num_sharing_host
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.ir import Saving, Tier
+from elixir_compile.runtime.errors import RanksDiffer
+from elixir_compile.search.in_step import IN_STEP
+from tests.run.processes import spawn
+from tests.run.ranks_models import NUM_WORDS, gpt2
+
+WIDTH = 96
+"""A weight of 73 kB in fp64 is cut over the ranks, a bias is not."""
+OPTIONS = {"inner": "aot_eager", "report": False, "plan_cache": False, "planner": "greedy"}
+ROOM = {"device_memory": 2**30, "host_memory": 2**30}
+SHORT = 450_000
+"""With everything on the host a step takes 417 kB."""
+
+SHORT_OF_ACTIVATIONS = 8_000_000
+"""Too little for a step of GPT-2 with all activations kept."""
+
+
+NEG = 3
+"""No layer, but an op in the middle of each, of a kind that there is no other of: it changes no other op's name."""
+
+
+class Branching(nn.Module):
+    """Layers that run where `uses` names them, one that all batches go through, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.extras = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, uses: tuple[int, ...]) -> torch.Tensor:
+        for number in uses:
+            if number != NEG:
+                y = torch.tanh(self.extras[number](x))
+                x = x + (-y if NEG in uses else y)
+        return self.last(x).square().mean()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+Uses = Callable[[int, int], tuple[int, ...]]
+"""What a rank uses in a step."""
+
+USES: dict[str, Uses] = {
+    "rank 0 only": lambda rank, step: (0,) if rank == 0 else (),
+    "flips": lambda rank, step: (0,) if rank == 1 and step in (1, 3, 4) else (),
+    "experts": lambda rank, step: (int(batch(rank, step).sum() > 0) + (rank + step) % 2,),
+    "one op more": lambda rank, step: (0, NEG) if rank == 0 else (0,),
+    "other ops": lambda rank, step: (0, 0) if rank == 0 else (0,),
+}
+
+
+def forwards(uses: Uses, rank: int, step: int, num_waiting: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    """The forwards of a step, all before their backwards."""
+    return [(batch(rank, at), uses(rank, at)) for at in range(step, step + num_waiting)]
+
+
+def reference(world_size: int, uses: Uses, num_steps: int, num_waiting: int) -> tuple[nn.Module, list[list[str]]]:
+    """The model after all steps in one process, and the parameters that have a gradient in each."""
+    model = Branching().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trained = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            for inputs in forwards(uses, rank, step, num_waiting):
+                (model(*inputs) / world_size).backward()
+        trained.append([name for name, param in model.named_parameters() if param.grad is not None])
+        optimizer.step()
+    return model, trained
+
+
+def trains(
+    rank: int,
+    world_size: int,
+    name: str,
+    *,
+    num_steps: int = 2,
+    num_waiting: int = 1,
+    hybrid: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """What one rank sees of the first steps of USES[name]."""
+    torch._dynamo.reset()
+    uses = USES[name]
+    model = elixir_compile.prepare(Branching().double(), mesh=init_device_mesh("cpu", (world_size,)))
+    executor = executor_of(model)
+    talk, said = executor.ranks.talk, []
+    exchange = talk.exchange
+    talk.exchange = lambda text, what: (said.append(what), exchange(text, what))[1]
+    kind = elixir_compile.HybridAdamW if hybrid else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-2)
+    compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **ROOM, **options}, dynamic=False)
+    trained, exchanges, planners = [], [], []
+    for step in range(num_steps):
+        said.clear()
+        optimizer.zero_grad()
+        torch.stack([compiled(*inputs) for inputs in forwards(uses, rank, step, num_waiting)]).sum().backward()
+        exchanges.append(list(said))
+        trained.append([own for own, param in model.named_parameters() if param.grad is not None])
+        planners.append([record.plan.planner for record in executor.compilations])
+        optimizer.step()
+    whole, expected = reference(world_size, uses, num_steps, num_waiting)
+    there = {own: param.detach().full_tensor() for own, param in model.named_parameters()}
+    return {
+        "off": max(float((there[own] - param.detach()).abs().max()) for own, param in whole.named_parameters()),
+        "trained": trained == expected,
+        "exchanges": exchanges,
+        "planners": planners,
+        "because": executor.compilations[-1].plan.decisions[0].because,
+        "sharing": num_sharing_host(executor.ranks),
+        "homes": [home.param for record in executor.compilations for home in record.plan.placements],
+    }
+
+
+def words(rank: int, step: int) -> torch.Tensor:
+    """Words for GPT-2; those of rank 1 are fewer in the second step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(NUM_WORDS, (16, 15 if rank and step else 16), generator=generator)
+
+
+def changes_length(rank: int, world_size: int) -> dict[str, Any]:
+    """Dynamo gives rank 1 a graph with a dynamic length in the second step."""
+    torch._dynamo.reset()
+    model = elixir_compile.prepare(gpt2().double(), mesh=init_device_mesh("cpu", (world_size,)))
+    whole = gpt2().double()
+    executor = executor_of(model)
+    options = {**OPTIONS, **ROOM, "device_memory": SHORT_OF_ACTIVATIONS}
+    compiled = torch.compile(model, backend="elixir", options=options, dynamic=None)
+    optimizers = [elixir_compile.HybridAdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(whole.parameters(), 1e-2)]
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        compiled(words(rank, step)).backward()
+        for other in range(world_size):
+            (whole(words(other, step)) / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    there = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    plan = executor.compilations[-1].plan
+    return {
+        "off": max(float((there[name] - param.detach()).abs().max()) for name, param in whole.named_parameters()),
+        "planners": [record.plan.planner for record in executor.compilations],
+        "savings": sorted({group.saving for group in plan.activations}),
+        "needed_bytes": plan.prediction.device_peak_bytes,
+    }
+
+
+class Classes(nn.Module):
+    """A projection to many classes and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1024)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.body(x))), labels)
+
+
+def has_few_tokens(rank: int, world_size: int) -> dict[str, Any]:
+    """Logits of rank 0 are small, those of rank 1 do not fit whole; rank 0 compiles again for more in the second
+    step."""
+    torch._dynamo.reset()
+    model = elixir_compile.prepare(Classes(), mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = elixir_compile.HybridAdamW(model.parameters(), lr=1e-2)
+    options = {**OPTIONS, **ROOM, "device_memory": 16_000_000}
+    compiled = torch.compile(model, backend="elixir", options=options, dynamic=False)
+    losses = []
+    for step in range(2):
+        num_tokens = 2048 if rank else 8 + 8 * step
+        optimizer.zero_grad()
+        loss = compiled(torch.ones(num_tokens, WIDTH), torch.zeros(num_tokens, dtype=torch.int64))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "chunks": [record.loss_chunks for record in executor_of(model).compilations]}
+
+
+def fails(rank: int, world_size: int, **options: Any) -> list[str]:
+    with pytest.raises(elixir_compile.ElixirError) as caught:
+        trains(rank, world_size, "rank 0 only", **options)
+    return [type(caught.value).__name__, str(caught.value)]
+
+
+def on_two(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        "flips": trains(rank, world_size, "flips", num_steps=5),
+        "two wait": trains(rank, world_size, "flips", num_waiting=2),
+        "one op more": trains(rank, world_size, "one op more"),
+        "other ops": trains(rank, world_size, "other ops", hybrid=False),
+        "little memory": trains(rank, world_size, "rank 0 only", device_memory=SHORT),
+        "lengths": changes_length(rank, world_size),
+        "tokens": has_few_tokens(rank, world_size),
+        "none fits": fails(rank, world_size, device_memory=10_000),
+        "other settings": fails(
+            rank, world_size, activations="keep" if rank else "any", planner="elixir" if rank else "greedy"
+        ),
+    }
+
+
+def on_three(rank: int, world_size: int) -> dict[str, Any]:
+    return {"experts": trains(rank, world_size, "experts", num_steps=3)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(on_two, 2, folder=tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return spawn(on_three, 3, folder=tmp_path_factory.mktemp("three"))
+
+
+@pytest.mark.parametrize("name", ["flips", "two wait", "one op more", "other ops", "little memory", "lengths"])
+def test_weights_are_those_of_one_process(two: list[dict[str, Any]], name: str) -> None:
+    assert max(rank[name]["off"] for rank in two) < 1e-12
+    # What no rank uses has no gradient, what one uses has one on all.
+    assert all(rank[name].get("trained", True) for rank in two)
+
+
+def test_each_of_three_ranks_takes_an_expert(three: list[dict[str, Any]]) -> None:
+    assert max(rank["experts"]["off"] for rank in three) < 1e-12
+    assert all(rank["experts"]["trained"] for rank in three)
+    last = [rank["experts"]["planners"][-1] for rank in three]
+    assert {planner for planners in last for planner in planners} == {IN_STEP}
+
+
+def test_a_branch_that_flips_is_planned_once_each_way(two: list[dict[str, Any]]) -> None:
+    first, second, *others = two[0]["flips"]["exchanges"]
+    assert "the plan" in first
+    assert "plans in step" in second
+    assert others == [["graphs to run"] * 2, ["graphs to run"] * 2, ["graphs to run"]]
+    assert two[0]["flips"]["planners"] == [["greedy"], [IN_STEP], ["greedy"], [IN_STEP], [IN_STEP]]
+
+
+def test_ranks_that_use_the_same_try_one_plan_first(two: list[dict[str, Any]]) -> None:
+    """An op in the middle of a region is no matter; one at its end is."""
+    assert [rank["one op more"]["planners"] for rank in two] == [[["greedy"], ["greedy"]]] * 2
+    assert [rank["other ops"]["planners"] for rank in two] == [[[IN_STEP], [IN_STEP]]] * 2
+
+
+def test_ranks_know_how_many_share_a_host_without_a_launcher(two: list[dict[str, Any]]) -> None:
+    assert "names of hosts" in two[0]["flips"]["exchanges"][0]
+    assert [rank["flips"]["sharing"] for rank in two] == [2, 2]
+
+
+def test_the_plan_says_whose_graphs_differ(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["flips"]["because"].startswith("rank 1 and rank 0 run different graphs, not all read extras.0.bias")
+
+
+def test_a_rank_short_of_memory_moves_everything_to_the_host(two: list[dict[str, Any]]) -> None:
+    assert {home for rank in two for home in rank["little memory"]["homes"]} == {Tier.HOST}
+    assert {home for rank in two for home in rank["flips"]["homes"]} == {Tier.DEVICE}
+
+
+def test_ranks_whose_lengths_differ_make_activations_again(two: list[dict[str, Any]]) -> None:
+    found = [rank["lengths"] for rank in two]
+    assert [rank["planners"] for rank in found] == [[IN_STEP], ["greedy", IN_STEP]]
+    assert all(Saving.RECOMPUTE in rank["savings"] for rank in found)
+    assert max(rank["needed_bytes"] for rank in found) <= SHORT_OF_ACTIVATIONS
+
+
+def test_all_ranks_chunk_the_loss_where_one_has_no_room_for_it(two: list[dict[str, Any]]) -> None:
+    first, second = (rank["tokens"] for rank in two)
+    assert (first["chunks"], second["chunks"]) == ([16, 16], [16])
+    # Every token of either rank is the same.
+    assert first["losses"] == pytest.approx(second["losses"], rel=1e-4)
+    assert first["losses"][1] < first["losses"][0]
+
+
+def test_no_room_and_other_settings_are_errors_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    assert [rank["none fits"][0] for rank in two] == ["NoFeasiblePlan"] * 2
+    assert two[0]["none fits"] == two[1]["none fits"]
+    assert "run different graphs, not all read" in two[0]["none fits"][1]
+    name, text = two[0]["other settings"]
+    assert name == RanksDiffer.__name__
+    assert "activations = keep: only on rank 1" in text
+    assert "planner = elixir: only on rank 1" in text
+    assert two[1]["other settings"] == [name, text]

@@ -1,0 +1,32 @@
+"""A prepared model on a process group that is none: its plan for any number of ranks, without a cluster."""
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import elixir_compile as elixir
+
+distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=256)
+model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+elixir.prepare(model, mesh=init_device_mesh("cpu", (256,)))
+options = {"inner": "aot_eager", "report": False, "plan_cache": False}
+compiled = torch.compile(model, backend="elixir", options=options)
+compiled(torch.randn(4, 512)).square().mean().backward()
+plan = elixir.compilations(compiled)[-1].plan
+print(plan.num_ranks, sum(bucket.shard_nbytes() for bucket in plan.buckets))
+print(sum(param.to_local().nbytes for param in model.parameters()))
+"""
+
+
+def test_a_model_is_planned_for_256_ranks() -> None:
+    ran = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    numbers = [int(word) for word in ran.stdout.split()]
+    # 4 rows of 512 floats and 2 of 1024, and of the biases 4 and 2 elements: 256 copies of 2 KiB are too many.
+    assert numbers[0] == 256
+    assert numbers[1] == numbers[2] == 4 * (4 * 512 + 2 * 1024 + 4 + 2)
