@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # OpenMP threads that spin while they wait make everything slower as soon as two processes share the cores.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Processes that run tests; each takes up to 2 GiB.
+WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
@@ -20,8 +22,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/elixir-compile demo
 
+# A file stays in one process, so that its fixtures are made once.
 test: venv
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
