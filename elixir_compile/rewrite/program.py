@@ -236,6 +236,8 @@ def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     markers = writer.halves.captured.backward.graph.find_nodes(op="call_function", target=gradient)
     made = [(members[node.args[1]], writer.values[node.args[0].name]) for node in markers if node.args[1] in members]
     positions, grads = tuple(position for position, _ in made), [grad for _, grad in made]
+    if bucket.is_sharded:  # whole gradients go once they are copied, before this rank's part of their mean is there
+        grads = writer.graph.call_function(boxed, tuple(grads))
     reduced = writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
     if bucket.is_sharded:
         writer.transfers[grad_of(bucket_id)] = reduced

@@ -243,9 +243,9 @@ class Executor:
         self._close(self._buckets[bucket_id], Verb.RELEASE)
 
     @torch.no_grad()
-    def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: Sequence[torch.Tensor]) -> Transfer | None:
+    def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: list[torch.Tensor]) -> Transfer | None:
         """Take the gradients that a backward made: `params` are positions in the bucket, one may come more than
-        once. Of a bucket that is cut over several ranks, return what ends with this rank's part of their mean."""
+        once. Of a bucket cut over several ranks, empty `grads` and return what ends with this rank's part of means."""
         bucket = self._buckets[bucket_id]
         if isinstance(bucket, ShardedBucket):
             self._reducing[bucket_id] = reducing = ShardReduce(bucket, params, grads, self._add, self.ledger)

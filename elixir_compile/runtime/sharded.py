@@ -178,7 +178,7 @@ class ShardGather(Transfer):
 
 
 class ShardReduce(Transfer):
-    """The reduce-scatter of a bucket; `land` gets this rank's part of the mean of each gradient."""
+    """The reduce-scatter of a bucket, which empties `grads`; `land` gets this rank's part of the mean of each."""
 
     __slots__ = ("_bucket", "_land", "_own", "_positions", "_work")
 
@@ -186,12 +186,13 @@ class ShardReduce(Transfer):
         self,
         bucket: ShardedBucket,
         positions: Sequence[int],
-        grads: Sequence[torch.Tensor],
+        grads: list[torch.Tensor],
         land: Callable[[Slot, torch.Tensor], None],
         ledger: Ledger,
     ) -> None:
         self._bucket, self._positions, self._land = bucket, tuple(dict.fromkeys(positions)), land
         rows = bucket.to_rows(positions, grads)
+        grads.clear()
         self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         with ledger.span(Lane.REDUCE, f"reduce {bucket.spec.id}", rows.nbytes):
             self._work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")

@@ -33,7 +33,7 @@ class LateTransfer(Transfer):
     def issued(self) -> "torch.cuda.Event | None":
         """Copy, and return the event behind which that is done; None where copies are synchronous."""
         copied = self._begin()
-        self.values = copied.values
+        self.values, copied.kept = copied.values, ()  # the copy is done, and others hold on to `copied`
         return copied.issued()
 
 
