@@ -1,5 +1,4 @@
-"""Every access to a private or version-dependent torch name, with the versions it was checked on and what happens
-without it.
+"""Every access to a private or version-dependent torch name: the versions it was checked on, what happens without it.
 
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
@@ -18,8 +17,7 @@ from torch._dynamo import OptimizedModule
 
 
 def trace_past_logging() -> None:
-    """Let Dynamo trace past `logger.warning_once(...)`, which Hugging Face's models call and which would break their
-    graphs.
+    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models.
 
     In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, torch 2.11 to 2.13. Gone:
     AttributeError at the first `torch.compile`.
@@ -397,8 +395,7 @@ def has_cpp_compiler() -> bool:
 def real_tensors() -> AbstractContextManager[object]:
     """Return a context in which tensors are real while torch captures a graph around it.
 
-    `torch.utils._python_dispatch._disable_current_modes`, torch 2.11 to 2.13. Gone: ImportError with
-    `profile_regions`.
+    `torch.utils._python_dispatch._disable_current_modes`, torch 2.11 to 2.13. Gone: ImportError at its first use.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -451,8 +448,7 @@ def fused_adamw_(
 ) -> None:
     """Count one more in `steps`, then update `params` and the statistics in place by torch's fused AdamW kernel.
 
-    `torch._foreach_add_` and `torch._fused_adamw_`, which `torch.optim.AdamW(fused=True)` calls, torch 2.11 to 2.13.
-    Gone: AttributeError at the first step.
+    `torch._foreach_add_`, `torch._fused_adamw_`, as in torch's fused AdamW, torch 2.11 to 2.13. Gone: AttributeError.
     """
     torch._foreach_add_(steps, 1)
     torch._fused_adamw_(
@@ -466,11 +462,9 @@ def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     `all_gather_single` and `reduce_scatter_single` from torch 2.13 on, which deprecates `all_gather_into_tensor` and
     `reduce_scatter_tensor`, the names before. Gone: AttributeError when collectives are measured.
     """
-    from torch import distributed
-
-    if hasattr(distributed, "all_gather_single"):
-        return distributed.all_gather_single, distributed.reduce_scatter_single
-    return distributed.all_gather_into_tensor, distributed.reduce_scatter_tensor
+    if hasattr(torch.distributed, "all_gather_single"):
+        return torch.distributed.all_gather_single, torch.distributed.reduce_scatter_single
+    return torch.distributed.all_gather_into_tensor, torch.distributed.reduce_scatter_tensor
 
 
 def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
@@ -483,18 +477,24 @@ def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of the DTensor `sharded`: the tensor itself, where `to_local()` makes a view.
+    """Return what this rank holds of the DTensor `sharded`: the tensor itself, where `to_local()` makes a view."""
+    return sharded._local_tensor  # see `set_local_tensor`
 
-    `_local_tensor`, torch 2.11 to 2.13. Gone: AttributeError when a model is prepared for several ranks.
+
+def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return the DTensor of which this rank holds `local`, laid out as the DTensor `like`.
+
+    `_spec`, torch 2.11 to 2.13, as in FSDP2: `from_local` copies to the mesh's device. Gone: as for `set_local_tensor`.
     """
-    return sharded._local_tensor
+    spec = like._spec
+    form = spec.tensor_meta._replace(dtype=local.dtype)
+    return type(like)(local, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
 
 
 def default_timeout() -> timedelta:
     """Return how long the default process group waits for a rank.
 
-    `ProcessGroup._get_backend`, `._device_types` and `.options._timeout`, torch 2.11 to 2.13. Gone: AttributeError at
-    the first `prepare` on several ranks.
+    `ProcessGroup._get_backend`, `._device_types`, `.options._timeout`, torch 2.11 to 2.13. Gone: AttributeError there.
     """
     world = torch.distributed.group.WORLD
     return world._get_backend(world._device_types[0]).options._timeout

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -37,7 +38,7 @@ from elixir_compile.api.rank_facts import (
 from elixir_compile.errors import ElixirError, InvalidPlan, NoFeasiblePlan
 from elixir_compile.ir import Plan, StepGraph, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.options import Options
-from elixir_compile.runtime.errors import PeerFailed, RanksDiffer, ranks_text
+from elixir_compile.runtime.errors import RanksDiffer, ranks_text
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.talk import Talk
 from elixir_compile.search import Problem
@@ -218,29 +219,7 @@ def told(
     talk: Talk, what: str, make: Callable[[], _Made], text_of: Callable[[_Made], str]
 ) -> tuple[_Made, tuple[str, ...]]:
     """Return what `make` returns, and the text of it from every rank; raise on all ranks where any of them fails."""
-    try:
-        made = make()
-        answer = [text_of(made)]
-    except Exception as error:
-        with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
-            talk.exchange(json.dumps(["", *_as_values(error)]), what)
-        raise
-    answers = [json.loads(text) for text in talk.exchange(json.dumps(answer), what)]
-    for place, (_, *failed) in enumerate(answers):
-        if failed:
-            raise _from_values(failed, ranks_at(talk, [place]), what)
-    return made, tuple(text for (text,) in answers)
-
-
-def _as_values(error: Exception) -> list[object]:
-    """Return its class and message, and the facts of a NoFeasiblePlan, as JSON can hold them."""
-    facts = list(error.args) if isinstance(error, NoFeasiblePlan) else None
-    return [type(error).__name__, str(error), json.loads(json.dumps(facts, default=int))]
-
-
-def _from_values(values: Sequence[object], ranks: Sequence[int], what: str) -> Exception:
-    name, message, facts = values
-    return PeerFailed(ranks, what, f"{name}: {message}") if facts is None else NoFeasiblePlan(*facts)
+    return talk.told(what, make, text_of, {NoFeasiblePlan: attrgetter("args")})
 
 
 def _facts_of_all(talk: Talk, texts: Sequence[str]) -> list[RankFacts]:

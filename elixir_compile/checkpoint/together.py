@@ -10,32 +10,31 @@ A rank that dies or is silent is a PeerFailed on the others, within the timeout 
 takes the same steps, and nothing is sent.
 """
 
-import json
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from operator import attrgetter
 from typing import TypeVar
 
 from torch import nn
 
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.checkpoint.errors import CheckpointCorrupted, CheckpointMismatch, NotACheckpoint, NotSavable
-from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
-from elixir_compile.runtime.errors import PeerFailed, RanksDiffer, ranks_text
-from elixir_compile.runtime.talk import Talk
+from elixir_compile.errors import DiskFailed, DiskFull
+from elixir_compile.runtime.errors import RanksDiffer, ranks_text
+from elixir_compile.runtime.talk import Carried, Talk
 
 _Made = TypeVar("_Made")
 
 turn = threading.Lock()
 """Held from a snapshot until it is written, and during a load: whatever ranks exchange, they do in the same order."""
 
-_FACTS: dict[type[ElixirError], tuple[str, ...]] = {
-    NotACheckpoint: ("path", "because"),
-    CheckpointCorrupted: ("path", "file", "key", "because"),
-    CheckpointMismatch: ("path", "what", "differences"),
-    NotSavable: ("path", "key", "kind"),
-    DiskFull: ("path", "label", "needed_bytes", "free_bytes", "because"),
-    DiskFailed: ("path", "operation", "because"),
+_CARRIED: Carried = {
+    NotACheckpoint: attrgetter("path", "because"),
+    CheckpointCorrupted: attrgetter("path", "file", "key", "because"),
+    CheckpointMismatch: attrgetter("path", "what", "differences"),
+    NotSavable: attrgetter("path", "key", "kind"),
+    DiskFull: attrgetter("path", "label", "needed_bytes", "free_bytes", "because"),
+    DiskFailed: attrgetter("path", "operation", "because"),
 }
 """Errors that are about the checkpoint, so they are the same on every rank, and the facts they are made of."""
 
@@ -61,18 +60,7 @@ class Together:
         Where it fails on any rank, all of them raise: an error of the checkpoint as it is, another as PeerFailed on
         the ranks that did not fail.
         """
-        try:
-            made = act()
-            answer = [text_of(made)]
-        except Exception as error:
-            with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
-                self._talk.exchange(json.dumps(["", *_as_values(error)]), what)
-            raise
-        answers = [json.loads(text) for text in self._talk.exchange(json.dumps(answer), what)]
-        for place, (_, *failed) in enumerate(answers):
-            if failed:
-                raise _from_values(failed, self._talk.ranks[place], what)
-        return made, tuple(text for (text,) in answers)
+        return self._talk.told(what, act, text_of, _CARRIED)
 
     def first(self, what: str, act: Callable[[], str]) -> str:
         """Let the first rank alone `act`, and return on all ranks what that returned."""
@@ -99,16 +87,3 @@ def together_of(model: nn.Module) -> Together:
     executor = executor_of(model)
     ranks = None if executor is None else executor.ranks
     return Together(Talk(None, (0,), 0) if ranks is None else ranks.checkpoint_talk)
-
-
-def _as_values(error: Exception) -> list[object]:
-    """Return the class and message of `error`, and the facts of one of a checkpoint, as JSON can hold them."""
-    facts = _FACTS.get(type(error))
-    values = None if facts is None else [getattr(error, name) for name in facts]
-    return [type(error).__name__, str(error), values]
-
-
-def _from_values(values: Sequence[object], rank: int, what: str) -> Exception:
-    name, message, facts = values
-    kinds = {kind.__name__: kind for kind in _FACTS}
-    return PeerFailed([rank], what, f"{name}: {message}") if facts is None else kinds[name](*facts)

@@ -58,13 +58,7 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def as_shared(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the DTensor of which this rank has `own`, laid out as `like`; `own` itself where that is no DTensor."""
-    if not isinstance(like, DTensor):
-        return own
-    # Not `from_local`, which copies what is on the host to the device of the mesh. FSDP2 makes its parameters of a spec
-    # too, torch 2.11 to 2.13.
-    spec = like._spec
-    form = spec.tensor_meta._replace(dtype=own.dtype)
-    return DTensor(own, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
+    return compat.dtensor_like(own, like) if isinstance(like, DTensor) else own
 
 
 @torch.no_grad()

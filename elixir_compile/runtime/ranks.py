@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from elixir_compile import compat
-from elixir_compile.ops.shards import is_sharded
+from elixir_compile.ops.shards import is_sharded, part_like
 from elixir_compile.runtime.errors import PeerFailed
 from elixir_compile.runtime.exchange import Exchange, messenger_of
 from elixir_compile.runtime.talk import Talk, apart, new_talk
@@ -57,7 +57,6 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.num_shards = mesh.size(-1)
-        self.shard = mesh.get_local_rank(mesh.ndim - 1)
         self.num_ranks = mesh.size()
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._copy_group = mesh.get_group(0) if mesh.ndim > 1 else None
@@ -187,7 +186,4 @@ class Ranks:
         """
         self.talk.meet(name, "a gradient")
         (mean,) = self.means([grad])
-        if not is_sharded(param):
-            return mean
-        parts = mean.chunk(self.num_shards)
-        return parts[self.shard].clone() if self.shard < len(parts) else mean[:0].clone()
+        return part_like(mean, param)

@@ -7,7 +7,6 @@ gather   own of every rank -> rows      one all-gather
 reduce   gradients -> rows -> own       one reduce-scatter; a gradient that is its rows already is not copied
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,8 +25,8 @@ class ShardedBucket(RunningBucket):
     """A bucket whose parameters are cut over several ranks."""
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks) -> None:
+        self.ranks = ranks  # which the layout asks
         super().__init__(spec, placement, slots, pin=pin)
-        self.ranks = ranks
         self._own: torch.Tensor | None = None
 
     @property
@@ -115,18 +114,12 @@ class ShardedBucket(RunningBucket):
         offsets, end = [], 0
         for slot in self.slots:
             offsets.append(end)
-            end += part_numel(slot.param) * slot.param.element_size()
+            end += self.ranks.parts_of(slot.param)[0] * slot.param.element_size()
         return tuple(offsets), end
 
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
         own = dtype or self.slots[0].param.dtype
         return self.cut(slab.tensor(own, (ratio * self._total_bytes // own.itemsize,), 0))
-
-
-def part_numel(param: torch.Tensor) -> int:
-    """Return the elements that rank 0 has of the DTensor `param`: no rank has more."""
-    num_rows = -(-param.shape[0] // param.device_mesh.size(-1))
-    return num_rows * math.prod(param.shape[1:])
 
 
 def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

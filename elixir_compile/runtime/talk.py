@@ -14,23 +14,28 @@ On the `fake` process group, and for one rank, all other ranks say what this one
 planned for without a cluster.
 """
 
+import json
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from elixir_compile import compat
+from elixir_compile.errors import ElixirError
 from elixir_compile.runtime.errors import PeerFailed, RanksDiffer, ranks_text
 
 _Made = TypeVar("_Made")
+
+Carried = Mapping[type[ElixirError], Callable[[Any], Sequence[object]]]
+"""Errors that are raised on all ranks as they are, each with what gives the facts that make it again, as JSON."""
 
 _ROW = struct.Struct("<24sq64s")
 _WHAT_BYTES = 24
@@ -82,6 +87,31 @@ class Talk:
                 texts = apart(lambda: self._whole(texts, data, lengths, long))
         pairs = zip(texts, lengths, strict=True)
         return tuple(found[:length].decode(errors="surrogatepass") for found, length in pairs)
+
+    def told(
+        self, what: str, make: Callable[[], _Made], text_of: Callable[[_Made], str], carried: Carried
+    ) -> tuple[_Made, tuple[str, ...]]:
+        """Return what `make` returns, and the text of it from every rank; `what` is as in `exchange`.
+
+        Where it fails on any rank, all raise: an error of a class in `carried` as it is, another as PeerFailed on the
+        ranks that did not fail.
+        """
+        try:
+            made = make()
+            answer = [text_of(made)]
+        except Exception as error:
+            facts = carried[type(error)](error) if type(error) in carried else None
+            failed = ["", type(error).__name__, str(error), facts]
+            with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
+                self.exchange(json.dumps(failed, default=int), what)
+            raise
+        answers = [json.loads(text) for text in self.exchange(json.dumps(answer), what)]
+        for rank, (_, *failed) in zip(self.ranks, answers, strict=True):
+            if failed:
+                name, message, facts = failed
+                kinds = {kind.__name__: kind for kind in carried}
+                raise PeerFailed([rank], what, f"{name}: {message}") if facts is None else kinds[name](*facts)
+        return made, tuple(text for (text,) in answers)
 
     def meet(self, name: str, what: str) -> None:
         """Return when every rank is about to exchange `what`, called `name`; RanksDiffer where one exchanges another,

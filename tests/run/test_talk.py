@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elixir_compile import compat
@@ -38,8 +38,12 @@ def swaps(rank: int, world_size: int) -> list[list[str]]:
     given += [[300 if place == source else source for place in range(world_size)] for source in range(world_size)]
     given += [[place * 40 for place in range(world_size)]]
     found = [list(talk.exchange(text_of(rank, lengths[rank]), "letters")) for lengths in given]
-    with FakeTensorMode():
+
+    def traced(example: torch.Tensor) -> torch.Tensor:
         found.append(list(talk.exchange(f"rank {rank} été " * 9, "letters")))
+        return example + 1
+
+    make_fx(traced, tracing_mode="fake")(torch.ones(1))
     assert found[:-1] == [[text_of(place, length) for place, length in enumerate(lengths)] for lengths in given]
     return found[-1:]
 
