@@ -192,9 +192,8 @@ def lower_with_inductor(
     """Return the compiled form of `gm`, which takes one list of inputs and empties it, and the strides of its outputs.
 
     Outputs at the positions `visible` keep the strides of the graph; Inductor chooses those of the others. Nodes named
-    in `repeated` share a kernel only with what reads their results. `compile_fx_inner`, `BoxedBool`,
-    `TracingContext.output_strides`, `reorder_for_peak_memory`, torch 2.11 to 2.13. Gone: ImportError or AttributeError
-    at the first region.
+    in `repeated` share a kernel only with what reads their results. `compile_fx_inner`, `BoxedBool`, both options,
+    `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError or AttributeError at the first region.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -205,8 +204,9 @@ def lower_with_inductor(
     context = TracingContext(fake_mode_of(inputs))
     context.output_strides = []
     apart = _kernels_apart(frozenset(repeated)) if repeated else nullcontext()
-    # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan.
-    with tracing(context), config.patch(reorder_for_peak_memory=False), _calls_apart(), apart:
+    # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan. Memory that waits
+    # for a later value of its size is in no plan, and how much of it would do no harm is not seen from one region.
+    with tracing(context), config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False), _calls_apart(), apart:
         # No CUDA graphs: they want fixed addresses.
         compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
     return compiled, context.output_strides

@@ -77,14 +77,15 @@ class _Scan:
         self.outputs = frozenset(graph.outputs)
         self.saved = saved_storages(graph)
         self._makers = makers(graph)
+        self._given = given_storages(graph)
+        # A buffer that a layer overwrites is there all the same, and nothing that a plan may save.
         self._made_in = {
             name: layer
             for name, op in self._makers.items()
-            if op is not None and is_numbered(layer := layer_of(op.module))
+            if op is not None and name not in self._given and is_numbered(layer := layer_of(op.module))
         }
         self._stale = stale_reads(graph)
         self._first_maker = {name: op for op in reversed(graph.ops) for name in op.writes}
-        self._given = given_storages(graph)
         self._nbytes = {storage.id: storage.nbytes for storage in graph.storages}
         self._from_inputs = self._made_from_inputs(graph)
         self._readers: Mapping[StorageId, Op] = {

@@ -120,7 +120,8 @@ def _compile_reviewed(
     except NoFeasiblePlan as error:
         if error.because:  # other ranks run other graphs, and do not try theirs in chunks
             raise
-        whole: Whole = error
+        # `review` keeps it as long as the compiled code, and its frames hold the capture that failed.
+        whole: Whole = error.with_traceback(None)
     except Pressed as pressed:
         whole = pressed.plan
     found = _compile_chunked(gm, inputs, options, executor, chunks, whole)
@@ -191,7 +192,8 @@ def _compile_first(
     # Before `rewire` edits `gm`; both graphs read the same constants.
     plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     rewired = rewire(gm, inputs)
-    own = {index: inputs[index] for index in rewired.handles}
+    handles = rewired.handles  # and not `rewired`: the first batch would live as long as `run`
+    own = {index: inputs[index] for index in handles}
     try:
         compiled = _compile_gathers(gm, rewired.example_inputs, options, executor)
     except NoFeasiblePlan as error:
@@ -210,7 +212,7 @@ def _compile_first(
                 swap_modules(roots, executor)
                 is_prepared = True
         values = list(args)
-        for index, handle in rewired.handles.items():
+        for index, handle in handles.items():
             values[index] = handle
         return compiled(*values)
 

@@ -17,6 +17,7 @@ from elixir_compile.runtime.ranks import Ranks
 
 _HANDLES = 2
 _STEP_COUNT_BYTES = 4
+_VERSION_BYTES = 8
 
 
 def machine(device: torch.device, hardware: str | None = None) -> Cluster:
@@ -85,13 +86,15 @@ def library_bytes(device: torch.device) -> int:
     return 2 * left_bytes
 
 
-def scalar_bytes(slots: Collection[Slot]) -> int:
-    """Return the bytes of the one-element tensors that training keeps for each parameter of `slots`.
+def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:
+    """Return the bytes on `device` of the small tensors that training keeps for the parameters of `slots`.
 
-    A handle in its module, another in the first graph of a plain model, and the optimizer's count of steps in fp32.
+    A handle in its module, another in the first graph of a plain model, and the optimizer's count of steps in fp32. On
+    a CPU also the ticket of a forward: its number, and the version of each parameter that its backward may read.
     """
     handles_bytes = _HANDLES * sum(slot.param.element_size() for slot in slots)
-    return handles_bytes + _STEP_COUNT_BYTES * sum(slot.param.requires_grad for slot in slots)
+    ticket_bytes = _VERSION_BYTES * (1 + len(slots)) if device.type == "cpu" else 0
+    return handles_bytes + _STEP_COUNT_BYTES * sum(slot.param.requires_grad for slot in slots) + ticket_bytes
 
 
 def host_budget_bytes(options: Options, ranks: Ranks | None = None) -> int:

@@ -146,7 +146,9 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
         numels={name: param.numel() for name, param in trained.items()},
         state_bytes={name: state_bytes_per_element(param) * param.numel() for name, param in trained.items()},
         held_bytes=held_bytes,
-        base_bytes=unread_bytes + library_bytes(executor.device) + scalar_bytes(executor.slots.values()),
+        base_bytes=unread_bytes
+        + library_bytes(executor.device)
+        + scalar_bytes(executor.slots.values(), executor.device),
         batch_symbol=batches[0] if len(batches) == 1 else None,
     )
 

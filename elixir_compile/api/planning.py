@@ -65,7 +65,7 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
         held_bytes = outside_bytes(executor, own, company.waiting_bytes) + company.reserved_bytes
     # Free memory, which is the host's budget where the user names none, does without what others hold there.
     host_held_bytes = 0 if options.host_memory is None else _outside_host_bytes(in_force, own)
-    fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values())
+    fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     return Problem(
         name=captured.name,
         graph=graph,

@@ -63,3 +63,32 @@ def test_what_one_kernel_reads_last_is_gone_when_the_next_one_writes() -> None:
     torch.testing.assert_close(spread, 512 + column.expand(512, 512))
     one_bytes = 4 * 512 * 512
     assert one_bytes <= peak_bytes({}, (), compat.cpu_allocations(profiler)) < 1.1 * one_bytes
+
+
+def test_what_is_dead_does_not_wait_for_a_value_of_its_size() -> None:
+    """A small product, a large one, a small one; each is gone before the next. Inductor would keep the memory of the
+    first for the third, as an input that died since seems to leave room for it."""
+    sizes = {"left": 256, "right": 256, "other": 256, "large": 512}
+    graph = fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in sizes}
+    with FakeTensorMode():
+        for name, size in sizes.items():
+            nodes[name].meta["val"] = torch.empty(size, size)
+        sums = []
+        for one, two in (("left", "right"), ("large", "large"), ("left", "other")):
+            product = graph.call_function(aten.mm.default, (nodes[one], nodes[two]))
+            product.meta["val"] = nodes[one].meta["val"]
+            sums.append(graph.call_function(aten.sum.dim_IntList, (product, [0])))
+            sums[-1].meta["val"] = torch.empty(sizes[one])
+    graph.output(tuple(sums))
+    fakes = [node.meta["val"] for node in nodes.values()]
+    with config.patch(force_disable_caches=True):
+        run, _ = compat.lower_with_inductor(fx.GraphModule(torch.nn.Module(), graph), fakes, [0, 1, 2])
+    left, right, other, large = (torch.randn(size, size) for size in sizes.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        box = [left, right, other, large]
+        found = run(box)
+    for got, product in zip(found, (left @ right, large @ large, left @ other), strict=True):
+        torch.testing.assert_close(got, product.sum(0), rtol=1e-4, atol=1e-3)
+    large_bytes = 4 * 512 * 512
+    assert large_bytes <= peak_bytes({}, (), compat.cpu_allocations(profiler)) < 1.1 * large_bytes

@@ -1,6 +1,7 @@
 """The loss in chunks as a decision of the plan: taken where memory is short, never without need."""
 
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,11 @@ def test_a_loss_that_does_not_fit_is_chunked_and_the_plan_says_so(tmp_path: Path
     assert "32.0 MiB of logits" in decision.because
     assert decision.rejected[0].startswith("whole: needs")
     assert parse_plan(str(plan)) == plan
+
+    # The capture with the loss whole is gone, and with it what its frames hold.
+    gc.collect()
+    kept = [thing for thing in gc.get_objects() if type(thing) is NoFeasiblePlan]
+    assert [error.__traceback__ for error in kept if error.__traceback__ is not None] == []
 
     # What is trained under a budget can be evaluated under it.
     with torch.no_grad():

@@ -148,7 +148,8 @@ def test_frozen_parameters_have_no_state() -> None:
 def test_parameters_that_the_step_does_not_read_stay_on_the_device() -> None:
     model = Stack()
     model.unread = nn.Linear(8, 4)
-    scalar_bytes = 12 * len(list(model.parameters()))  # of each, two handles and the count of steps
+    num_params = len(list(model.parameters()))
+    scalar_bytes = 12 * num_params + 8 * (1 + num_params)  # of each, two handles and the count of steps; the ticket
     assert capture_step(model, vectors()[:1]).base_bytes == 4 * (8 * 4 + 4) + scalar_bytes
 
 

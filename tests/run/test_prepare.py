@@ -1,8 +1,10 @@
 """A prepared model is the user's model: it saves, loads, copies, evaluates and generates as before."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,6 +227,17 @@ def test_a_thawed_parameter_trains_at_once_uncompiled() -> None:
     weight.requires_grad_(True)
     model(batch).backward()
     assert weight.grad is not None
+
+
+def test_a_plain_model_lets_go_of_its_first_batch() -> None:
+    model = seeded(Stack)
+    compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "plan_cache": False})
+    batch = vectors()[0].clone()
+    gone = weakref.ref(batch)
+    loss_of(compiled, batch).backward()
+    del batch
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_larger_batch_is_planned_before_it_runs() -> None:

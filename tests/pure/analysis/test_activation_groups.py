@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 
 from elixir_compile.analysis import Depth, activation_groups, as_run
-from elixir_compile.analysis.recompute import saved_storages
-from elixir_compile.ir import Activations, Phase, StepGraph
+from elixir_compile.analysis.recompute import given_storages, saved_storages
+from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
 from tests.pure.mixes import layers_of, mixed_graphs
 from tests.pure.steps import GELU, LAYERS
 
@@ -49,6 +49,19 @@ def test_an_input_that_saves_nothing_is_none() -> None:
     assert set(found["h.1.kept"].storages) == {"r0", "m1"}
 
 
+def test_a_buffer_that_a_layer_overwrites_is_no_input_of_the_next() -> None:
+    """h.0 counts in `b`, 4 bytes that are there during the whole step, and r0 is made of n0 and `b`: n0 is what to
+    keep where h.1 is recomputed whole."""
+    counter = Storage(id=StorageId("b"), nbytes=4, kind=Kind.BUFFER, dtype="float32")
+    count = Op(
+        id=OpId("fwd.count_0"), target="aten.add_", phase=Phase.FORWARD, reads=(counter.id,), writes=(counter.id,),
+        module="h.0", once=True,
+    )  # fmt: skip
+    ops = [replace(op, reads=(*op.reads, counter.id)) if op.id == "fwd.add_0" else op for op in LAYERS.ops]
+    graph = replace(LAYERS, ops=(count, *ops), storages=(*LAYERS.storages, counter))
+    assert [group.storages for group in activation_groups(graph) if group.is_input] == [("n0",)]
+
+
 def test_a_model_without_layers_is_one() -> None:
     assert [(group.id, group.storages) for group in activation_groups(GELU)] == [
         ("step.matmul", ("h",)),
@@ -65,7 +78,7 @@ def test_every_saved_storage_is_in_one_group(graph: StepGraph) -> None:
     assert len({group.id for group in groups}) == len(groups)
     extra = {name for group in groups if group.is_input for name in group.storages}
     made = {name for op in graph.ops if op.phase is Phase.FORWARD for name in op.writes}
-    assert extra <= made - saved_storages(graph) - set(graph.outputs)
+    assert extra <= made - saved_storages(graph) - given_storages(graph) - set(graph.outputs)
 
 
 @given(mixed_graphs().flatmap(lambda graph: layers_of(graph).map(lambda found: (graph, found))))
