@@ -1,8 +1,9 @@
 """How fast is the hybrid optimizer?
 
-    python benchmarks/optimizer.py [--parts pass modes disk] [--numel 100000000] [--rounds 11] [--threads 1 2]
+    python benchmarks/optimizer.py [--parts pass classes modes disk] [--numel 100000000] [--rounds 11] [--threads 1 2]
 
 pass    one update on the host, against torch's and DeepSpeed's and against a loop that only moves the bytes
+classes the update of a class on the host: its own step, one pass with its bits, Inductor's (half as many parameters)
 modes   GPT-2 124M updated after the backward, across steps and in the backward: step time, what compute hides
 disk    GPT-2 124M with all optimizer state on disk: losses, resident memory, step time (`--disk-path FOLDER`)
 
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import optimizer_classes
 import optimizer_disk
 import optimizer_modes
 import optimizer_pass
@@ -29,6 +31,14 @@ def pass_part(arguments: argparse.Namespace) -> list[str]:
     sizes = ["--numel", str(arguments.numel), "--rounds", str(arguments.rounds)]
     figures = [_alone([*sizes, "--measure-pass", str(threads)], num_threads=threads) for threads in arguments.threads]
     return _published("optimizer_pass_cpu", figures, optimizer_pass.missed(figures), optimizer_pass.table(figures))
+
+
+def classes_part(arguments: argparse.Namespace) -> list[str]:
+    """Measure the passes of `hybrid(cls)`; return the targets that are missed."""
+    sizes = ["--numel", str(arguments.numel // 2), "--rounds", str(arguments.rounds)]
+    figures = _alone([*sizes, "--measure-classes"], num_threads=1)
+    wrong, table = optimizer_classes.missed(figures), optimizer_classes.table(figures)
+    return _published("optimizer_classes_cpu", figures, wrong, table)
 
 
 def modes_part(arguments: argparse.Namespace) -> list[str]:
@@ -46,6 +56,7 @@ def disk_part(arguments: argparse.Namespace) -> list[str]:
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "pass": pass_part,
+    "classes": classes_part,
     "modes": modes_part,
     "disk": disk_part,
 }
@@ -84,11 +95,15 @@ def main() -> int:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--disk-path", help="folder on the disk to measure; by default that of temporary files")
     parser.add_argument("--measure-pass", type=int, metavar="THREADS", help="only measure, in this process")
+    parser.add_argument("--measure-classes", action="store_true", help="only measure, in this process")
     parser.add_argument("--measure-modes", action="store_true", help="only measure, in this process")
     parser.add_argument("--measure-disk", metavar="CASE", help="only measure, in this process")
     arguments = parser.parse_args()
     if arguments.measure_pass:
         print(json.dumps(optimizer_pass.measured(arguments.numel, arguments.measure_pass, arguments.rounds)))
+        return 0
+    if arguments.measure_classes:
+        print(json.dumps(optimizer_classes.measured(arguments.numel, arguments.rounds)))
         return 0
     if arguments.measure_modes:
         print(json.dumps(optimizer_modes.measured(arguments.rounds)))

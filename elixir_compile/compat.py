@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import OptimizedModule
+from torch._C._profiler import _EventType
+from torch._dynamo import OptimizedModule, pgo
+from torch._dynamo.eval_frame import skip_code
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 def trace_past_logging() -> None:
@@ -35,8 +40,6 @@ def shapes_apart() -> Iterator[None]:
     `torch._dynamo.pgo._CODE_STATE`, torch 2.11 to 2.13; `torch._dynamo.reset()` would forget the user's compiled code
     too. Gone: AttributeError at the first plan without training.
     """
-    from torch._dynamo import pgo
-
     remembered = pgo._CODE_STATE
     pgo._CODE_STATE = defaultdict(pgo.CodeState)
     try:
@@ -113,7 +116,6 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
     `donated_buffer` is off so that `retain_graph=True` works, the AOTAutograd cache is off because a hit would skip
     both callbacks. Gone: ImportError or TypeError.
     """
-    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -146,7 +148,6 @@ def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition:
 
     `torch._dynamo.backends.common.aot_autograd`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
     """
-    import torch._functorch.config as functorch_config
     from torch._dynamo.backends.common import aot_autograd
 
     with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
@@ -195,7 +196,6 @@ def lower_with_inductor(
     in `repeated` share a kernel only with what reads their results. `compile_fx_inner`, `BoxedBool`, both options,
     `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError or AttributeError at the first region.
     """
-    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
@@ -291,13 +291,10 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, int, str] | None:
 
 
 def never_compile_alone(fn: Callable) -> None:
-    """Keep Dynamo from compiling `fn` as a frame of its own; where it is called from a frame that is compiled, it is
-    traced as usual.
+    """Keep Dynamo from compiling `fn` as a frame of its own; in a frame that is compiled it is traced as usual.
 
-    `torch._dynamo.eval_frame.skip_code`, torch 2.11 to 2.13. Gone: ImportError at `prepare`.
+    `torch._dynamo.eval_frame.skip_code`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
-    from torch._dynamo.eval_frame import skip_code
-
     skip_code(fn.__code__)
 
 
@@ -320,8 +317,6 @@ def report_forward(strides: Sequence[Strides]) -> None:
     `TracingContext.output_strides`, `.fw_metadata.bw_donated_idxs` (None would be some), torch 2.11 to 2.13. Gone: the
     backward asserts on strides that Inductor changed, or on `retain_graph=True`.
     """
-    from torch._guards import TracingContext
-
     if (context := TracingContext.try_get()) is not None:
         if context.output_strides is not None:
             context.output_strides.extend(strides)
@@ -331,10 +326,8 @@ def report_forward(strides: Sequence[Strides]) -> None:
 def fake_mode_of(values: Iterable[object]) -> Any:
     """Return the fake tensor mode of the first fake tensor among `values`.
 
-    `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
-    from torch._guards import detect_fake_mode
-
     return detect_fake_mode(list(values))
 
 
@@ -395,11 +388,22 @@ def has_cpp_compiler() -> bool:
 def real_tensors() -> AbstractContextManager[object]:
     """Return a context in which tensors are real while torch captures a graph around it.
 
-    `torch.utils._python_dispatch._disable_current_modes`, torch 2.11 to 2.13. Gone: ImportError at its first use.
+    `torch.utils._python_dispatch._disable_current_modes`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()
+
+
+def ops_seen_by(see: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> AbstractContextManager[object]:
+    """Return a context in which `see(op, args, kwargs)` takes the place of each op of torch on this thread.
+
+    `torch.utils._python_dispatch.TorchDispatchMode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
+    """
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return see(func, args, kwargs or {})
+
+    return Seen()
 
 
 def is_profiling() -> bool:
@@ -417,8 +421,6 @@ def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, in
     inherited the profiler are seen: the caller's and autograd's. `profiler.kineto_results` and `_EventType`, torch
     2.13. Gone: AttributeError or ImportError in `measure_step` on a CPU.
     """
-    from torch._C._profiler import _EventType
-
     found: list[tuple[int, int, int]] = []
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:

@@ -3,9 +3,10 @@
 from elixir_compile.cost.collective import collective_s
 from elixir_compile.cost.compute import is_free, op_s
 from elixir_compile.cost.disk import disk_s
+from elixir_compile.cost.host_memory import host_memory_s, update_bytes
 from elixir_compile.cost.measured import Measured, Stretch, corrected_s
 from elixir_compile.cost.transfer import copy_s
-from elixir_compile.cost.update import stream_s, streamed_bytes, update_s
+from elixir_compile.cost.update import stream_bytes, stream_s, streamed_bytes, update_s
 
 __all__ = [
     "Measured",
@@ -14,9 +15,12 @@ __all__ = [
     "copy_s",
     "corrected_s",
     "disk_s",
+    "host_memory_s",
     "is_free",
     "op_s",
+    "stream_bytes",
     "stream_s",
     "streamed_bytes",
+    "update_bytes",
     "update_s",
 ]

@@ -39,9 +39,15 @@ def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, floa
 
     Each of Adam's two moments, and each parameter and gradient, is a copy of its own.
     """
-    state_bytes, num_states = bucket.shard_state_nbytes(), 2 * len(bucket.params)
-    if param is Tier.DEVICE:
-        return copy_s(state_bytes, cluster.h2d, num_states), copy_s(state_bytes, cluster.d2h, num_states)
-    there_bytes, num_there = streamed_bytes(bucket, param), num_states + 2 * len(bucket.params)
-    back_bytes, num_back = state_bytes + bucket.shard_nbytes(), num_states + len(bucket.params)
-    return copy_s(there_bytes, cluster.h2d, num_there), copy_s(back_bytes, cluster.d2h, num_back)
+    there_bytes, back_bytes = stream_bytes(bucket, param)
+    num_states, num_params = 2 * len(bucket.params), 0 if param is Tier.DEVICE else len(bucket.params)
+    return (
+        copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params),
+        copy_s(back_bytes, cluster.d2h, num_states + num_params),
+    )
+
+
+def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
+    """Return the bytes that a streamed update of one rank's part carries to the device and back."""
+    back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
+    return streamed_bytes(bucket, param), back_bytes

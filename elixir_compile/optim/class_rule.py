@@ -4,7 +4,7 @@
 
 A shadow shares memory with the weight and the gradient that it stands for, so no formula is written a second time, and
 the result is bitwise what the class computes with the same flags from tensors on the same side. The class makes the
-state of a parameter at its first step, as it always does.
+state of a parameter at its first step, as it always does; from then on the host takes one pass where `class_pass` can.
 """
 
 import weakref
@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
+from elixir_compile.optim.class_pass import ClassPasses
+from elixir_compile.optim.class_step import ClassStep, Row
 from elixir_compile.optim.dry_step import Kept, dry_step, form_of
 from elixir_compile.optim.rule import State
-from elixir_compile.optim.shadow import attributes_of, plain_step, shadow_of
+from elixir_compile.optim.shadow import attributes_of
 
 
 class ClassRule:
@@ -30,13 +31,15 @@ class ClassRule:
         self._optimizer = weakref.ref(optimizer)
         self._attributes: Mapping[str, Any] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
+        self._passes = ClassPasses()
         self._dtypes: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
         """By param group, how many parameters it had when these were their dtypes: asked for at each bucket."""
 
     def now(self) -> "ClassRule":
         """Return the rule with the attributes that the optimizer has now, for updates that run later."""
         rule = ClassRule.__new__(ClassRule)
-        rule._cls, rule._optimizer, rule._kept = self._cls, self._optimizer, self._kept
+        rule._cls, rule._optimizer = self._cls, self._optimizer
+        rule._kept, rule._passes = self._kept, self._passes
         rule._attributes = self._attributes_now()
         return rule
 
@@ -83,30 +86,16 @@ class ClassRule:
         group: Mapping[str, Any],
     ) -> None:
         """Update `weights` in place and the entries of `states`, which a class may also replace."""
-        shadows = [nn.Parameter(weight) for weight in weights]
-        optimizer = shadow_of(self._cls, self._attributes, {**_beside(group, weights[0]), "params": shadows})
-        for shadow, grad, state in zip(shadows, grads, states, strict=True):
-            shadow.grad = grad.data  # not `detach()`, which shares the count of changes that guards the gradient
-            if state:
-                optimizer.state[shadow] = dict(state)
-        plain_step(self._cls)(optimizer)
-        for shadow, weight, state in zip(shadows, weights, states, strict=True):
-            if shadow.data_ptr() != weight.data_ptr():  # the class wrote `param.data = ...`
-                weight.copy_(shadow.detach())
-            if shadow in optimizer.state:
-                state.update(optimizer.state[shadow])
+        rows = [
+            Row(weight=weight, grad=grad, state=state)
+            for weight, grad, state in zip(weights, grads, states, strict=True)
+        ]
+        step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
+        if not group.get("fused"):  # which is one pass as it is
+            rows = self._passes.update(step, rows, self.kept(group, weights[0].dtype))
+        if rows:
+            step.take(rows)
 
     def _attributes_now(self) -> Mapping[str, Any]:
         optimizer = self._optimizer()
         return self._attributes if optimizer is None else attributes_of(optimizer)
-
-
-def _beside(group: Mapping[str, Any], weight: torch.Tensor) -> Mapping[str, Any]:
-    """Return `group` for weights that live where `weight` does: hyperparameters that are tensors come along, and what
-    a CUDA graph could capture, the host cannot."""
-    is_on_host = weight.device.type == "cpu"
-    moved = {
-        name: value.to(weight.device) if is_on_host and isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-    }
-    return {**moved, "capturable": False} if is_on_host and moved.get("capturable") else moved

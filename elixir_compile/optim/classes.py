@@ -73,9 +73,10 @@ def hybrid(cls: type[C]) -> type[C]:
     """Return a subclass of the optimizer class `cls` whose state lives, and whose updates run, where the plan says.
 
     An update runs the step of `cls` on the tensors of one bucket, so the result is bitwise that of `cls` with the same
-    flags, on the same side. What state `cls` keeps, and that it treats each element alone, is measured by dry steps on
-    small tensors. A class that is not element-wise, such as LBFGS, Adafactor or Muon, is left as it is, with its state
-    beside the parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
+    flags, on the same side; on the host in one pass where its ops can be recorded, see `class_pass`. What state `cls`
+    keeps, and that it treats each element alone, is measured by dry steps on small tensors. A class that is not
+    element-wise, such as LBFGS, Adafactor or Muon, is left as it is, with its state beside the parameters, and an
+    ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
 
     Raises TypeError for what is no subclass of `torch.optim.Optimizer`.
     """

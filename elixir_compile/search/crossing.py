@@ -15,12 +15,18 @@ with copies of what the host updates only: what it does not update need not wait
 
 In the backward, what is certain is that compute, and the host, do all their work in one step.
 
+Whatever the mode, a step is no shorter than the host's memory takes for all copies and updates of the host.
+
 Streaming is a column per bucket and home of its parameters, from 0 to 1, and at most what of the bucket is at such a
 level: it takes the host's update away and adds two copies and the device's update to compute.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import numpy as np
+from scipy import sparse
 
 from elixir_compile.ir import Lane, Tier, Update
 from elixir_compile.search.facts import Facts
@@ -42,6 +48,8 @@ class Shops(NamedTuple):
     """Flow shops that go through several phases."""
     spanned: tuple[int, ...]
     """Which of `following` those go through."""
+    whole: list[Phase]
+    """Flow shops of the whole step: what the host's memory carries."""
 
 
 class Options(NamedTuple):
@@ -64,19 +72,21 @@ def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
 
 def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
     """Return the flow shops of a step."""
-    following = [[phase] for phase in phases(facts, prices, options.columns, options.profiles)]
+    run = phases(facts, prices, options.columns, options.profiles)
+    following = [[phase] for phase in run]
     if not facts.is_training:
-        return Shops(following, [], ())
+        return Shops(following, [], (), [])
+    whole = [_host_memory(facts, prices, options.columns)] if prices.memory.update_s else []
     update = asked_time(facts.problem)
     if update is Update.IN_BACKWARD and set(prices.lane_of.values()) != {Lane.COMPUTE}:
-        return Shops(following, _totals(facts, prices, options), tuple(range(len(following))))
+        return Shops(following, _totals(facts, prices, options), tuple(range(len(following))), whole)
     if update is not Update.ACROSS_STEPS or prices.is_one_memory:
-        return Shops([*following, _updates(facts, prices, options.columns)], [], ())
+        return Shops([*following, _updates(facts, prices, options.columns)], [], (), whole)
     own = _Work(facts, prices, options)
     # A copy that is work for compute may be early, ahead of what compute waits for: it has no place on these paths.
     is_beside = prices.lane_of[Lane.H2D] is Lane.H2D
     across = [own.behind_the_host(), own.round_trips(), own.all_copies()] if is_beside else []
-    return Shops([own.before_forward(), *following], across, (0, 1))
+    return Shops([own.before_forward(), *following], across, (0, 1), whole)
 
 
 def _stream_s(facts: Facts, prices: Prices, i: int, home: Tier) -> float:
@@ -124,6 +134,29 @@ def _totals(facts: Facts, prices: Prices, options: Options) -> list[Phase]:
             lane = prices.lane_of[Lane.HOST]
             (compute if lane is Lane.COMPUTE else host).add(lane, 0, (i, level), prices.host_update_s[name])
     return [compute.phase(), host.phase()]
+
+
+def _host_memory(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> Phase:
+    """Seconds of the host's memory at its full rate, in the forward, the backward and the updates, as one event."""
+    memory = prices.memory
+    table = Table("step", (Lane.HOST,), 1, columns)
+
+    def host_s(i: int, home: Tier) -> float:
+        name = facts.buckets[i].id
+        return memory.update_s[name] + (2 * memory.copy_s[name] if home is Tier.DEVICE else 0.0)
+
+    for i, level in of_buckets(facts, columns):
+        if level.has_state_on_host and facts.buckets[i].trainable:
+            is_streamed, own = i in facts.streamed, (facts.buckets[i].id, level.home)
+            table.add(Lane.HOST, 0, (i, level), memory.stream_s[own] if is_streamed else host_s(i, level.home))
+    for i, home, choice in stream_choices(facts):
+        table.add(Lane.HOST, 0, choice, memory.stream_s[facts.buckets[i].id, home] - host_s(i, home))
+    updates = table.phase()
+    # The copies of buckets in forward and backward, in seconds of the memory; those of activations are left out.
+    run = phases(facts, replace(prices, h2d_s=memory.copy_s, d2h_s=memory.copy_s), columns)
+    is_copy = [np.repeat([lane in (Lane.H2D, Lane.D2H) for lane in phase.lanes], phase.num_events) for phase in run]
+    copies_s = sum(own @ phase.matrix_s for own, phase in zip(is_copy, run, strict=True))
+    return replace(updates, matrix_s=sparse.csr_array(updates.matrix_s.toarray() + copies_s))
 
 
 class _Work:

@@ -71,7 +71,8 @@ class Program:
         """False asks for solutions that stream nothing; what they take bounds no others."""
         self._streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
         self.choices |= {choice: self.num_options + j for j, choice in enumerate(self._streams.values())}
-        self.phases, self.across, self.spanned = flow_shops(facts, judge.prices, Options(self.choices, own_profiles))
+        shops = flow_shops(facts, judge.prices, Options(self.choices, own_profiles))
+        self.phases, self.across, self.spanned, self.whole = shops
         # Bytes on top of those with everything kept, which are in `rest_bytes`: few segments see any difference.
         more_bytes = [own_profiles[i][mode].nbytes - own_profiles[i][0].nbytes for i, mode in moded]
         self.memory = MemoryModel(facts, {int(slot) + 1 for row in more_bytes for slot in np.flatnonzero(np.diff(row))})
@@ -167,7 +168,8 @@ class Program:
         """Return the seconds below which no step at x can be: the longest path of every phase, and through several."""
         sides_s = [max(phase.longest_s(x) for phase in side) for side in self.phases]
         across_s = max((phase.longest_s(x) for phase in self.across), default=0.0)
-        return sum(sides_s) + max(0.0, across_s - sum(sides_s[number] for number in self.spanned))
+        whole_s = max((phase.longest_s(x) for phase in self.whole), default=0.0)
+        return max(sum(sides_s) + max(0.0, across_s - sum(sides_s[number] for number in self.spanned)), whole_s)
 
     # Rows.
 
@@ -179,6 +181,8 @@ class Program:
                 added |= self._add_path((number,), phase.longest(x))
         for phase in self.across:
             added |= self._add_path(self.spanned, phase.longest(x))
+        for phase in self.whole:
+            added |= self._add_path(tuple(range(len(self.phases))), phase.longest(x))
         return added
 
     def _add_path(self, numbers: tuple[int, ...], path: Path) -> bool:
@@ -347,6 +351,8 @@ class Program:
     def _longest_labels(self, x: Vector) -> list[str]:
         """How the longest path of each phase divides over its lanes; one through several stands for them."""
         sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in self.phases]
+        if any(phase.longest_s(x) >= self.lower_s(x) for phase in self.whole):
+            return ["step: host memory is busy"]
         across = max((phase.longest(x) for phase in self.across), key=lambda path: path.seconds, default=None)
         if across is None or across.seconds <= sum(sides[number].seconds for number in self.spanned):
             return [side.label for side in sides]

@@ -21,7 +21,9 @@ bucket after another. When updates run (see `Update`):
     in the backward      where nothing reads the bucket any more and its gradient has landed. What is left runs beside
                          the next forward: the step is played until what it leaves and what it finds are the same
 
-Not modelled: contention for host memory, and of two collectives for one link.
+Host memory carries what updates of the host and copies read and write (see `cost.host_memory`): a step is never shorter
+than that takes at the memory's full rate. Not modelled: which of them is slower while there is too little for all, and
+two collectives on one link.
 """
 
 from collections import Counter
@@ -121,24 +123,31 @@ def play(
         player.update_across([what for verb, what in actions if verb is Verb.UPDATE])
         player.run(action for action in actions if action[0] is not Verb.UPDATE)
     lanes.settle_all()
-    return Played(step_s=max(lanes.free_s.values()), stalled_s=lanes.stalled_s)
+    return _played(max(lanes.free_s.values()), lanes.memory_s, lanes.stalled_s)
+
+
+def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:
+    """One step of `step_s`, or of as long as the host's memory needs for it; that too is waiting for updates."""
+    short_s = max(memory_s - step_s, 0.0)
+    return Played(step_s=step_s + short_s, stalled_s=stalled_s + short_s)
 
 
 def _play_steadily(player: "_Player", program: _Program) -> Played:
     """Play until a step leaves what it has found."""
     lanes = player.lanes
-    spans, step_s = lanes.spans, 0.0
+    spans, step_s, memory_s = lanes.spans, 0.0, 0.0
     for _ in range(_MOST_CYCLES):
         lanes.stalled_s, lanes.spans = 0.0, None if spans is None else []
         found = _rounded(lanes)
         player.updated.clear()
         player.run(program)
+        memory_s = lanes.memory_s
         step_s = lanes.begin_again()
         if found == _rounded(lanes):
             break
     if spans is not None:
         spans += [_wrapped(span, step_s) for span in lanes.spans or ()]
-    return Played(step_s=step_s, stalled_s=lanes.stalled_s)
+    return _played(step_s, memory_s, lanes.stalled_s)
 
 
 def _rounded(lanes: Lanes) -> tuple[object, ...]:

@@ -37,6 +37,8 @@ class Lanes:
     """When each bucket may be read again whose update runs beside the step."""
     arriving: list[Arrival] = field(default_factory=list)
     """First come first."""
+    memory_s: float = 0.0
+    """Seconds in which host memory carries all that was copied and updated by the host, at its full rate."""
     stalled_s: float = 0.0
     """Seconds that compute waited for updates."""
 
@@ -60,6 +62,7 @@ class Lanes:
             self.settle(bucket)
         ready_s = self.free_s[Lane.COMPUTE]
         if is_copied:
+            self._copy(bucket)
             ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
         if self.price.collective_s[bucket]:
             ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.collective_s[bucket])
@@ -75,11 +78,13 @@ class Lanes:
         """A gradient goes once it is shared out, activations at once."""
         after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(what, 0.0))
         owner = what if what in self.price.d2h_s else what.removesuffix(".grad")
+        self._copy(owner)
         self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, self.price.d2h_s[owner])
 
     def prefetch(self, group: str) -> None:
         """Activations come back from where their offload has put them."""
         after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(group, 0.0))
+        self._copy(group)
         self.ready_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
 
     def wait(self, what: str) -> None:
@@ -97,6 +102,7 @@ class Lanes:
         """State travels to the device, and what else is not there; after the update it travels back, and only then goes
         compute on."""
         there_s, back_s = self.price.stream_s[bucket, placement.param]
+        self.memory_s += self.price.memory.stream_s.get((bucket, placement.param), 0.0)
         ends_s = self.occupy(Lane.H2D, f"gather {bucket}.state", self.free_s[Lane.COMPUTE], there_s)
         ends_s = self.occupy(Lane.COMPUTE, f"update {bucket}", ends_s, self.price.device_update_s[bucket])
         self._hold_compute(self.occupy(Lane.D2H, f"offload {bucket}.state", ends_s, back_s))
@@ -104,8 +110,10 @@ class Lanes:
     def update_on_host(self, bucket: str, placement: Placement, after_s: float) -> None:
         """Let the host update it from `after_s` on; of parameters on the device the gradient goes there first."""
         if self.is_staged(placement):
+            self._copy(bucket)
             after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.d2h_s[bucket])
         update_s = self.price.off_device_update_s(bucket, placement.optim)
+        self.memory_s += self.price.memory.update_s.get(bucket, 0.0)
         ends_s = self.occupy(Lane.HOST, f"update {bucket}", after_s, update_s)
         if self.is_staged(placement):
             insort(self.arriving, Arrival(ends_s, bucket, False))
@@ -131,11 +139,16 @@ class Lanes:
     def begin_again(self) -> float:
         """Let the seconds count from where compute is now, and return how many those were."""
         passed_s = self.free_s[Lane.COMPUTE]
+        self.memory_s = 0.0
         self.free_s = {lane: max(free_s - passed_s, 0.0) for lane, free_s in self.free_s.items()}
         self.ready_s.clear()
         self.updating_s = {name: end_s - passed_s for name, end_s in self.updating_s.items() if end_s > passed_s}
         self.arriving = [arrival._replace(since_s=arrival.since_s - passed_s) for arrival in self.arriving]
         return passed_s
+
+    def _copy(self, what: str) -> None:
+        """Let host memory carry one copy."""
+        self.memory_s += self.price.memory.copy_s.get(what, 0.0)
 
     def _hold_compute(self, until_s: float) -> None:
         self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], until_s)
@@ -159,6 +172,7 @@ class Lanes:
 
     def _land(self) -> float:
         since_s, bucket, is_gathered = self.arriving.pop(0)
+        self._copy(bucket)
         ends_s = self.occupy(Lane.H2D, f"gather {bucket}", since_s, self.price.h2d_s[bucket])
         (self.ready_s if is_gathered else self.updating_s)[bucket] = ends_s
         return since_s

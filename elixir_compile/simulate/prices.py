@@ -12,9 +12,12 @@ from elixir_compile.cost import (
     copy_s,
     corrected_s,
     disk_s,
+    host_memory_s,
     is_free,
     op_s,
+    stream_bytes,
     stream_s,
+    update_bytes,
     update_s,
 )
 from elixir_compile.hardware import Cluster, Link
@@ -24,6 +27,18 @@ from elixir_compile.ir.graph import Op, StepGraph
 from elixir_compile.ir.kinds import Lane, OpId, Saving, StorageId, Tier
 
 _NOT_MEASURED = Measured()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Seconds of the host's memory at its full rate; nothing where device and host are one."""
+
+    copy_s: Mapping[str, float] = field(default_factory=dict)
+    """One rank's flat shard of a bucket, or a group of activations, in either direction."""
+    update_s: Mapping[str, float] = field(default_factory=dict)
+    """An update by the host."""
+    stream_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
+    """By bucket and home of its parameters: a streamed update, there and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +57,7 @@ class Prices:
     host_update_s: Mapping[str, float]
     lane_of: Mapping[Lane, Lane]
     """The lane that each lane's work really takes: a copy that does not overlap compute is work for the same cores."""
+    memory: HostMemory = field(default_factory=HostMemory)
     disk_s: Mapping[str, float] = field(default_factory=dict)
     """The bucket's state from the disk and back."""
     stream_s: Mapping[tuple[str, Tier], tuple[float, float]] = field(default_factory=dict)
@@ -87,8 +103,25 @@ def prices(
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
+        memory=HostMemory() if lane_of[Lane.HOST] is Lane.COMPUTE else _host_memory(buckets, away, cluster),
         stream_s={
             (bucket.id, home): stream_s(bucket, home, cluster)
+            for bucket in buckets
+            if bucket.trainable
+            for home in (Tier.DEVICE, Tier.HOST)
+        },
+    )
+
+
+def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster: Cluster) -> HostMemory:
+    return HostMemory(
+        copy_s={
+            **{bucket.id: host_memory_s(bucket.flat_shard_nbytes, cluster) for bucket in buckets},
+            **{group.id: host_memory_s(group.nbytes, cluster) for group in away},
+        },
+        update_s={bucket.id: host_memory_s(update_bytes(bucket), cluster) for bucket in buckets},
+        stream_s={
+            (bucket.id, home): host_memory_s(sum(stream_bytes(bucket, home)), cluster)
             for bucket in buckets
             if bucket.trainable
             for home in (Tier.DEVICE, Tier.HOST)

@@ -1,4 +1,4 @@
-"""The host kernel, compiled by the system's C compiler on first use and kept in the cache.
+"""The host kernel, compiled by the system's C compiler on first use and kept in the cache; other sources likewise.
 
     $CC | cc | gcc | clang  +  kernel.c  ->  <cache>/host/<hash of source, command, compiler version, CPU>.so
 
@@ -42,11 +42,19 @@ def built_kernel() -> Path:
 
     Raises BuildError without a working compiler or a cache that can be written.
     """
+    return built(SOURCE.read_text(encoding="utf-8"))
+
+
+def built(source: str) -> Path:
+    """Return the path of what the C text `source` compiles to, with the same flags and from the same cache.
+
+    Raises BuildError as above.
+    """
     command = build_command()
-    path = cache_dir() / "host" / f"{_key(command)}.so"
+    path = cache_dir() / "host" / f"{_key(command, source)}.so"
     if not _is_whole(path):
         try:
-            _compile(command, path)
+            _compile(command, source, path)
         except OSError as error:
             raise BuildError(
                 f"the cache cannot be written ({error}); set ELIXIR_CACHE_DIR to a folder that can"
@@ -77,8 +85,8 @@ def _native_flag() -> str:
     return "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
 
 
-def _key(command: Sequence[str]) -> str:
-    facts = (SOURCE.read_bytes(), shlex.join(command).encode(), _run([command[0], "--version"]).encode(), _cpu())
+def _key(command: Sequence[str], source: str) -> str:
+    facts = (source.encode(), shlex.join(command).encode(), _run([command[0], "--version"]).encode(), _cpu())
     return hashlib.sha256(b"\0".join(hashlib.sha256(fact).digest() for fact in facts)).hexdigest()[:32]
 
 
@@ -106,13 +114,13 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(held[:-_HASH_BYTES]).digest() == held[-_HASH_BYTES:]
 
 
-def _compile(command: Sequence[str], path: Path) -> None:
+def _compile(command: Sequence[str], source: str, path: Path) -> None:
     """Write the library to `path`, whole or not at all: the ranks of one machine build it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(descriptor)
     try:
-        _run([*command, "-o", part, str(SOURCE), "-lm"])
+        _run([*command, "-o", part, "-x", "c", "-", "-lm"], source)
         # What follows the last section of a library is never loaded.
         with open(part, "r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
@@ -121,9 +129,9 @@ def _compile(command: Sequence[str], path: Path) -> None:
         Path(part).unlink(missing_ok=True)
 
 
-def _run(command: Sequence[str]) -> str:
+def _run(command: Sequence[str], given: str = "") -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_AT_MOST_S, check=False)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_AT_MOST_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C compiler does not run: {error}") from None
     if done.returncode:

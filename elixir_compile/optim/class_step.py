@@ -1,0 +1,71 @@
+"""A class's own step on tensors of one bucket: an instance of the class that holds only them takes it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elixir_compile.optim.rule import State
+from elixir_compile.optim.shadow import plain_step, shadow_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one parameter has."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    state: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassStep:
+    """The step of `cls` as an optimizer with these attributes takes it for one param group."""
+
+    cls: type[Optimizer]
+    attributes: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    def take(self, rows: Sequence[Row]) -> None:
+        """Update weights in place and the entries of states, which a class may also replace."""
+        shadows = [nn.Parameter(row.weight) for row in rows]
+        optimizer = self._shadow(shadows, rows[0].weight)
+        for shadow, row in zip(shadows, rows, strict=True):
+            shadow.grad = row.grad.data  # not `detach()`, which shares the count of changes that guards the gradient
+            if row.state:
+                optimizer.state[shadow] = dict(row.state)
+        plain_step(self.cls)(optimizer)
+        for shadow, row in zip(shadows, rows, strict=True):
+            if shadow.data_ptr() != row.weight.data_ptr():  # the class wrote `param.data = ...`
+                row.weight.copy_(shadow.detach())
+            if shadow in optimizer.state:
+                row.state.update(optimizer.state[shadow])
+
+    def take_dry(self, row: Row) -> tuple[torch.Tensor, State]:
+        """Take the step on tensors of the device `meta`, for a host; return the weight and the state after it."""
+        shadow = nn.Parameter(row.weight)
+        optimizer = self._shadow([shadow], torch.empty(0))
+        if "foreach" in self.group:  # which is another way to the same bits, or the comparison with the class shows it
+            optimizer.param_groups[0]["foreach"] = False
+        shadow.grad = row.grad
+        if row.state:
+            optimizer.state[shadow] = dict(row.state)
+        plain_step(self.cls)(optimizer)
+        return shadow.data, optimizer.state[shadow]
+
+    def _shadow(self, shadows: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
+        return shadow_of(self.cls, self.attributes, {**_beside(self.group, beside), "params": list(shadows)})
+
+
+def _beside(group: Mapping[str, Any], weight: torch.Tensor) -> Mapping[str, Any]:
+    """Return `group` for weights that live where `weight` does: hyperparameters that are tensors come along, and what
+    a CUDA graph could capture, the host cannot."""
+    is_on_host = weight.device.type == "cpu"
+    moved = {
+        name: value.to(weight.device) if is_on_host and isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+    }
+    return {**moved, "capturable": False} if is_on_host and moved.get("capturable") else moved
