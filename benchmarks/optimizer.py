@@ -1,10 +1,11 @@
 """How fast is the hybrid optimizer?
 
-    python benchmarks/optimizer.py [--parts pass classes modes disk] [--numel 100000000] [--rounds 11] [--threads 1 2]
+    python benchmarks/optimizer.py [--parts pass classes modes clip disk] [--rounds 11] [--threads 1 2]
 
 pass    one update on the host, against torch's and DeepSpeed's and against a loop that only moves the bytes
 classes the update of a class on the host: its own step, one pass with its bits, Inductor's (half as many parameters)
 modes   GPT-2 124M updated after the backward, across steps and in the backward: step time, what compute hides
+clip    GPT-2 124M whose backward reads gradients for the norm, and whose `clip_grad_norm_` does
 disk    GPT-2 124M with all optimizer state on disk: losses, resident memory, step time (`--disk-path FOLDER`)
 
 Each case has a process of its own: what OpenMP takes, and what is resident, is settled when it starts. Exit code 1 when
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optimizer_classes
+import optimizer_clip
 import optimizer_disk
 import optimizer_modes
 import optimizer_pass
@@ -47,6 +49,12 @@ def modes_part(arguments: argparse.Namespace) -> list[str]:
     return _published("optimizer_modes_cpu", figures, optimizer_modes.missed(figures), optimizer_modes.table(figures))
 
 
+def clip_part(arguments: argparse.Namespace) -> list[str]:
+    """Clip gradients that were read and that were not; return the claims that do not hold."""
+    figures = _alone(["--rounds", str(arguments.rounds), "--measure-clip"], num_threads=1)
+    return _published("optimizer_clip_cpu", figures, optimizer_clip.missed(figures), optimizer_clip.table(figures))
+
+
 def disk_part(arguments: argparse.Namespace) -> list[str]:
     """Train with state in memory and on disk; return the targets that are missed."""
     where = [] if arguments.disk_path is None else ["--disk-path", arguments.disk_path]
@@ -58,6 +66,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "pass": pass_part,
     "classes": classes_part,
     "modes": modes_part,
+    "clip": clip_part,
     "disk": disk_part,
 }
 
@@ -97,6 +106,7 @@ def main() -> int:
     parser.add_argument("--measure-pass", type=int, metavar="THREADS", help="only measure, in this process")
     parser.add_argument("--measure-classes", action="store_true", help="only measure, in this process")
     parser.add_argument("--measure-modes", action="store_true", help="only measure, in this process")
+    parser.add_argument("--measure-clip", action="store_true", help="only measure, in this process")
     parser.add_argument("--measure-disk", metavar="CASE", help="only measure, in this process")
     arguments = parser.parse_args()
     if arguments.measure_pass:
@@ -107,6 +117,9 @@ def main() -> int:
         return 0
     if arguments.measure_modes:
         print(json.dumps(optimizer_modes.measured(arguments.rounds)))
+        return 0
+    if arguments.measure_clip:
+        print(json.dumps(optimizer_clip.measured(arguments.rounds)))
         return 0
     if arguments.measure_disk:
         print(json.dumps(optimizer_disk.measured(arguments.measure_disk, arguments.disk_path)))

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
 from elixir_compile.ir import (
     Bucket,
     BucketId,
@@ -114,6 +115,7 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
             tally.add(Kind.GATHERED, bucket.flat_nbytes, first, last)
         if placements[bucket.id].param is Tier.DEVICE:
             tally.add(Kind.PARAM, bucket.shard_nbytes(rank), 0, end)
+            tally.add(Kind.GRAD, bucket.sum_nbytes, 0, end)
         if placements[bucket.id].optim is Tier.DEVICE:
             tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), 0, end)
         if bucket.is_sharded:
@@ -147,8 +149,10 @@ def device_stays(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[Storage
 
 def host_bytes(plan: Plan, rank: int = 0) -> int:
     """Return the bytes that the host holds for `rank`: parameters, gradients, optimizer state, staging, activations."""
-    placed = zip(plan.buckets, plan.placements, strict=True)
-    return away_bytes(plan) + sum(bucket_host_bytes(bucket, placement, rank) for bucket, placement in placed)
+    placed = list(zip(plan.buckets, plan.placements, strict=True))
+    on_disk = [bucket for bucket, placement in placed if placement.optim is Tier.DISK]
+    staging_bytes = away_bytes(plan) + disk_staging_bytes(on_disk)
+    return staging_bytes + sum(bucket_host_bytes(bucket, placement, rank) for bucket, placement in placed)
 
 
 def away_bytes(plan: Plan) -> int:
@@ -164,7 +168,7 @@ def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> in
         total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
         # Staging for a gradient on its way in and an updated parameter on its way out.
         total += 2 * nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
-    return total
+    return total + sum_host_bytes(bucket, placement.param, placement.optim)
 
 
 def _add_sharded(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", end: int) -> None:
@@ -193,16 +197,19 @@ def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> No
     """State passes the device bucket by bucket during the update: the largest one counts, with its parameters and
     gradients where they are not there."""
     streamed = [
-        (bucket, 0 if placement.param is Tier.DEVICE else bucket.shard_nbytes(rank))
+        (
+            bucket,
+            (0, 0) if placement.param is Tier.DEVICE else (bucket.shard_nbytes(rank), bucket.update_grad_nbytes(rank)),
+        )
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
         if placement.streamed and bucket.trainable
     ]
     first = sum(op.phase is not Phase.UPDATE for op in step.ops)
     if streamed:
-        bucket, nbytes = max(streamed, key=lambda one: one[0].shard_state_nbytes(rank) + 2 * one[1])
+        bucket, (param_bytes, grad_bytes) = max(streamed, key=lambda one: one[0].shard_state_nbytes(rank) + sum(one[1]))
         tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), first, len(step.ops) - 1)
-        tally.add(Kind.GATHERED, nbytes, first, len(step.ops) - 1)
-        tally.add(Kind.GRAD, nbytes, first, len(step.ops) - 1)
+        tally.add(Kind.GATHERED, param_bytes, first, len(step.ops) - 1)
+        tally.add(Kind.GRAD, grad_bytes, first, len(step.ops) - 1)
 
 
 @dataclass(slots=True)

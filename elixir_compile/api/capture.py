@@ -15,7 +15,7 @@ from elixir_compile.api.backend import with_compiler
 from elixir_compile.api.budget import library_bytes, scalar_bytes
 from elixir_compile.api.loss import Chunks, chunks_of
 from elixir_compile.api.masters import torch_dtype
-from elixir_compile.api.planning import graph_of, savings_of, state_bytes_per_element, update_of
+from elixir_compile.api.planning import graph_of, savings_of, state_bytes_per_element, sums_of, update_of
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
 from elixir_compile.capture.convert import Captured
@@ -25,6 +25,7 @@ from elixir_compile.errors import InvalidOption, UnsupportedModel
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.ir.graph import graph_at
+from elixir_compile.ops.masters import has_master
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
@@ -43,6 +44,8 @@ class Capture:
     """Elements of each parameter that is trained."""
     state_bytes: Mapping[StorageId, int]
     """What HybridAdamW keeps for each of them."""
+    masters: Mapping[StorageId, int]
+    """Elements of those with a master."""
     held_bytes: int
     """Bytes of parameters that are on the device now; 0 for a model on `meta`."""
     base_bytes: int
@@ -86,6 +89,7 @@ class Capture:
             budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
             host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
             state_nbytes=self.state_nbytes(state_bytes_per_element),
+            sum_nbytes=sums_of(self.masters, options),
             savings=savings_of(options),
             hybrid=bool(self.numels),
             disk=options.disk_path is not None,
@@ -145,6 +149,7 @@ def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int
         device=executor.device,
         numels={name: param.numel() for name, param in trained.items()},
         state_bytes={name: state_bytes_per_element(param) * param.numel() for name, param in trained.items()},
+        masters={name: param.numel() for name, param in trained.items() if has_master(param)},
         held_bytes=held_bytes,
         base_bytes=unread_bytes
         + library_bytes(executor.device)

@@ -28,6 +28,13 @@ def state_bytes_per_element(param: torch.Tensor) -> int:
     return 2 * param.dtype.itemsize
 
 
+def sums_of(masters: Mapping[str, int], options: Options) -> Mapping[str, int]:
+    """Return the bytes of the fp32 sums of gradients of parameters with a master, of which `masters` are the elements
+    by name; nothing where gradients add up in their own dtype."""
+    wanted = {} if options.reduce_dtype is None else masters
+    return {name: torch.float32.itemsize * numel for name, numel in wanted.items()}
+
+
 def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -> StepGraph:
     """Return the step with the symbols of dynamic shapes at `sizes`.
 
@@ -75,6 +82,7 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
         host_budget_bytes=host_budget_bytes(options, ranks) - host_held_bytes,
         host_base_bytes=host_held_bytes,
         state_nbytes={name: state.nbytes for name, state in states.items()},
+        sum_nbytes=sums_of({slot.name: slot.param.numel() for slot in trained if has_master(slot.param)}, options),
         groups={name: state.group for name, state in states.items()},
         savings=savings_of(options),
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
@@ -122,7 +130,8 @@ def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int 
         if slot.name in read or not slot.param.requires_grad:
             continue
         if bucket is not None:
-            grads_bytes += 0 if bucket.is_on_host else slot.own_nbytes
+            sums_bytes = bucket.spec.sum_nbytes * slot.own_nbytes // bucket.spec.nbytes
+            grads_bytes += 0 if bucket.is_on_host else slot.own_nbytes + sums_bytes
         elif slot.key in executor.trained_eagerly:
             eager_bytes += _trained_bytes(slot)
     return device_bytes(executor, leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes

@@ -31,7 +31,8 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
 
 def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
     """Return the device bytes that a streamed update of what `rank` owns takes, of parameters that live on `param`."""
-    return bucket.shard_state_nbytes(rank) + (0 if param is Tier.DEVICE else 2 * bucket.shard_nbytes(rank))
+    there_bytes = 0 if param is Tier.DEVICE else bucket.shard_nbytes(rank) + bucket.update_grad_nbytes(rank)
+    return bucket.shard_state_nbytes(rank) + there_bytes
 
 
 def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:

@@ -23,11 +23,14 @@ class Bucket:
     trainable: bool
     shard_numels: tuple[int, ...]
     """Elements each rank owns; one entry per rank. Every rank's flat shard is padded to the largest of them."""
+    sum_nbytes: int = 0
+    """Bytes of the fp32 sums of gradients of several backward passes, beside the gradients of one: four per element
+    where those are wanted, and one rank has all. 0 where gradients add up in their own dtype."""
     group: int = 0
     """The param group of the optimizer that updates the parameters, counted over all optimizers."""
 
     def __post_init__(self) -> None:
-        if min(self.numel, self.nbytes, self.state_nbytes, *self.shard_numels, self.group) < 0:
+        if min(self.numel, self.nbytes, self.state_nbytes, self.sum_nbytes, *self.shard_numels, self.group) < 0:
             raise InvalidPlan(f"bucket {self.id} has a negative size or group.")
         if len(set(self.params)) != len(self.params):
             raise InvalidPlan(f"bucket {self.id} lists a parameter twice.")
@@ -71,6 +74,10 @@ class Bucket:
     def shard_nbytes(self, rank: int = 0) -> int:
         """Return the bytes of the parameters, and of the gradient, that `rank` owns."""
         return self.nbytes * self.shard_numels[rank] // max(self.numel, 1) if self.is_sharded else self.nbytes
+
+    def update_grad_nbytes(self, rank: int = 0) -> int:
+        """Return the bytes of the gradient that the update of what `rank` owns reads: of the sums, where there are."""
+        return self.sum_nbytes or self.shard_nbytes(rank)
 
     def shard_state_nbytes(self, rank: int = 0) -> int:
         """Return the bytes of optimizer state that `rank` owns."""

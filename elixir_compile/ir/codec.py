@@ -1,7 +1,7 @@
 """Graphs, plans and records as JSON and back.
 
 ```text
-  {"elixir": "plan", "format": 4, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
+  {"elixir": "plan", "format": 5, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
 ```
 
 Reading is strict, see `elixir_compile.codec`: a PlanFileError names the field that is wrong, `placements[3].param`.

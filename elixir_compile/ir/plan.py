@@ -12,7 +12,7 @@ from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
-PLAN_FORMAT = 4
+PLAN_FORMAT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +215,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
         f"numel {bucket.numel}  bytes {bucket.nbytes}  state {bucket.state_nbytes}",
         "trainable" if bucket.trainable else "frozen",
         *([f"group {bucket.group}"] if bucket.group else []),
+        *([f"sums {bucket.sum_nbytes}"] if bucket.sum_nbytes else []),
         f"param {placement.param}  optim {placement.optim}",
     ]
     parts += ["streamed"] if placement.streamed else []

@@ -250,6 +250,7 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
     state_nbytes = row.integer()
     trainable = row.either("trainable", "frozen")
     group = row.integer() if row.skip("group") else 0
+    sum_nbytes = row.integer() if row.skip("sums") else 0
     row.keyword("param")
     param = row.choice(Tier)
     row.keyword("optim")
@@ -269,6 +270,7 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
         trainable=trainable,
         shard_numels=shard_numels,
         group=group,
+        sum_nbytes=sum_nbytes,
     )
     return bucket, placement
 

@@ -5,8 +5,9 @@ executor, and the executor as long as the modules it prepared.
 """
 
 import itertools
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.errors import ElixirWarning, NotPrepared, UnsupportedModel
 from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
 
 
@@ -181,6 +182,18 @@ def slot_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of `param`, or None when no prepared model owns it."""
     reference = _BY_PARAM.get(param)
     return None if reference is None else reference()
+
+
+def follow_thaws(slots: Iterable[Slot]) -> None:
+    """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
+    late = [slot.name for slot in slots if slot.follow_thaw()]
+    if late:
+        warnings.warn(
+            f"{', '.join(late)} began to require a gradient after the step was captured, so this forward gives "
+            "none for it; the next one does. Call the compiled model once under `torch.no_grad()` to lose no step.",
+            ElixirWarning,
+            stacklevel=2,
+        )
 
 
 def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:

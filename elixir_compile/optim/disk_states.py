@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.disk import DiskHome, DiskState
@@ -26,11 +27,8 @@ from elixir_compile.runtime.disk import DiskStore
 from elixir_compile.runtime.read_ahead import ReadAhead
 from elixir_compile.runtime.updates import finish_updates
 
-_STAGING_BYTES = 16 << 20
-"""One buffer: four blocks for four threads, 2 M elements of Adam's two statistics in fp32. A block of 2-byte statistics
-is as many elements, so with the low halves of masters it takes 20 MiB."""
-_NUM_STAGING = 3
-"""One is read, one updated, one written."""
+_STAGING_BYTES = DISK_STAGING_BYTES
+"""A block of 2-byte statistics is as many elements, so with the low halves of masters a buffer takes 20 MiB."""
 
 
 class DiskStates:
@@ -95,7 +93,7 @@ class DiskStates:
         home = own[0].home
         if self._reads is None or self._reads.nbytes < home.least_bytes:
             self.settle()
-            self._reads = ReadAhead(_NUM_STAGING, max(_STAGING_BYTES, home.least_bytes))
+            self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
         pieces = home.pieces([state.param for state in own], self._reads.nbytes)
         self._reads.announce(pieces)
         return DiskUpdate(home, pieces, self._reads, self._fail)

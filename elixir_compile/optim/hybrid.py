@@ -24,7 +24,7 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.early import EarlyUpdates
-from elixir_compile.optim.host.threads import at_least_threads, crew_for
+from elixir_compile.optim.host.threads import Crew, at_least_threads, bind_thread, crew_for
 from elixir_compile.optim.loading import held, shared_entry, unheld
 from elixir_compile.optim.part import Part, part_of
 from elixir_compile.optim.rule import UpdateRule, scaled
@@ -329,12 +329,12 @@ class Hybrid(torch.optim.Optimizer):
                 update.run()
 
     def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:
-        num_threads = crew_for(update.executor.device).num_threads
+        crew = crew_for(update.executor.device)
         if update.bucket.update is Update.AFTER_BACKWARD:
-            with at_least_threads(num_threads):
+            with at_least_threads(crew.num_threads):
                 update.run()
             return
-        queued = self._line.queue(_with_threads(update.work(arrived), num_threads), update.label)
+        queued = self._line.queue(_as_crew(update.work(arrived), crew), update.label)
         update.bucket.begin_update(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
@@ -346,9 +346,12 @@ class Hybrid(torch.optim.Optimizer):
             rule.update(part.weights, part.grads, part.states, part.group)
 
 
-def _with_threads(work: Work, num_threads: int) -> Work:
+def _as_crew(work: Work, crew: Crew) -> Work:
+    """Return `work` for the worker, with as many of torch's own threads as `crew` has, on the same cores."""
+
     def run() -> torch.cuda.Event | None:
-        with at_least_threads(num_threads):
+        bind_thread(crew.cores)  # before OpenMP starts the threads of the worker, which inherit it
+        with at_least_threads(crew.num_threads):
             return work()
 
     return run

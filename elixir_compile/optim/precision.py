@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from elixir_compile.ops.masters import claim_master, has_master
-from elixir_compile.ops.shards import full, is_sharded, is_shared, own_grad, sum_over_parts
+from elixir_compile.ops.shards import full, is_shared, own_grad
 from elixir_compile.optim.guard import KeptGradients
-from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_state import with_whole_master
 from elixir_compile.optim.mixed import MixedAdamWRule
+from elixir_compile.optim.norms import clip_as_torch, known_squares, norm_of, squares_of, sum_of_all_squares
 from elixir_compile.optim.rule import UpdateRule
-from elixir_compile.runtime.dense import flat
 
 
 class KeepsMasters(Hybrid):
@@ -74,11 +73,16 @@ class KeepsMasters(Hybrid):
         that of the gradients without it.
         """
         mixed, plain = self._by_master()
-        are_alike = len({is_shared(param) for param in plain}) < 2  # torch's function takes no two kinds together
-        if not mixed and are_alike and grad_scale == 1.0:
+        kinds = {is_shared(param) for param in plain}
+        is_plain = not mixed and grad_scale == 1.0
+        is_as_torch = is_plain and kinds == {False}
+        known = known_squares([*mixed, *plain], norm_of if is_as_torch else squares_of)
+        if is_as_torch:
+            return clip_as_torch(plain, max_norm, known)
+        if is_plain and not known and len(kinds) < 2:  # torch's function takes no two kinds together
             return full(torch.nn.utils.clip_grad_norm_(plain, max_norm))
         clip_factor = self._take_clip_factor()
-        squares = clip_factor**2 * _sum_of_squares(mixed) + _sum_of_squares(plain)
+        squares = clip_factor**2 * sum_of_all_squares(mixed, known) + sum_of_all_squares(plain, known)
         is_double = any(param.dtype == torch.float64 for param in plain)
         norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float64 if is_double else torch.float32)
         # As torch does: without a branch, and not finite where the norm is not.
@@ -113,29 +117,6 @@ class KeepsMasters(Hybrid):
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         mixed = [param for param in params if has_master(param)]
         return mixed, [param for param in params if not has_master(param)]
-
-
-def _sum_of_squares(params: Iterable[nn.Parameter]) -> float:
-    """Return the sum of the squares of the gradients, over all ranks that have parts of them; those on a device cost
-    one wait together."""
-    params = [param for param in params if param.grad is not None]
-    cut = [param for param in params if is_sharded(param)]
-    whole = [param for param in params if not is_sharded(param)]
-    squares = _own_squares(whole)
-    return squares + sum_over_parts(_own_squares(cut), cut[0]) if cut else squares
-
-
-def _own_squares(params: Iterable[nn.Parameter]) -> float:
-    """Return the sum of the squares of what this rank has of the gradients."""
-    total, on_device = 0.0, []
-    for grad in map(own_grad, params):
-        if grad.dtype == torch.float64:
-            total += float(grad.square().sum())
-        elif grad.device.type == "cpu" and grad.is_contiguous():
-            total += sum_of_squares(flat(grad)) if grad.numel() else 0.0
-        else:
-            on_device.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
-    return total + (float(torch.stack(on_device).double().square().sum()) if on_device else 0.0)
 
 
 def _multiply_grads(params: Sequence[nn.Parameter], factor: float) -> None:

@@ -201,6 +201,7 @@ def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
             "shards": bucket.shards_text,
             "group": bucket.group,
             "state_bytes": bucket.state_nbytes,
+            "sum_bytes": bucket.sum_nbytes,
             "param": placement.param.value,
             "optim": placement.optim.value,
             "streamed": placement.streamed,

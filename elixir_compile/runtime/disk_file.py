@@ -15,10 +15,9 @@ import mmap
 import os
 import zlib
 
+from elixir_compile.analysis.staging import DISK_BLOCK_BYTES
 from elixir_compile.errors import DiskCorrupted, DiskFailed, DiskFull
 
-DISK_BLOCK_BYTES = 4 << 20
-"""What one call of a worker moves, and what one checksum covers. Larger blocks were no faster."""
 DISK_PAGE_BYTES = 4096
 """O_DIRECT takes addresses, offsets and sizes that are multiples of the device's logical block, at most this."""
 

@@ -6,18 +6,18 @@ and `param.grad`; nothing else does, so a program that fails in the middle is cl
 """
 
 import functools
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import ElixirWarning, StaleParameters
+from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Update, Verb
-from elixir_compile.ops.registry import Slot, let_state_follow, let_update, new_slot, slot_of
+from elixir_compile.ops.registry import Slot, follow_thaws, let_state_follow, let_update, new_slot, slot_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.gathers import Gathers
+from elixir_compile.runtime.landed import LandedGradients
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.runtime.publish import publish
@@ -64,6 +64,7 @@ class Executor:
         self._reducing: dict[BucketId, ShardReduce] = {}
         """Of several ranks, the last reduce of each bucket."""
         self._flush_queued_for = -1
+        self.landed = LandedGradients()
         self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
         """What forwards left for their backward."""
         self.nothing = torch.empty(0, device=device)
@@ -188,7 +189,7 @@ class Executor:
         self.saved.begin()
         # Nothing here reads what a queued update writes.
         with torch.DisableTorchFunctionSubclass():
-            self._follow_thaws()
+            follow_thaws(self.slots.values())
             for bucket in self._buckets.values():
                 bucket.check_update()
                 if bucket.has_drifted():
@@ -201,17 +202,6 @@ class Executor:
         Costs no overlap: compute behind the last gather is queued already.
         """
         self.h2d.settle()
-
-    def _follow_thaws(self) -> None:
-        """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
-        late = [slot.name for slot in self.slots.values() if slot.follow_thaw()]
-        if late:
-            warnings.warn(
-                f"{', '.join(late)} began to require a gradient after the step was captured, so this forward gives "
-                "none for it; the next one does. Call the compiled model once under `torch.no_grad()` to lose no step.",
-                ElixirWarning,
-                stacklevel=2,
-            )
 
     # The verbs of a program.
 
@@ -281,6 +271,7 @@ class Executor:
                 if pending is None or pending[1].device != self.device:
                     continue  # No gradient, or one that left when another graph of this backward was done with it.
                 target.copy_(pending[1], non_blocking=True)
+                self.landed.take(slot, pending[1], target)
                 self._pending[slot.key] = (slot, target)
                 leaving.append(pending[1])
                 landing.append(target)
@@ -348,6 +339,7 @@ class Executor:
         self._pending.clear()
         self._arriving.clear()
         self._reducing.clear()
+        self.landed.drop()
         self._flush_queued_for = -1
         for bucket in self._buckets.values():
             bucket.release()
@@ -384,6 +376,7 @@ class Executor:
             self._publish(slots)
         finally:
             self._pending.clear()
+        self.landed.end_backward()
         for bucket in dict.fromkeys(self._bucket_of.get(slot.key) for slot in slots):
             if bucket is not None and bucket.update is Update.IN_BACKWARD:
                 own = [slot.param for slot in slots if slot in bucket.slots and slot.param.requires_grad]
@@ -395,6 +388,7 @@ class Executor:
             _, grad = self._pending.pop(slot.key)
             bucket = self._bucket_of.get(slot.key) if self.sums_in_fp32 else None
             publish(slot.param, grad, None if bucket is None else functools.partial(bucket.total_room, slot))
+            self.landed.keep(slot)
 
     def _versions(self, names: Sequence[str]) -> list[int]:
         return [self.slots[name].version for name in names]

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from elixir_compile.analysis.staging import HUGE_PAGE_BYTES
 from elixir_compile.runtime.disk_file import DISK_PAGE_BYTES
 from elixir_compile.runtime.slab import Slab
 
 if TYPE_CHECKING:
     from elixir_compile.runtime.disk_queue import DiskTransfer
-
-_HUGE_PAGE_BYTES = 2 << 20
 
 
 class StagingBuffer:
@@ -53,7 +52,7 @@ class StagingBuffers:
             raise ValueError(f"{num_buffers} staging buffers of {nbytes} bytes: needs at least one of 0 or more")
         self.num_buffers = num_buffers
         self.nbytes = nbytes
-        unit_bytes = DISK_PAGE_BYTES if nbytes < _HUGE_PAGE_BYTES else _HUGE_PAGE_BYTES
+        unit_bytes = DISK_PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES
         stride_bytes = max(-(-nbytes // unit_bytes), 1) * unit_bytes
         slab = Slab(num_buffers * stride_bytes + unit_bytes, pin=pin)
         slab.keep_from_children()

@@ -167,6 +167,7 @@ def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
         numel=numel,
         nbytes=nbytes,
         state_nbytes=sum(problem.state_nbytes.get(param.storage.id, 0) for param in group),
+        sum_nbytes=sum(problem.sum_nbytes.get(param.storage.id, 0) for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
         shard_numels=(numel,) if problem.cluster.num_ranks == 1 else _shards(group, problem),

@@ -1,7 +1,7 @@
 """Which optimizer state goes to disk where the host has no room for all that leaves the device.
 
     search with state that takes no host memory     a relaxation: its bound is below every plan, with disk or without
-    fewest bytes that let the host hold the rest    -> disk, priced
+    fewest bytes that let the host hold the rest    -> disk, priced; the rest and the buffers that disks are read into
     search with state that has to fit the host      taken instead where there is such a plan and it is faster
 
 The state that is needed latest goes first: buckets are updated in the order in which the next forward reads them, and
@@ -11,8 +11,10 @@ less state off the device, say by recomputing more, may be better than any of th
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
+from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.analysis.timeline import host_bytes
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, BucketId, Decision, Plan, Tier
@@ -34,6 +36,13 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     if not going:
         return found
     with_disk = _moved(problem, found, going)
+    if host_bytes(with_disk) > problem.host_budget_bytes:
+        try:
+            with_disk = _with_room_for_staging(problem, with_disk, search)
+        except NoFeasiblePlan as refused:
+            with suppress(NoFeasiblePlan):
+                return search(in_memory)
+            raise refused
     if problem.on_disk.issuperset(going):
         return with_disk
     try:
@@ -48,6 +57,20 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     return replace(without, bound_s=with_disk.bound_s, binding=with_disk.binding, gib_saves_s=with_disk.gib_saves_s)
 
 
+def _with_room_for_staging(problem: Problem, relaxed: Plan, search: Callable[[Problem], Plan]) -> Plan:
+    """Return the plan that is found where the host has that much less than `relaxed`, which does not fit, stages; the
+    bound stays that of `relaxed`."""
+    staging_bytes = disk_staging_bytes(relaxed.buckets)
+    less = replace(
+        problem,
+        host_budget_bytes=problem.host_budget_bytes - staging_bytes,
+        host_base_bytes=problem.host_base_bytes + staging_bytes,
+    )
+    found = search(less)
+    found = replace(found, bound_s=relaxed.bound_s, binding=relaxed.binding, gib_saves_s=relaxed.gib_saves_s)
+    return _moved(problem, found, going_to_disk(problem, found))
+
+
 def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     """Return the buckets of `plan` whose state has to be on disk: those in force there, and the fewest bytes with
     which the rest fits the host."""
@@ -59,6 +82,8 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     ]
     chosen = [bucket for bucket in order if bucket.id in there]
     over_bytes = host_bytes(plan) - problem.host_budget_bytes - _state_bytes(chosen)
+    if chosen or (may_add and over_bytes > 0):
+        over_bytes += disk_staging_bytes(order)
     for bucket in reversed(order):
         if may_add and over_bytes > 0 and bucket.id not in there:
             chosen.append(bucket)

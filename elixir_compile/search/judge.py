@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
 from elixir_compile.analysis.closing import closing_of
+from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.ir import BucketId, Placement, RegionId, Update, Verb
 from elixir_compile.search.facts import Facts, gather_facts
 from elixir_compile.search.least import least_levels
@@ -34,7 +35,8 @@ class Judge:
             problem.measured,
             facts.activations,
         )
-        self._away_bytes = sum(absence.nbytes for absence in facts.absences)
+        staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
+        self._away_bytes = sum(absence.nbytes for absence in facts.absences) + staging_bytes
         self.update = asked_time(problem)
         """When a bucket that the host updates is updated."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]

@@ -12,6 +12,7 @@ On several ranks each owns a shard, and a bucket is gathered at every level; one
 
 from enum import IntEnum
 
+from elixir_compile.analysis.staging import sum_host_bytes
 from elixir_compile.ir import Bucket, Placement, Tier
 
 
@@ -81,7 +82,8 @@ def host_bytes_of(bucket: Bucket, level: Level) -> int:
     """Return the host bytes of one rank: state, and parameters and gradients or their staging."""
     if not level.has_state_on_host:
         return 0
-    return bucket.shard_nbytes() * (2 if bucket.trainable else 1) + bucket.shard_state_nbytes()
+    sums_bytes = sum_host_bytes(bucket, level.home, Tier.HOST)
+    return bucket.shard_nbytes() * (2 if bucket.trainable else 1) + bucket.shard_state_nbytes() + sums_bytes
 
 
 def host_bytes_without_state(bucket: Bucket, level: Level) -> int:

@@ -198,7 +198,7 @@ class _Sizes(NamedTuple):
 
 def _resting_bytes(bucket: Bucket, level: Level) -> int:
     """Bytes that are on the device during the whole step."""
-    param_nbytes = 0 if level.has_param_on_host else bucket.shard_nbytes()
+    param_nbytes = 0 if level.has_param_on_host else bucket.shard_nbytes() + bucket.sum_nbytes
     return param_nbytes + (0 if level.has_state_on_host else bucket.shard_state_nbytes())
 
 

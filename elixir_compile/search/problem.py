@@ -23,6 +23,8 @@ class Problem:
     """Host bytes for this graph: what other graphs hold there, `host_base_bytes`, is taken off already."""
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of optimizer state of each trainable parameter."""
+    sum_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
+    """Bytes of the fp32 sum of the gradients of each parameter that has one; on one rank only."""
     shards: Mapping[StorageId, tuple[int, ...]] = field(default_factory=dict)
     """Elements of each parameter that each rank owns, the first rank the most, or each rank all; a missing one is cut
     evenly."""

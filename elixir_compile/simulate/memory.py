@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket
 from elixir_compile.ir.graph import StepGraph
@@ -90,6 +91,7 @@ class _Walk:
         for bucket in self.plan.buckets:
             if self.homes[bucket.id].param is Tier.DEVICE:
                 self.take("param", bucket.id, bucket.shard_nbytes())
+                self.take("sums", bucket.id, bucket.sum_nbytes)
             if self.homes[bucket.id].optim is Tier.DEVICE:
                 self.take("state", bucket.id, bucket.shard_state_nbytes())
 
@@ -196,17 +198,20 @@ class _Walk:
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]
             if home.streamed and bucket.trainable:
-                copies = 0 if home.param is Tier.DEVICE else 2
-                largest_bytes = max(largest_bytes, bucket.shard_state_nbytes() + copies * bucket.shard_nbytes())
+                there_bytes = 0
+                if home.param is not Tier.DEVICE:
+                    there_bytes = bucket.shard_nbytes() + (bucket.sum_nbytes or bucket.shard_nbytes())
+                largest_bytes = max(largest_bytes, bucket.shard_state_nbytes() + there_bytes)
         self.take("stream", "", largest_bytes)
 
     def host_bytes(self) -> int:
         total_bytes = sum(group.nbytes for group in self.offloaded.values())
+        total_bytes += disk_staging_bytes(b for b in self.plan.buckets if self.homes[b.id].optim is Tier.DISK)
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]
             if home.optim is not Tier.DEVICE:
                 # Parameters or their staging; gradients or theirs; state that is not on disk.
                 copies = 2 if bucket.trainable else 1
-                total_bytes += copies * bucket.shard_nbytes()
+                total_bytes += copies * bucket.shard_nbytes() + sum_host_bytes(bucket, home.param, home.optim)
                 total_bytes += bucket.shard_state_nbytes() if home.optim is Tier.HOST else 0
         return total_bytes

@@ -1,8 +1,14 @@
 """Problems whose answer moves buckets, whatever planner is asked."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from elixir_compile.search import Problem, plan
+import pytest
+
+from elixir_compile.analysis import timeline
+from elixir_compile.search import Problem, disk, judge, plan
+from elixir_compile.simulate import memory
 from tests.pure.search.test_planner import chain_of, problem_of
 
 
@@ -11,3 +17,13 @@ def tight_problem(share: float = 0.45) -> Problem:
     problem = problem_of(chain_of(6))
     kept = plan(problem, "keep_all")
     return replace(problem, budget_bytes=int(share * kept.prediction.device_peak_bytes))
+
+
+@contextmanager
+def disk_staging(nbytes: int) -> Iterator[None]:
+    """Inside, the buffers through which state on disk passes take `nbytes`: those that there are are larger than all
+    of these problems."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (timeline, disk, judge, memory):
+            patch.setattr(module, "disk_staging_bytes", lambda buckets: nbytes if list(buckets) else 0)
+        yield

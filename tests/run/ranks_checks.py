@@ -16,6 +16,7 @@ import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Bucket, Tier, Verb
 from elixir_compile.measure.resident import Resident
+from elixir_compile.optim import norms, precision
 from elixir_compile.runtime.ranks import Collective
 from elixir_compile.runtime.slab import live_slab_bytes, peak_slab_bytes, reset_peak_slab_bytes
 from tests.run.ranks_models import batches, odd
@@ -365,6 +366,42 @@ def averages_what_is_whole(rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert pair.apart() < CLOSE
+
+
+def clips_what_has_landed(rank: int, world_size: int) -> None:
+    """Clip parts on the host and on the device, and what each rank has whole, which the backward has read."""
+    steps = batches(3)
+    least = least_bytes("odd", steps[0], [world_size])
+    pair = pair_of("odd", [world_size], device_memory=int(1.15 * least))
+    num_known: list[int] = []
+
+    def known(*args: Any) -> Any:
+        found = norms.known_squares(*args)
+        num_known.append(len(found))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "known_squares", known)
+        for batch in steps:
+            pair.own_backward(batch)
+            pair.double_backward(batch)
+            norm = pair.optimizer.clip_grad_norm_(1e-3)
+            expected = nn.utils.clip_grad_norm_(pair.double.parameters(), 1e-3)
+            torch.testing.assert_close(full(norm), expected, rtol=0, atol=CLOSE)
+            for optimizer in (pair.optimizer, pair.double_optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+        pair.own_backward(steps[0])
+        pair.double_backward(steps[0])
+        for param in pair.model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(2.0)
+        norm = pair.optimizer.clip_grad_norm_(1e-3)
+        expected = 2.0 * nn.utils.clip_grad_norm_(pair.double.parameters(), 1e-3)
+        torch.testing.assert_close(full(norm), expected, rtol=0, atol=CLOSE)
+        num_trained = sum(param.grad is not None for param in pair.model.parameters())
+        assert num_known == [0, num_trained, num_trained, 0]
+        assert "host" in homes(pair.model)["param"]
 
 
 def hands_out_new_means(rank: int, world_size: int) -> None:

@@ -9,14 +9,20 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elixir_compile.ir import Update
+from elixir_compile.optim import hybrid
 from elixir_compile.optim.host import Crew, crew_for, mixed_adamw
 from elixir_compile.optim.host.threads import GRAIN, allowed_cores, cores_of_node, num_host_threads, parts
+from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.runtime.updates import UpdateLine
+from tests.run.updating import hybrid_run, ladder, rows
 
 SCALARS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
@@ -75,6 +81,35 @@ def test_only_the_crews_own_threads_are_bound() -> None:
     found = crew.run(2 * GRAIN, lambda start, stop: (threading.get_ident(), os.sched_getaffinity(0)))
     assert [cores for _, cores in found] == [{core}, {core}]
     assert threading.get_ident() not in [thread for thread, _ in found]
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_the_worker_of_updates_is_bound_beside_the_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, main = os.sched_getaffinity(0), threading.get_ident()
+    core = max(before)
+    found: list[tuple[bool, set[int], set[int]]] = []
+    update = AdamWRule.update
+
+    def watched(*args: Any) -> None:
+        started: list[set[int]] = []
+        thread = threading.Thread(target=lambda: started.append(os.sched_getaffinity(0)))
+        thread.start()
+        thread.join()
+        found.append((threading.get_ident() == main, os.sched_getaffinity(0), *started))
+        update(*args)
+
+    monkeypatch.setattr(AdamWRule, "update", watched)
+    monkeypatch.setattr(hybrid, "crew_for", lambda device: Crew(1, [core]))
+    batches = rows(2)
+    try:
+        with hybrid_run(ladder(), batches[0], home="host", update=Update.ACROSS_STEPS) as run:
+            run.train(batches)
+            run.optimizer.wait()
+    finally:  # there is one worker for all tests
+        UpdateLine().queue(lambda: os.sched_setaffinity(0, before), "unbind").wait()
+    assert found
+    assert all(one == (False, {core}, {core}) for one in found)
     assert os.sched_getaffinity(0) == before
 
 

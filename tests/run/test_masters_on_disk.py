@@ -18,6 +18,7 @@ from elixir_compile.errors import DiskFailed, UnforeseenState
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskHome, DiskState
 from elixir_compile.runtime.disk import DiskStore
+from tests.pure.problems import disk_staging
 from tests.run import optimizers as users
 from tests.run.test_hybrid_classes import both
 from tests.run.test_mixed_precision import (
@@ -251,7 +252,7 @@ def test_a_failed_write_of_a_master_is_told_and_a_state_dict_helps(
 
 def test_the_planner_sends_masters_to_disk(tmp_path: Path) -> None:
     batches = batches_of(BF16)
-    with small_buckets(lambda plan: plan):
+    with small_buckets(lambda plan: plan), disk_staging(0):  # which is larger than the model
         with pytest.raises(elixir.NoFeasiblePlan) as raised:
             loss_of(mixed_of(ladder(), device_memory=1).compiled, batches[0])
         numel = sum(param.numel() for param in ladder().parameters())
@@ -362,7 +363,7 @@ def test_the_planner_sends_state_of_a_class_to_disk(tmp_path: Path) -> None:
     batches = rows(4)
     plain, hybrid = both(Adam, lr=0.01)
     expected = eager_run(ladder(), plain).train(batches)
-    with small_buckets(lambda plan: plan):
+    with small_buckets(lambda plan: plan), disk_staging(0):
         with pytest.raises(elixir.NoFeasiblePlan) as raised:
             loss_of(by_elixir(ladder(), optimizer=hybrid, device_memory=1).compiled, batches[0])
         options = {"device_memory": int(1.05 * raised.value.needed_bytes), "replan": False}

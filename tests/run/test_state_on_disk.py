@@ -22,6 +22,7 @@ from elixir_compile.api.saved import save_plan
 from elixir_compile.errors import DiskFailed, DiskFull, GradientsChanged, InvalidOption
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskState
+from tests.pure.problems import disk_staging
 from tests.run import updating
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes
 from tests.run.updating import (
@@ -119,7 +120,7 @@ def test_schedulers_accumulation_frozen_parameters_and_amsgrad(amsgrad: bool, tm
 def test_the_planner_sends_to_disk_what_the_host_cannot_hold(tmp_path: Path) -> None:
     model, batches = ladder(), rows(6)
     expected = eager_run(model).train(batches)
-    with small_buckets(lambda plan: plan):
+    with small_buckets(lambda plan: plan), disk_staging(0):  # which is larger than the model
         budget = tight_bytes(model, batches[0])
         parameters = sum(param.nbytes for param in model.parameters())
         options = {"device_memory": budget, "host_memory": int(3 * parameters), "replan": False}

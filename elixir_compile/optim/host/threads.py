@@ -3,7 +3,8 @@
     cores this process may use / ranks on this machine - 1 for the thread that launches kernels, at least 1
 
 `OMP_NUM_THREADS` does not count: torchrun sets it to 1. On a machine with several memory nodes the threads are bound to
-the cores beside the device, and only they: the caller's own threads stay as they are.
+the cores beside the device, and so is the worker that updates beside the step, with the OpenMP threads that it starts;
+the caller's own threads stay as they are.
 """
 
 import logging
@@ -40,7 +41,8 @@ class Crew:
         if num_threads < 1:
             raise ValueError(f"{num_threads} threads: needs 1 or more")
         self.num_threads = num_threads
-        self._cores = frozenset(cores)
+        self.cores = frozenset(cores)
+        """Where the threads run; none where they are not bound."""
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Any] | None = None
         self._process = 0
@@ -51,7 +53,7 @@ class Crew:
         One part alone runs on the calling thread, unless threads are bound. The first exception of a part is raised.
         """
         spans = parts(numel, self.num_threads)
-        if len(spans) < 2 and not self._cores:
+        if len(spans) < 2 and not self.cores:
             return [part(*span) for span in spans]
         jobs = self._started()
         futures = [Future[T]() for _ in spans]
@@ -70,7 +72,7 @@ class Crew:
                 self._jobs, self._process = SimpleQueue(), os.getpid()
                 for index in range(self.num_threads):
                     thread = threading.Thread(
-                        target=_work, args=(self._jobs, self._cores), name=f"elixir-host-{index}", daemon=True
+                        target=_work, args=(self._jobs, self.cores), name=f"elixir-host-{index}", daemon=True
                     )
                     thread.start()
                 # Not at exit: whoever drains a queue of updates then still needs the threads.
@@ -79,8 +81,7 @@ class Crew:
 
 
 def _work(jobs: "SimpleQueue[Any]", cores: frozenset[int]) -> None:
-    if cores:
-        os.sched_setaffinity(0, cores)  # 0 is this thread, not the process
+    bind_thread(cores)
     while (job := jobs.get()) is not None:
         future, part, span = job
         try:
@@ -121,6 +122,13 @@ def crew_for(device: torch.device | None = None) -> Crew:
         f", on the {len(beside)} cores beside {device}" if beside else "",
     )
     return Crew(num_threads, beside)
+
+
+def bind_thread(cores: Collection[int]) -> None:
+    """Let the calling thread, and those that it starts from now on, run on `cores` only; on any where there are none
+    named."""
+    if cores:
+        os.sched_setaffinity(0, cores)  # 0 is this thread, not the process
 
 
 @contextmanager

@@ -73,9 +73,9 @@ def changed(path: list[str | int], value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "field", "expected"),
     [
-        (["format"], 1, "format", "4"),
-        (["format"], True, "format", "4"),
-        (["format"], ..., "format", "4"),
+        (["format"], 1, "format", "5"),
+        (["format"], True, "format", "5"),
+        (["format"], ..., "format", "5"),
         (["elixir"], "record", "elixir", "'plan'"),
         (["elixir"], ..., "elixir", "'plan'"),
         (["name"], ..., "name", "a value"),

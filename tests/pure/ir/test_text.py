@@ -143,6 +143,14 @@ def test_the_param_group_of_a_bucket_parses_back() -> None:
     assert "group" not in str(PLAN)
 
 
+def test_the_sums_of_a_bucket_parse_back() -> None:
+    first, *others = PLAN.buckets
+    plan = dataclasses.replace(PLAN, buckets=(dataclasses.replace(first, sum_nbytes=4000), *others))
+    assert parse_plan(str(plan)) == plan
+    assert "trainable  sums 4000  param host" in str(plan)
+    assert "sums" not in str(PLAN)
+
+
 @pytest.mark.parametrize(
     ("shard_numels", "text"),
     [
@@ -170,7 +178,7 @@ def test_comments_and_blank_lines_do_not_count() -> None:
     ("old", "new", "sentence"),
     [
         ("plan chain on", "plan chain at", "line 1: expected `on`, got 'at'"),
-        ("format 4", "format 1", "line 2: expected the number 4, got '1'"),
+        ("format 5", "format 1", "line 2: expected the number 5, got '1'"),
         ("step 0.2", "step nan", "line 3: expected a finite number, got 'nan'"),
         ("step 0.2", "step -1.0", "the prediction: expected values that agree"),
         ("numel 10", "numel ten", "line 7: expected a whole number, got 'ten'"),

@@ -1,5 +1,6 @@
 """`search.disk`: state that the host has no room for."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.search.disk import going_to_disk
 from elixir_compile.simulate import simulate
 from elixir_compile.units import format_bytes
-from tests.pure.problems import tight_problem
+from tests.pure.problems import disk_staging, tight_problem
 from tests.pure.search.test_planner import CLUSTERS
 
 PROBLEM = tight_problem(0.3)
@@ -28,6 +29,12 @@ STATE_BYTES = sum(
     if placement.optim is Tier.HOST
 )
 """What may go to disk."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_staging() -> Iterator[None]:
+    with disk_staging(0):
+        yield
 
 
 def on_disk(found: Plan) -> list[str]:
@@ -167,3 +174,32 @@ def test_bytes_over_rates() -> None:
     bucket = IN_MEMORY.buckets[0]
     assert disk_s(bucket, with_disk_rates(100.0)) == bucket.state_nbytes * (1 / 100 + 1 / 200)
     assert disk_s(bucket, CLUSTERS["cuda"]) == 2 * bucket.state_nbytes / 1e9
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_what_is_read_from_the_disk_takes_room_too(share: float) -> None:
+    staging_bytes = int(share * STATE_BYTES)
+    with disk_staging(staging_bytes):
+        found = plan(short_of(1), "greedy")
+        gone_bytes = sum(bucket.state_nbytes for bucket in found.buckets if bucket.id in on_disk(found))
+        assert gone_bytes > staging_bytes
+        assert host_bytes(found) <= short_of(1).host_budget_bytes
+        assert found.prediction.host_peak_bytes == host_bytes(found)
+        again = replace(short_of(1), buckets=found.buckets, placements=found.placements)
+        assert on_disk(plan(again, "greedy")) == on_disk(found)
+        # With all state on disk, and not a byte more.
+        least = replace(PROBLEM, host_budget_bytes=least_without_state() + staging_bytes, disk=True)
+        found = plan(least, "milp", timeout_s=1.0)
+        assert host_bytes(found) <= least.host_budget_bytes
+        assert found.bound_s is not None
+        assert found.bound_s <= found.prediction.step_s * (1 + 1e-9)
+        with pytest.raises(NoFeasiblePlan) as caught:
+            plan(replace(least, host_budget_bytes=staging_bytes), "greedy")
+        assert caught.value.budget_bytes == staging_bytes < caught.value.needed_bytes
+
+
+def test_a_disk_whose_buffers_are_larger_than_the_state_is_not_used() -> None:
+    with disk_staging(2 * STATE_BYTES):
+        assert plan(short_of(0), "greedy") == IN_MEMORY
+        with pytest.raises(NoFeasiblePlan, match="host"):
+            plan(short_of(STATE_BYTES), "greedy")

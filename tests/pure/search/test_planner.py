@@ -55,10 +55,13 @@ def problem_of(graph: StepGraph, cluster: Cluster = CLUSTERS["cuda"], hybrid: bo
 
 @st.composite
 def problems(draw: st.DrawFn, training: bool | None = None, clusters: Sequence[str] = tuple(CLUSTERS)) -> Problem:
+    graph, cluster = draw(step_graphs(training=training)), CLUSTERS[draw(st.sampled_from(clusters))]
+    sums = draw(st.booleans()) and cluster.num_ranks == 1
     return problem_of(
-        draw(step_graphs(training=training)),
-        CLUSTERS[draw(st.sampled_from(clusters))],
+        graph,
+        cluster,
         hybrid=draw(st.booleans()),
+        sum_nbytes=state_of(graph) if sums else {},
         base_bytes=draw(st.sampled_from([0, 300])),
     )
 
@@ -108,6 +111,7 @@ def test_nothing_moves_when_everything_fits(problem: Problem) -> None:
         [Phase.FORWARD, Phase.BACKWARD] if Phase.BACKWARD in {o.phase for o in problem.graph.ops} else [Phase.FORWARD]
     )
     keep = keep_everything_timeline(problem.graph, problem.state_nbytes).peak.nbytes + problem.base_bytes
+    keep += sum(bucket.sum_nbytes for bucket in made.buckets)
     assert made.prediction.device_peak_bytes == keep
     assert made.prediction.host_peak_bytes == 0
     assert (made.prediction.exposed_s, made.prediction.hidden_share) == (0, 1)

@@ -1,0 +1,189 @@
+"""The backward reads gradients for `clip_grad_norm_`: the same norm, without a second read, and never a stale one."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from elixir_compile.ir import Update
+from elixir_compile.optim import norms
+from tests.run.test_mixed_precision import mixed_run
+from tests.run.training import Run, loss_of
+from tests.run.updating import hybrid_run, ladder, rows
+
+BF16, FP32 = torch.bfloat16, torch.float32
+TINY = 1e-9
+NUM_PARAMS = 7
+
+
+@contextmanager
+def training(dtype: torch.dtype, home: str, update: Update) -> Iterator[tuple[Run, list[torch.Tensor]]]:
+    """Yield a run of the ladder under such a plan, and its batches."""
+    batches = [batch.to(dtype) for batch in rows(16)]
+    make = hybrid_run if dtype is FP32 else mixed_run
+    options = {} if dtype is FP32 else {"dtype": dtype}
+    with make(ladder(), batches[0], home=home, update=update, **options) as run:
+        yield run, batches
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count gradients that are read for a norm, by who reads."""
+    found: Counter[str] = Counter()
+    sums, each = norms.sum_of_squares, torch._foreach_norm
+
+    def counted_sum(grad: torch.Tensor) -> float:
+        found["sum"] += 1
+        return sums(grad)
+
+    def counted_norms(grads: list[torch.Tensor], *args: float) -> tuple[torch.Tensor, ...]:
+        found["norm"] += len(grads)
+        return each(grads, *args)
+
+    monkeypatch.setattr(norms, "sum_of_squares", counted_sum)
+    monkeypatch.setattr(torch, "_foreach_norm", counted_norms)
+    return found
+
+
+def expected_norm(run: Run) -> torch.Tensor:
+    """Return what torch computes now: of fp32 gradients bit for bit, of others in double."""
+    grads = [param.grad.clone() for param in run.model.parameters() if param.grad is not None]
+    if grads[0].dtype is BF16:
+        return torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt().float()
+    total = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
+    found = torch.nn.utils.get_total_norm(grads)
+    torch.testing.assert_close(found, torch.tensor(total), rtol=1e-6, atol=0, equal_nan=True, check_dtype=False)
+    return found
+
+
+def assert_norm(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fail unless fp32 norms are the same bits, and others rounded from the same sum."""
+    torch.testing.assert_close(found, expected, rtol=0 if dtype is FP32 else 2e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "home", "update"),
+    [
+        (BF16, "host", Update.ACROSS_STEPS),
+        (BF16, "device", Update.AFTER_BACKWARD),
+        (FP32, "host", Update.AFTER_BACKWARD),
+        (FP32, "split", Update.ACROSS_STEPS),
+    ],
+)
+def test_no_gradient_is_read_again(dtype: torch.dtype, home: str, update: Update, reads: Counter[str]) -> None:
+    with training(dtype, home, update) as (run, batches):
+        for number, num_passes in enumerate([1, 1, 2, 2, 4, 4, 1]):
+            reads.clear()
+            for batch in batches[:num_passes]:
+                loss_of(run.compiled, batch).backward()
+            in_backward = reads.total()
+            expected = expected_norm(run)
+            reads.clear()
+            assert_norm(run.optimizer.clip_grad_norm_(1e-3), expected, dtype)
+            if number in (1, 3, 5):  # as many passes as in the step before
+                assert (in_backward, reads.total()) == (NUM_PARAMS, 0)
+            else:
+                assert reads.total() == NUM_PARAMS
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def test_who_does_not_clip_reads_nothing_and_who_stops_reads_once(reads: Counter[str]) -> None:
+    with training(BF16, "host", Update.AFTER_BACKWARD) as (run, batches):
+        run.train(batches[:2])
+        assert not reads
+        loss_of(run.compiled, batches[2]).backward()
+        run.optimizer.clip_grad_norm_(1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        reads.clear()
+        run.train(batches[3:12])
+        assert reads.total() == NUM_PARAMS
+
+
+def unscaled(run: Run) -> None:
+    """Do what `GradScaler.unscale_` does, which leaves versions alone."""
+    grads = [param.grad for param in run.model.parameters()]
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), torch.full((1,), 0.25))
+
+
+def replaced(run: Run) -> None:
+    run.model.steps[1].weight.grad = torch.randn_like(run.model.steps[1].weight)
+
+
+def dropped(run: Run) -> None:
+    run.model.steps[1].weight.grad = None
+
+
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "in place": lambda run: run.model.steps[1].weight.grad.mul_(3.0),
+    "past the version": lambda run: run.model.steps[2].weight.grad.data.mul_(3.0),
+    "unscaled": unscaled,
+    "replaced": replaced,
+    "dropped": dropped,
+    "nan": lambda run: run.model.steps[0].bias.grad.fill_(float("nan")),
+    "inf": lambda run: run.model.steps[0].bias.grad.fill_(float("inf")),
+    "clipped by torch": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), TINY),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_what_somebody_changed_is_read(dtype: torch.dtype, reads: Counter[str]) -> None:
+    with training(dtype, "host", Update.AFTER_BACKWARD) as (run, batches):
+        for name, change in {"nothing": lambda run: None, **CHANGES}.items():
+            loss_of(run.compiled, batches[0]).backward()
+            change(run)
+            expected = expected_norm(run)
+            reads.clear()
+            norm = run.optimizer.clip_grad_norm_(1.0)
+            if expected.isfinite():
+                assert_norm(norm, expected, dtype)
+            else:
+                torch.testing.assert_close(norm, expected, equal_nan=True)
+            if name in ("in place", "replaced"):
+                assert reads.total() == 1, name
+            run.optimizer.zero_grad()
+
+
+def test_gradients_come_out_as_torchs(reads: Counter[str]) -> None:
+    with training(FP32, "host", Update.AFTER_BACKWARD) as (run, batches):
+        for bad, max_norm in ((1.0, 1e-3), (1.0, 1e-3), (1.0, 1e3), (float("inf"), 1e-3), (float("nan"), 1e3)):
+            loss_of(run.compiled, batches[0] * bad).backward()
+            params, twins = list(run.model.parameters()), copy.deepcopy(list(run.model.parameters()))
+            for param, twin in zip(params, twins, strict=True):
+                twin.grad = param.grad.clone()
+            expected = torch.nn.utils.clip_grad_norm_(twins, max_norm)
+            found = run.optimizer.clip_grad_norm_(max_norm)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            for param, twin in zip(params, twins, strict=True):
+                torch.testing.assert_close(param.grad, twin.grad, rtol=0, atol=0, equal_nan=True)
+            run.optimizer.zero_grad()
+
+
+def test_parameters_outside_of_the_model_count(reads: Counter[str]) -> None:
+    with training(BF16, "host", Update.AFTER_BACKWARD) as (run, batches):
+        other = nn.Parameter(torch.ones(3))
+        run.optimizer.add_param_group({"params": [other]})
+        for _ in range(3):
+            loss_of(run.compiled, batches[0]).backward()
+            other.grad = torch.full((3,), 5.0)
+            expected = (expected_norm(run).double() ** 2 + 75.0).sqrt().float()
+            reads.clear()
+            assert_norm(run.optimizer.clip_grad_norm_(1.0), expected, BF16)
+            run.optimizer.zero_grad()
+        assert reads.total() == 1
+
+
+def test_norms_that_fp32_cannot_hold_are_computed_again_in_double() -> None:
+    """A device says infinity of 1e25 and nothing of 1e-25; what landed on the host says more."""
+    for value in (1e25, 1e-25):
+        param = nn.Parameter(torch.zeros(4))
+        param.grad = torch.full((4,), value)
+        known = {id(param): torch.linalg.vector_norm(param.grad)}
+        assert norms.sum_of_all_squares([param], known) == pytest.approx(4 * value**2, rel=1e-6)
+    param.grad.fill_(1.0)
+    assert norms.sum_of_all_squares([param], {id(param): torch.tensor(3.0)}) == 9.0
