@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: venv demo test test-slow lint format bench clean
+.PHONY: venv demo test test-slow fuzz lint format bench clean
 
 venv: $(INSTALLED)
 
@@ -28,6 +28,10 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
+
+# Properties, of values that no run before has drawn.
+fuzz: venv
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m hypothesis --hypothesis-profile=new
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -64,6 +64,7 @@ _ERRORS = (
     "NoFeasiblePlan",
     "NoGraphCaptured",
     "NotPrepared",
+    "OptimizerTooEarly",
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",
@@ -78,7 +79,7 @@ _ERRORS = (
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
 _HOME.update(dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors"))
-_HOME.update(dict.fromkeys(("PeerFailed", "RanksDiffer"), "runtime.errors"))
+_HOME.update(dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.errors"))
 
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ Nothing else in the package touches `torch._*`, except for public re-exports tha
 """
 
 import copy
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -363,7 +364,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     `node._dynamo_source`, which a copy of a graph lacks, torch 2.11 to 2.13. Gone: AOTAutograd does not ask for it.
     """
     copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    copied.meta = dict(gm.meta)
+    copied.meta, copied.compile_subgraph_reason = dict(gm.meta), getattr(gm, "compile_subgraph_reason", None)
     for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
@@ -419,7 +420,7 @@ def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, in
 
     Times are ns on the clock of `time.time_ns`; bytes are below 0 where a block was freed. Only threads that
     inherited the profiler are seen: the caller's and autograd's. `profiler.kineto_results` and `_EventType`, torch
-    2.13. Gone: AttributeError or ImportError in `measure_step` on a CPU.
+    2.11 to 2.13. Gone: AttributeError in `measure_step` on a CPU, ImportError at the first import.
     """
     found: list[tuple[int, int, int]] = []
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
@@ -469,28 +470,72 @@ def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.distributed.all_gather_into_tensor, torch.distributed.reduce_scatter_tensor
 
 
+def scaled_sum(factor: float) -> Any:
+    """Return NCCL's sum of what each rank has times the `factor` of that rank.
+
+    `torch.distributed._make_nccl_premul_sum`, torch 2.11 to 2.13. Gone: AttributeError where ranks weigh gradients.
+    """
+    return torch.distributed._make_nccl_premul_sum(factor)
+
+
 def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
     """Let the DTensor `sharded` hold `local`, of the shape, dtype and values of what it held, at the same version.
 
-    `_local_tensor`, torch 2.11 to 2.13, which FSDP2 sets too. Gone: AttributeError when a parameter is moved.
+    The slot `_local_tensor`, torch 2.11 to 2.13, which FSDP2 sets too. Gone: KeyError when a parameter is moved.
     """
-    torch._C._autograd._unsafe_set_version_counter((local,), (sharded._local_tensor._version,))
-    sharded._local_tensor = local
+    torch._C._autograd._unsafe_set_version_counter((local,), (local_tensor(sharded)._version,))
+    _local_slot().__set__(sharded, local)
 
 
 def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of the DTensor `sharded`: the tensor itself, where `to_local()` makes a view."""
-    return sharded._local_tensor  # see `set_local_tensor`
+    """Return what this rank holds of the DTensor `sharded`: the tensor itself, where `to_local()` makes a view.
+
+    `_local_tensor`, a slot of torch 2.11 to 2.13. Gone: KeyError when a model is prepared for several ranks.
+    """
+    # Not by its name, which waits for an update where a subclass has `awaited_local_tensor`.
+    return _local_slot().__get__(sharded)
 
 
 def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     """Return the DTensor of which this rank holds `local`, laid out as the DTensor `like`.
 
-    `_spec`, torch 2.11 to 2.13, as in FSDP2: `from_local` copies to the mesh's device. Gone: as for `set_local_tensor`.
+    `_spec`, torch 2.11 to 2.13, as in FSDP2: `from_local` copies to the mesh's device. Gone: AttributeError in
+    `prepare` on several ranks.
     """
+    from torch.distributed.tensor import DTensor
+
     spec = like._spec
     form = spec.tensor_meta._replace(dtype=local.dtype)
-    return type(like)(local, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
+    return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
+
+
+def awaited_local_tensor(wait: Callable[[torch.Tensor], None]) -> dict[str, property]:
+    """Return what a subclass of DTensor has so that `wait` runs before torch reads what this rank holds: `to_local()`,
+    `full_tensor()` and checkpoints read it past `__torch_function__`.
+
+    `_local_tensor`, torch 2.11 to 2.13. Gone: a part is read while the host updates it, which tests would see.
+    """
+
+    def read(sharded: torch.Tensor) -> torch.Tensor:
+        wait(sharded)
+        return local_tensor(sharded)
+
+    return {"_local_tensor": property(read)}
+
+
+def foreach_writes() -> frozenset[Any]:
+    """Return torch's functions that write to each tensor of a list, their first argument.
+
+    `torch._foreach_*_`, torch 2.11 to 2.13. Gone: on several ranks, clipping after an update in the backward passes.
+    """
+    return frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name[-1] == "_")
+
+
+@functools.cache
+def _local_slot() -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return vars(DTensor)["_local_tensor"]
 
 
 def default_timeout() -> timedelta:

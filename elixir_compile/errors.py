@@ -18,6 +18,7 @@ Exception
     ├── UnknownSubject     (ValueError)     a name that a plan does not have
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
     ├── NotPrepared        (RuntimeError)   the model was not prepared and cannot be here
+    │   ├── OptimizerTooEarly               an optimizer of parameters that `prepare(model, mesh=...)` has replaced
     │   └── WrongDtype                      parameters in another dtype than the option `param_dtype`
     ├── MasterIgnored      (RuntimeError)   an optimizer that does not keep fp32 masters, on parameters that have them
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
@@ -189,7 +190,8 @@ class UnknownModel(_UnknownName):
 
 
 class PlanMismatch(ElixirError, ValueError):
-    """A plan made for something else; `what` is `graph`, `machine` or `number of ranks`."""
+    """A plan made for something else; `what` is `graph`, `machine`, `number of ranks`, `number of copies` or
+    `reduce dtype`."""
 
     def __init__(self, what: str, expected: str, got: str) -> None:
         super().__init__(what, expected, got)
@@ -281,6 +283,18 @@ class NotPrepared(ElixirError, RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.because} Call `model = elixir_compile.prepare(model)` before compiling it."
+
+
+class OptimizerTooEarly(NotPrepared):
+    """An optimizer of the class `optimizer` holds parameters that `prepare(model, mesh=...)` has replaced since."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(f"{optimizer} holds parameters that `prepare(model, mesh=...)` has replaced since.")
+        self.args = (optimizer,)
+        self.optimizer = optimizer
+
+    def __str__(self) -> str:
+        return f"{self.because} It would train nothing: make the optimizer after `prepare`."
 
 
 class WrongDtype(NotPrepared):

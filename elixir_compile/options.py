@@ -49,8 +49,8 @@ class Options:
     """What `prepare(model, param_dtype=...)` casts fp32 parameters to, with an fp32 master for HybridAdamW. Compiling
     only checks it, because graphs are captured after the cast. None: parameters stay as they are."""
     reduce_dtype: ReduceDtype | None = None
-    """`float32`: gradients of several micro-batches add up in fp32, of parameters that have a master. None: in the
-    dtype of the parameter."""
+    """`float32`: gradients of several micro-batches, and of several ranks, add up in fp32, of parameters that have a
+    master. None: in the dtype of the parameter."""
     search_timeout: float = 10.0
     """Seconds after which `milp` returns the best plan so far, with the gap it has proved."""
     hardware: str | None = None

@@ -28,9 +28,14 @@ def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
     """Return the bytes on the host that fp32 sums of the gradients of `bucket` take there, beside its gradients.
 
     Of parameters on the host: the sums, and a second room, for gradients that arrive while the first ones are what they
-    are added to. Of parameters on the device whose state is not: the sums on their way to the update.
+    are added to. Of parameters on the device whose state is not: the sums on their way to the update. What several
+    ranks reduce in fp32 is the sums; it is the second room that comes on top.
     """
-    if not bucket.sum_nbytes or optim is Tier.DEVICE:
+    if optim is Tier.DEVICE:
+        return 0
+    if bucket.reduce_dtype is not None:
+        return 0 if param is Tier.DEVICE else bucket.shard_grad_nbytes()
+    if not bucket.sum_nbytes:
         return 0
     return bucket.sum_nbytes + (0 if param is Tier.DEVICE else bucket.nbytes)
 

@@ -20,11 +20,15 @@ On several ranks two moments between ops take more than the ops around them, and
   reduce          whole gradients and the flat buffer they are packed in  at the op before the reduce
 ```
 
+Gradients that each rank has whole are averaged where a region ends; room for the largest bucket's means counts in the
+whole backward.
+
 Not modelled: what a kernel allocates for itself, the allocator's rounding, and the moment between two ops in which a
 gather that comes before a release in the schedule holds both.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -48,6 +52,7 @@ from elixir_compile.ir import (
     StorageId,
     Tier,
     Verb,
+    averaged_bytes,
     grad_of,
 )
 
@@ -105,10 +110,14 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     moves = _moves(step, plan, rank)
     end = len(step.ops) - 1
     tally = _Tally(len(step.ops))
-    owned = {param for bucket in plan.buckets for param in bucket.params}
+    owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
     storages = {storage.id: storage for storage in step.storages}
+    whole_bytes: Counter[BucketId] = Counter()
     for name, stays in _stays(step, plan, moves).items():
-        for stay in () if storages[name].kind is Kind.PARAM and name in owned else stays:
+        of = storages[name].of
+        if of is not None and of in owners:
+            whole_bytes[owners[of]] += storages[name].nbytes
+        for stay in () if storages[name].kind is Kind.PARAM and name in owners else stays:
             tally.add(storages[name].kind, storages[name].nbytes, stay.first, stay.last)
     for bucket in plan.buckets:
         for first, last in moves.gathered.get(bucket.id, ()):
@@ -119,8 +128,13 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
         if placements[bucket.id].optim is Tier.DEVICE:
             tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), 0, end)
         if bucket.is_sharded:
-            _add_sharded(tally, bucket, placements[bucket.id], moves, end)
+            _add_gathers(tally, bucket, placements[bucket.id], moves, end)
+        if bucket.is_sharded or bucket.is_packed:
+            _add_reduced(tally, bucket, placements[bucket.id], moves, whole_bytes[bucket.id])
     _add_streamed(tally, step, plan, rank)
+    backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
+    if backward:
+        tally.add(Kind.GRAD, averaged_bytes(plan.buckets, plan.num_copies), backward[0], backward[-1])
     # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
     tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
     return tally.timeline(step, host_bytes(plan, rank))
@@ -163,34 +177,45 @@ def away_bytes(plan: Plan) -> int:
 def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> int:
     """Return the bytes that the host holds of one bucket for `rank`."""
     nbytes = bucket.shard_nbytes(rank)
-    total = nbytes * (2 if bucket.trainable else 1) if placement.param is Tier.HOST else 0
+    both_bytes = nbytes + (bucket.shard_grad_nbytes(rank) if bucket.trainable else 0)
+    total = both_bytes if placement.param is Tier.HOST else 0
     if placement.optim is not Tier.DEVICE:
         total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
         # Staging for a gradient on its way in and an updated parameter on its way out.
-        total += 2 * nbytes if placement.param is Tier.DEVICE and bucket.trainable else 0
+        total += both_bytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total + sum_host_bytes(bucket, placement.param, placement.optim)
 
 
-def _add_sharded(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", end: int) -> None:
-    """What a bucket of several ranks takes beside its gathered copies and whole gradients."""
-    shard_nbytes, on_host = bucket.flat_shard_nbytes, placement.param is not Tier.DEVICE
+def _add_gathers(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", end: int) -> None:
+    """What a bucket of several ranks takes beside its gathered copies until they can be used."""
     for gather, wait in moves.awaited.get(bucket.id, ()):
         if bucket.is_unpacked and wait <= end:
             tally.add(Kind.GATHERED, bucket.flat_nbytes, wait, wait)
-        if on_host:
+        if placement.param is not Tier.DEVICE:
             # It goes at the wait, behind the op before; the op after counts it, or what is copied out, which is more.
-            tally.add(Kind.GATHERED, shard_nbytes, gather, wait - 1 if bucket.is_unpacked else min(wait, end))
-    reduced = moves.reduced_at.get(bucket.id)
+            last = wait - 1 if bucket.is_unpacked else min(wait, end)
+            tally.add(Kind.GATHERED, bucket.flat_shard_nbytes, gather, last)
+
+
+def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", whole_bytes: int) -> None:
+    """What a reduce on several ranks takes beside `whole_bytes` of whole gradients, and what it leaves."""
+    reduced, end = moves.reduced_at.get(bucket.id), tally.num_ops - 1
     if reduced is None:
         return
     grad_end = moves.grad_ends.get(bucket.id, end)
-    tally.add(Kind.GRAD, shard_nbytes, reduced, grad_end if on_host else end)
+    tally.add(Kind.GRAD, bucket.reduced_nbytes, reduced, end if placement.param is Tier.DEVICE else grad_end)
+    if bucket.is_sharded and bucket.is_packed:
+        tally.add(Kind.GRAD, bucket.flat_grad_nbytes, reduced, grad_end)
+    if not reduced:
+        return
+    # A copy that is released behind the op before is gone by then.
+    gone_bytes = bucket.flat_nbytes if bucket.id in moves.replaced else 0
+    new_bytes = at_once_bytes = bucket.reduced_nbytes if grad_end < reduced else 0
     if bucket.is_packed:
-        tally.add(Kind.GRAD, bucket.flat_nbytes, reduced, grad_end)
-    # A copy that is released behind the op before is gone by then, and was as large as the flat buffer.
-    if bucket.id not in moves.replaced and reduced:
-        at_once = shard_nbytes if grad_end < reduced else 0
-        tally.add(Kind.GRAD, bucket.flat_nbytes if bucket.is_packed else at_once, reduced - 1, reduced - 1)
+        # Whole gradients have gone before the shard comes, which may be more where it is wider.
+        more_bytes = max(0, at_once_bytes - whole_bytes) if bucket.is_sharded else 0
+        new_bytes = bucket.flat_grad_nbytes + more_bytes
+    tally.add(Kind.GRAD, max(0, new_bytes - gone_bytes), reduced - 1, reduced - 1)
 
 
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
@@ -292,20 +317,20 @@ class _Tally:
 
     def __init__(self, num_ops: int) -> None:
         self._changes: dict[Kind, NDArray[np.int64]] = {}
-        self._num_ops = num_ops
+        self.num_ops = num_ops
 
     def add(self, kind: Kind, nbytes: int, first: int, last: int) -> None:
         """Count `nbytes` from op `first` to op `last`, both included; nothing when `last` is before `first`."""
         if nbytes and first <= last:
             changes = self._changes.get(kind)
             if changes is None:
-                changes = self._changes[kind] = np.zeros(self._num_ops + 1, dtype=np.int64)
+                changes = self._changes[kind] = np.zeros(self.num_ops + 1, dtype=np.int64)
             changes[first] += nbytes
             changes[last + 1] -= nbytes
 
     def timeline(self, graph: StepGraph, host_bytes: int) -> MemoryTimeline:
         live = {kind: np.cumsum(self._changes[kind][:-1]) for kind in Kind if kind in self._changes}
-        total = functools.reduce(np.add, live.values(), np.zeros(self._num_ops, dtype=np.int64))
+        total = functools.reduce(np.add, live.values(), np.zeros(self.num_ops, dtype=np.int64))
         return MemoryTimeline(
             ops=tuple(op.id for op in graph.ops),
             live_bytes_by_kind={kind: tuple(row.tolist()) for kind, row in live.items()},

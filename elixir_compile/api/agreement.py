@@ -36,9 +36,9 @@ from elixir_compile.api.rank_facts import (
     plan_digest,
 )
 from elixir_compile.errors import ElixirError, InvalidPlan, NoFeasiblePlan
-from elixir_compile.ir import Plan, StepGraph, fingerprint, plan_from_json, plan_to_json
+from elixir_compile.ir import Plan, StepGraph, Tier, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.options import Options
-from elixir_compile.runtime.errors import RanksDiffer, ranks_text
+from elixir_compile.runtime.errors import PeerFailed, RanksDiffer, ranks_text
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.talk import Talk
 from elixir_compile.search import Problem
@@ -46,7 +46,8 @@ from elixir_compile.search import Problem
 _Made = TypeVar("_Made")
 
 _FAULT = "!"
-"""What begins the text of a rank that cannot follow the plan; digests have digits only."""
+"""What begins the text of a rank that cannot go on; digests have digits only, and roll calls begin with a letter."""
+_ROLL = "graphs to run"
 _DIGITS = 24
 """Of each digest in a roll call: two of them and a letter are one short text."""
 _ALIKE = "-"
@@ -143,9 +144,23 @@ def plan_for_all(executor: Executor, problem: Problem, search: Callable[[Problem
     return agreed_plan(executor.ranks.talk, problem, search, settings=settings_of(options))
 
 
+def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: bool) -> None:
+    """Put the buckets of `plan` in force. Where `is_new`, on all ranks at once, and it keeps state on disk, all raise
+    where one has no room for its own: DiskFull there, PeerFailed on the others."""
+
+    def adopt() -> None:
+        executor.adopt(plan.buckets, plan.placements, for_training=for_training)
+
+    if executor.ranks is None or not is_new or all(home.optim is not Tier.DISK for home in plan.placements):
+        adopt()
+    else:
+        told(executor.ranks.talk, "room on the disk", adopt, lambda _: "")
+
+
 def settings_of(options: Options) -> Mapping[str, str]:
     """Return the options, beyond those in a problem, that must be equal on all ranks."""
-    return {"planner": options.planner, "plan": str(options.plan), "inner": options.inner}
+    own = {"planner": options.planner, "plan": str(options.plan), "inner": options.inner}
+    return {**own, "reduce_dtype": str(options.reduce_dtype)}
 
 
 def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
@@ -155,11 +170,32 @@ def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
     return "yes" in executor.ranks.talk.exchange("yes" if is_so else "no", what)
 
 
-def call_the_roll(executor: Executor, key: str, company: str, *, wants_plan: bool) -> "RollCall":
-    """Return what all ranks of `executor` do next, where this one is about to run the graph `key`: see `roll_call`."""
+def call_the_roll(executor: Executor, key: str, company: str, *, wants_plan: bool, doing: str) -> "RollCall":
+    """Return what all ranks of `executor` do next, where this one is about to run the graph `key`: see `roll_call`.
+
+    What failed in an update of this rank is raised here, and is PeerFailed on the others.
+    """
     if executor.ranks is None:
         return RollCall(step=Step.PLAN if wants_plan else Step.RUN, company=company)
-    return roll_call(executor.ranks.talk, key, company, wants_plan=wants_plan)
+    talk = executor.ranks.talk
+    try:
+        executor.check_updates()
+    except Exception as error:
+        with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
+            talk.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
+        raise
+    found = roll_call(talk, key, company, wants_plan=wants_plan, doing=doing)
+    executor.num_calls += 1
+    return found
+
+
+def meet_in_backward(executor: Executor, name: str, ticket: torch.Tensor) -> None:
+    """Return when all ranks of `executor` are about to run the backward of the same call, this one that of the graph
+    `name`, whose forward has `ticket`; RanksDiffer where one runs that of another, or a forward, as behind a graph
+    break that others do not have."""
+    if executor.ranks is not None:
+        what = f"backward of {executor.saved.call_of(ticket)}"
+        executor.ranks.talk.exchange("", what, f"begins the backward of {name}")
 
 
 def _never(problem: Problem) -> Plan:
@@ -184,13 +220,17 @@ class RollCall:
     """A digest of the graphs that all ranks are about to run; empty where they are equal."""
 
 
-def roll_call(talk: Talk, key: str, company: str, *, wants_plan: bool) -> RollCall:
+def roll_call(talk: Talk, key: str, company: str, *, wants_plan: bool, doing: str = "") -> RollCall:
     """Return what all ranks of `talk` do before the graph `key` can run; all of them must call this.
 
-    `company` is that for which this rank has its plan at hand. It is one collective of 96 bytes per rank.
+    `company` is that for which this rank has its plan at hand. It is one collective of 96 bytes per rank. Raises
+    RanksDiffer, which tells what each rank is `doing`, where one does something else.
     """
     here = company or _ALIKE
-    calls = talk.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", "graphs to run")
+    calls = talk.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
+    failed = [place for place, call in enumerate(calls) if call.startswith(_FAULT)]
+    if failed:
+        raise PeerFailed(ranks_at(talk, failed), _ROLL, calls[failed[0]].removeprefix(_FAULT))
     keys = [call[1 : 1 + _DIGITS] for call in calls]
     found = "" if len(set(keys)) == 1 else digest_of(keys)[:_DIGITS]
     if any(call[1 + _DIGITS :] != (found or _ALIKE) for call in calls):

@@ -22,7 +22,7 @@ from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.api.front_end import FrontEnd
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
-from elixir_compile.api.masters import check_masters
+from elixir_compile.api.masters import check_masters, check_reduces
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.saved import load_plan
 from elixir_compile.capture.loss import chunk_loss
@@ -86,6 +86,10 @@ def _compile_gathers(
     if options.param_dtype is not None:
         check_masters(executor.slots.values(), options.param_dtype)
     executor.sums_in_fp32 |= options.reduce_dtype == "float32"
+    if executor.ranks is not None:
+        executor.ranks.reduces_in_fp32 = executor.sums_in_fp32
+        if options.plan is not None:
+            check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
     chunks = chunks_of(gm, options, is_shared=executor.ranks is not None)
     if chunks is None:
         return _compile_as(gm, inputs, options, executor)
@@ -178,6 +182,7 @@ def _compile_as(
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     compilation.loss_chunks = num_chunks
+    compilation.company.ended_at = compat.graph_break_of(gm)
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     calls = FrontEnd(compilation, executor.regions_for(options.inner))
     compiled = front_end(gm, inputs, calls.partition, calls.lower)

@@ -75,6 +75,12 @@ class Capture:
             return {name: numel * bytes_per_element for name, numel in self.numels.items()}
         return self.state_bytes
 
+    def _reduce_dtypes(self, cluster: Cluster, options: Options) -> Mapping[StorageId, str]:
+        """Return what several ranks reduce gradients in, where that is wider than the parameter."""
+        if options.reduce_dtype is None or cluster.num_ranks == 1:
+            return {}
+        return dict.fromkeys(self.masters, options.reduce_dtype)
+
     def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
         """Return the question for one rank of `cluster`, whose parameters HybridAdamW updates.
 
@@ -89,7 +95,8 @@ class Capture:
             budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
             host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
             state_nbytes=self.state_nbytes(state_bytes_per_element),
-            sum_nbytes=sums_of(self.masters, options),
+            sum_nbytes=sums_of(self.masters, options) if cluster.num_ranks == 1 else {},
+            reduce_dtypes=self._reduce_dtypes(cluster, options),
             savings=savings_of(options),
             hybrid=bool(self.numels),
             disk=options.disk_path is not None,

@@ -73,6 +73,16 @@ class Together:
         self._has_run = False
         self.takes_turns = False
         """Whether what waits goes to the host whenever this one runs."""
+        self.ended_at: tuple[str, int, str] | None = None
+        """File, line and reason of the graph break that ended its graph."""
+
+    @property
+    def place(self) -> str:
+        """Its name, and what ended its graph."""
+        if self.ended_at is None:
+            return self._record.name
+        file, line, _ = self.ended_at
+        return f"{self._record.name} (up to the graph break at {file}:{line})"
 
     def begin(self) -> None:
         """Before a forward: plan anew what was crowded, once nothing waits."""

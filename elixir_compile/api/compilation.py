@@ -11,7 +11,7 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
-from elixir_compile.api.agreement import Step, asked_by_all, plan_for_all
+from elixir_compile.api.agreement import Step, adopt_by_all, asked_by_all, plan_for_all
 from elixir_compile.api.cache import plan_for
 from elixir_compile.api.company import Together, earlier_capture, with_room
 from elixir_compile.api.correction import Correction, correct
@@ -89,7 +89,7 @@ class Compilation:
         self._programs = Succession()
         self._ticket_at = -1
         self._chose_strides: bool | None = None
-        self._variants = Variants(executor)
+        self._variants = Variants(executor, name)
         self.loss_chunks: int | None = None
         """In how many chunks its loss is computed; None where it has none that could be."""
         self.is_superseded = False
@@ -189,7 +189,7 @@ class Compilation:
         """Return the plan that the user asked for, which is of the training graph, or one that is found."""
         if self._options.plan is None or self.is_inference:
             return self._searched(problem, self._options)
-        return load_plan_for(self._options.plan, problem.graph, problem.cluster)
+        return load_plan_for(self._options.plan, problem.graph, problem.cluster, problem.num_copies)
 
     # Programs.
 
@@ -243,8 +243,7 @@ class Compilation:
         if not self.is_inference:
             ticket = results[self._captured.num_outputs]
             ran = self._programs.last
-            kept = ran.kept(results, given)
-            self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, kept)
+            self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, ran.kept(results, given))
             self._programs.wait_for(ticket)
         return results
 
@@ -253,6 +252,7 @@ class Compilation:
         self.company.meet(self._executor.saved.waiting(leaving_out=ticket))
         self._executor.saved.bring_back(ticket)
         try:
+            self._variants.begin_backward(ticket)
             return self._backward_of(ticket).forward(args)
         except BaseException:
             self._executor.abandon()
@@ -360,7 +360,7 @@ class Compilation:
                     wants_plan = False
         if executor.generation != self._generation:
             with _compile_lock:
-                executor.adopt(self.plan.buckets, self.plan.placements, for_training=not self.is_inference)
+                adopt_by_all(executor, self.plan, for_training=not self.is_inference, is_new=self._generation < 0)
                 self.is_in_force()
 
     def _wants_plan(self, args: Sequence[Any]) -> bool:

@@ -94,12 +94,13 @@ def _uses_of_all(talk: Talk, executor: Executor, captured: Captured) -> list[Map
         "trains": sorted(slot.name for slot in slots if slot.key in trained),
     }
     said = [json.loads(text) for text in talk.exchange(json.dumps(own), "parameters in use")]
-    for name, sentence in (("model", "{} another model"), ("kind", "{} a graph of {}")):
+    for name, sentence in (("model", "{} another model than {}"), ("kind", "{} a graph of {odd}, {} one of {usual}")):
         divide = Divide.of([use[name] for use in said])
         if divide.odd:
             odd = ranks_at(talk, divide.odd)
             have = f"{ranks_text(odd)} {'has' if len(odd) == 1 else 'have'}"
-            raise RanksDiffer(odd, [sentence.format(have, said[divide.odd[0]][name])])
+            usual, kinds = ranks_text(ranks_at(talk, [divide.usual])), {"odd": said[divide.odd[0]][name]}
+            raise RanksDiffer(odd, [sentence.format(have, usual, **kinds, usual=said[divide.usual][name])])
     return [{name: use[name] for name in ("reads", "trains")} for use in said]
 
 

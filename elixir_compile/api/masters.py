@@ -6,18 +6,20 @@
 What is kept besides the parameter is host memory. A frozen parameter keeps nothing: thawed, its master starts from it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from elixir_compile.errors import WrongDtype
+from elixir_compile.errors import PlanMismatch, WrongDtype
+from elixir_compile.ir import Plan
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import is_shared, own_part
 from elixir_compile.optim.host.fallback import split
 from elixir_compile.options import ParamDtype
 from elixir_compile.runtime.dense import flat
+from elixir_compile.runtime.ranks import Ranks
 from elixir_compile.runtime.slab import Slab, is_slab_memory
 
 _BLOCK = 1 << 22
@@ -53,6 +55,17 @@ def check_masters(slots: Iterable[Slot], name: ParamDtype) -> None:
     for slot in slots:
         if gets_master(slot.param, torch_dtype(name)) and not has_master(slot.param):
             raise WrongDtype(slot.name, str(slot.param.dtype), name)
+
+
+def check_reduces(plan: Plan, slots: Mapping[str, Slot], ranks: Ranks) -> None:
+    """Raise PlanMismatch where `plan` reduces gradients in another dtype than `ranks` do."""
+    for bucket in plan.buckets:
+        params = (slots[name].param for name in bucket.params if name in slots)
+        for param in params if bucket.trainable else ():
+            here = ranks.reduced_dtype(param)
+            planned = param.dtype if bucket.reduce_dtype is None else getattr(torch, bucket.reduce_dtype)
+            if planned != here:
+                raise PlanMismatch("reduce dtype", *(str(dtype).removeprefix("torch.") for dtype in (planned, here)))
 
 
 def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:

@@ -7,13 +7,14 @@ import torch
 
 from elixir_compile.analysis.timeline import bucket_host_bytes
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, library_bytes, machine, scalar_bytes
-from elixir_compile.api.rank_sizes import cluster_of, require_possible
+from elixir_compile.api.rank_sizes import cluster_of
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, Tier, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.registry import ParamState, Slot, planned_states
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.ranks import Ranks
 from elixir_compile.search import Problem
 
 
@@ -59,7 +60,6 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
     """Return the question about `graph` in `company`."""
     is_training = captured.backward is not None
     ranks = executor.ranks
-    require_possible(options, ranks)
     cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
     own = named(captured, executor)
     slots = [executor.slots[name] for name in own]
@@ -77,22 +77,34 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
         name=captured.name,
         graph=graph,
         cluster=cluster,
+        num_copies=1 if ranks is None else ranks.num_copies,
         shards={} if ranks is None else {slot.name: ranks.parts_of(slot.param) for slot in slots},
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), ranks),
         host_budget_bytes=host_budget_bytes(options, ranks) - host_held_bytes,
         host_base_bytes=host_held_bytes,
         state_nbytes={name: state.nbytes for name, state in states.items()},
-        sum_nbytes=sums_of({slot.name: slot.param.numel() for slot in trained if has_master(slot.param)}, options),
+        sum_nbytes=sums_of(_masters(trained), options) if ranks is None else {},
+        reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
         groups={name: state.group for name, state in states.items()},
         savings=savings_of(options),
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         disk=executor.disk is not None,
-        update=update_of(options) if ranks is None else Update.AFTER_BACKWARD,
+        update=update_of(options),
         base_bytes=held_bytes + fixed_bytes,
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
+
+
+def _masters(trained: Sequence[Slot]) -> Mapping[str, int]:
+    return {slot.name: slot.param.numel() for slot in trained if has_master(slot.param)}
+
+
+def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[str, str]:
+    """Return what `ranks` reduce gradients in, by the name of the parameter, where it is not the parameter's dtype."""
+    dtypes = {slot: ranks.reduced_dtype(slot.param) for slot in trained}
+    return {slot.name: str(dtype).removeprefix("torch.") for slot, dtype in dtypes.items() if dtype != slot.param.dtype}
 
 
 def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[str, ParamState]:
@@ -116,7 +128,7 @@ def unread_bytes(captured: Captured, executor: Executor) -> int:
         return 0
     read = set(named(captured, executor))
     slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
-    return sum(_trained_bytes(slot) for slot in slots if executor.running(slot) is None)
+    return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.running(slot) is None)
 
 
 def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int = 0) -> int:
@@ -131,9 +143,9 @@ def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int 
             continue
         if bucket is not None:
             sums_bytes = bucket.spec.sum_nbytes * slot.own_nbytes // bucket.spec.nbytes
-            grads_bytes += 0 if bucket.is_on_host else slot.own_nbytes + sums_bytes
+            grads_bytes += 0 if bucket.is_on_host else bucket.spec.grad_ratio * slot.own_nbytes + sums_bytes
         elif slot.key in executor.trained_eagerly:
-            eager_bytes += _trained_bytes(slot)
+            eager_bytes += _trained_bytes(slot, executor.ranks)
     return device_bytes(executor, leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
 
 
@@ -153,9 +165,10 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
     return total
 
 
-def _trained_bytes(slot: Slot) -> int:
+def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
     """Return the bytes of the gradient and the state."""
-    return slot.own_nbytes + state_bytes_per_element(slot.param) * slot.own.numel()
+    grad_dtype = slot.param.dtype if ranks is None else ranks.reduced_dtype(slot.param)
+    return (grad_dtype.itemsize + state_bytes_per_element(slot.param)) * slot.own.numel()
 
 
 def savings_of(options: Options) -> frozenset[Saving]:

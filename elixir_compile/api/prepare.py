@@ -49,7 +49,7 @@ def prepare(
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
-    ranks = ranks_of(mesh, param_dtype)
+    ranks = ranks_of(mesh)
     with _lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = executor_of(model)

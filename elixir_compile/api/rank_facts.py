@@ -76,7 +76,11 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
     """Return what must be equal on all ranks, line by line: `settings`, parameters and buckets in force."""
     savings = " ".join(sorted(problem.savings))
     own = {"update": str(problem.update or "auto"), "activations": savings, "hybrid optimizer": str(problem.hybrid)}
-    own |= {"disk": str(problem.disk), "number of ranks": str(problem.cluster.num_ranks)}
+    own |= {
+        "disk": str(problem.disk),
+        "number of ranks": str(problem.cluster.num_ranks),
+        "copies": str(problem.num_copies),
+    }
     trained, groups = problem.state_nbytes, problem.groups
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]
     # A graph has them in the order of their uses, which may be another on each rank.
@@ -91,6 +95,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         ),
         *(
             f"bucket {bucket.id} of {' '.join(bucket.params)}, param {placement.param}, optim {placement.optim}"
+            + ("" if bucket.reduce_dtype is None else f", reduced in {bucket.reduce_dtype}")
             + (", streamed" if placement.streamed else "")
             + (", resident" if placement.resident else "")
             for bucket, placement in placed

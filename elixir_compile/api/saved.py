@@ -33,16 +33,18 @@ def load_plan_or_record(path: "str | Path") -> Plan | Record:
     return record_from_json(text) if _says_record(text) else plan_from_json(text)
 
 
-def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster) -> Plan:
-    """Read a plan for `graph` on `cluster`, verified.
+def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster, num_copies: int = 1) -> Plan:
+    """Read a plan for `graph` on `cluster`, whose ranks have `num_copies` of each part, verified.
 
     Raises PlanMismatch with what it was made for and what is here: fingerprints of graphs, names of machines, or
-    numbers of ranks.
+    numbers of ranks or of copies.
     """
     plan = load_plan(path)
     if plan.graph != fingerprint(graph):
         raise PlanMismatch("graph", plan.graph, fingerprint(graph))
     require_same_machine(plan, cluster)
+    if plan.num_copies != num_copies:
+        raise PlanMismatch("number of copies", str(plan.num_copies), str(num_copies))
     plan = plan_at(graph, plan)
     verify(graph, plan)
     return plan
@@ -50,9 +52,10 @@ def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster) -> Pla
 
 def require_same_machine(plan: Plan, cluster: Cluster) -> None:
     """Raise PlanMismatch with both numbers of ranks, or both names, unless `plan` is for `cluster`."""
-    if plan.num_ranks != cluster.num_ranks:
+    num_ranks = plan.num_ranks * plan.num_copies
+    if num_ranks != cluster.num_ranks:
         here = f"{cluster.num_ranks} ({cluster.name})"
-        raise PlanMismatch("number of ranks", f"{plan.num_ranks} ({plan.cluster})", here)
+        raise PlanMismatch("number of ranks", f"{num_ranks} ({plan.cluster})", here)
     if plan.cluster != cluster.name:
         raise PlanMismatch("machine", plan.cluster, cluster.name)
 

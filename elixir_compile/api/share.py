@@ -20,23 +20,20 @@ from elixir_compile.api.meta import materialize_module
 from elixir_compile.capture.modules import executor_of, whole_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.masters import add_master
+from elixir_compile.ops.registry import note_replaced
 from elixir_compile.ops.shards import as_shared, own_part
-from elixir_compile.options import ParamDtype
 from elixir_compile.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def ranks_of(mesh: "DeviceMesh | None", param_dtype: ParamDtype | None) -> Ranks | None:
+def ranks_of(mesh: "DeviceMesh | None") -> Ranks | None:
     """Return the ranks of `mesh`, None where there is one or none."""
     if mesh is None or mesh.size() == 1:
         return None
     if mesh.ndim > 2:
         raise UnsupportedModel("the mesh", f"it has {mesh.ndim} axes; one cuts parameters and one more copies them")
-    if param_dtype == "float16":
-        because = "float16 needs a loss scale, and GradScaler looks at the gradients of one rank alone"
-        raise UnsupportedModel("the mesh", because + ". Use param_dtype='bfloat16'")
     return Ranks(mesh)
 
 
@@ -82,6 +79,8 @@ def share(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> None:
         for name, param in before.items():
             if id(param) not in done:
                 now = _shared(module, name, f"{path}.{name}" if path else name, ranks, dtype)
+                if now is not param:
+                    note_replaced(param)
                 for owner, local in owners[id(param)]:
                     owner._parameters[local] = now
                 done.add(id(param))
@@ -120,7 +119,7 @@ def _shared(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch
 def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:
     """Let the gradient of `param` be its mean over all ranks; RanksDiffer where one has that of another."""
     ranks.talk.meet(name, "a gradient")
-    (mean,) = ranks.means([param.grad])
+    (mean,) = ranks.means([param.grad], param.grad.dtype)
     param.grad.copy_(mean)
 
 

@@ -10,7 +10,9 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from elixir_compile.api.agreement import RollCall, Step, call_the_roll
+import torch
+
+from elixir_compile.api.agreement import RollCall, Step, call_the_roll, meet_in_backward
 from elixir_compile.api.programs import Programs
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Plan
@@ -44,7 +46,9 @@ class Variant(NamedTuple):
 class Variants:
     """What one graph ran as until now, and for which graphs of other ranks it is planned."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, name: str) -> None:
+        """`name` is that of the graph."""
+        self._name = name
         self.key = ""
         """What the roll call says of the graph."""
         self.company = ""
@@ -57,7 +61,19 @@ class Variants:
 
     def call(self, *, wants_plan: bool) -> RollCall:
         """Return what all ranks do before the graph can run; see `roll_call`."""
-        return call_the_roll(self._executor, self.key, self.company, wants_plan=wants_plan or not self.is_planned)
+        wants_plan = wants_plan or not self.is_planned
+        return call_the_roll(self._executor, self.key, self.company, wants_plan=wants_plan, doing=self._doing())
+
+    def begin_backward(self, ticket: torch.Tensor) -> None:
+        """Before the backward of the forward of `ticket`: RanksDiffer where another rank does something else."""
+        meet_in_backward(self._executor, self._name, ticket)
+
+    def _doing(self) -> str:
+        """Return in words where this rank is in its step."""
+        waiting = self._executor.saved.waiting()
+        before = [record.company.place for record in self._executor.compilations if record in waiting]
+        behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
+        return f"is about to run {self._name}{behind}"
 
     def meet(self) -> None:
         """Before the graph is planned for the first time: find out beside which others that is."""

@@ -65,7 +65,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     ranks have the model, all of them call this at once; the first gets the tensors, the others an empty dict.
     """
     model = compat.undo_compile(model)
-    is_first = together_of(model).is_first
+    is_first = together_of(model, "gathers the full state dict").is_first
     copies: dict[object, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in _tensors(model).items():
@@ -105,7 +105,7 @@ def _export_model(model: nn.Module, out: Path) -> Export:
     state = _tensors(model)
     kept, tied = _kept({name: memory_of(value) if value.numel() else name for name, value in state.items()})
     with turn:
-        together = together_of(model)
+        together = together_of(model, "exports the model")
         (header, order), headers = together.step(
             "what is exported", lambda: _header(out, {name: state[name] for name in kept}), lambda made: str(made[0])
         )

@@ -63,7 +63,7 @@ def load(
     """
     model = compat.undo_compile(model)
     with turn:
-        together = together_of(model)
+        together = together_of(model, "loads a checkpoint")
 
         def look() -> _Found:
             return _look(Path(path), (model, optimizer, scheduler), together)

@@ -129,7 +129,7 @@ def save(
     turn.acquire()
     is_handed_over = False
     try:
-        together = together_of(model)
+        together = together_of(model, "saves a checkpoint")
 
         def state() -> _State:
             return _state_of(target, (model, optimizer, scheduler), step, extra, together)

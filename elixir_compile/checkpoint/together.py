@@ -82,8 +82,13 @@ class Together:
         raise RanksDiffer([ranks[place] for place in odd], told)
 
 
-def together_of(model: nn.Module) -> Together:
-    """Return the ranks that have `model`; all of them must ask at once, where there are several."""
+def together_of(model: nn.Module, doing: str) -> Together:
+    """Return the ranks that have `model`; all of them must ask at once, where there are several.
+
+    In the main thread, where training is, RanksDiffer where one goes on with that; it tells what this rank is `doing`.
+    """
     executor = executor_of(model)
     ranks = None if executor is None else executor.ranks
+    if ranks is not None and threading.current_thread() is threading.main_thread():
+        ranks.talk.exchange("", "a save, load or export", doing)
     return Together(Talk(None, (0,), 0) if ranks is None else ranks.checkpoint_talk)

@@ -1,6 +1,6 @@
 """How long one thing takes on a machine: closed forms, never faster for more bytes."""
 
-from elixir_compile.cost.collective import collective_s
+from elixir_compile.cost.collective import average_s, collective_s
 from elixir_compile.cost.compute import is_free, op_s
 from elixir_compile.cost.disk import disk_s
 from elixir_compile.cost.host_memory import host_memory_s, update_bytes
@@ -11,6 +11,7 @@ from elixir_compile.cost.update import stream_bytes, stream_s, streamed_bytes, u
 __all__ = [
     "Measured",
     "Stretch",
+    "average_s",
     "collective_s",
     "copy_s",
     "corrected_s",

@@ -1,7 +1,7 @@
 """What a training step is: its graph, its buckets, its schedule, its plan and its record, as plain values."""
 
 from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.bucket import Bucket, Placement, averaged_bytes
 from elixir_compile.ir.codec import (
     graph_from_json,
     graph_to_json,
@@ -62,6 +62,7 @@ __all__ = [
     "Tier",
     "Update",
     "Verb",
+    "averaged_bytes",
     "fingerprint",
     "grad_of",
     "graph_at",

@@ -1,10 +1,14 @@
 """Parameters that travel together, and where their training state lives."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, StorageId, Tier
+
+_REDUCED_BYTES = {"float32": 4}
+"""Bytes of an element, by the dtypes that gradients of other dtypes may be reduced in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,8 @@ class Bucket:
     where those are wanted, and one rank has all. 0 where gradients add up in their own dtype."""
     group: int = 0
     """The param group of the optimizer that updates the parameters, counted over all optimizers."""
+    reduce_dtype: str | None = None
+    """What several ranks reduce gradients in, which stay in it; None for the dtype of the parameters."""
 
     def __post_init__(self) -> None:
         if min(self.numel, self.nbytes, self.state_nbytes, self.sum_nbytes, *self.shard_numels, self.group) < 0:
@@ -36,6 +42,14 @@ class Bucket:
             raise InvalidPlan(f"bucket {self.id} lists a parameter twice.")
         if self.state_nbytes and not self.trainable:
             raise InvalidPlan(f"bucket {self.id} is frozen, yet has {self.state_nbytes} bytes of optimizer state.")
+        if self.reduce_dtype is not None and not self._may_reduce():
+            raise InvalidPlan(
+                f"bucket {self.id} reduces gradients of {self.dtype} in {self.reduce_dtype}; expected "
+                f"{' or '.join(_REDUCED_BYTES)} of narrower ones."
+            )
+
+    def _may_reduce(self) -> bool:
+        return _REDUCED_BYTES.get(self.reduce_dtype or "", 0) * self.numel > self.nbytes
 
     @property
     def is_sharded(self) -> bool:
@@ -69,21 +83,50 @@ class Bucket:
     @property
     def is_packed(self) -> bool:
         """Whether gradients are copied into a flat buffer before a reduce: one whose rows divide evenly is one."""
-        return self.is_sharded and (len(self.params) > 1 or self.flat_nbytes != self.nbytes)
+        is_one = len(self.params) == 1 and self.flat_nbytes == self.nbytes
+        return self.reduce_dtype is not None or (self.is_sharded and not is_one)
+
+    @property
+    def grad_ratio(self) -> int:
+        """How many times the bytes of its parameter a gradient has from its reduce on."""
+        if self.reduce_dtype is None or not self.nbytes:
+            return 1
+        return _REDUCED_BYTES[self.reduce_dtype] * self.numel // self.nbytes
+
+    @property
+    def flat_grad_nbytes(self) -> int:
+        """Bytes of the flat buffer that gradients are reduced from."""
+        return self.grad_ratio * self.flat_nbytes
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of what a reduce leaves on a rank, padding included."""
+        return self.grad_ratio * (self.flat_shard_nbytes if self.is_sharded else self.nbytes)
 
     def shard_nbytes(self, rank: int = 0) -> int:
-        """Return the bytes of the parameters, and of the gradient, that `rank` owns."""
+        """Return the bytes of the parameters that `rank` owns."""
         return self.nbytes * self.shard_numels[rank] // max(self.numel, 1) if self.is_sharded else self.nbytes
+
+    def shard_grad_nbytes(self, rank: int = 0) -> int:
+        """Return the bytes of the gradients that `rank` owns, once they are reduced."""
+        return self.grad_ratio * self.shard_nbytes(rank)
 
     def update_grad_nbytes(self, rank: int = 0) -> int:
         """Return the bytes of the gradient that the update of what `rank` owns reads: of the sums, where there are."""
-        return self.sum_nbytes or self.shard_nbytes(rank)
+        return self.sum_nbytes or self.shard_grad_nbytes(rank)
 
     def shard_state_nbytes(self, rank: int = 0) -> int:
         """Return the bytes of optimizer state that `rank` owns."""
         if not self.is_sharded:
             return self.state_nbytes
         return self.state_nbytes * self.shard_numels[rank] // max(self.numel, 1)
+
+
+def averaged_bytes(buckets: Iterable[Bucket], num_copies: int) -> int:
+    """Return the bytes that a backward takes for a moment to average gradients that each rank has whole: the means are
+    new, bucket by bucket, and the largest one counts. Those that are packed count on their own."""
+    whole = (bucket for bucket in buckets if bucket.trainable and not (bucket.is_sharded or bucket.is_packed))
+    return max((bucket.nbytes for bucket in whole if len(bucket.shard_numels) * num_copies > 1), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

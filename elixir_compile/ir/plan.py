@@ -70,6 +70,8 @@ class Plan:
     """Fingerprint of the `StepGraph`."""
     cluster: str
     """The machine the plan is for: `1 x cpu`."""
+    num_copies: int = 1
+    """How many ranks have each part of a bucket; the others have other parts."""
     budget_bytes: int
     base_bytes: int = 0
     """Device bytes that training holds outside this graph at every op; counted into the peak, never moved."""
@@ -110,8 +112,11 @@ class Plan:
             raise InvalidPlan(
                 f"plan {self.name} has a budget of {self.budget_bytes} and a base of {self.base_bytes} bytes."
             )
-        if self.loss_chunks < 1:
-            raise InvalidPlan(f"plan {self.name} has a loss of {self.loss_chunks} chunks; expected 1 or more.")
+        if min(self.loss_chunks, self.num_copies) < 1:
+            raise InvalidPlan(
+                f"plan {self.name} has a loss of {self.loss_chunks} chunks and {self.num_copies} copies of its parts; "
+                "expected 1 or more."
+            )
         if self.bound_s is not None and not math.isfinite(self.bound_s):
             raise InvalidPlan(f"plan {self.name} has a bound of {self.bound_s} s; expected a finite number.")
         unknown = set(sizes.symbols_of(self.formula) if self.formula else ()).difference(dict(self.symbols))
@@ -120,7 +125,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share each bucket."""
+        """Ranks that share each bucket: all of them, or those of one copy."""
         return len(self.buckets[0].shard_numels) if self.buckets else len(self.schedules)
 
     @property
@@ -171,6 +176,7 @@ class Plan:
         lines += [f"  binding {word(row)}" for row in self.binding]
         lines += [f"  formula {word(self.formula)}"] if self.formula else []
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
+        lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
         lines += [f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else []
         return lines
 
@@ -216,6 +222,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
         "trainable" if bucket.trainable else "frozen",
         *([f"group {bucket.group}"] if bucket.group else []),
         *([f"sums {bucket.sum_nbytes}"] if bucket.sum_nbytes else []),
+        *([] if bucket.reduce_dtype is None else [f"reduce {word(bucket.reduce_dtype)}"]),
         f"param {placement.param}  optim {placement.optim}",
     ]
     parts += ["streamed"] if placement.streamed else []

@@ -64,7 +64,8 @@ def parse_plan(text: str) -> Plan:
     page.advance()
     binding = _lines(page, "binding")
     formula = _lines(page, "formula")
-    loss_chunks = _loss_chunks(page)
+    loss_chunks = _count(page, "loss")
+    num_copies = _count(page, "copies")
     update = _update(page)
     symbols = _symbols(page)
     placed = _section(page, "buckets", _bucket)
@@ -80,6 +81,7 @@ def parse_plan(text: str) -> Plan:
             name=name,
             graph=graph,
             cluster=cluster,
+            num_copies=num_copies,
             budget_bytes=budget_bytes,
             base_bytes=base_bytes,
             buckets=tuple(bucket for bucket, _ in placed),
@@ -102,9 +104,9 @@ def parse_plan(text: str) -> Plan:
     )
 
 
-def _loss_chunks(page: Page) -> int:
-    """Read the row that says in how many chunks the loss is computed, where there is one."""
-    if not page.row.skip("loss"):
+def _count(page: Page, title: str) -> int:
+    """Read the row `title` that says how many there are, where there is one; else there is one."""
+    if not page.row.skip(title):
         return 1
     count = page.row.integer()
     page.advance()
@@ -251,6 +253,7 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
     trainable = row.either("trainable", "frozen")
     group = row.integer() if row.skip("group") else 0
     sum_nbytes = row.integer() if row.skip("sums") else 0
+    reduce_dtype = row.name("a dtype") if row.skip("reduce") else None
     row.keyword("param")
     param = row.choice(Tier)
     row.keyword("optim")
@@ -271,6 +274,7 @@ def _bucket(row: Row) -> tuple[Bucket, Placement]:
         shard_numels=shard_numels,
         group=group,
         sum_nbytes=sum_nbytes,
+        reduce_dtype=reduce_dtype,
     )
     return bucket, placement
 

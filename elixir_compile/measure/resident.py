@@ -15,8 +15,7 @@ from typing import Self
 
 import torch
 
-from elixir_compile import compat
-from elixir_compile.ops.shards import is_shared
+from elixir_compile.ops.shards import own_part
 from elixir_compile.runtime.slab import is_slab_memory
 
 
@@ -59,7 +58,7 @@ class Resident:
 def _cpu_storages() -> Iterator[torch.UntypedStorage]:
     for tensor in _tensors():
         # A DTensor has no memory but this rank's part.
-        own = compat.local_tensor(tensor) if is_shared(tensor) else tensor
+        own = own_part(tensor)
         try:
             storage = own.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have none

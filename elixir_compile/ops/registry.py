@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from elixir_compile.errors import ElixirWarning, NotPrepared, UnsupportedModel
+from elixir_compile.errors import ElixirWarning, NotPrepared, OptimizerTooEarly, UnsupportedModel
 from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
 
 
@@ -124,6 +124,7 @@ class Slot:
         """
         if is_sharded(self.param):
             self.sink.meet(self)
+        self.sink.settle(self)
         return whole(self.param, self.device)
 
     def handle(self) -> torch.Tensor:
@@ -160,6 +161,7 @@ _KEYS = itertools.count()
 _BY_KEY: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
 _BY_PARAM = WeakTensorKeyDictionary()
 _HYBRID = WeakTensorKeyDictionary()
+_REPLACED = WeakTensorKeyDictionary()
 
 
 def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: GradientSink) -> Slot:
@@ -242,4 +244,22 @@ def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
     torch.autograd.graph.increment_version([param for param in params if slot_of(param) is not None])
 
 
+def note_replaced(param: torch.Tensor) -> None:
+    """Note that `param` is no parameter of its model any more: several ranks have parts of another in its place."""
+    _REPLACED[param] = True
+
+
+def _require_present(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Before a step: OptimizerTooEarly where `optimizer` was made before its model was prepared for several ranks, and
+    would never update its parameters."""
+    if len(_REPLACED):
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        with torch.DisableTorchFunctionSubclass():  # an update may be queued, and leaves gradients as they are
+            # One that has a gradient is still in use, as where it was tied into a module beside the model.
+            is_early = any(param in _REPLACED and param.grad is None for param in params)
+        if is_early:
+            raise OptimizerTooEarly(type(optimizer).__name__)
+
+
+register_optimizer_step_pre_hook(_require_present)
 register_optimizer_step_post_hook(_note_update)

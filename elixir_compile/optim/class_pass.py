@@ -8,6 +8,7 @@ computes in each step again: a new learning rate or step count is an input of th
 """
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.optim.class_step import ClassStep, Row
 from elixir_compile.optim.dry_step import Kept
-from elixir_compile.optim.host import crew_for
+from elixir_compile.optim.host import Crew, crew_for
 from elixir_compile.optim.host.formula import is_same, samples
 from elixir_compile.optim.host.native import Pass, compiled
 from elixir_compile.optim.host.tape import Form, Recorder, TapeError
@@ -44,6 +45,9 @@ class ClassPasses:
     """The passes of one optimizer."""
 
     def __init__(self) -> None:
+        self.crew: Crew | None = None
+        """Whose threads run the passes; None for those beside no device."""
+        self._lock = threading.Lock()
         self._passes: dict[Form, Pass | None] = {}
         """None where a form has none."""
         self._said: set[str] = set()
@@ -68,7 +72,7 @@ class ClassPasses:
             run = self._passes[form]
             assert run is not None
             tensors = [_tensors_of(row, names) for row, _ in members]
-            _take(run, form, numbers, tensors)
+            _take(run, form, numbers, tensors, self.crew or crew_for())
             for (row, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
                 if grad is not row.grad and any(place == 1 for place, _ in form.outputs):
                     row.grad.data.copy_(grad)
@@ -78,11 +82,13 @@ class ClassPasses:
     def _recorded(self, step: ClassStep, row: Row, names: Sequence[str]) -> Recorded | None:
         try:
             recorded = _record(step, row, names)
-            if recorded.form not in self._passes:
-                self._passes[recorded.form] = None
-                run = compiled(recorded.form)
-                _compare(run, recorded.form, step, row, names)
-                self._passes[recorded.form] = run
+            with self._lock:  # a step without a plan may run beside the worker
+                if recorded.form not in self._passes:
+                    self._passes[recorded.form] = None
+                    run = compiled(recorded.form)
+                    _compare(run, recorded.form, step, row, names)
+                    self._passes[recorded.form] = run
+                return recorded if self._passes[recorded.form] is not None else None
         except TapeError as error:
             because = str(error)
             if because not in self._said:
@@ -93,7 +99,6 @@ class ClassPasses:
                     because,
                 )
             return None
-        return recorded if self._passes[recorded.form] is not None else None
 
 
 def _key_of(row: Row, names: Sequence[str]) -> object:
@@ -106,7 +111,10 @@ def _key_of(row: Row, names: Sequence[str]) -> object:
         and one.is_contiguous()
         for one in tensors
     )
-    if not is_plain or row.grad.dtype != torch.float32 or not row.weight.numel():
+    is_dense = row.grad.dtype == torch.float32 and row.grad.layout == torch.strided
+    if not (is_plain and is_dense and row.weight.numel()):
+        return None
+    if len({one.data_ptr() for one in (row.grad, *tensors)}) <= len(tensors):  # what is one tensor twice
         return None
     counts = tuple((name, _known(value)) for name, value in row.state.items() if name not in names)
     return None if any(value is None for _, value in counts) else (shape, counts)
@@ -123,7 +131,7 @@ def _record(step: ClassStep, row: Row, names: Sequence[str]) -> Recorded:
     """Return what `step` computes for `row`, which stays as it is."""
     empty = [torch.empty(row.weight.shape, dtype=torch.float32, device="meta") for _ in range(2 + len(names))]
     recorder = Recorder(empty)
-    state = {name: _own(value) for name, value in row.state.items()}
+    state = {name: _own(value) for name, value in row.state.items() if name not in names}
     state.update(zip(names, empty[2:], strict=True))
     dry = Row(weight=empty[0], grad=empty[1], state=state)
     try:
@@ -165,14 +173,14 @@ def _tensors_of(row: Row, names: Sequence[str]) -> list[torch.Tensor]:
     return [row.weight, like(row.grad, row.weight), *(row.state[name] for name in names)]
 
 
-def _take(run: Pass, form: Form, numbers: Sequence[float], rows: Sequence[Sequence[torch.Tensor]]) -> None:
+def _take(run: Pass, form: Form, numbers: Sequence[float], rows: Sequence[Sequence[torch.Tensor]], crew: Crew) -> None:
     """Run over `rows`, over neighbours in memory at once."""
     for members, tensors in runs(rows, [0] * len(rows)):
 
         def part(start: int, stop: int, tensors: Sequence[torch.Tensor] = tensors) -> None:
             run([one.data_ptr() + start * one.element_size() for one in tensors], numbers, stop - start)
 
-        crew_for().run(tensors[0].numel(), part)
+        crew.run(tensors[0].numel(), part)
         # Autograd must see what changed; of gradients the class's own step shows nothing either.
         written = [rows[index][place] for index in members for place, _ in form.outputs if place != 1]
         torch.autograd.graph.increment_version(written)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from elixir_compile.optim.class_pass import ClassPasses
 from elixir_compile.optim.class_step import ClassStep, Row
 from elixir_compile.optim.dry_step import Kept, dry_step, form_of
+from elixir_compile.optim.host import crew_for
 from elixir_compile.optim.rule import State
 from elixir_compile.optim.shadow import attributes_of
 
@@ -76,7 +77,8 @@ class ClassRule:
         return self.kept(group, param.dtype).dtypes
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
-        """Do nothing: the class makes the state at its first step."""
+        """Note `device`; the class makes the state at its first step."""
+        self._passes.crew = crew_for(device)
 
     def update(
         self,

@@ -42,7 +42,7 @@ class ClassStep:
             if shadow.data_ptr() != row.weight.data_ptr():  # the class wrote `param.data = ...`
                 row.weight.copy_(shadow.detach())
             if shadow in optimizer.state:
-                row.state.update(optimizer.state[shadow])
+                row.state.update({name: _apart(value, row.grad) for name, value in optimizer.state[shadow].items()})
 
     def take_dry(self, row: Row) -> tuple[torch.Tensor, State]:
         """Take the step on tensors of the device `meta`, for a host; return the weight and the state after it."""
@@ -58,6 +58,13 @@ class ClassStep:
 
     def _shadow(self, shadows: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
         return shadow_of(self.cls, self.attributes, {**_beside(self.group, beside), "params": list(shadows)})
+
+
+def _apart(value: Any, grad: torch.Tensor) -> Any:
+    """Return an entry of a state; a copy where the class kept the gradient itself, which is the user's."""
+    if not isinstance(value, torch.Tensor) or {value.layout, grad.layout} != {torch.strided}:
+        return value
+    return value.clone() if value.dim() and value.data_ptr() == grad.data_ptr() else value
 
 
 def _beside(group: Mapping[str, Any], weight: torch.Tensor) -> Mapping[str, Any]:

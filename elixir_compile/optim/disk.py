@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from elixir_compile.errors import DiskFailed
+from elixir_compile.ops.shards import own_part
 from elixir_compile.runtime import disk_file
 from elixir_compile.runtime.dense import flat
 from elixir_compile.runtime.disk import DiskRegion, DiskStore
@@ -63,7 +64,7 @@ class DiskHome:
         for param in params:
             # As a slab does it, so that neighbours are updated as one here too: see `neighbours`.
             step = max(ALIGN_BYTES // param.element_size(), 1)
-            room = Room(param.detach(), -(-self._numel // step) * step)
+            room = Room(own_part(param).detach(), -(-self._numel // step) * step)
             self._rooms[id(param)], self._numel = room, room.end
         self._regions: dict[Kind, DiskRegion] = {}
         self._written: set[tuple[int, Kind]] = set()

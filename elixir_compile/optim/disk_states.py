@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.errors import InvalidOption
@@ -93,6 +93,7 @@ class DiskStates:
         home = own[0].home
         if self._reads is None or self._reads.nbytes < home.least_bytes:
             self.settle()
+            self._reads = None  # whose memory goes before there is more
             self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
         pieces = home.pieces([state.param for state in own], self._reads.nbytes)
         self._reads.announce(pieces)
@@ -131,7 +132,8 @@ class DiskStates:
             )
         if disk not in self._stores:
             path, check = disk
-            self._stores[disk] = DiskStore(os.fspath(path), check=check)
+            rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
+            self._stores[disk] = DiskStore(os.fspath(path), check=check, rank=rank)
             # What was registered last runs first: updates that are queued then still find their store open.
             atexit.register(_finish, weakref.ref(self))
         return self._stores[disk]

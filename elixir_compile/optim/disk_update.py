@@ -59,6 +59,13 @@ class DiskUpdate:
                 raise
             self._home.note_update(cut.state.param for own in cuts for cut in own)
             self._reads.write(piece, self._wrote)
+        try:
+            for part, own in zip(parts, cuts, strict=True):
+                # A rank may have nothing of a parameter, and counts its steps as the others do.
+                _update_slices(rule, [cut.nothing() for cut in own if not cut.flat_weight.numel()], part.group)
+        except BaseException as error:
+            self._home.fail(error)
+            raise
         for own in cuts:
             for cut in own:
                 cut.finish()
@@ -126,6 +133,11 @@ class _Cut:
             if self.state.kinds.get(name) == dtype
         }
         return _Slice(self, slice(start - self.room.start, end - self.room.start), room)
+
+    def nothing(self) -> _Slice:
+        """Return the slice of a parameter without elements."""
+        room = {name: torch.empty(0, dtype=dtype) for name, dtype in self.state.kinds.items()}
+        return _Slice(self, slice(0, 0), room)
 
     def finish(self) -> None:
         """Keep what was counted and made, and a weight that could not be updated in place."""

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from elixir_compile.errors import GradientsChanged
-from elixir_compile.optim.guard import name_of
+from elixir_compile.ops.shards import version
+from elixir_compile.optim.guard import name_of, watch
 from elixir_compile.optim.part import snapshot
 from elixir_compile.optim.rule import GRAD_SCALE
 
@@ -69,7 +70,8 @@ class EarlyUpdates:
         now = snapshot(group) if params else {}
         for param in params:
             if param.grad is not None:
-                self._notes[param] = _Note(param.grad, param.grad._version, now)
+                watch(param.grad)
+                self._notes[param] = _Note(param.grad, version(param.grad), now)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> frozenset[nn.Parameter]:
         """Return the parameters that need no update any more, and forget them.
@@ -89,7 +91,7 @@ class EarlyUpdates:
                 note = notes.get(param)
                 if note is None:
                     continue
-                if param.grad is not note.grad or note.grad._version != note.version:
+                if param.grad is not note.grad or version(note.grad) != note.version:
                     raise GradientsChanged(name_of(param), f"{_UPDATED} its gradient was changed")
                 if not _is_same(now, note.group):
                     raise GradientsChanged(name_of(param), f"{_UPDATED} {_difference(now, note.group)}")

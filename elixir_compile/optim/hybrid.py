@@ -24,8 +24,10 @@ from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.early import EarlyUpdates
+from elixir_compile.optim.guard import watch
 from elixir_compile.optim.host.threads import Crew, at_least_threads, bind_thread, crew_for
 from elixir_compile.optim.loading import held, shared_entry, unheld
+from elixir_compile.optim.overflow import Overflow
 from elixir_compile.optim.part import Part, part_of
 from elixir_compile.optim.rule import UpdateRule, scaled
 from elixir_compile.optim.shadow import plain_step
@@ -55,6 +57,7 @@ class Hybrid(torch.optim.Optimizer):
         self._line = UpdateLine()
         self._placer = StatePlacer(self._rule, self._line.fail)
         self._early = EarlyUpdates()
+        self._overflow = Overflow()
         self._is_accumulating = False
         self._has_stepped = False
         self._has_warned = False
@@ -196,6 +199,8 @@ class Hybrid(torch.optim.Optimizer):
             self._warn_where_unplanned()
         factor = self._take_factor()
         with torch.DisableTorchFunctionSubclass():
+            if factor is not None:
+                self._overflow.require_skipped(self.param_groups)
             seen = self._early.check(scaled(self.param_groups, 1.0 if factor is None else factor))
             done = seen if self._has_stepped else frozenset()
             if factor is not None:
@@ -260,11 +265,14 @@ class Hybrid(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether `GradScaler`, which asks before a step, hands its scale to `step()`; else it unscales the gradients
-        itself and skips `step()` on overflow, so that weights, state and step count stay untouched.
+        itself and skips `step()` on overflow, so that weights, state and step count stay untouched. It looks for
+        infinities next, so what several ranks have found is agreed here, at once on all of them: nothing else may ask
+        on one rank alone.
 
         Raises GradientsChanged where this backward has updated with gradients that are still scaled.
         """
         self._early.refuse("a GradScaler asked to unscale its gradient")
+        self._overflow.spread(self.param_groups)
         return self._takes_loss_scale()
 
     @_step_supports_amp_scaling.setter
@@ -334,6 +342,8 @@ class Hybrid(torch.optim.Optimizer):
             with at_least_threads(crew.num_threads):
                 update.run()
             return
+        for param in update.params:
+            watch(param.grad)
         queued = self._line.queue(_as_crew(update.work(arrived), crew), update.label)
         update.bucket.begin_update(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")

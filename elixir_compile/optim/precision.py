@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ops.masters import claim_master, has_master
-from elixir_compile.ops.shards import full, is_shared, own_grad
+from elixir_compile.ops.shards import is_shared, own_grad
 from elixir_compile.optim.guard import KeptGradients
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_state import with_whole_master
@@ -74,13 +74,11 @@ class KeepsMasters(Hybrid):
         """
         mixed, plain = self._by_master()
         kinds = {is_shared(param) for param in plain}
-        is_plain = not mixed and grad_scale == 1.0
-        is_as_torch = is_plain and kinds == {False}
+        is_as_torch = not mixed and grad_scale == 1.0 and kinds == {False}
         known = known_squares([*mixed, *plain], norm_of if is_as_torch else squares_of)
         if is_as_torch:
             return clip_as_torch(plain, max_norm, known)
-        if is_plain and not known and len(kinds) < 2:  # torch's function takes no two kinds together
-            return full(torch.nn.utils.clip_grad_norm_(plain, max_norm))
+        # One way for gradients that ranks share: what is known of them, one rank may not know.
         clip_factor = self._take_clip_factor()
         squares = clip_factor**2 * sum_of_all_squares(mixed, known) + sum_of_all_squares(plain, known)
         is_double = any(param.dtype == torch.float64 for param in plain)

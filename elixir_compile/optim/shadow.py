@@ -11,7 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 _OWN = frozenset(
-    {"state", "param_groups", "step", "_rule", "_line", "_placer", "_early", "_is_accumulating", "_has_stepped"}
+    {"state", "param_groups", "step", "_rule", "_line", "_placer", "_early", "_overflow"}
+    | {"_is_accumulating", "_has_stepped", "_has_warned"}
 )
 """Attributes that no shadow takes: what the optimizer holds, a `step` that a scheduler wrapped, what `Hybrid` adds."""
 

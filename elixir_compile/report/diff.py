@@ -152,6 +152,7 @@ _HEADER: Mapping[str, Callable[[Plan], Figure]] = {
     "name": lambda plan: plan.name,
     "graph": lambda plan: plan.graph,
     "machine": lambda plan: plan.cluster,
+    "copies": lambda plan: plan.num_copies,
     "symbols": lambda plan: " ".join(f"{name}={size}" for name, size in plan.symbols),
     "planner": lambda plan: plan.planner,
     "update": lambda plan: plan.update.value,

@@ -55,6 +55,12 @@ class RunningBucket:
         return self.placement.param is Tier.HOST
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """What gradients are in, on several ranks from their reduce on."""
+        name = self.spec.reduce_dtype
+        return self.slots[0].param.dtype if name is None else getattr(torch, name)
+
+    @property
     def is_updating(self) -> bool:
         """Whether an update is queued that nobody has waited for."""
         return bool(self._queued)
@@ -154,12 +160,13 @@ class RunningBucket:
         """
         # Two take turns when gradients accumulate; making one anew each step would pin and unpin its pages each step.
         free = next((entry for entry in self._grads if all(reference() is None for reference in entry[1])), None)
+        ratio = self._ratio(self.grad_dtype)
         if free is None:
-            slab = Slab(self._total_bytes, pin=self.pin)
+            slab = Slab(ratio * self._total_bytes, pin=self.pin)
         else:
             self._grads.remove(free)
             slab = free[0]
-        room = self._cut_slab(slab)
+        room = self._cut_slab(slab, self.grad_dtype, ratio)
         self._grads.append((slab, [weakref.ref(tensor.untyped_storage()) for tensor in room]))
         return room
 
@@ -178,9 +185,12 @@ class RunningBucket:
     def state_room(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
         """Return zeroed host tensors shaped like the parameters, for one kind of optimizer state; of `dtype`, which is
         no smaller than the parameters', each at as many elements from the start as its parameter."""
-        own = self.slots[0].param.dtype
-        ratio = 1 if dtype is None else dtype.itemsize // own.itemsize
+        ratio = self._ratio(dtype)
         return self._cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), dtype, ratio)
+
+    def _ratio(self, dtype: torch.dtype | None) -> int:
+        """Return how many times as large as the parameters their elements are in `dtype`."""
+        return 1 if dtype is None else dtype.itemsize // self.slots[0].param.dtype.itemsize
 
     def versions(self) -> list[int]:
         """Return the versions of the parameters in bucket order."""

@@ -88,13 +88,13 @@ class DiskRegion:
 class DiskStore:
     """Regions in files of a folder that this process owns, inside the existing folder `path`.
 
-    With `check`, what is read is compared with a checksum of what was written, kept in memory: 4 bytes per block.
-    Raises DiskFailed when `path` is no folder that can be written.
+    With `check`, what is read is compared with a checksum of what was written, kept in memory: 4 bytes per block. Of
+    several ranks, `rank` is in the name of the folder. Raises DiskFailed when `path` is no folder that can be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], check: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], check: bool = False, rank: int | None = None) -> None:
         self._check = check
-        self._folder = PrivateFolder(os.fspath(path))
+        self._folder = PrivateFolder(os.fspath(path), rank)
         self._files: list[DiskFile] = []
         self._num_named = 0
         self._queue = DiskQueue(_NUM_THREADS)

@@ -1,7 +1,7 @@
 """A folder that belongs to one process, and the removal of those whose process died.
 
     disk_path/elixir-disk-<pid>-<random>.lock     locked for as long as the process lives: made first, removed last
-    disk_path/elixir-disk-<pid>-<random>/         the files
+    disk_path/elixir-disk-<pid>-<random>/         the files; of one of several ranks elixir-disk-rank<number>-<pid>-...
 
 The kernel drops the lock however the process ends, `kill -9` included. A process id would not do: it is used again,
 and the same number lives in many containers.
@@ -17,7 +17,7 @@ import shutil
 from elixir_compile.errors import DiskFailed
 
 _LOCK = ".lock"
-_LOCK_NAME = re.compile(r"elixir-disk-\d+-[0-9a-f]{8}\.lock")
+_LOCK_NAME = re.compile(r"elixir-disk-(rank\d+-)?\d+-[0-9a-f]{8}\.lock")
 
 
 class PrivateFolder:
@@ -27,12 +27,13 @@ class PrivateFolder:
     would silently be another disk.
     """
 
-    def __init__(self, parent: str) -> None:
+    def __init__(self, parent: str, rank: int | None = None) -> None:
+        """`rank` is the number of this process where several train one model."""
         self._pid = os.getpid()
         parent = os.path.abspath(parent)  # the process may change its directory before the folder is removed
         try:
             _remove_stale(parent)
-            self._lock_fd, self._lock_path = _make_lock(parent)
+            self._lock_fd, self._lock_path = _make_lock(parent, "" if rank is None else f"rank{rank}-")
             self.path = self._lock_path.removesuffix(_LOCK)
             os.mkdir(self.path, 0o700)
         except OSError as error:
@@ -50,9 +51,9 @@ class PrivateFolder:
         self._lock_fd = -1
 
 
-def _make_lock(parent: str) -> tuple[int, str]:
+def _make_lock(parent: str, prefix: str) -> tuple[int, str]:
     while True:
-        path = os.path.join(parent, f"elixir-disk-{os.getpid()}-{secrets.token_hex(4)}{_LOCK}")
+        path = os.path.join(parent, f"elixir-disk-{prefix}{os.getpid()}-{secrets.token_hex(4)}{_LOCK}")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,8 @@
 ElixirError
 └── _RanksError        (RuntimeError)   ranks that cannot go on together
     ├── PeerFailed                      a rank died, does not answer, or says that it failed
-    └── RanksDiffer                     ranks that do not do the same
+    ├── RanksDiffer                     ranks that do not do the same
+    └── OverflowUnseen                  a rank would take a step that others skip
 ```
 """
 
@@ -51,8 +52,9 @@ class PeerFailed(_RanksError):
         one_of = "" if len(self.ranks) == 1 else "one of "
         return (
             f"no answer from {one_of}{ranks_text(self.ranks)} in {format_s(self.waited_s)} during the exchange of "
-            f"{self.during}: {because}. It died, hangs or is late. Look at its output, then start all ranks again; if "
-            "it was only late, raise the timeout of the process group, init_process_group(timeout=...)."
+            f"{self.during}: {because}. It died, hangs or is late, or does something else: all ranks must call the "
+            "model, its backward, the optimizer and saves alike and as often. Look at its output, then start all ranks "
+            "again; if it was only late, raise the timeout of the process group, init_process_group(timeout=...)."
         )
 
 
@@ -70,7 +72,19 @@ class RanksDiffer(_RanksError):
         rest = f"\n  and {more} more" if more > 0 else ""
         return (
             f"all ranks must do the same, and {ranks_text(self.ranks)} {verb} not do what the others do:"
-            f"{listed}{rest}\nBuild the same model with the same options on all ranks."
+            f"{listed}{rest}\nBuild the same model with the same options on all ranks, and call the model, its "
+            "backward, the optimizer and saves on all of them alike."
+        )
+
+
+class OverflowUnseen(_RanksError):
+    """A gradient overflowed on another rank, and GradScaler on `ranks`, this one, has not found out."""
+
+    def __str__(self) -> str:
+        return (
+            f"a gradient overflowed on another rank, and GradScaler on {ranks_text(self.ranks)} would take the step "
+            "that the other skips. Do not call `scaler.unscale_`: `optimizer.clip_grad_norm_(1.0, grad_scale="
+            "scaler.get_scale())` clips gradients that are scaled."
         )
 
 

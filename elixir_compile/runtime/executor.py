@@ -23,7 +23,7 @@ from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.runtime.publish import publish
 from elixir_compile.runtime.ranks import Ranks
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.sharded import ShardedBucket, ShardReduce
+from elixir_compile.runtime.sharded import ShardedBucket, ShardReduce, new_bucket
 from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, wait_on_compute
 
 
@@ -67,6 +67,8 @@ class Executor:
         self.landed = LandedGradients()
         self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
         """What forwards left for their backward."""
+        self.num_calls = 0
+        """Forwards that all ranks have run together: their number is the same on each."""
         self.nothing = torch.empty(0, device=device)
         """What a forward hands to autograd in place of a value that its plan does not keep on the device."""
 
@@ -94,8 +96,8 @@ class Executor:
         """Return the buckets with their placements; for training, those that were made for it."""
         if for_training and not self._serves_training:
             return ()
-        kept = [bucket for bucket in self._buckets.values() if not (for_training and bucket.is_outdated())]
-        return tuple((bucket.spec, bucket.placement) for bucket in kept)
+        buckets = self._buckets.values()
+        return tuple((one.spec, one.placement) for one in buckets if not (for_training and one.is_outdated()))
 
     def agrees(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, may_adopt: bool) -> bool:
         """Whether `buckets` and `placements` are in force, or, with `may_adopt`, can be put in force beside what is."""
@@ -154,7 +156,7 @@ class Executor:
             for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
                 old.settle()
                 self._buckets.pop(old.spec.id, None)
-            bucket = self._new_bucket(spec, placement, slots)
+            bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
             bucket.settle_home(self.device)
             bucket.disk = self.disk
             self._buckets[spec.id] = bucket
@@ -163,12 +165,6 @@ class Executor:
         if moved:
             self.saved.drop_free_slabs()
         let_state_follow(moved)
-
-    def _new_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> RunningBucket:
-        pin = self.device.type == "cuda"
-        if not spec.is_sharded:
-            return RunningBucket(spec, placement, slots, pin=pin)
-        return ShardedBucket(spec, placement, slots, pin=pin, ranks=self.ranks)
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
         """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
@@ -190,11 +186,16 @@ class Executor:
         # Nothing here reads what a queued update writes.
         with torch.DisableTorchFunctionSubclass():
             follow_thaws(self.slots.values())
+            self.check_updates()
             for bucket in self._buckets.values():
-                bucket.check_update()
                 if bucket.has_drifted():
                     bucket.settle_home(self.device)
                     self.generation += 1
+
+    def check_updates(self) -> None:
+        """Raise what failed in a queued update, if that is known already."""
+        for bucket in self._buckets.values():
+            bucket.check_update()
 
     def end(self) -> None:
         """After a program: let go of the host's parameters, which anybody may write once it has returned.
@@ -215,6 +216,8 @@ class Executor:
         that it was to follow."""
         wait_on_compute(transfer.issued(), self.device)
         transfer.kept = ()
+        if isinstance(transfer, ShardReduce):
+            self._close(transfer.bucket, Verb.REDUCE)
         return transfer.values
 
     def whole(self, bucket_id: BucketId) -> tuple[torch.Tensor, ...]:
@@ -241,7 +244,7 @@ class Executor:
             self._reducing[bucket_id] = reducing = ShardReduce(bucket, params, grads, self._add, self.ledger)
             return reducing
         if self.ranks is not None and grads:
-            params, grads = self.ranks.mean_sums(params, grads)
+            params, grads = self.ranks.mean_sums(params, grads, bucket.grad_dtype, self.ledger, bucket_id)
         with self.ledger.span(Lane.COMPUTE, f"reduce {bucket_id}"):
             for position, grad in zip(params, grads, strict=True):
                 self._add(bucket.slots[position], grad)
@@ -296,7 +299,7 @@ class Executor:
 
     def ticket(self, names: Sequence[str]) -> torch.Tensor:
         """End a forward: return its number, and what `check` compares, the versions of the parameters `names` now."""
-        return self.saved.ticket(self._versions(names))
+        return self.saved.ticket(self._versions(names), self.num_calls)
 
     def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
         """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
@@ -323,7 +326,9 @@ class Executor:
             return
         own = [slot for slot in bucket.slots if slot.key in self._pending]
         is_away = all(self._pending[slot.key][1].device == slot.param.device for slot in own)
-        if own and is_away and not any(compat.has_gradient_hooks(slot.param) for slot in own):
+        # What is added to an earlier gradient on the host is read there, where the copy may still be on its way.
+        is_read = verb is Verb.OFFLOAD and any(slot.param.grad is not None for slot in own)
+        if own and is_away and not is_read and not any(compat.has_gradient_hooks(slot.param) for slot in own):
             self._publish(own)
             let_update([slot.param for slot in own if slot.param.requires_grad], self.d2h.mark())
 

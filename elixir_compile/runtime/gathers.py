@@ -4,6 +4,9 @@ ends, and the thread that runs the step goes on meanwhile:
     gather b1    memory is taken, behind what the device computes now;    worker: update b1 | copy b1 |
     run h.0      needs no b1, and runs
     wait b1      returns when the copy was issued; raises what failed in the update
+
+A bucket that several ranks share is gathered by all of them in the order of the program, whichever has updated first:
+the gather itself waits for this rank's update, and those of other ranks do before they send.
 """
 
 import threading

@@ -3,6 +3,8 @@
     begin_update(p)   type(p) becomes a subclass of what it was
     p.sum(), p.data, p.grad, torch.save(p), an optimizer that reads p, ...
                       p's `__torch_function__` waits for the update, type(p) is what it was, and the call goes on
+    p.to_local(), p.full_tensor(), a checkpoint of p, ...
+                      of a DTensor read this rank's part, which waits too
     p.shape, p.requires_grad, ...
                       are answered at once: an update does not change them
 
@@ -19,7 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from elixir_compile import compat
 from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.shards import is_shared
 
 _Tensor = torch.Tensor
 _UNCHANGED: frozenset[Any] = frozenset(
@@ -35,9 +39,10 @@ _UNCHANGED: frozenset[Any] = frozenset(
 """What an update leaves as it is."""
 
 
-class _Pending(nn.Parameter):
-    """A parameter whose update is queued; `settled` is what it becomes when that is done."""
+class _Pending:
+    """What a parameter has besides while its update is queued; `settled` is the class that it goes back to."""
 
+    __slots__ = ()
     settled: type[nn.Parameter]
 
     @classmethod
@@ -69,14 +74,16 @@ class _Pending(nn.Parameter):
 
 
 @functools.cache
-def _pending(settled: type[nn.Parameter]) -> type[nn.Parameter]:
-    return type(settled.__name__, (_Pending, settled), {"settled": settled, "__module__": settled.__module__})
+def _pending(settled: type[nn.Parameter], *, is_shared: bool) -> type[nn.Parameter]:
+    own = {"settled": settled, "__module__": settled.__module__}
+    reads = compat.awaited_local_tensor(settle) if is_shared else {}
+    return type(settled.__name__, (_Pending, settled), {**own, **reads})
 
 
 def begin_update(param: nn.Parameter) -> None:
     """Let whoever reads `param` wait, from now on, until `end_update`."""
     if not isinstance(param, _Pending):
-        param.__class__ = _pending(type(param))
+        param.__class__ = _pending(type(param), is_shared=is_shared(param))
 
 
 def end_update(param: nn.Parameter) -> None:

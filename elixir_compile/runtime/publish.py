@@ -1,7 +1,8 @@
 """A gradient becomes `param.grad`, or is added to what is there: what autograd does when one reaches a leaf.
 
     reduce dtype None       the sum has the dtype of the parameter, as in eager code
-    reduce dtype float32    from the second micro-batch on the sum is fp32; one micro-batch alone costs nothing more
+    reduce dtype float32    from the second micro-batch on the sum is fp32; one micro-batch alone costs nothing more.
+                            Of several ranks it is fp32 from the first on, as their mean is
 
 Only parameters with a master have such a sum: their update reads gradients of any dtype.
 """
@@ -27,7 +28,7 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], to
     if grad.device != own.device:
         grad = grad.to(own.device)
     if grad.stride() != own.stride():
-        grad = torch.empty_like(own).copy_(grad)
+        grad = torch.empty_like(own, dtype=grad.dtype).copy_(grad)
     if is_shared(param):
         _publish_part(param, grad)
         return
@@ -46,6 +47,8 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], to
 
 
 def _publish_part(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    if grad.dtype != param.dtype:
+        param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
     if compat.has_gradient_hooks(param):
         torch.autograd.backward([param], [as_shared(grad, param)])
     elif param.grad is None:

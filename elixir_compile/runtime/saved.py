@@ -109,6 +109,8 @@ class _Forward:
     groups: dict[str, _Away] = field(default_factory=dict)
     owner: object = None
     """Whose forward it was."""
+    call: int = 0
+    """How many forwards all ranks had run together, it included."""
     device_bytes: int = 0
     given_bytes: int = 0
     """Of inputs, which stay for as long as its backward needs them."""
@@ -178,9 +180,11 @@ class SavedActivations:
         values = tuple(look.at(flats[look.storage]) for look in away.looks)
         return Transfer(label, self._h2d.mark(), values, away.on_host)
 
-    def ticket(self, versions: Sequence[int]) -> torch.Tensor:
-        """End a forward: return its number and `versions`; what it offloaded stays while the tensor's memory does."""
+    def ticket(self, versions: Sequence[int], call: int) -> torch.Tensor:
+        """End a forward, the one of `call`: return its number and `versions`; what it offloaded stays while the
+        tensor's memory does."""
         number, self.next_number = self.next_number, self.next_number + 1
+        self._current.call = call
         self._forwards[number], self._current = self._current, _Forward()
         ticket = torch.tensor([number, *versions], dtype=torch.int64)
         weakref.finalize(ticket.untyped_storage(), self._forget, number).atexit = False
@@ -195,6 +199,10 @@ class SavedActivations:
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
         storages = {compat.storage_key(value): value.untyped_storage() for value in kept}
         forward.kept = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
+
+    def call_of(self, ticket: torch.Tensor) -> int:
+        """Return the call of the forward that `ticket` is of."""
+        return self._forwards[number_of(ticket)].call
 
     def waiting(self, leaving_out: torch.Tensor | None = None) -> list[object]:
         """Return whose forwards wait for their backward, in order, that of the ticket `leaving_out` left out."""

@@ -4,7 +4,9 @@ own    | a a . | b b b | c . .          this rank's parts, one after another, ea
 gather   own of every rank -> rows      one all-gather
          rows -> a, b, c                copied out of the rows, which then are gone; a bucket of one parameter stays
                                         where it was gathered
-reduce   gradients -> rows -> own       one reduce-scatter; a gradient that is its rows already is not copied
+reduce   gradients -> rows -> own       one reduce-scatter, in fp32 where the bucket says so; a gradient that is its
+                                        rows already is not copied. Where other ranks have the same part, then one
+                                        all-reduce with them
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from elixir_compile.ir import Bucket, Lane, Placement
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.exchange import weigh_in
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.ranks import Ranks
 from elixir_compile.runtime.slab import Slab
@@ -74,9 +77,9 @@ class ShardedBucket(RunningBucket):
         """Forget the gathered copy."""
         self.whole = None
 
-    def rows(self) -> torch.Tensor:
-        """Return memory for the parts of all ranks, one row each."""
-        return torch.empty(self.ranks.num_shards, self.own.numel(), dtype=self.own.dtype, device=self.slots[0].device)
+    def rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for the parts of all ranks in `dtype`, one row each."""
+        return torch.empty(self.ranks.num_shards, self.own.numel(), dtype=dtype, device=self.slots[0].device)
 
     def from_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parameters whose parts are `rows`."""
@@ -88,13 +91,17 @@ class ShardedBucket(RunningBucket):
             values.append(_shaped(torch.empty_like(part).copy_(part).view(-1), slot.param))
         return tuple(values)
 
-    def to_rows(self, positions: Sequence[int], grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of `grads`, of the parameters at `positions`, as rows, as they count in the mean; zero where
-        there are none."""
-        is_alone = len(self.slots) == len(grads) == 1 and self.ranks.weight == 1.0
+    def to_rows(self, positions: Sequence[int], grads: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of `grads`, of the parameters at `positions`, as rows of `grad_dtype`, as a reduce-scatter
+        takes them; zero where there are none. May empty `grads`."""
+        is_weighed_later = self.ranks.weighs(self.grad_dtype)
+        if self.ranks.weight == 0.0 and not is_weighed_later:
+            grads.clear()  # before there is memory for as much
+            return self.rows(self.grad_dtype).zero_()
+        is_alone = len(self.slots) == len(grads) == 1 and is_weighed_later and grads[0].dtype == self.grad_dtype
         if is_alone and grads[0].numel() == self.ranks.num_shards * self.own.numel():
             return grads[0].contiguous().view(self.ranks.num_shards, -1)
-        rows = self.rows()
+        rows = self.rows(self.grad_dtype)
         columns = self._columns()
         filled: set[int] = set()
         for position, grad in zip(positions, grads, strict=True):
@@ -102,7 +109,8 @@ class ShardedBucket(RunningBucket):
             filled.add(position)
         for position in set(range(len(self.slots))) - filled:
             rows[:, columns[position]].zero_()
-        self.ranks.weigh_in(rows)
+        if not is_weighed_later:
+            weigh_in(rows, self.ranks.weight)
         return rows
 
     def _columns(self) -> list[slice]:
@@ -120,6 +128,15 @@ class ShardedBucket(RunningBucket):
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
         own = dtype or self.slots[0].param.dtype
         return self.cut(slab.tensor(own, (ratio * self._total_bytes // own.itemsize,), 0))
+
+
+def new_bucket(
+    spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks | None
+) -> RunningBucket:
+    """Return the running side of `spec`, whose parameters `ranks` share, or one rank alone has."""
+    if not spec.is_sharded:
+        return RunningBucket(spec, placement, slots, pin=pin)
+    return ShardedBucket(spec, placement, slots, pin=pin, ranks=ranks)
 
 
 def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -149,7 +166,7 @@ class ShardGather(Transfer):
 
     def __init__(self, bucket: ShardedBucket, h2d: CopyStream, ledger: Ledger) -> None:
         label = f"gather {bucket.spec.id}"
-        own, self._rows = bucket.own, bucket.rows()
+        own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
         device = self._rows.device
         if bucket.is_on_host:
             there = torch.empty_like(own, device=device)
@@ -189,7 +206,15 @@ class ShardReduce(Transfer):
         self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         with ledger.span(Lane.REDUCE, f"reduce {bucket.spec.id}", rows.nbytes):
             self._work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")
+        if bucket.ranks.num_copies > 1:
+            with ledger.span(Lane.REDUCE, f"average {bucket.spec.id}", self._own.nbytes):
+                self._work = bucket.ranks.average_copies(self._own, self._work)
         super().__init__(f"reduce {bucket.spec.id}", None, kept=(rows,))
+
+    @property
+    def bucket(self) -> ShardedBucket:
+        """The bucket whose gradient it is."""
+        return self._bucket
 
     def memory(self) -> tuple[torch.Tensor, ...]:
         """Return what the collective reads and writes, until it is issued."""
@@ -201,7 +226,6 @@ class ShardReduce(Transfer):
             return
         self._work.wait()
         self._work, self.kept = None, ()
-        self._bucket.ranks.average_copies(self._own)
         parts = self._bucket.cut(self._own)
         for position in self._positions:
             self._land(self._bucket.slots[position], parts[position])

@@ -67,10 +67,11 @@ class Talk:
         """Whether no other process answers, and all ranks say what this one says."""
         return self._group is None
 
-    def exchange(self, text: str, what: str) -> tuple[str, ...]:
+    def exchange(self, text: str, what: str, doing: str = "") -> tuple[str, ...]:
         """Return the text of every rank, in the order of `ranks`; `what` says in a few words what the texts are.
 
-        Raises PeerFailed where a rank is dead or silent, and RanksDiffer where one exchanges something else.
+        Raises PeerFailed where a rank is dead or silent, and, where one exchanges something else, RanksDiffer, which
+        tells what each rank is `doing`.
         """
         if self._group is None:
             return (text,) * len(self.ranks)
@@ -78,7 +79,9 @@ class Talk:
         row = _ROW.pack(what.encode()[:_WHAT_BYTES], len(data), data[:_SHORT_BYTES])
         with self.heard(what):
             rows = [_ROW.unpack(found) for found in apart(lambda: self._gathered(row))]
-        self._require_same([name.rstrip(bytes(1)).decode(errors="replace") for name, _, _ in rows])
+        names = [name.rstrip(bytes(1)).decode(errors="replace") for name, _, _ in rows]
+        if len(set(names)) > 1:
+            self._require_same(names, self.exchange(doing or f"exchanges {what}", "what each rank does"))
         lengths = [length for _, length, _ in rows]
         long = [place for place, length in enumerate(lengths) if length > _SHORT_BYTES]
         texts = [start for _, _, start in rows]
@@ -116,7 +119,8 @@ class Talk:
     def meet(self, name: str, what: str) -> None:
         """Return when every rank is about to exchange `what`, called `name`; RanksDiffer where one exchanges another,
         before anything is mixed up."""
-        self._require_same([f"{what}, {found}" for found in self.exchange(name, what)])
+        names = [f"{what}, {found}" for found in self.exchange(name, what, f"exchanges {what}, {name}, in eager code")]
+        self._require_same(names, [f"exchanges {found}" for found in names])
 
     def _whole(self, texts: Sequence[bytes], data: bytes, lengths: Sequence[int], long: Sequence[int]) -> list[bytes]:
         """Return the texts with those at the places `long` whole."""
@@ -138,14 +142,14 @@ class Talk:
         whole = found.numpy().tobytes()
         return [whole[at : at + len(own)] for at in range(0, len(whole), len(own))]
 
-    def _require_same(self, names: Sequence[str]) -> None:
-        """Raise RanksDiffer unless all ranks exchange the same, by `names` in the order of `ranks`."""
+    def _require_same(self, names: Sequence[str], told: Sequence[str]) -> None:
+        """Raise RanksDiffer with what each rank has `told` unless all exchange the same, by `names`; both in the order
+        of `ranks`."""
         if len(set(names)) == 1:
             return
         first = names[0]
         odd = tuple(rank for rank, name in zip(self.ranks, names, strict=True) if name != first)
-        told = (f"{ranks_text([rank])} exchanges {name}" for rank, name in zip(self.ranks, names, strict=True))
-        raise RanksDiffer(odd, tuple(told))
+        raise RanksDiffer(odd, [f"{ranks_text([rank])} {own}" for rank, own in zip(self.ranks, told, strict=True)])
 
     @contextmanager
     def heard(self, what: str) -> Iterator[None]:
@@ -205,7 +209,8 @@ def new_talk(ranks: Sequence[int], timeout: timedelta | None = None) -> Talk:
         )
     except RuntimeError as error:
         others = tuple(other for other in members if other != members[rank])
-        raise PeerFailed(others, "addresses", _reason(error), time.monotonic() - began_s) from error
+        because = f"{_reason(error)}. A model for several ranks is prepared on all of them, with the same mesh"
+        raise PeerFailed(others, "addresses", because, time.monotonic() - began_s) from error
     return Talk(group, members, rank)
 
 

@@ -41,6 +41,7 @@ class QueuedUpdate:
         self.label = label
         self._work: Work | None = work
         self._line = line
+        self._num_failures = line.num_failures
         self._num_threads = torch.get_num_threads()
         self._done = threading.Event()
         self._followers: list[Callable[[], None]] = []
@@ -73,7 +74,7 @@ class QueuedUpdate:
         """Do the work, on the worker, unless an update before it on its line failed."""
         work, self._work = self._work, None
         try:
-            if work is not None and not self._line.has_failed:
+            if work is not None and not self._line.drops(self._num_failures):
                 # OpenMP counts per thread, and threads to come count as the last one that was set: as this one does.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
@@ -102,13 +103,14 @@ class UpdateLine:
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
+        self.num_failures = 0
         self._queued: list[QueuedUpdate] = []
         _lines.add(self)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether an update failed and nobody was told yet."""
-        return self._failure is not None
+    def drops(self, num_failures: int) -> bool:
+        """Whether an update failed that nobody was told of yet, or since one was queued when there were `num_failures`:
+        what is behind a failure does not run, however soon somebody is told."""
+        return self._failure is not None or self.num_failures != num_failures
 
     def queue(self, work: Work, label: str) -> QueuedUpdate:
         """Let the worker do `work` behind everything queued so far, with as many of torch's threads as the caller."""
@@ -132,7 +134,7 @@ class UpdateLine:
 
     def fail(self, error: BaseException) -> None:
         """Keep `error` for whoever waits next."""
-        self._failure = error
+        self._failure, self.num_failures = error, self.num_failures + 1
 
 
 _lines: "weakref.WeakSet[UpdateLine]" = weakref.WeakSet()

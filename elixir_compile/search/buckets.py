@@ -4,7 +4,8 @@
                                         exceeds `max`
 
 A tensor larger than `max`, or used again far away (a tied embedding), travels alone. Data types, and frozen and trained
-parameters, are never mixed, nor are param groups of the optimizer, nor what ranks cut and what each of them has whole.
+parameters, are never mixed, nor are param groups of the optimizer, dtypes that gradients are reduced in, nor what ranks
+cut and what each of them has whole.
 """
 
 import itertools
@@ -31,6 +32,7 @@ class _Param:
     storage: Storage
     is_trained: bool
     group: int
+    reduce_dtype: str | None
     layer: str
     uses: tuple[int, ...]
     """Indices of the forward ops that read it; of the backward ops where the forward never does."""
@@ -45,9 +47,9 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     min_bytes, max_bytes = _bounds(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
-    classes: dict[tuple[str, bool, int, bool], list[_Param]] = {}
+    classes: dict[tuple[str, bool, int, bool, str | None], list[_Param]] = {}
     for param in params:
-        kind = (param.storage.dtype, param.is_trained, param.group, _is_cut(param, problem))
+        kind = (param.storage.dtype, param.is_trained, param.group, _is_cut(param, problem), param.reduce_dtype)
         classes.setdefault(kind, []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
@@ -79,6 +81,7 @@ def _in_first_use_order(problem: Problem) -> list[_Param]:
             storage=storage,
             is_trained=storage.id in trained or problem.state_nbytes.get(storage.id, 0) > 0,
             group=problem.groups.get(storage.id, 0),
+            reduce_dtype=problem.reduce_dtypes.get(storage.id),
             layer=layers[uses[storage.id][0]] if uses[storage.id] else "",
             uses=tuple(uses[storage.id]),
         )
@@ -141,16 +144,16 @@ def _cut(
 def _is_cut(param: _Param, problem: Problem) -> bool:
     """Whether several ranks have a part each of a parameter, and not all of it each."""
     numel = param.storage.nbytes // _ITEM_BYTES.get(param.storage.dtype, 1)
-    return problem.cluster.num_ranks > 1 and set(problem.shards.get(param.storage.id, ())) != {numel}
+    return problem.num_shards > 1 and set(problem.shards.get(param.storage.id, ())) != {numel}
 
 
 def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:
     """Elements of the bucket per rank; a parameter of which nothing is known in equal shards, the last rank pads."""
-    num_ranks = problem.cluster.num_ranks
-    numels = [0] * num_ranks
+    num_shards = problem.num_shards
+    numels = [0] * num_shards
     for param in group:
-        even = -(-(param.storage.nbytes // _ITEM_BYTES[param.storage.dtype]) // num_ranks)
-        for rank, numel in enumerate(problem.shards.get(param.storage.id, (even,) * num_ranks)):
+        even = -(-(param.storage.nbytes // _ITEM_BYTES[param.storage.dtype]) // num_shards)
+        for rank, numel in enumerate(problem.shards.get(param.storage.id, (even,) * num_shards)):
             numels[rank] += numel
     return tuple(numels)
 
@@ -170,6 +173,7 @@ def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
         sum_nbytes=sum(problem.sum_nbytes.get(param.storage.id, 0) for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
-        shard_numels=(numel,) if problem.cluster.num_ranks == 1 else _shards(group, problem),
+        shard_numels=(numel,) if problem.num_shards == 1 else _shards(group, problem),
         group=group[0].group,
+        reduce_dtype=group[0].reduce_dtype,
     )

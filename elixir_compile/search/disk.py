@@ -11,7 +11,6 @@ less state off the device, say by recomputing more, may be better than any of th
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 from elixir_compile.analysis.staging import disk_staging_bytes
@@ -40,9 +39,12 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
         try:
             with_disk = _with_room_for_staging(problem, with_disk, search)
         except NoFeasiblePlan as refused:
-            with suppress(NoFeasiblePlan):
-                return search(in_memory)
-            raise refused
+            try:
+                without = search(in_memory)
+            except NoFeasiblePlan as short:
+                is_less = short.memory == refused.memory and short.needed_bytes < refused.needed_bytes
+                raise (short if is_less else refused) from None
+            return _moved(problem, without, going_to_disk(in_memory, without))
     if problem.on_disk.issuperset(going):
         return with_disk
     try:

@@ -68,7 +68,7 @@ def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kep
     for bucket, home in homes:
         if home.param is Tier.DEVICE:
             resident_bytes += bucket.shard_nbytes()
-            grad_bytes += bucket.shard_nbytes() + bucket.sum_nbytes if bucket.trainable else 0
+            grad_bytes += bucket.shard_grad_nbytes() + bucket.sum_nbytes if bucket.trainable else 0
         if home.resident and (bucket.is_sharded or home.param is not Tier.DEVICE):
             copies_bytes += bucket.flat_nbytes
         if home.optim is Tier.DEVICE:

@@ -133,6 +133,7 @@ def _drafted(problem: Problem, buckets: Sequence[Bucket], homes: Homes, activati
         name=problem.name,
         graph=fingerprint(problem.graph),
         cluster=problem.cluster.name,
+        num_copies=problem.num_copies,
         budget_bytes=problem.budget_bytes,
         base_bytes=problem.base_bytes,
         buckets=tuple(buckets),

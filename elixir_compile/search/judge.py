@@ -34,6 +34,7 @@ class Judge:
             problem.cluster,
             problem.measured,
             facts.activations,
+            problem.num_copies,
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
         self._away_bytes = sum(absence.nbytes for absence in facts.absences) + staging_bytes

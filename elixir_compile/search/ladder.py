@@ -2,12 +2,18 @@
 
 kept, pointwise, matmul, attention, fixed        what is not recomputed stays
 kept, pointwise, matmul, attention, fixed        what is not recomputed leaves
+layer by layer                                   from the first and the leanest of these, while that needs fewer bytes
 """
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from elixir_compile.search.judge import Judge
+from elixir_compile.search.least import fullness
+from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.modes import deepest
+from elixir_compile.search.profiles import profiles
 
 
 def ladder(judge: Judge) -> Iterator[Judge]:
@@ -22,6 +28,12 @@ def ladder(judge: Judge) -> Iterator[Judge]:
                 yield judge.at(modes)
     if not layers:
         yield judge
+        return
+    for start in (judge.at([0] * len(layers)), min(map(judge.at, seen), key=floor_bytes)):
+        modes = _layer_by_layer(judge, start)
+        if modes not in seen:
+            seen.add(modes)
+            yield judge.at(modes)
 
 
 def leanest(judge: Judge) -> Judge:
@@ -32,3 +44,28 @@ def leanest(judge: Judge) -> Judge:
 def floor_bytes(judge: Judge) -> int:
     """Return the device bytes at the judge's modes with every bucket as far off as it can be, gathered at use."""
     return judge.memory.peak_bytes(judge.least_levels, ahead=0)
+
+
+def _layer_by_layer(judge: Judge, start: Judge) -> tuple[int, ...]:
+    """Return the modes that changes of one layer after another lead to from those of `start`, each of which lowers the
+    peak, or the number of segments at it, by the bytes of `profiles`."""
+    facts, now = judge.facts, list(start.facts.modes)
+    more_bytes = [[own.nbytes - layer[0].nbytes for own in layer] for layer in profiles(facts.problem, facts.layers)]
+    changed = {int(slot) + 1 for layer in more_bytes for own in layer for slot in np.flatnonzero(np.diff(own))}
+    memory = MemoryModel(judge.at([0] * len(now)).facts, changed)
+    own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(own) for own in layer] for layer in more_bytes]
+    live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(start.least_levels))
+    live_bytes += sum(layer[mode] for layer, mode in zip(more_bytes, now, strict=True))
+    while True:
+        key, fullest = fullness(live_bytes), int(live_bytes.argmax())
+        found = [
+            (fullness(live_bytes + own - layer[now[i]]), i, mode)
+            for i, layer in enumerate(more_bytes)
+            for mode, own in enumerate(layer)
+            if own[fullest] < layer[now[i]][fullest]
+        ]
+        best, i, mode = min(found, default=(key, 0, now[0]))
+        if best >= key:
+            return tuple(now)
+        live_bytes += more_bytes[i][mode] - more_bytes[i][now[i]]
+        now[i] = mode

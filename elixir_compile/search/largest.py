@@ -18,7 +18,7 @@ MAX_BATCH = 1 << 30
 
 def floor_bytes(problem: Problem) -> int:
     """Return the fewest device bytes that a plan for `problem` needs: every bucket as far off as it can be, gathered
-    at use, and of activations what the leanest rung of the ladder keeps."""
+    at use, and of activations what the leanest rung of the ladder keeps. Nothing says that there is no lower one."""
     return floor_of(leanest(Judge(gather_facts(problem))))
 
 

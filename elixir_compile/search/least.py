@@ -45,14 +45,14 @@ def _lowered(
     two and the levels."""
     now = list(levels)
     live_bytes = rest_bytes + sum((own_bytes[i, level] for i, level in enumerate(now)), np.zeros_like(rest_bytes))
-    key = _fullness(live_bytes)
+    key = fullness(live_bytes)
     while True:
         fullest = int(live_bytes.argmax())
         found: list[tuple[tuple[int, int], int]] = []
         for i, other in enumerate(_others(now, levels, others)):
             more_bytes = own_bytes[i, other] - own_bytes[i, now[i]]
             if more_bytes[fullest] < 0:
-                found.append((_fullness(live_bytes + more_bytes), i))
+                found.append((fullness(live_bytes + more_bytes), i))
         best, i = min(found, default=(key, -1))
         if best >= key:
             return key, tuple(now)
@@ -65,6 +65,7 @@ def _others(now: Sequence[Level], levels: _Levels, others: _Levels) -> list[Leve
     return [b if level is a else a for level, a, b in zip(now, levels, others, strict=True)]
 
 
-def _fullness(live_bytes: NDArray[np.int64]) -> tuple[int, int]:
+def fullness(live_bytes: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the peak, and the number of segments at it."""
     peak_bytes = int(live_bytes.max())
     return peak_bytes, int((live_bytes == peak_bytes).sum())

@@ -82,8 +82,9 @@ def host_bytes_of(bucket: Bucket, level: Level) -> int:
     """Return the host bytes of one rank: state, and parameters and gradients or their staging."""
     if not level.has_state_on_host:
         return 0
+    grad_nbytes = bucket.shard_grad_nbytes() if bucket.trainable else 0
     sums_bytes = sum_host_bytes(bucket, level.home, Tier.HOST)
-    return bucket.shard_nbytes() * (2 if bucket.trainable else 1) + bucket.shard_state_nbytes() + sums_bytes
+    return bucket.shard_nbytes() + grad_nbytes + bucket.shard_state_nbytes() + sums_bytes
 
 
 def host_bytes_without_state(bucket: Bucket, level: Level) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.cost import streamed_bytes
-from elixir_compile.ir import Bucket, Kind, Tier
+from elixir_compile.ir import Bucket, Kind, Tier, averaged_bytes
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, is_gathered
 from elixir_compile.search.stays import Moves, Stay, moves_at_use, spans
@@ -28,7 +28,7 @@ class MemoryModel:
         """`more_starts` are op indices at which segments begin besides those of `facts`."""
         self._facts = facts
         self._sizes = [_Sizes.of(bucket) for bucket in facts.buckets]
-        self._is_sharded = any(sizes.is_sharded for sizes in self._sizes)
+        self._is_shared = any(sizes.is_sharded or sizes.is_packed for sizes in self._sizes)
         self.rest_bytes_per_op = _rest(facts)
         starts = _segment_starts(facts, more_starts)
         self._starts = starts
@@ -57,7 +57,7 @@ class MemoryModel:
             if sizes.is_sharded:
                 self._add_opening(changes, stay, levels[stay.bucket])
         ends = moves.grad_ends
-        lasts = {(stay.bucket, stay.last) for stay in moves.stays} if self._is_sharded else set[tuple[int, int]]()
+        lasts = {(stay.bucket, stay.last) for stay in moves.stays} if self._is_shared else set[tuple[int, int]]()
         for bucket, level in enumerate(levels):
             changes[0] += _resting_bytes(facts.buckets[bucket], level)
             gradients = facts.gradients[bucket]
@@ -68,9 +68,10 @@ class MemoryModel:
                 changes[segment[birth]] += nbytes
                 if whole_end is not None:
                     changes[segment[whole_end + 1]] -= nbytes
-            if self._sizes[bucket].is_sharded:
+            if self._sizes[bucket].is_sharded or self._sizes[bucket].is_packed:
                 is_replaced = (bucket, gradients.complete) in lasts
-                self._add_reduced(changes, bucket, level, ends[bucket], is_replaced=is_replaced)
+                end = ends.get(bucket, facts.num_run - 1)
+                self._add_reduced(changes, bucket, level, end, is_replaced=is_replaced)
         if moves.streamed:
             changes[segment[facts.num_run]] += max(self.streamed_bytes(i, levels[i].home) for i in moves.streamed)
         return self.rest_bytes + np.cumsum(changes[:-1])
@@ -95,22 +96,25 @@ class MemoryModel:
     def _add_reduced(
         self, changes: NDArray[np.int64], bucket: int, level: Level, end: int, *, is_replaced: bool
     ) -> None:
-        """What a gradient takes from its reduce on, which is waited for after op `end`, and at the op before it, where
-        no copy as large goes."""
+        """What a gradient takes from its reduce on, which is waited for after op `end`, and at the op before it, beyond
+        a copy that goes there."""
         gradients, sizes, segment = self._facts.gradients[bucket], self._sizes[bucket], self._segment_of
         assert gradients is not None
         complete = gradients.complete
-        changes[segment[complete + 1]] += sizes.shard_bytes
+        changes[segment[complete + 1]] += sizes.reduced_bytes
         if level.has_param_on_host:
-            changes[segment[end + 1]] -= sizes.shard_bytes
+            changes[segment[end + 1]] -= sizes.reduced_bytes
+        if sizes.is_packed and sizes.is_sharded:
+            changes[segment[complete + 1]] += sizes.flat_grad_bytes
+            changes[segment[end + 1]] -= sizes.flat_grad_bytes
+        new_bytes = at_once_bytes = sizes.reduced_bytes if end == complete else 0
         if sizes.is_packed:
-            changes[segment[complete + 1]] += sizes.flat_bytes
-            changes[segment[end + 1]] -= sizes.flat_bytes
-        at_once_bytes = sizes.shard_bytes if end == complete else 0
-        before_bytes = sizes.flat_bytes if sizes.is_packed else at_once_bytes
-        if not is_replaced:
-            changes[segment[complete]] += before_bytes
-            changes[segment[complete + 1]] -= before_bytes
+            whole_bytes = sum(nbytes for _, nbytes in gradients.births)
+            more_bytes = max(0, at_once_bytes - whole_bytes) if sizes.is_sharded else 0
+            new_bytes = sizes.flat_grad_bytes + more_bytes
+        before_bytes = max(0, new_bytes - (sizes.flat_bytes if is_replaced else 0))
+        changes[segment[complete]] += before_bytes
+        changes[segment[complete + 1]] -= before_bytes
 
     def _add_absence(self, changes: NDArray[np.int64], number: int, back: int, moves: Moves) -> None:
         """Activations that are on the device until they have left, and again from op `back` to their last use."""
@@ -157,9 +161,9 @@ class MemoryModel:
         whole_end = gradients.complete if self._sizes[i].is_packed else next_complete
         for birth, nbytes in gradients.births:
             changes[segment[birth]] += nbytes
-            if leaves:
+            if leaves or bucket.is_packed:
                 changes[segment[whole_end + 1]] -= nbytes
-        if bucket.is_sharded:
+        if bucket.is_sharded or bucket.is_packed:
             is_replaced = any(last == gradients.complete for _, last in spans(self._facts, i, level))
             self._add_reduced(changes, i, level, next_complete, is_replaced=is_replaced)
 
@@ -185,6 +189,8 @@ class _Sizes(NamedTuple):
 
     flat_bytes: int
     shard_bytes: int
+    flat_grad_bytes: int
+    reduced_bytes: int
     is_sharded: bool
     is_unpacked: bool
     is_packed: bool
@@ -192,7 +198,13 @@ class _Sizes(NamedTuple):
     @classmethod
     def of(cls, bucket: Bucket) -> "_Sizes":
         return cls(
-            bucket.flat_nbytes, bucket.flat_shard_nbytes, bucket.is_sharded, bucket.is_unpacked, bucket.is_packed
+            flat_bytes=bucket.flat_nbytes,
+            shard_bytes=bucket.flat_shard_nbytes,
+            flat_grad_bytes=bucket.flat_grad_nbytes,
+            reduced_bytes=bucket.reduced_nbytes,
+            is_sharded=bucket.is_sharded,
+            is_unpacked=bucket.is_unpacked,
+            is_packed=bucket.is_packed,
         )
 
 
@@ -242,6 +254,7 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
     last = facts.num_forward - 1
     dying_bytes = sum(nbytes for end, nbytes in ends if end == last)
     rest[last] += max(0, facts.problem.between_bytes - dying_bytes)
+    rest[facts.num_forward : facts.num_run] += averaged_bytes(facts.buckets, facts.problem.num_copies)
     inputs_bytes = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT)
     rest[facts.num_run :] += max(0, facts.problem.after_bytes - inputs_bytes)
     return rest
@@ -256,10 +269,11 @@ def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int6
         if gradients is not None:
             starts.add(gradients.complete + 1)
             starts.update(birth for birth, _ in gradients.births)
+        # What a gather and a reduce take for a moment counts at one op.
         if bucket.is_sharded:
-            # What a gather and a reduce take for a moment counts at one op.
             starts.update(window.first + 1 for window in windows)
-            starts.update({gradients.complete} if gradients is not None else ())
+        if (bucket.is_sharded or bucket.is_packed) and gradients is not None:
+            starts.add(gradients.complete)
     for absence in facts.absences:
         starts |= {absence.leave + 1, absence.first, *(birth for birth, _ in absence.births)}
         starts.update(last + 1 for last, _ in absence.lasts)

@@ -165,7 +165,7 @@ def _add_gather(table: Table, prices: Prices, facts: Facts, choice: tuple[int, L
         _add(table, prices, Lane.H2D, event, choice, prices.h2d_s[bucket])
     # No path here says that an all-gather comes after a copy that is work for compute.
     if not choice[1].has_param_on_host or _is_copy_on_a_path(prices):
-        _add(table, prices, Lane.GATHER, event, choice, prices.collective_s[bucket])
+        _add(table, prices, Lane.GATHER, event, choice, prices.gather_s[bucket])
 
 
 def _is_copy_on_a_path(prices: Prices) -> bool:
@@ -176,7 +176,8 @@ def _is_copy_on_a_path(prices: Prices) -> bool:
 
 def _add_leaving(table: Table, prices: Prices, facts: Facts, choice: tuple[int, Level], event: int) -> None:
     bucket = facts.buckets[choice[0]].id
-    _add(table, prices, Lane.REDUCE, event, choice, prices.collective_s[bucket])
+    shared_s = prices.reduce_s[bucket] + prices.average_s.get(bucket, 0.0)
+    _add(table, prices, Lane.REDUCE, event, choice, shared_s)
     if choice[1].has_param_on_host:
         _add(table, prices, Lane.D2H, event, choice, prices.d2h_s[bucket])
 

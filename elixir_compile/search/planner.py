@@ -144,10 +144,8 @@ def _least_host(judge: Judge) -> Draft:
 
 
 def _require_minimum(judge: Judge) -> None:
-    if floor_bytes(judge) <= judge.facts.problem.budget_bytes:
-        return
-    least = leanest(judge)
-    if floor_bytes(least) > judge.facts.problem.budget_bytes:
+    if all(floor_bytes(rung) > judge.facts.problem.budget_bytes for rung in ladder(judge)):
+        least = leanest(judge)
         raise _no_plan(least, _furthest(least))
 
 

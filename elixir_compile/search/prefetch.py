@@ -83,9 +83,9 @@ def _wait_late(
         gradients, spec = facts.gradients[bucket], facts.buckets[bucket]
         grown_bytes = sum(nbytes for _, nbytes in gradients.births) if gradients else 0
         if spec.is_packed:
-            grown_bytes = spec.flat_nbytes
-        if levels[bucket].has_param_on_host and spec.is_sharded:
-            grown_bytes += spec.flat_shard_nbytes
+            grown_bytes = spec.flat_grad_nbytes if spec.is_sharded else 0
+        if levels[bucket].has_param_on_host and (spec.is_sharded or spec.is_packed):
+            grown_bytes += spec.reduced_nbytes
         now = ends[bucket]
         if now < end and _take(free_bytes, segment_of(now + 1), segment_of(end + 1), grown_bytes):
             ends[bucket] = end

@@ -17,6 +17,7 @@ class Problem:
     name: str
     graph: StepGraph
     cluster: Cluster
+    """All machines, one rank per device."""
     budget_bytes: int
     """Device bytes that the step may hold at once, `base_bytes` included."""
     host_budget_bytes: int
@@ -26,8 +27,12 @@ class Problem:
     sum_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of the fp32 sum of the gradients of each parameter that has one; on one rank only."""
     shards: Mapping[StorageId, tuple[int, ...]] = field(default_factory=dict)
-    """Elements of each parameter that each rank owns, the first rank the most, or each rank all; a missing one is cut
-    evenly."""
+    """Elements of each parameter that each rank of a group owns, the first rank the most, or each rank all; a missing
+    one is cut evenly."""
+    num_copies: int = 1
+    """How many ranks have each part: the ranks of the cluster are so many groups, each with all parts."""
+    reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
+    """What several ranks reduce the gradient of a trainable parameter in, where that is wider than the parameter."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
     """The param group of each trainable parameter that an optimizer owns already; 0 for any other."""
     hybrid: bool = False
@@ -65,10 +70,15 @@ class Problem:
         for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")
+        if self.num_copies < 1 or self.cluster.num_ranks % self.num_copies:
+            raise InvalidPlan(
+                f"problem {self.name}: {self.cluster.num_ranks} ranks cannot have {self.num_copies} copies of each "
+                "part; expected a number that divides theirs."
+            )
         for param, numels in self.shards.items():
-            if len(numels) != self.cluster.num_ranks or not 0 <= min(numels) <= max(numels) == numels[0]:
+            if len(numels) != self.num_shards or not 0 <= min(numels) <= max(numels) == numels[0]:
                 raise InvalidPlan(
-                    f"problem {self.name}: {param} is in {len(numels)} shards for {self.cluster.num_ranks} ranks, the "
+                    f"problem {self.name}: {param} is in {len(numels)} shards for {self.num_shards} ranks, the "
                     f"largest of {max(numels, default=0)} elements; expected one per rank, the first the largest."
                 )
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
@@ -79,6 +89,11 @@ class Problem:
                     f"problem {self.name}: parameters of bucket {placement.bucket} are on disk, which is not planned "
                     "for."
                 )
+
+    @property
+    def num_shards(self) -> int:
+        """In how many parts parameters are cut."""
+        return self.cluster.num_ranks // self.num_copies
 
     @property
     def on_disk(self) -> frozenset[BucketId]:

@@ -271,7 +271,8 @@ class Program:
             z = self.num_choices + len(self.phases) + self.num_extra
             self.num_extra += 1
             columns.append(np.array([z]))
-            nbytes.append(np.array([float(sum(size for _, size in gradients.births))]))
+            bucket, whole_bytes = facts.buckets[i], sum(size for _, size in gradients.births)
+            nbytes.append(np.array([float(bucket.reduced_nbytes if bucket.is_packed else whole_bytes)]))
             own = self._leaving_columns(i)
             between = np.array([c for j in before[place + 1 :] for c in self._leaving_columns(j)], dtype=np.int64)
             self.rows.append(

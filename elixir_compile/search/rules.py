@@ -66,7 +66,7 @@ def _elixir(judge: Judge) -> Levels:
     The paper's search keeps copies in the order that Belady's rule gives for a chain that runs forward and then back:
     with room for k of K equal chunks it loads 2K - k times, which keeping any k from forward to backward does too.
     """
-    num_ranks = judge.facts.problem.cluster.num_ranks
+    num_ranks = judge.facts.problem.num_shards
     order = (Level.RESIDENT, Level.KEPT)
     if not gathers_first(num_ranks, paper_rates(num_ranks)):
         order = (Level.KEPT, Level.RESIDENT)

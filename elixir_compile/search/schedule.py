@@ -37,7 +37,8 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
     for number, end in moves.leave_ends.items():
         starts |= {facts.absences[number].leave + 1, end + 1}
     for bucket, gradients in enumerate(facts.gradients):
-        if gradients is not None and is_gathered(facts.buckets[bucket], levels[bucket]):
+        spec = facts.buckets[bucket]
+        if gradients is not None and (is_gathered(spec, levels[bucket]) or spec.is_packed):
             starts.add(gradients.complete + 1)
     ordered = sorted(start for start in starts if start < facts.num_run)
     cuts: list[Cut] = []

@@ -30,6 +30,7 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
         name=problem.name,
         graph=fingerprint(problem.graph),
         cluster=problem.cluster.name,
+        num_copies=problem.num_copies,
         budget_bytes=problem.budget_bytes,
         base_bytes=problem.base_bytes,
         buckets=facts.buckets,

@@ -22,8 +22,9 @@ bucket after another. When updates run (see `Update`):
                          the next forward: the step is played until what it leaves and what it finds are the same
 
 Host memory carries what updates of the host and copies read and write (see `cost.host_memory`): a step is never shorter
-than that takes at the memory's full rate. Not modelled: which of them is slower while there is too little for all, and
-two collectives on one link.
+than that takes at the memory's full rate. Not modelled: which of them is slower while there is too little for all; two
+collectives on one link; that an update in the backward, by the device, begins where a gradient is waited for that
+ranks share, not where its reduce is issued.
 """
 
 from collections import Counter
@@ -76,7 +77,7 @@ _ONE_STEP = Cycle()
 def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:
     """Return what rank 0 does in one step of `plan`: spans, counts, step seconds and peaks in bytes."""
     index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations).ops)}
-    price = prices(graph, plan.buckets, cluster, measured, plan.activations)
+    price = prices(graph, plan.buckets, cluster, measured, plan.activations, plan.num_copies)
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
     placements = {placement.bucket: placement for placement in plan.placements}
     actions = plan.schedules[0].actions

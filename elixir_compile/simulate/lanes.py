@@ -64,15 +64,22 @@ class Lanes:
         if is_copied:
             self._copy(bucket)
             ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
-        if self.price.collective_s[bucket]:
-            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.collective_s[bucket])
+        if self.price.gather_s[bucket]:
+            ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.gather_s[bucket])
         self.ready_s[bucket] = ready_s
 
     def reduce(self, bucket: str) -> None:
-        """Nothing to do on one rank."""
-        if self.price.collective_s[bucket]:
-            after_s, seconds = self.free_s[Lane.COMPUTE], self.price.collective_s[bucket]
-            self.ready_s[f"{bucket}.grad"] = self.occupy(Lane.REDUCE, f"reduce {bucket}", after_s, seconds)
+        """Over the parts, then over their copies; nothing to do on one rank. Of what each rank has whole, compute waits
+        for it."""
+        price, ends_s = self.price, self.free_s[Lane.COMPUTE]
+        if price.reduce_s[bucket]:
+            ends_s = self.occupy(Lane.REDUCE, f"reduce {bucket}", ends_s, price.reduce_s[bucket])
+        if price.average_s.get(bucket):
+            ends_s = self.occupy(Lane.REDUCE, f"average {bucket}", ends_s, price.average_s[bucket])
+        if price.gather_s[bucket]:
+            self.ready_s[f"{bucket}.grad"] = ends_s
+        else:
+            self._hold_compute(ends_s)
 
     def offload(self, what: str) -> None:
         """A gradient goes once it is shared out, activations at once."""
@@ -180,4 +187,4 @@ class Lanes:
     def _may_be_late(self, bucket: str) -> bool:
         """Whether compute goes on where a gather is issued: not where its copy is work for compute, nor on several
         ranks, which share buckets in one order."""
-        return self.price.lane_of[Lane.H2D] is not Lane.COMPUTE and not self.price.collective_s[bucket]
+        return self.price.lane_of[Lane.H2D] is not Lane.COMPUTE and not self.price.gather_s[bucket]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
 from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket
+from elixir_compile.ir.bucket import Bucket, averaged_bytes
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, Phase, RegionId, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan
@@ -46,6 +46,7 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
                 walk.run(i)
         else:
             walk.act(action.verb, action.what)
+    walk.drop("means", "")
     walk.stream()
     for i, op in enumerate(step.ops):
         if op.phase is Phase.UPDATE:
@@ -81,6 +82,8 @@ class _Walk:
         """Buckets that had a copy at the last op and were released since."""
         self.reducing: set[str] = set()
         """Buckets whose gradient is reduced since the last op from where it was, and whose copy is not released."""
+        self.packed: dict[str, int] = {}
+        """By bucket whose gradients were packed since the last op: bytes of those, whole."""
         self.num_forward = sum(op.phase is Phase.FORWARD for op in self.graph.ops)
         for op in self.graph.ops:
             self.uses_left.update({*op.reads, *op.writes})
@@ -106,6 +109,8 @@ class _Walk:
     def run(self, i: int) -> None:
         """One op: what it writes appears, what nobody needs any more goes."""
         op = self.graph.ops[i]
+        if i == self.num_forward:
+            self.take("means", "", averaged_bytes(self.plan.buckets, self.plan.num_copies))
         touched = {*op.reads, *op.writes}
         for name in touched:
             storage = self.storages[name]
@@ -118,6 +123,7 @@ class _Walk:
         self.arriving.clear()
         self.released.clear()
         self.reducing.clear()
+        self.packed.clear()
         self.uses_left.subtract(touched)
         done = touched if i != self.num_forward - 1 else {*touched, *self.graph.outputs}
         for name in done:
@@ -136,12 +142,16 @@ class _Walk:
             self.released.update({what} - self.arriving)
         elif verb is Verb.REDUCE and self.buckets[what].is_sharded:
             self.reduce(self.buckets[what])
+        elif verb is Verb.REDUCE and self.buckets[what].reduce_dtype is not None:
+            self.widen(self.buckets[what])
         elif what in self.offloaded:
             self.carry(verb, what)
         elif verb is Verb.WAIT:
             bucket = next(bucket for bucket in self.plan.buckets if grad_of(bucket.id) == what)
             if bucket.id in self.reducing:
-                self.seen[-1] += bucket.flat_shard_nbytes
+                self.seen[-1] += bucket.reduced_nbytes
+            if bucket.id in self.packed:
+                self.seen[-1] += max(0, bucket.reduced_nbytes - self.packed[bucket.id])
             self.drop_whole(bucket)
             self.drop("flat", bucket.id)
             if self.homes[bucket.id].param is Tier.HOST:
@@ -164,14 +174,27 @@ class _Walk:
     def reduce(self, bucket: Bucket) -> None:
         """Whole gradients are packed into one buffer and go, unless there is one and it is that buffer; the shard is
         new."""
-        even = len(bucket.params) == 1 and bucket.flat_nbytes == bucket.nbytes
+        even = len(bucket.params) == 1 and bucket.flat_grad_nbytes == bucket.nbytes
         if even and bucket.id not in self.released:
             self.reducing.add(bucket.id)
         if not even:
-            self.seen[-1] += 0 if bucket.id in self.released else bucket.flat_nbytes
+            self.open_flat(bucket)
+            before_bytes = self.total_bytes
             self.drop_whole(bucket)
-            self.take("flat", bucket.id, bucket.flat_nbytes)
-        self.take("shard", bucket.id, bucket.flat_shard_nbytes)
+            self.packed[bucket.id] = before_bytes - self.total_bytes
+            self.take("flat", bucket.id, bucket.flat_grad_nbytes)
+        self.take("shard", bucket.id, bucket.reduced_nbytes)
+
+    def widen(self, bucket: Bucket) -> None:
+        """What each rank has whole is copied into one wider buffer, and stays there."""
+        self.open_flat(bucket)
+        self.drop_whole(bucket)
+        self.take("shard", bucket.id, bucket.reduced_nbytes)
+
+    def open_flat(self, bucket: Bucket) -> None:
+        """The buffer comes while whole gradients are there, where a copy may just have gone."""
+        gone_bytes = bucket.flat_nbytes if bucket.id in self.released else 0
+        self.seen[-1] += bucket.flat_grad_nbytes - gone_bytes
 
     def drop_whole(self, bucket: Bucket) -> None:
         """The gradients of `bucket` go, and do not come back."""
@@ -200,7 +223,7 @@ class _Walk:
             if home.streamed and bucket.trainable:
                 there_bytes = 0
                 if home.param is not Tier.DEVICE:
-                    there_bytes = bucket.shard_nbytes() + (bucket.sum_nbytes or bucket.shard_nbytes())
+                    there_bytes = bucket.shard_nbytes() + (bucket.sum_nbytes or bucket.shard_grad_nbytes())
                 largest_bytes = max(largest_bytes, bucket.shard_state_nbytes() + there_bytes)
         self.take("stream", "", largest_bytes)
 
@@ -211,7 +234,7 @@ class _Walk:
             home = self.homes[bucket.id]
             if home.optim is not Tier.DEVICE:
                 # Parameters or their staging; gradients or theirs; state that is not on disk.
-                copies = 2 if bucket.trainable else 1
-                total_bytes += copies * bucket.shard_nbytes() + sum_host_bytes(bucket, home.param, home.optim)
+                total_bytes += bucket.shard_nbytes() + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
+                total_bytes += sum_host_bytes(bucket, home.param, home.optim)
                 total_bytes += bucket.shard_state_nbytes() if home.optim is Tier.HOST else 0
         return total_bytes

@@ -8,6 +8,7 @@ from elixir_compile.analysis.recompute import as_run, repeated_op
 from elixir_compile.cost import (
     Measured,
     Stretch,
+    average_s,
     collective_s,
     copy_s,
     corrected_s,
@@ -51,12 +52,16 @@ class Prices:
     """Host to device: one rank's flat shard of a bucket's parameters."""
     d2h_s: Mapping[str, float]
     """Device to host: one rank's flat shard of a bucket's gradient."""
-    collective_s: Mapping[str, float]
-    """An all-gather into the bucket's flat buffer, or the reduce-scatter of its gradient; 0 for one rank."""
+    gather_s: Mapping[str, float]
+    """An all-gather into the bucket's flat buffer; 0 where each rank has all of it."""
+    reduce_s: Mapping[str, float]
+    """The reduce-scatter of its gradient, or the all-reduce where each rank has all of it; 0 for one rank."""
     device_update_s: Mapping[str, float]
     host_update_s: Mapping[str, float]
     lane_of: Mapping[Lane, Lane]
     """The lane that each lane's work really takes: a copy that does not overlap compute is work for the same cores."""
+    average_s: Mapping[str, float] = field(default_factory=dict)
+    """Behind the reduce: the all-reduce over the ranks that have the same part; none where there is one copy."""
     memory: HostMemory = field(default_factory=HostMemory)
     disk_s: Mapping[str, float] = field(default_factory=dict)
     """The bucket's state from the disk and back."""
@@ -84,9 +89,10 @@ def prices(
     cluster: Cluster,
     measured: Measured = _NOT_MEASURED,
     activations: tuple[Activations, ...] = (),
+    num_copies: int = 1,
 ) -> Prices:
     """Return the prices of the step that `graph` is with `activations`, and of what can happen to them and to `buckets`
-    on `cluster`; `measured` seconds count in place of the roofline's."""
+    on `cluster`, whose ranks have `num_copies` of each part; `measured` seconds count in place of the roofline's."""
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
     lane_of = _lanes(cluster)
     device_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
@@ -96,9 +102,11 @@ def prices(
         host_update_s = {name: max(seconds, device_update_s[name]) for name, seconds in host_update_s.items()}
     return Prices(
         before_s=tuple(accumulate(op_seconds(graph, cluster, measured, activations), initial=0.0)),
-        h2d_s=_copies_s(buckets, away, cluster.h2d),
-        d2h_s=_copies_s(buckets, away, cluster.d2h),
-        collective_s={bucket.id: collective_s(bucket.flat_nbytes, cluster) for bucket in buckets},
+        h2d_s=_copies_s({b.id: b.flat_shard_nbytes for b in buckets}, away, cluster.h2d),
+        d2h_s=_copies_s({b.id: b.grad_ratio * b.flat_shard_nbytes for b in buckets}, away, cluster.d2h),
+        gather_s={b.id: collective_s(b.flat_nbytes, cluster, num_copies) if b.is_sharded else 0.0 for b in buckets},
+        reduce_s={b.id: _reduce_s(b, cluster, num_copies) for b in buckets},
+        average_s={b.id: average_s(b.reduced_nbytes, cluster, num_copies) for b in buckets if num_copies > 1},
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
@@ -163,10 +171,15 @@ def _dtype(op: Op, dtypes: Mapping[StorageId, str]) -> str:
     return dtypes[op.writes[0]] if op.writes else "float32"
 
 
-def _copies_s(buckets: Sequence[Bucket], away: Sequence[Activations], link: Link) -> dict[str, float]:
+def _reduce_s(bucket: Bucket, cluster: Cluster, num_copies: int) -> float:
+    """Seconds of a reduce-scatter, or of the all-reduce of what each rank has whole, which moves twice as much."""
+    return (1 if bucket.is_sharded else 2) * collective_s(bucket.flat_grad_nbytes, cluster, num_copies)
+
+
+def _copies_s(owned_nbytes: Mapping[str, int], away: Sequence[Activations], link: Link) -> dict[str, float]:
     """Seconds over `link` of what one rank owns of each bucket, and of each group of activations."""
     return {
-        **{bucket.id: copy_s(bucket.flat_shard_nbytes, link) for bucket in buckets},
+        **{bucket: copy_s(nbytes, link) for bucket, nbytes in owned_nbytes.items()},
         **{group.id: copy_s(group.nbytes, link, len(group.storages)) for group in away},
     }
 

@@ -19,6 +19,7 @@ SAMPLES: list[ElixirError] = [
     errors.PlanMismatch("graph", "7f3a91", "0b1c2d"),
     errors.NoFeasiblePlan("bwd.mm_2", "model.py:41", 20 << 30, 23 << 30, {"saved": 18 << 30, "temp": 5 << 30}),
     errors.NotPrepared("Its parameters are on meta."),
+    errors.OptimizerTooEarly("AdamW"),
     errors.WrongDtype("transformer.wte.weight", "torch.float32", "bfloat16"),
     errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "SGD"),
     errors.MasterIgnored("transformer.wte.weight", "torch.bfloat16", "HybridAdamW", True),
@@ -41,6 +42,7 @@ SAMPLES: list[ElixirError] = [
     checkpoint_errors.NotSavable("run", "extra.loader", "a builtins.generator"),
     ranks_errors.PeerFailed([0, 2], "the plan", "Connection closed by peer", 5.0),
     ranks_errors.RanksDiffer([1], ["op fwd.relu: only on rank 1"] * 9),
+    ranks_errors.OverflowUnseen([0]),
 ]
 
 

@@ -34,7 +34,7 @@ def least_bytes(name: str) -> int:
 
 
 @given(st.sampled_from(sorted(BESIDE)), st.sampled_from([1.05, 1.2, 1.5, 2.0, 10.0]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_plans_keep_the_budget_together(name: str, times: float) -> None:
     """What each needs while it runs, all that the others hold included, counted here once more."""
     turns = turns_of(name, int(times * least_bytes(name)))

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import elixir_compile as elixir
+from elixir_compile.analysis import collectives
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.ir import Bucket, Tier, Verb
+from elixir_compile.ir import Bucket, Tier
 from elixir_compile.measure.resident import Resident
+from elixir_compile.ops.shards import is_sharded, own_grad
 from elixir_compile.optim import norms, precision
 from elixir_compile.runtime.ranks import Collective
 from elixir_compile.runtime.slab import live_slab_bytes, peak_slab_bytes, reset_peak_slab_bytes
@@ -100,32 +102,26 @@ def own_bytes(bucket: Bucket) -> int:
     return max(bucket.shard_numels) * torch.empty(0, dtype=getattr(torch, bucket.dtype)).itemsize
 
 
-def runs_the_collectives_of_the_plan(rank: int, world_size: int) -> dict[str, Any]:
-    """Count the collectives of two steps and their bytes, and compare what they train."""
+def runs_the_collectives_of_the_plan(rank: int, world_size: int, *shape: int) -> dict[str, Any]:
+    """Count the collectives of two steps and their bytes on a mesh of `shape`, and compare what they train."""
     steps = batches(3)
-    pair = pair_of("gpt2", [world_size], device_memory=int(1.2 * least_bytes("gpt2", steps[0], [world_size])))
+    pair = pair_of("gpt2", shape, device_memory=int(1.2 * least_bytes("gpt2", steps[0], shape)))
     found = [pair.step(steps[0])]
     ledger = executor_of(pair.model).ledger
     times, nbytes = Counter(ledger.times), Counter(ledger.bytes)
     found += [pair.step(batch) for batch in steps[1:]]
     times, nbytes = Counter(ledger.times) - times, Counter(ledger.bytes) - nbytes
-    plan = elixir.compilations(pair.model)[-1].plan
-    cut = {bucket.id: bucket for bucket in plan.buckets if bucket.is_sharded}
-    expected_times, expected_bytes = Counter(), Counter()
-    words = {Verb.GATHER: "all-gather", Verb.REDUCE: "reduce"}
-    for action in plan.schedules[rank if len(plan.schedules) > 1 else 0].actions:
-        if action.verb in words and action.what in cut:
-            label = f"{words[action.verb]} {action.what}"
-            expected_times[label] += len(steps[1:])
-            expected_bytes[label] += len(steps[1:]) * world_size * own_bytes(cut[action.what])
-    own = {
-        label: count for label, count in times.items() if label.split()[0] == "all-gather" or label in expected_times
-    }
-    assert own == expected_times
-    assert nbytes == expected_bytes
+    record = elixir.compilations(pair.model)[-1]
+    expected = collectives(record.graph, record.plan)
+    own = {label: count for label, count in times.items() if label in nbytes}
+    assert own == {label: len(steps[1:]) * traffic.times for label, traffic in expected.items()}
+    assert nbytes == {label: len(steps[1:]) * traffic.nbytes for label, traffic in expected.items()}
+    whole = sum(own_bytes(bucket) * shape[-1] for bucket in record.plan.buckets if bucket.is_sharded)
+    assert sum(traffic.nbytes for label, traffic in expected.items() if label.startswith("reduce ")) == whole
     assert max(max(step.values()) for step in found) < CLOSE
     assert pair.apart() < CLOSE
-    return {"times": sum(own.values()), "bytes": sum(nbytes.values()), **homes(pair.model)}
+    verbs = sorted({label.split()[0] for label in own})
+    return {"times": sum(own.values()), "verbs": verbs, "copies": record.plan.num_copies, **homes(pair.model)}
 
 
 def evaluates_and_generates(rank: int, world_size: int) -> None:
@@ -401,6 +397,15 @@ def clips_what_has_landed(rank: int, world_size: int) -> None:
         torch.testing.assert_close(full(norm), expected, rtol=0, atol=CLOSE)
         num_trained = sum(param.grad is not None for param in pair.model.parameters())
         assert num_known == [0, num_trained, num_trained, 0]
+        # What one rank knows and another does not may not decide which collectives they run.
+        pair.optimizer.zero_grad()
+        pair.own_backward(steps[0])
+        if rank == world_size - 1:
+            for param in pair.model.parameters():
+                if param.grad is not None and is_sharded(param):
+                    own_grad(param).fill_(torch.nan)
+        assert pair.optimizer.clip_grad_norm_(1e-3).isnan()
+        assert min(num_known) == 0 < num_known[-1] or rank == world_size - 1
         assert "host" in homes(pair.model)["param"]
 
 
@@ -408,9 +413,10 @@ def hands_out_new_means(rank: int, world_size: int) -> None:
     """Average a gradient that a backward goes on with."""
     model = elixir.prepare(odd(), mesh=mesh_of([world_size]))
     grad = torch.full((3,), float(rank))
-    (mean,) = executor_of(model).ranks.means([grad])
+    (mean,) = executor_of(model).ranks.means([grad], torch.float64)
     assert grad.eq(rank).all()
     assert mean.eq((world_size - 1) / 2).all()
+    assert mean.dtype == torch.float64
 
 
 def read_and_reduce_apart(rank: int, world_size: int) -> None:
@@ -440,8 +446,6 @@ def prepares(rank: int, world_size: int) -> dict[str, int]:
     keeps_what_is_tied(mesh)
     with pytest.raises(elixir.UnsupportedModel, match="3 axes"):
         elixir.prepare(odd(), mesh=init_device_mesh("cpu", (1, 1, world_size)))
-    with pytest.raises(elixir.UnsupportedModel, match="loss scale"):
-        elixir.prepare(odd(), mesh=mesh, param_dtype="float16")
 
     # Each rank draws other numbers: the values must be those of the first.
     torch.manual_seed(rank)

@@ -1,5 +1,6 @@
 """Models that several ranks train, and their batches, of which each rank takes its rows."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -35,15 +36,22 @@ def gpt2(num_layers: int = 2) -> nn.Module:
 
 
 def llama(num_layers: int = 2) -> nn.Module:
-    """Return a tiny Llama whose output layer is its embedding."""
+    """Return a tiny Llama whose output layer is its embedding, with norms in the dtype of the model: transformers
+    computes them in fp32, where the gradient of a third of a loss is not a third of the gradient."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     config = LlamaConfig(
         hidden_size=60, intermediate_size=130, num_hidden_layers=num_layers, num_attention_heads=6,
         num_key_value_heads=2, vocab_size=NUM_WORDS, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    return Causal(LlamaForCausalLM(config))
+    model = LlamaForCausalLM(config)
+    for module in list(model.modules()):
+        for name, norm in list(module.named_children()):
+            if isinstance(norm, LlamaRMSNorm):
+                setattr(module, name, nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
+    return Causal(model)
 
 
 class Odd(nn.Module):
@@ -102,7 +110,24 @@ def adapted() -> nn.Module:
     return model
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "odd": odd, "adapted": adapted}
+def by_peft() -> nn.Module:
+    """Return a tiny Llama of which only the adapters that peft puts on its projections are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    model = llama(num_layers=1)
+    lora = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by names that will change
+        model.inner = get_peft_model(model.inner, lora)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # zeros, behind which nothing of A has a gradient
+            nn.init.normal_(param, std=0.02)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2, "llama": llama, "odd": odd, "adapted": adapted, "peft": by_peft
+}  # fmt: skip
 
 
 def batches(num_batches: int = 3, rows: int = 48) -> list[torch.Tensor]:

@@ -101,8 +101,8 @@ class Garbled(Talk):
         super().__init__(talk._group, talk.ranks, talk.rank)
         self._source = source
 
-    def exchange(self, text: str, what: str) -> tuple[str, ...]:
-        said = list(super().exchange(text, what))
+    def exchange(self, text: str, what: str, doing: str = "") -> tuple[str, ...]:
+        said = list(super().exchange(text, what, doing))
         if what == "plans taken over":
             said[self._source] = '["00000000000000000000000000000000"]'
         return tuple(said)

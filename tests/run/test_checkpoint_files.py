@@ -78,7 +78,7 @@ def test_any_version_of_dcp_reads_the_tensors(checkpoint: Path) -> None:
     assert torch.equal(state["model.steps.0.weight"], model.steps[0].weight)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_one_changed_byte_anywhere_is_found(copied: Path, target: Training, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FILES))
@@ -89,7 +89,7 @@ def test_one_changed_byte_anywhere_is_found(copied: Path, target: Training, data
     (copied / name).write_bytes(whole)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_cut_off_anywhere_is_found(copied: Path, target: Training, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FILES))

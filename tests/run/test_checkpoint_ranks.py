@@ -182,6 +182,7 @@ def goes_on_from_two(rank: int, world_size: int, path: str, folder: str) -> dict
     losses["four, torch's own AdamW"] = after(plain, path)
     if rank < 3:
         three = Training(mesh_of(3))
+        losses["three from two"] = after(three, path)
         for name in ("four", "square"):
             losses[f"three from {name}"] = after(three, f"{folder}/{name}")
     return losses

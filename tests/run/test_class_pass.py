@@ -57,6 +57,40 @@ class Exponential(users.Lion):
         param.sub_(param.grad.exp(), alpha=group["lr"])
 
 
+class Rounded(users.Lion):
+    """Numbers that are below 1/2, or not 1, in fp64 only, from the third step on."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["old"], state["count"] = torch.zeros_like(param), 0
+        state["count"] += 1
+        near = 0.1 if state["count"] < 3 else 1e-9
+        state["old"].lerp_(param.grad, 0.5 - near).addcmul_(param.grad, param, value=1 - near)
+        param.sub_(state["old"], alpha=group["lr"])
+
+
+class KeepsGradient(users.Lion):
+    """Keeps the gradient of the step before, without a copy."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        before = state.get("before", param.grad)
+        state["before"] = param.grad
+        param.sub_(param.grad + before, alpha=group["lr"])
+
+
+class KeepsTwice(users.Lion):
+    """Keeps one tensor under two names."""
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["one"] = state["other"] = torch.zeros_like(param)
+        state["one"].add_(param.grad)
+        param.sub_(state["other"], alpha=group["lr"])
+
+
 class BySize(users.Lion):
     """Large tensors otherwise than small ones."""
 
@@ -139,6 +173,7 @@ def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
         (RAdam, {}, 2),
         (users.Lion, {}, 1),
         (Cautious, {}, 1),
+        (Rounded, {}, 2),
         (BySize, {}, 1),
     ],
 )
@@ -304,3 +339,32 @@ def test_a_bucket_on_the_host_is_one_call(monkeypatch: pytest.MonkeyPatch) -> No
         num_buckets, num_params = len(buckets_of(run)), sum(len(bucket.slots) for bucket in buckets_of(run))
     assert sum(sizes) == 2 * num_params  # in the second and the third step
     assert len(sizes) == 2 * num_buckets < sum(sizes)
+
+
+@pytest.mark.parametrize("cls", [KeepsGradient, KeepsTwice])
+def test_a_state_that_shares_memory_is_what_the_class_makes_of_it(cls: type[Optimizer]) -> None:
+    pair = Pair(cls, lr=0.1)
+    first = None
+    for _ in range(NUM_STEPS):
+        pair.train(1)
+        if first is None:
+            first = [own.grad for own in pair.own_params]
+            kept = [grad.clone() for grad in first]
+    assert all(map(torch.equal, first, kept))
+    for param, own in zip(pair.params, pair.own_params, strict=True):
+        assert torch.equal(param, own)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_go_to_the_class() -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Embedding(50, 16, sparse=True)
+    own = torch.nn.Embedding(50, 16, sparse=True)
+    own.load_state_dict(plain.state_dict())
+    for table, cls in ((plain, Adagrad), (own, elixir.hybrid(Adagrad))):
+        optimizer = cls(table.parameters(), lr=0.1)
+        for start in range(3):
+            table(torch.arange(start, start + 9)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(plain.weight, own.weight)

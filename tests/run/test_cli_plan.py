@@ -15,6 +15,7 @@ from elixir_compile.api.shapes import model_named, model_names
 from elixir_compile.cli.main import app
 from elixir_compile.errors import UnknownModel, UnsupportedModel
 from elixir_compile.ir import Tier, Update, plan_from_json, plan_to_json
+from tests.pure.problems import disk_staging
 
 MODEL = '''
 import torch
@@ -95,7 +96,9 @@ def test_the_words_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) 
     tight = (*words, "--device-memory", 9 * numel, "--host-memory", 7 * numel)
     assert "disk_path=<folder>" in cli("plan", net, *tight).stderr
     saved = tmp_path / "plan.json"
-    done = cli("plan", net, *tight, "--disk-path", tmp_path, "-o", saved)
+    assert cli("plan", net, *tight, "--disk-path", tmp_path).exit_code == 2  # no room for what is read
+    with disk_staging(0):
+        done = cli("plan", net, *tight, "--disk-path", tmp_path, "-o", saved)
     assert done.exit_code == 0, done.stderr
     made = plan_from_json(saved.read_text(encoding="utf-8"))
     assert Tier.DISK in {placement.optim for placement in made.placements}

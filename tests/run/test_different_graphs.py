@@ -104,7 +104,7 @@ def trains(
     executor = executor_of(model)
     talk, said = executor.ranks.talk, []
     exchange = talk.exchange
-    talk.exchange = lambda text, what: (said.append(what), exchange(text, what))[1]
+    talk.exchange = lambda text, what, *doing: (said.append(what), exchange(text, what, *doing))[1]
     kind = elixir_compile.HybridAdamW if hybrid else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-2)
     compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **ROOM, **options}, dynamic=False)
@@ -249,7 +249,8 @@ def test_a_branch_that_flips_is_planned_once_each_way(two: list[dict[str, Any]])
     first, second, *others = two[0]["flips"]["exchanges"]
     assert "the plan" in first
     assert "plans in step" in second
-    assert others == [["graphs to run"] * 2, ["graphs to run"] * 2, ["graphs to run"]]
+    call = "graphs to run"  # of which each counts, the two before included
+    assert others == [[call, call, "backward of 7"], [call, call, "backward of 9"], [call, "backward of 10"]]
     assert two[0]["flips"]["planners"] == [["greedy"], [IN_STEP], ["greedy"], [IN_STEP], [IN_STEP]]
 
 

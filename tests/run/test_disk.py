@@ -89,7 +89,7 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nbytes=st.integers(0, 6 * BLOCK) | st.sampled_from([1, PAGE - 1, PAGE, PAGE + 1, BLOCK, 3 * BLOCK]))
 def test_what_is_written_is_read_back(store: DiskStore, nbytes: int) -> None:
     region = store.allocate("b0.exp_avg", nbytes)

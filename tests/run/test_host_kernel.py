@@ -234,7 +234,7 @@ def test_blocks_of_torch_do_the_same(dtype: torch.dtype, amsgrad: bool) -> None:
     assert not math.isfinite(sum_of_squares(grad))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40))
 def test_any_fp32_bits_survive_being_split(bits: list[int]) -> None:
     master = torch.tensor(bits, dtype=torch.int32).view(torch.float32)

@@ -50,8 +50,8 @@ def test_two_ranks_have_states_hooks_and_parameters_that_stay_whole(tmp_path: Pa
 
 
 def test_two_ranks_run_the_collectives_of_their_plan(tmp_path: Path) -> None:
-    found, _ = all_of(2, tmp_path, ["runs_the_collectives_of_the_plan"], ["evaluates_and_generates"])
-    assert found["times"] > 0
+    found, _ = all_of(2, tmp_path, ["runs_the_collectives_of_the_plan", 2], ["evaluates_and_generates"])
+    assert found["verbs"] == ["all-gather", "all-reduce", "reduce"]
     assert "host" in found["optim"]
 
 
@@ -65,14 +65,23 @@ def test_three_ranks_in_single_precision_with_batches_of_other_sizes(tmp_path: P
 def test_four_ranks_one_rank_and_two_copies_of_two_parts(tmp_path: Path) -> None:
     uneven = {"tightness": 1.2, "num_micro_batches": 4}
     copies = {"shape": [2, 2], "optimizer": "adamw"}
-    found = all_of(4, tmp_path, ["trains", "odd", uneven], ["trains", "odd", copies])
+    ledger = ["runs_the_collectives_of_the_plan", 2, 2]
+    *found, ran = all_of(4, tmp_path, ["trains", "odd", uneven], ["trains", "odd", copies], ledger)
     for each in found:
         assert_trained(each)
     assert "host" in found[0]["optim"]
+    assert ran["verbs"] == ["all-gather", "all-reduce", "average", "reduce"]
+    assert ran["copies"] == 2
 
 
 def test_low_rank_corrections_of_frozen_layers(tmp_path: Path) -> None:
     (found,) = all_of(2, tmp_path, ["trains", "adapted", {"tightness": 1.1}])
+    assert_trained(found)
+
+
+def test_adapters_of_peft(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    (found,) = all_of(2, tmp_path, ["trains", "peft", {}])
     assert_trained(found)
 
 

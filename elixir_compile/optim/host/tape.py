@@ -7,6 +7,7 @@ that step. Numbers are inputs of the tape: a step with another learning rate has
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +115,9 @@ class Recorder:
             return ("div" if self.holds(args[1]) else "div by a number"), args
         if base in ("addcmul", "addcdiv"):
             value = kwargs.get("value", 1)
-            return ("addcmul of 1", args) if base == "addcmul" and value == 1 else (base, (*args, value))
+            return ("addcmul of 1", args) if base == "addcmul" and _in_fp32(value) == 1 else (base, (*args, value))
         if base == "lerp" and not self.holds(args[2]):
-            return ("lerp below half" if abs(float(args[2])) < 0.5 else "lerp"), args
+            return ("lerp below half" if abs(_in_fp32(args[2])) < 0.5 else "lerp"), args
         if base == "pow" and isinstance(args[1], int | float) and f"pow {args[1]:g}" in FORMULAS:
             return f"pow {args[1]:g}", args[:1]
         return self._moved(base, args, kwargs)
@@ -200,6 +201,11 @@ def _tensors(given: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield one
         elif isinstance(one, list | tuple):
             yield from _tensors(one)
+
+
+def _in_fp32(number: Any) -> float:
+    """Return a number as torch's kernels see it, which choose their formula by that."""
+    return c_float(float(number)).value
 
 
 def _is_mask(given: object) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.cost import Stretch, collective_s, copy_s, corrected_s, op_s, update_s
+from elixir_compile.cost import Stretch, average_s, collective_s, copy_s, corrected_s, op_s, update_s
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster, profile_for
 from elixir_compile.ir import Bucket, BucketId, Op, OpId, Phase, StorageId, Tier
@@ -60,6 +60,23 @@ def test_a_collective_goes_round_the_ring() -> None:
     cluster = Cluster(nodes=(replace(CUDA.nodes[0], num_devices=4, peer=link),))
     assert collective_s(40, cluster) == 6 + 3
     assert collective_s(40, CUDA) == 0
+
+
+def test_copies_of_parts_are_averaged_over_their_own_ring() -> None:
+    """Of 2 copies on 4 ranks each ring has 2: a hop of 2 s and half of 40 bytes at 10 bytes per second, twice where
+    copies are averaged. Between nodes of 2 the rings of both parts share the network, at 5 bytes per second."""
+    link = replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)
+    one = Cluster(nodes=(replace(CUDA.nodes[0], num_devices=4, peer=link),))
+    assert collective_s(40, one, num_copies=2) == 2 + 2
+    assert average_s(40, one, num_copies=2) == 2 * (2 + 2)
+    assert average_s(40, one, num_copies=1) == 0
+    network = replace(link, bytes_per_s=5.0, latency_s=3.0)
+    two = Cluster(nodes=(replace(CUDA.nodes[0], num_devices=2, peer=link),) * 2, network=network)
+    assert collective_s(40, two, num_copies=2) == 2 + 2
+    assert average_s(40, two, num_copies=2) == 2 * (3 + 2 * 4)
+    # One part, four copies: nothing is gathered. One copy in four parts: its ring takes the network.
+    assert (collective_s(40, two, num_copies=4), average_s(40, two, num_copies=4)) == (0, 2 * 3 * (3 + 2))
+    assert collective_s(40, two) == 3 * (3 + 2)
 
 
 def test_ranks_of_a_node_share_its_host_and_own_a_part_of_each_bucket() -> None:

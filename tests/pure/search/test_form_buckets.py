@@ -127,7 +127,7 @@ def test_a_bucket_ends_where_a_param_group_does() -> None:
 
 
 @given(step_graphs(), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_parameter_is_in_one_bucket_of_its_kind(graph: StepGraph, data: st.DataObject) -> None:
     ids = [storage.id for storage in graph.storages if storage.kind is Kind.PARAM]
     groups = {name: data.draw(st.integers(0, 2)) for name in ids}

@@ -37,7 +37,7 @@ def collectives(made: Plan) -> list[str]:
 
 
 @given(shared_problems(fewest=2), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_it_is_legal_and_says_what_it_needs(problem: Problem, data: st.DataObject) -> None:
     buckets, homes = data.draw(st.sampled_from(all_homes(problem)))
     made = plan_in_step(problem, buckets, homes, "two graphs")  # which verifies it

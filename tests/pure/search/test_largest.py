@@ -39,7 +39,7 @@ def planned(problem: Problem) -> Plan | None:
 
 
 @given(st.integers(0, 400_000), st.sampled_from([1 << 30, 60_000, 30_000]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_it_has_a_plan_and_one_more_has_none(budget_bytes: int, host_budget_bytes: int) -> None:
     def problem_at(batch: int) -> Problem:
         return problem_of(graph_at(GRAPH, {"s0": batch}), budget_bytes, host_budget_bytes)

@@ -88,7 +88,7 @@ SHARES = st.sampled_from([0.0, 0.3, 0.7, 0.95])
 
 
 @given(problems(), SHARES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_plan_verifies_fits_and_says_what_it_needs(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     made = plan(problem)
@@ -101,7 +101,7 @@ def test_a_plan_verifies_fits_and_says_what_it_needs(problem: Problem, share: fl
 
 
 @given(problems(clusters=["cpu", "cuda"]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_nothing_moves_when_everything_fits(problem: Problem) -> None:
     made = plan(problem)
     assert {action.verb for action in made.schedules[0].actions}.isdisjoint(MOVES)
@@ -119,7 +119,7 @@ def test_nothing_moves_when_everything_fits(problem: Problem) -> None:
 
 
 @given(problems())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_error_names_the_smallest_budget_that_would_do(problem: Problem) -> None:
     needed = needed_bytes(problem)
     made = plan(replace(problem, budget_bytes=needed))
@@ -133,7 +133,7 @@ def test_the_error_names_the_smallest_budget_that_would_do(problem: Problem) -> 
 
 
 @given(problems(), st.lists(st.integers(0, 5), min_size=40, max_size=40), st.integers(0, 2))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
     """The search counts segments; `plan_timeline` counts ops from the actions. Any levels, any modes, any distance."""
     from elixir_compile.search.draft import Draft
@@ -153,7 +153,7 @@ def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequenc
 
 
 @given(problems(), SHARES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     judge = Judge(gather_facts(problem))
@@ -166,7 +166,7 @@ def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> Non
 
 
 @given(problems(), SHARES)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_greedy_is_near_the_best_placement(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     judge = Judge(gather_facts(problem))
@@ -242,7 +242,7 @@ def outgrown() -> Problem:
 @given(problems(), SHARES, st.sampled_from([0.6, 0.8, 0.95]))
 @example(outgrown(), 0.0, 0.8)
 @example(crowded(), 0.7, 0.6)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_greedy_finds_a_plan_on_a_small_host_whenever_there_is_one(problem: Problem, share: float, host: float) -> None:
     problem = between(problem, share)
     assume(len(gather_facts(problem).buckets) <= 3)

@@ -82,7 +82,7 @@ def test_an_early_gather_leaves_the_link_to_what_is_ready() -> None:
 def test_a_gather_waits_where_it_is_issued_on_several_ranks_and_where_compute_copies() -> None:
     """b1 holds compute up from 7 to 15. Two ranks: all-gathers 11-13 and 21-23, fwd.0 15-25. Or compute copies: b0
     7-11, b1 15-21, fwd.0 21-31."""
-    shared = replace(PRICE, collective_s=dict.fromkeys(PRICE.collective_s, 2.0))
+    shared = replace(PRICE, gather_s=dict.fromkeys(PRICE.gather_s, 2.0), reduce_s=dict.fromkeys(PRICE.reduce_s, 2.0))
     copying = replace(PRICE, lane_of={**PRICE.lane_of, Lane.H2D: Lane.COMPUTE})
     for price, lane, ends_s, starts_s in ((shared, Lane.GATHER, [13, 23], 15), (copying, Lane.H2D, [11, 21], 21)):
         spans: list[Span] = []
@@ -138,7 +138,7 @@ def test_on_one_set_of_cores_updates_add_up_whenever_they_run() -> None:
 
 
 @given(planned_graphs() | mixed_plans(), st.sampled_from(list(Update)), st.integers(0, 255))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_any_plan_repeats_and_no_lane_does_more_than_one_thing(
     planned: tuple[StepGraph, Plan], update: Update, streamed: int
 ) -> None:

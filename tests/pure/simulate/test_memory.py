@@ -23,7 +23,6 @@ from tests.pure.search.test_planner import problem_of, problems
 
 
 @given(planned_graphs() | mixed_plans())
-@settings(deadline=None)
 def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan]) -> None:
     graph, plan = planned
     timeline, walk = plan_timeline(graph, plan), walk_memory(graph, plan)
@@ -33,7 +32,7 @@ def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan
 
 
 @given(problems() | mixed_graphs().map(problem_of), st.integers(0, 2**32), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_they_agree_for_any_levels_modes_and_moves(problem: Problem, seed: int, is_spread: bool) -> None:
     """On one rank and on two, transfers at their use and as far out as memory allows; every such plan is legal."""
     draw = random.Random(seed)
