@@ -13,7 +13,7 @@ def write_table(path: Path, figures: Figures, claims: dict[str, bool]) -> None:
     parts = {"budgets": _budgets, "torch": _torch, "floor": _floor, "logits": _logits, "eager": _eager}
     texts = ["GPT-2 124M, batch 4 x 512, fp32, HybridAdamW, on a CPU. MB are 10^6 bytes; seconds are medians."]
     counted = (
-        f"{name}: {rounds} measured steps per case, load average {figures['load_averages'][name][1][0]:.1f} at the end"
+        f"{name}: {rounds} measured steps per case, load average {figures['load_averages'][name][-1][0]:.1f} at the end"
         for name, rounds in figures.get("num_rounds", {}).items()
     )
     texts += ["\n".join(f"- {line}" for line in counted)]
