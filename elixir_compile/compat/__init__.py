@@ -1,0 +1,44 @@
+"""Every access to a private or version-dependent torch name: the versions it was checked on, what happens without it.
+
+Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
+"""
+
+from elixir_compile.compat.autograd import after_backward as after_backward
+from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
+from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
+from elixir_compile.compat.compilers import Strides as Strides
+from elixir_compile.compat.compilers import boxed as boxed
+from elixir_compile.compat.compilers import compile_plainly as compile_plainly
+from elixir_compile.compat.compilers import compile_with_aot_eager as compile_with_aot_eager
+from elixir_compile.compat.compilers import compile_with_inductor as compile_with_inductor
+from elixir_compile.compat.compilers import has_cpp_compiler as has_cpp_compiler
+from elixir_compile.compat.compilers import inductor_random_ops as inductor_random_ops
+from elixir_compile.compat.compilers import lower_plainly_with_inductor as lower_plainly_with_inductor
+from elixir_compile.compat.compilers import lower_with_inductor as lower_with_inductor
+from elixir_compile.compat.compilers import min_cut_partition as min_cut_partition
+from elixir_compile.compat.compilers import report_forward as report_forward
+from elixir_compile.compat.distributed import awaited_local_tensor as awaited_local_tensor
+from elixir_compile.compat.distributed import default_timeout as default_timeout
+from elixir_compile.compat.distributed import dtensor_like as dtensor_like
+from elixir_compile.compat.distributed import flat_collectives as flat_collectives
+from elixir_compile.compat.distributed import local_tensor as local_tensor
+from elixir_compile.compat.distributed import scaled_sum as scaled_sum
+from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
+from elixir_compile.compat.dynamo import copy_of as copy_of
+from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
+from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
+from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
+from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
+from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
+from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
+from elixir_compile.compat.dynamo import undo_compile as undo_compile
+from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
+from elixir_compile.compat.profiling import drop_cublas_workspaces as drop_cublas_workspaces
+from elixir_compile.compat.profiling import is_profiling as is_profiling
+from elixir_compile.compat.tensors import evaluate_size as evaluate_size
+from elixir_compile.compat.tensors import expression_of as expression_of
+from elixir_compile.compat.tensors import foreach_writes as foreach_writes
+from elixir_compile.compat.tensors import fused_adamw_ as fused_adamw_
+from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
+from elixir_compile.compat.tensors import real_tensors as real_tensors
+from elixir_compile.compat.tensors import storage_key as storage_key

@@ -1,0 +1,232 @@
+"""How a captured graph is partitioned and compiled, by Inductor or op by op."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
+
+from elixir_compile.compat.dynamo import fake_mode_of
+
+
+def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
+    """Return torch's own forward and backward for `joint`.
+
+    `torch._functorch.partitioners.min_cut_rematerialization_partition`, torch 2.11 to 2.13. Gone: ImportError at the
+    first capture.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, joint_inputs, **options)
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
+    """Compile `gm` with Inductor's front passes; `partition` splits the joint graph, `lower` lowers each half.
+
+    `compile_fx(inner_compile=..., config_patches={"custom_partitioner_fn": ...})`, torch 2.11 to 2.13;
+    `donated_buffer` is off so that `retain_graph=True` works, the AOTAutograd cache is off because a hit would skip
+    both callbacks. Gone: ImportError or TypeError.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache nothing,
+    # neither of a half nor of the regions that are compiled while the step is planned, to time them.
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
+            with inductor_config.patch(custom_partitioner_fn=None):
+                return partition(joint, joint_inputs, **options)
+
+        def uuid(self) -> None:
+            return None
+
+    def lower_without_partitioner(graph: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable:
+        with inductor_config.patch(custom_partitioner_fn=None):
+            return lower(graph, examples, **options)
+
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+        return compile_fx(
+            gm,
+            list(inputs),
+            inner_compile=lower_without_partitioner,
+            config_patches={"custom_partitioner_fn": Partitioner()},
+        )
+
+
+def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
+    """Compile `gm` without decompositions or kernels of our own, as torch's `aot_eager` does.
+
+    `torch._dynamo.backends.common.aot_autograd`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+        return aot_autograd(
+            fw_compiler=lambda graph, examples: lower(graph, examples),
+            bw_compiler=lambda graph, examples: lower(graph, examples, is_backward=True),
+            inference_compiler=lambda graph, examples: lower(graph, examples, is_inference=True),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, list(inputs))
+
+
+def compile_plainly(gm: fx.GraphModule, inputs: Sequence[Any], inner: str) -> Callable:
+    """Compile `gm` with torch's own backend `inner`, `inductor` or `aot_eager`.
+
+    `torch._dynamo.lookup_backend`, torch 2.11 to 2.13. Gone: AttributeError at a graph without parameters.
+    """
+    return torch._dynamo.lookup_backend(inner)(gm, list(inputs))
+
+
+def inductor_random_ops() -> frozenset[Any]:
+    """Return the ops by which Inductor draws random numbers inside the kernels that use them.
+
+    `torch._inductor.inductor_prims`, which registers them when imported, torch 2.11 to 2.13. Gone: ImportError at the
+    first capture.
+    """
+    from torch._inductor import inductor_prims  # noqa: F401
+
+    return frozenset((torch.ops.prims.inductor_lookup_seed.default, torch.ops.prims.inductor_random.default))
+
+
+Strides = tuple[int, ...] | None
+
+
+def lower_with_inductor(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    visible: Sequence[int],
+    *,
+    repeated: Collection[str] = (),
+    **options: Any,
+) -> tuple[Callable, list[Strides]]:
+    """Return the compiled form of `gm`, which takes one list of inputs and empties it, and the strides of its outputs.
+
+    Outputs at the positions `visible` keep the strides of the graph; Inductor chooses those of the others. Nodes named
+    in `repeated` share a kernel only with what reads their results. `compile_fx_inner`, `BoxedBool`, both options,
+    `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError or AttributeError at the first region.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    gm.graph.output_node().meta["user_visible_output_idxs"] = list(visible)
+    context = TracingContext(fake_mode_of(inputs))
+    context.output_strides = []
+    apart = _kernels_apart(frozenset(repeated)) if repeated else nullcontext()
+    # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan. Memory that waits
+    # for a later value of its size is in no plan, and how much of it would do no harm is not seen from one region.
+    with tracing(context), config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False), _calls_apart(), apart:
+        # No CUDA graphs: they want fixed addresses.
+        compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
+    return compiled, context.output_strides
+
+
+@contextmanager
+def _calls_apart() -> Iterator[None]:
+    """Call the C++ kernels of a CPU one by one where values die between them, as those of a GPU are.
+
+    Inductor writes pointwise kernels that follow each other into one C++ function, and frees what any of them was the
+    last to read when the function returns: 4 layers of width 256 held up to 3.7 % more than planned, now 1 KB.
+    `CppScheduling.ready_to_flush`, `Scheduler.buffer_names_to_free`, torch 2.11 to 2.13. Gone: AttributeError at the
+    first region. Inductor's cache keys on `unsafe_marked_cacheable_functions`, so code with longer functions is not
+    taken from there.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.virtualized import V
+
+    usual = CppScheduling.ready_to_flush
+
+    def ready_to_flush(self: Any) -> bool:
+        dying = self.scheduler.buffer_names_to_free - V.graph.removed_buffers
+        return bool(dying) or usual(self)
+
+    keys = {**config.unsafe_marked_cacheable_functions, "elixir_compile.calls_apart": "1"}
+    CppScheduling.ready_to_flush = ready_to_flush
+    try:
+        with config.patch(unsafe_marked_cacheable_functions=keys):
+            yield
+    finally:
+        CppScheduling.ready_to_flush = usual
+
+
+def _kernels_apart(repeated: frozenset[str]) -> AbstractContextManager[Any]:
+    """Keep Inductor from computing nodes named in `repeated` and others in one kernel because both read one value.
+
+    It would make a repeated activation and the gradient of its op at once, and both would be there before either is
+    used: 4 layers of width 256 held 6.7 % more than planned. `InductorChoices.can_fuse_horizontal`,
+    `V.set_choices_handler`, torch 2.11 to 2.13. Gone: AttributeError at the first region that recomputes.
+    """
+    from torch._inductor.virtualized import V
+
+    usual = type(V.choices)
+
+    def results(kernel: Any) -> set[bool]:
+        """Whether what the kernel writes is repeated, not repeated, or some of both."""
+        buffers = (node.node for node in kernel.get_nodes())
+        nodes = (None if buffer is None else buffer.get_origin_node() for buffer in buffers)
+        return {node is not None and node.name in repeated for node in nodes}
+
+    class Apart(usual):
+        @staticmethod
+        def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+            first, second = results(node1), results(node2)
+            mixes = first != second and {True} in (first, second)
+            return not mixes and usual.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+
+    return V.set_choices_handler(Apart())
+
+
+def lower_plainly_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
+    """Return `gm` compiled in the contexts that the front end has set, as `torch.compile` does.
+
+    `compile_fx_inner`, torch 2.11 to 2.13. Gone: ImportError at the first graph without parameters.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, list(inputs), **options)
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark `run` as taking one list of inputs that it empties, AOTAutograd's boxed convention.
+
+    The attribute `_boxed_call`, torch 2.11 to 2.13. Gone: inputs live until the call returns.
+    """
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True
+    return call
+
+
+def report_forward(strides: Sequence[Strides]) -> None:
+    """Tell AOTAutograd that the backward donates no buffer, and the strides of the forward's outputs, if they changed.
+
+    `TracingContext.output_strides`, `.fw_metadata.bw_donated_idxs` (None would be some), torch 2.11 to 2.13. Gone: the
+    backward asserts on strides that Inductor changed, or on `retain_graph=True`.
+    """
+    if (context := TracingContext.try_get()) is not None:
+        if context.output_strides is not None:
+            context.output_strides.extend(strides)
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor would find a C++ compiler.
+
+    `torch._inductor.cpp_builder.get_cpp_compiler`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True

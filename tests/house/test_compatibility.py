@@ -1,0 +1,7 @@
+"""docs/compatibility.md says what the tests of habits prove."""
+
+from tests.run.habits.table import PAGE, page_text
+
+
+def test_the_page_of_habits_is_what_the_tests_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page_text(), "run `python -m tests.run.habits.table`"
