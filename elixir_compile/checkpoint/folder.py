@@ -133,11 +133,15 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
     while True:
         folder = _beside(path, "saving")
         folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
+        # Before it is locked, another save may take it for one that was left over.
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         fcntl.flock(lock, fcntl.LOCK_SH)
         if folder.exists():
             return folder, lock
-        os.close(lock)  # another save took it for one that was left over, before it was locked
+        os.close(lock)
 
 
 def _replace(path: Path, folder: Path) -> None:

@@ -28,7 +28,7 @@ from elixir_compile.checkpoint.optimizer_state import fill_optimizer, optimizer_
 from elixir_compile.checkpoint.random_state import set_random_state
 from elixir_compile.checkpoint.together import Together, together_of, turn
 from elixir_compile.checkpoint.values import from_plain, tensor_keys
-from elixir_compile.errors import NotPrepared
+from elixir_compile.errors import DiskFailed, NotPrepared
 
 _NUM_TRIES = 8
 """How often several ranks look until all of them have found the same checkpoint while others are saved."""
@@ -59,7 +59,9 @@ def load(
 
     Before or after the first forward of a compiled model, under any plan. Without `optimizer` or `scheduler`, what was
     saved of them is left where it is. Raises NotACheckpoint, CheckpointCorrupted and CheckpointMismatch; nothing was
-    changed then.
+    changed then. While another process saves to `path`, the checkpoint that was there at the beginning is loaded.
+    Raises DiskFailed if the disk fails, or a machine that locks do not reach removes the files, between the
+    comparison and the reading; then a part may be loaded.
 
     Where several ranks have the model, all of them call this at once, as many as saved it or not; each reads its parts.
     What is wrong on one rank is raised on all. A rank that did not save keeps its random numbers.
@@ -79,6 +81,7 @@ def load(
 class _Found:
     """A checkpoint that is whole, and is one of the model and the optimizer at hand."""
 
+    folder: Path
     manifest: Manifest
     reader: Reader
     plain: Any
@@ -122,7 +125,7 @@ def _compared(verified: Verified, parts: _Parts) -> _Found:
         _require_same(folder, "optimizer", optimizer_differences(model, optimizer, plain["optimizer"]))
     if scheduler is not None:
         _require_same(folder, "scheduler", _scheduler_differences(scheduler, plain["scheduler"]))
-    return _Found(manifest=verified.manifest, reader=verified.reader, plain=plain, state=state)
+    return _Found(folder=folder, manifest=verified.manifest, reader=verified.reader, plain=plain, state=state)
 
 
 def _fill(found: _Found, parts: _Parts, together: Together) -> Mapping[str, torch.Tensor]:
@@ -136,8 +139,12 @@ def _fill(found: _Found, parts: _Parts, together: Together) -> Mapping[str, torc
     )
     if optimizer is not None:
         tensors |= optimizer_targets(model, optimizer, plain["optimizer"], reader.forms)
-    reader.read_into(tensors)
-    reader.read_into(targets.in_place)
+    try:
+        reader.read_into(tensors)
+        reader.read_into(targets.in_place)
+    except OSError as error:  # the disk, or another machine that removed the files, which locks may not reach
+        because = f"{error.strerror or error}, after every byte had been read once; the model may hold a part of it"
+        raise DiskFailed(str(found.folder), "load", because, error.errno or 0) from error
     fill_rest(model, targets, tensors)
     if optimizer is not None:
         fill_optimizer(model, optimizer, plain["optimizer"], tensors)

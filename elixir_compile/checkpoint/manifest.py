@@ -119,8 +119,7 @@ def _verified(folder: OpenFolder, manifest: Manifest, rank: int, num_ranks: int)
             reader = _reader(folder)
         _verify(folder, name, manifest.files[name], reader)
         if name == STATE_FILE:
-            with folder.open(name) as file:
-                state = json.loads(file.read())
+            state = json.loads(_content(folder, name))
     if state is None:
         raise CheckpointCorrupted(str(folder), MANIFEST_FILE, "", f"does not list {STATE_FILE}")
     reader = reader or _reader(folder)
@@ -141,6 +140,14 @@ def _verify(folder: OpenFolder, name: str, record: FileRecord, reader: Reader | 
         byte, because = damage
         key = "" if reader is None else reader.key_at(Path(name).name, byte)
         raise CheckpointCorrupted(str(folder), name, key, because)
+
+
+def _content(folder: OpenFolder, name: str) -> bytes:
+    try:
+        with folder.open(name) as file:
+            return file.read()
+    except OSError as error:
+        raise CheckpointCorrupted(str(folder), name, "", f"cannot be read ({error.strerror})") from error
 
 
 def _reader(folder: OpenFolder) -> Reader:

@@ -73,9 +73,10 @@ class OpenFolder:
 
     def close(self) -> None:
         """Let go of the folder; it is removed if a save has taken its place and nobody else reads it."""
-        is_replaced = not self.is_there()
         with suppress(OSError):  # a file system without locks
             unlock(self._file)
+        # A save from now on removes the folder itself.
+        is_replaced = not self.is_there()
         os.close(self._file)
         if is_replaced:
             with suppress(OSError):  # this process may not write there: the next save removes it
