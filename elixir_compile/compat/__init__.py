@@ -24,9 +24,11 @@ from elixir_compile.compat.distributed import flat_collectives as flat_collectiv
 from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
+from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
+from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging

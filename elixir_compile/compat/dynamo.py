@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import fx
 from torch._dynamo import OptimizedModule, pgo
 from torch._dynamo.eval_frame import skip_code
-from torch._guards import detect_fake_mode
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource
+from torch._guards import TracingContext, detect_fake_mode
 
 
 def trace_past_logging() -> None:
@@ -75,6 +77,52 @@ def never_compile_alone(fn: Callable) -> None:
     `torch._dynamo.eval_frame.skip_code`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
     skip_code(fn.__code__)
+
+
+def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
+    """Let Dynamo check tensors that its graph takes by identity, whatever device they are on.
+
+    `inputs` maps placeholders of a graph of Dynamo to the tensors in their place. To be called while Dynamo waits for
+    the compiled form of that graph. `TENSOR_MATCH` of such a tensor goes, because it fails once the tensor is on
+    another device. For a tensor that requires no gradient `requires_grad` is checked, because the graph computes no
+    gradient of it; where gradients are off no graph does, and nothing is checked.
+
+    `TracingContext.guards_context.dynamo_guards`, a set that Dynamo turns into checks when its backend has returned;
+    `node._dynamo_source`, `GuardBuilder`, `AttrSource`: torch 2.11 to 2.13. Gone: ImportError at the first import, or
+    AttributeError at the first capture. Outside of Dynamo, or without a source, nothing is checked.
+    """
+    context = TracingContext.try_get()
+    by_source = {getattr(node, "_dynamo_source", None): tensor for node, tensor in inputs.items()}
+    by_source.pop(None, None)
+    if context is None or not by_source:
+        return
+    usual = context.guards_context.dynamo_guards
+    kept = [guard for guard in usual if guard.originating_source not in by_source]
+    for source, tensor in by_source.items():
+        kept.append(source.make_guard(GuardBuilder.ID_MATCH))
+        if torch.is_grad_enabled() and not tensor.requires_grad:
+            kept.append(AttrSource(source, "requires_grad").make_guard(GuardBuilder.CONSTANT_MATCH))
+    context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(kept))
+
+
+def before_each_capture(call: Callable[[], None]) -> None:
+    """Call `call` each time before Dynamo begins to trace a frame, until `torch._dynamo.reset()`; once, if named twice.
+
+    `torch._dynamo.callback_handler.start_callbacks`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    callbacks = torch._dynamo.callback_handler.start_callbacks
+    if not any(getattr(callback, "call", None) is call for callback in callbacks):
+        callbacks.append(_Callback(call))
+
+
+class _Callback:
+    """What Dynamo calls, with facts about the compilation that nobody here needs."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def __call__(self, facts: object) -> None:
+        self.call()
 
 
 def fake_mode_of(values: Iterable[object]) -> Any:

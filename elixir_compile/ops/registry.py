@@ -198,6 +198,12 @@ def follow_thaws(slots: Iterable[Slot]) -> None:
         )
 
 
+def follow_all_thaws() -> None:
+    """Before a capture: let it see that parameters, of whatever model, began to require a gradient."""
+    for slot in list(_BY_KEY.values()):
+        slot.follow_thaw()
+
+
 def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
     """Note that the hybrid optimizer `owner` updates `param`, so its state may live apart from it."""
     _HYBRID[param] = weakref.ref(owner)
