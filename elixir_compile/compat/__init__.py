@@ -27,7 +27,12 @@ from elixir_compile.compat.distributed import set_local_tensor as set_local_tens
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
+from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
+from elixir_compile.compat.dynamo import is_operator as is_operator
+from elixir_compile.compat.dynamo import mark_as_input as mark_as_input
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
+from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
+from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name

@@ -77,12 +77,52 @@ def never_compile_alone(fn: Callable) -> None:
     skip_code(fn.__code__)
 
 
+def sets_gradients(node: fx.Node, is_on: bool) -> bool:
+    """Return whether gradients are on behind `node`, a node of a graph of Dynamo, if they are before it as `is_on` says.
+
+    `torch._C._set_grad_enabled`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on
+
+
+def is_operator(target: object) -> bool:
+    """Whether `target` is an operator that has a schema, or all overloads of one.
+
+    `torch._ops.OpOverload`, `OpOverloadPacket`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether `target` is an operator of torch that takes functions, or a kernel of the user's.
+
+    `torch._ops.HigherOrderOperator`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def fake_mode_of(values: Iterable[object]) -> Any:
     """Return the fake tensor mode of the first fake tensor among `values`.
 
     `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
     return detect_fake_mode(list(values))
+
+
+def own_fake_mode(value: torch.Tensor) -> Any:
+    """Return the fake tensor mode of the fake tensor `value`: while a backend runs, that of what it compiles is another.
+
+    `FakeTensor.fake_mode`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return value.fake_mode
+
+
+def mark_as_input(node: fx.Node) -> None:
+    """Let `node`, which was added to a graph of Dynamo, be an input of it.
+
+    `node._dynamo_source`, for which AOTAutograd asks every input, torch 2.11 to 2.13. Gone: nobody asks.
+    """
+    node._dynamo_source = None
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
