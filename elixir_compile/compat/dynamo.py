@@ -14,15 +14,36 @@ from torch._dynamo.eval_frame import skip_code
 from torch._guards import detect_fake_mode
 
 
-def trace_past_logging() -> None:
-    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models.
+class _PastLogging(set[Callable[..., Any]]):
+    """The functions that Dynamo traces past, with `logging.Logger.warning_once` from when somebody adds that method.
 
-    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, torch 2.11 to 2.13. Gone:
-    AttributeError at the first `torch.compile`.
+    transformers adds it to the class when it is imported, which may be after the backend was.
     """
-    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it to the class when it is imported
-    if once is not None:
-        torch._dynamo.config.ignore_logging_functions.add(once)
+
+    def _look(self) -> None:
+        once = getattr(logging.Logger, "warning_once", None)
+        if once is not None:
+            self.add(once)
+
+    def __contains__(self, function: object) -> bool:
+        self._look()
+        return super().__contains__(function)
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        self._look()
+        return super().__iter__()
+
+
+def trace_past_logging() -> None:
+    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models, also
+    where transformers is imported later.
+
+    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, which Dynamo asks by `in`
+    and by a loop, torch 2.11 to 2.13. Gone: AttributeError at the first `torch.compile`.
+    """
+    config = torch._dynamo.config
+    if not isinstance(config.ignore_logging_functions, _PastLogging):
+        config.ignore_logging_functions = _PastLogging(config.ignore_logging_functions)
 
 
 @contextmanager
