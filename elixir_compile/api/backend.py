@@ -23,10 +23,12 @@ from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, i
 from elixir_compile.api.masters import check_masters, check_reduces
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.saved import load_plan
+from elixir_compile.api.whole import compile_whole, let_go
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
 from elixir_compile.capture.rewire import rewire, split_gathers
+from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Plan
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
@@ -52,16 +54,28 @@ def elixir(
     An error of the plan or of the options is raised when the compiled function is called, as itself, not wrapped by
     Dynamo.
     """
-    try:
+
+    def compile_it() -> Callable[..., Any]:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
         return _compile(gm, example_inputs, with_compiler(parse_options(options)))
-    except ElixirError as error:
-        return _raiser(error)
+
+    return _or_raiser(compile_it)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     _log_graph_break(gm)
+    written = written_parameters(gm, inputs)
+    whole = gathered_among(gm, written)
+    if whole:
+        return compile_whole(gm, inputs, whole, lambda *graph: _or_raiser(lambda: _compile_graph(*graph, options)))
+    return _compile_graph(gm, inputs, options, written)
+
+
+def _compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, whole: Sequence[tuple[nn.Parameter, str]] = ()
+) -> Callable[..., Any]:
+    """Compile a graph whose inputs `whole`, each with a reason, can be no gathers."""
     keys = split_gathers(gm)
     if keys:
         return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
@@ -71,6 +85,8 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
         # Parameters that a prepared model keeps whole.
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None
+    if executor is not None:
+        let_go(executor, ((slot, reason) for param, reason in whole if (slot := executor.slot_for(param)) is not None))
     if executor is None or not any(executor.slot_for(param) for param in params):
         _say_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)
@@ -232,6 +248,14 @@ def _say_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
         log.debug("%s", message)
     else:
         warnings.warn(message, ElixirWarning, stacklevel=4)
+
+
+def _or_raiser(compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return what `compile_it` returns, or what raises its error when called."""
+    try:
+        return compile_it()
+    except ElixirError as error:
+        return _raiser(error)
 
 
 def _raiser(error: ElixirError) -> Callable[..., Any]:

@@ -83,7 +83,7 @@ def new_executor(roots: Sequence[nn.Module], device: torch.device, ranks: Ranks 
         if reason is None:
             executor.add_slot(name, param)
         else:
-            executor.keep_whole(name, param, reason)
+            executor.whole_because[name] = reason
     return executor
 
 

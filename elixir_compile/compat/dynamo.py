@@ -16,15 +16,36 @@ from torch._dynamo.source import AttrSource
 from torch._guards import TracingContext, detect_fake_mode
 
 
-def trace_past_logging() -> None:
-    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models.
+class _PastLogging(set[Callable[..., Any]]):
+    """The functions that Dynamo traces past, with `logging.Logger.warning_once` from when somebody adds that method.
 
-    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, torch 2.11 to 2.13. Gone:
-    AttributeError at the first `torch.compile`.
+    transformers adds it to the class when it is imported, which may be after the backend was.
     """
-    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it to the class when it is imported
-    if once is not None:
-        torch._dynamo.config.ignore_logging_functions.add(once)
+
+    def _look(self) -> None:
+        once = getattr(logging.Logger, "warning_once", None)
+        if once is not None:
+            self.add(once)
+
+    def __contains__(self, function: object) -> bool:
+        self._look()
+        return super().__contains__(function)
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        self._look()
+        return super().__iter__()
+
+
+def trace_past_logging() -> None:
+    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models, also
+    where transformers is imported later.
+
+    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, which Dynamo asks by `in`
+    and by a loop, torch 2.11 to 2.13. Gone: AttributeError at the first `torch.compile`.
+    """
+    config = torch._dynamo.config
+    if not isinstance(config.ignore_logging_functions, _PastLogging):
+        config.ignore_logging_functions = _PastLogging(config.ignore_logging_functions)
 
 
 @contextmanager
@@ -125,12 +146,52 @@ class _Callback:
         self.call()
 
 
+def sets_gradients(node: fx.Node, is_on: bool) -> bool:
+    """Return whether gradients are on behind `node`, a node of a graph of Dynamo; `is_on` says if they are before it.
+
+    `torch._C._set_grad_enabled`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on
+
+
+def is_operator(target: object) -> bool:
+    """Whether `target` is an operator that has a schema, or all overloads of one.
+
+    `torch._ops.OpOverload`, `OpOverloadPacket`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether `target` is an operator of torch that takes functions, or a kernel of the user's.
+
+    `torch._ops.HigherOrderOperator`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def fake_mode_of(values: Iterable[object]) -> Any:
     """Return the fake tensor mode of the first fake tensor among `values`.
 
     `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
     return detect_fake_mode(list(values))
+
+
+def own_fake_mode(value: torch.Tensor) -> Any:
+    """Return the fake tensor mode of the fake tensor `value`; while a backend compiles a graph, that graph has another.
+
+    `FakeTensor.fake_mode`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return value.fake_mode
+
+
+def mark_as_input(node: fx.Node) -> None:
+    """Let `node`, which was added to a graph of Dynamo, be an input of it.
+
+    `node._dynamo_source`, for which AOTAutograd asks every input, torch 2.11 to 2.13. Gone: nobody asks.
+    """
+    node._dynamo_source = None
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:

@@ -186,6 +186,12 @@ def slot_of(param: torch.Tensor) -> Slot | None:
     return None if reference is None else reference()
 
 
+def forget(slot: Slot) -> None:
+    """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
+    if slot_of(slot.param) is slot:
+        del _BY_PARAM[slot.param]
+
+
 def follow_thaws(slots: Iterable[Slot]) -> None:
     """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
     late = [slot.name for slot in slots if slot.follow_thaw()]
