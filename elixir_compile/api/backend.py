@@ -21,6 +21,7 @@ from elixir_compile.api.compilation import Compilation
 from elixir_compile.api.front_end import FrontEnd
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.masters import check_masters, check_reduces
+from elixir_compile.api.plain_state import warn_of_plain_state
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.saved import load_plan
 from elixir_compile.api.whole import compile_whole, let_go
@@ -197,6 +198,8 @@ def _compile_as(
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     compilation.loss_chunks = num_chunks
     compilation.company.ended_at = compat.graph_break_of(gm)
+    if executor.device.type == "cpu":
+        warn_of_plain_state()
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     calls = FrontEnd(compilation, executor.regions_for(options.inner))
     compiled = front_end(gm, inputs, calls.partition, calls.lower)

@@ -172,6 +172,11 @@ def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: G
     return slot
 
 
+def num_slots() -> int:
+    """Return how many parameters of prepared models there are."""
+    return len(_BY_KEY)
+
+
 def slot_by_key(key: int) -> Slot:
     """Return the slot with `key`; NotPrepared when its model is gone."""
     slot = _BY_KEY.get(key)
