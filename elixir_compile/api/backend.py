@@ -23,6 +23,7 @@ from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, i
 from elixir_compile.api.masters import check_masters, check_reduces
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.saved import load_plan
+from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
@@ -55,7 +56,8 @@ def elixir(
     try:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
-        return _compile(gm, example_inputs, with_compiler(parse_options(options)))
+        with collector_off():
+            return _compile(gm, example_inputs, with_compiler(parse_options(options)))
     except ElixirError as error:
         return _raiser(error)
 

@@ -28,6 +28,7 @@ from elixir_compile.compat.dynamo import before_each_capture as before_each_capt
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
+from elixir_compile.compat.dynamo import graph_module as graph_module
 from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
