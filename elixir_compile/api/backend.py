@@ -25,6 +25,7 @@ from elixir_compile.api.plain_state import warn_of_plain_state
 from elixir_compile.api.prepare import new_executor, swap_modules
 from elixir_compile.api.saved import load_plan
 from elixir_compile.api.whole import compile_whole, let_go
+from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
@@ -59,7 +60,8 @@ def elixir(
     def compile_it() -> Callable[..., Any]:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
-        return _compile(gm, example_inputs, with_compiler(parse_options(options)))
+        with collector_off():
+            return _compile(gm, example_inputs, with_compiler(parse_options(options)))
 
     return _or_raiser(compile_it)
 

@@ -29,6 +29,7 @@ from elixir_compile.compat.dynamo import before_each_capture as before_each_capt
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
+from elixir_compile.compat.dynamo import graph_module as graph_module
 from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
 from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
 from elixir_compile.compat.dynamo import is_operator as is_operator
