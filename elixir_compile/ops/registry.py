@@ -21,11 +21,28 @@ from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, 
 
 
 class GradientSink(Protocol):
-    """What a slot needs of its executor."""
+    """What takes the gradients of the parameters of one executor."""
+
+    sentinel: torch.Tensor
+    """A leaf that each gate of the executor leads to, and no user has: autograd runs its accumulate node only in a
+    backward that asks for the gradients of everything."""
 
     def accumulate(self, slot: "Slot", grad: torch.Tensor) -> None:
-        """Add `grad` to the gradient of the slot's parameter; it is published when the backward ends."""
+        """Add `grad` to the gradient of the slot's parameter, as far as this backward was asked for that."""
         ...
+
+    def hand_over(self, slots: "Sequence[Slot | None]") -> "Sequence[torch.Tensor | None]":
+        """Return the gradients, of those of `slots`, that the engine of autograd itself takes in this backward; None
+        for each of the others."""
+        ...
+
+
+class SlotOwner(Protocol):
+    """What a slot needs of its executor."""
+
+    gradients: GradientSink
+    generation: int
+    """Grows when parameters move."""
 
     def meet(self, slot: "Slot") -> None:
         """Return when every rank is about to gather the slot's parameter; RanksDiffer where one does something else."""
@@ -72,9 +89,7 @@ class Slot:
 
     __slots__ = ("__weakref__", "_handles", "_made_as", "device", "key", "name", "param", "sink")
 
-    def __init__(
-        self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: GradientSink
-    ) -> None:
+    def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
         self.name = name
         self.param = param
@@ -128,11 +143,16 @@ class Slot:
         return whole(self.param, self.device)
 
     def handle(self) -> torch.Tensor:
-        """Return a new one-element leaf that stands for the parameter in autograd."""
+        """Return a new one-element leaf that stands for the parameter in captured graphs."""
         requires_grad = self.param.requires_grad
         handle = torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=requires_grad)
         self._handles.append(handle)
         return handle
+
+    @property
+    def handles(self) -> Sequence[torch.Tensor]:
+        """Every handle that was made, in order."""
+        return self._handles
 
     def follow_thaw(self) -> bool:
         """Let the handles require a gradient where the parameter began to; say whether that changed any.
@@ -164,7 +184,7 @@ _HYBRID = WeakTensorKeyDictionary()
 _REPLACED = WeakTensorKeyDictionary()
 
 
-def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: GradientSink) -> Slot:
+def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> Slot:
     """Make the slot of `param` and enter it in the registry."""
     slot = Slot(next(_KEYS), name, param, device, sink)
     _BY_KEY[slot.key] = slot
