@@ -14,6 +14,7 @@ from elixir_compile.api.share import ranks_of, share
 from elixir_compile.capture.modules import executor_of, is_swapped, swap, whole_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.registry import Slot
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ranks import Ranks, device_of
@@ -67,7 +68,9 @@ def prepare(
             share(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
         if param_dtype is not None:
             cast(model, param_dtype)
-        swap_modules([model], new_executor([model], target, ranks))
+        executor = new_executor([model], target, ranks)
+        swap_modules([model], executor)
+        bring_rest([model], executor)
     return model
 
 
@@ -80,33 +83,37 @@ def new_executor(roots: Sequence[nn.Module], device: torch.device, ranks: Ranks 
         if reason is None:
             executor.add_slot(name, param)
         else:
-            executor.keep_whole(name, param, reason)
+            executor.whole_because[name] = reason
     return executor
 
 
 def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
-    """Make the parameters of `roots` that `executor` has slots for read as gathers, and bring the rest to its
-    device."""
+    """Make the parameters of `roots` that `executor` has slots for read as gathers; no tensor moves."""
+    for root in roots:
+        for module in root.modules():
+            slots = {name: slot for name, _, slot in _slots_of(module, executor) if slot is not None}
+            if slots and not is_swapped(module):
+                swap(module, slots, executor)
+
+
+def bring_rest(roots: Sequence[nn.Module], executor: Executor) -> None:
+    """Bring the buffers of `roots`, and the parameters that do not read as gathers, to the device of `executor`."""
     with torch.no_grad():
         for root in roots:
             for module in root.modules():
-                _swap_module(module, executor)
+                for _, param, slot in _slots_of(module, executor):
+                    if slot is None and param.device != executor.device:
+                        param.data = param.data.to(executor.device)
             for buffer in root.buffers():
                 buffer.data = buffer.data.to(executor.device)
 
 
-def _swap_module(module: nn.Module, executor: Executor) -> None:
-    slots = {}
-    for local, param in module._parameters.items():
-        if param is None:
-            continue
-        slot = executor.slot_for(param)
-        if slot is not None and whole_reason(module, local) is None:
-            slots[local] = slot
-        elif param.device != executor.device:
-            param.data = param.data.to(executor.device)
-    if slots and not is_swapped(module):
-        swap(module, slots, executor)
+def _slots_of(module: nn.Module, executor: Executor) -> Iterable[tuple[str, nn.Parameter, Slot | None]]:
+    """The parameters that `module` itself has, by name, with their slot; without one where this module cannot read
+    them as gathers."""
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield name, param, executor.slot_for(param) if whole_reason(module, name) is None else None
 
 
 def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:

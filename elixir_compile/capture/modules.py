@@ -7,7 +7,7 @@ always see. A copy or a pickle of a swapped module is a plain module again.
 """
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -52,6 +52,16 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: object) -> None
     for name, slot in slots.items():
         module.__dict__[_HANDLE + name] = slot.handle()
     module.__dict__[_EXECUTOR] = executor
+    module.__class__ = type(base.__name__, (base,), namespace)
+
+
+def read_plainly(module: nn.Module, names: Collection[str]) -> None:
+    """Let the parameters `names` of a module that was swapped read as those of any module; its class is a new one,
+    so that Dynamo captures again what reads the module."""
+    base = type(module).__bases__[0]
+    namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
+    for name in names:
+        module.__dict__.pop(_HANDLE + name, None)
     module.__class__ = type(base.__name__, (base,), namespace)
 
 

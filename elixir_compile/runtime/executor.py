@@ -75,10 +75,6 @@ class Executor:
         """Return the compiler of this model's regions that uses `inner`."""
         return self._regions.setdefault(inner, RegionCompiler(inner))
 
-    def keep_whole(self, name: str, param: torch.nn.Parameter, reason: str) -> None:
-        """Note that `param` stays whole on the device, and why."""
-        self.whole_because[name] = reason
-
     def slot_for(self, param: torch.nn.Parameter) -> Slot | None:
         """Return the slot of `param` in this executor, or None."""
         slot = slot_of(param)
@@ -150,11 +146,8 @@ class Executor:
             current = self._buckets.get(spec.id)
             if current is not None and current.spec == spec and current.placement == placement:
                 continue
-            self.generation += 1
             slots = [self.slots[name] for name in spec.params]
-            for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
-                old.settle()
-                self._buckets.pop(old.spec.id, None)
+            self.drop_buckets_of(slots)
             bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
             bucket.settle_home(self.device)
             bucket.disk = self.disk
@@ -164,6 +157,14 @@ class Executor:
         if moved:
             self.saved.drop_free_slabs()
         let_state_follow(moved)
+
+    def drop_buckets_of(self, slots: Iterable[Slot]) -> None:
+        """Take the buckets that hold any of `slots` out of force; parameters stay where they are."""
+        self.generation += 1
+        for old in {self._bucket_of.pop(slot.key) for slot in slots if slot.key in self._bucket_of}:
+            old.settle()
+            if self._buckets.get(old.spec.id) is old:  # and not a new bucket that has the same name
+                del self._buckets[old.spec.id]
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
         """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
