@@ -197,6 +197,7 @@ def _compile_as(
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
     positions = handle_inputs(gm)
     gate = Gate([slot_by_key(key) for key in positions.values()])
+    op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     compilation.loss_chunks = num_chunks
     compilation.company.ended_at = compat.graph_break_of(gm)
@@ -206,7 +207,7 @@ def _compile_as(
     executor.compilations.append(compilation)
 
     def run(*args: Any) -> Any:
-        return gate.call(compiled, tuple(positions), args)
+        return gate.call(compiled, op_by_op, tuple(positions), args)
 
     return run
 

@@ -11,12 +11,14 @@ publishes.
 Dynamo sees handles that are leaves, which stay the same tensors; the gate's take their place when the graph is called.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from elixir_compile.errors import ElixirWarning
 from elixir_compile.ops.registry import GradientSink, Slot
 
 
@@ -45,15 +47,37 @@ class Gate:
             self._connect()
         return self._handles
 
-    def call(self, run: Callable[..., Any], positions: Sequence[int], args: Sequence[Any]) -> Any:
+    def call(
+        self,
+        run: Callable[..., Any],
+        op_by_op: Callable[..., Any] | None,
+        positions: Sequence[int],
+        args: Sequence[Any],
+    ) -> Any:
         """Call `run`, a compiled graph whose inputs at `positions` are leaf handles of the slots' parameters, with
-        these handles in their place."""
+        these handles in their place.
+
+        If a parameter was thawed since the capture, call `op_by_op`, the graph as it was captured, which gives its
+        gradient too; Dynamo captures the next call again.
+        """
         self._has_begun = False
         self._is_entered = torch.is_grad_enabled()
         if not self._is_entered:
             return run(*args)
+        values = self._connected(args, positions)
+        with torch.DisableTorchFunctionSubclass():
+            thawed = [slot.name for slot in self.slots if slot.follow_thaw()] if op_by_op is not None else []
+        if op_by_op is not None and thawed:
+            warnings.warn(
+                f"{', '.join(thawed)} began to require a gradient after the step was captured, so this forward runs op "
+                "by op, without a plan; the next one is captured again. To keep to the plan, call the compiled model "
+                "once under `torch.no_grad()` before.",
+                ElixirWarning,
+                stacklevel=4,
+            )
+            return op_by_op(*values)
         try:
-            return run(*self._connected(args, positions))
+            return run(*values)
         except _MovedError:
             pass
         return run(*self._connected(args, positions))
@@ -69,8 +93,7 @@ class Gate:
     def _connected(self, args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
         values = list(args)
         for position, handle in zip(positions, self.handles(), strict=True):
-            # Captured with a frozen parameter, the graph makes no gradient for it, thawed since or not.
-            if handle is not None and args[position].requires_grad:
+            if handle is not None:
                 values[position] = handle
         return values
 

@@ -5,9 +5,8 @@ executor, and the executor as long as the modules it prepared.
 """
 
 import itertools
-import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from elixir_compile.errors import ElixirWarning, NotPrepared, OptimizerTooEarly, UnsupportedModel
+from elixir_compile.errors import NotPrepared, OptimizerTooEarly, UnsupportedModel
 from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
 
 
@@ -210,18 +209,6 @@ def forget(slot: Slot) -> None:
     """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
     if slot_of(slot.param) is slot:
         del _BY_PARAM[slot.param]
-
-
-def follow_thaws(slots: Iterable[Slot]) -> None:
-    """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
-    late = [slot.name for slot in slots if slot.follow_thaw()]
-    if late:
-        warnings.warn(
-            f"{', '.join(late)} began to require a gradient after the step was captured, so this forward gives "
-            "none for it; the next one does. Call the compiled model once under `torch.no_grad()` to lose no step.",
-            ElixirWarning,
-            stacklevel=2,
-        )
 
 
 def follow_all_thaws() -> None:

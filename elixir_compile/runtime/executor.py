@@ -14,7 +14,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Verb
-from elixir_compile.ops.registry import Slot, follow_thaws, let_state_follow, new_slot, slot_of
+from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
@@ -185,7 +185,8 @@ class Executor:
         self.saved.begin()
         # Nothing here reads what a queued update writes.
         with torch.DisableTorchFunctionSubclass():
-            follow_thaws(self.slots.values())
+            for slot in self.slots.values():
+                slot.follow_thaw()
             self.check_updates()
             for bucket in self._buckets.values():
                 if bucket.has_drifted():
