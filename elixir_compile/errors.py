@@ -22,6 +22,7 @@ Exception
     │   └── WrongDtype                      parameters in another dtype than the option `param_dtype`
     ├── MasterIgnored      (RuntimeError)   an optimizer that does not keep fp32 masters, on parameters that have them
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
+    ├── NoDoubleBackward   (RuntimeError)   gradients of gradients were asked for
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
     ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
@@ -348,6 +349,21 @@ class StaleParameters(ElixirError, RuntimeError):
         return (
             f"parameter {self.parameter} changed after the forward that saved it, so its backward would be wrong. "
             f"Call `loss.backward()` before `optimizer.step()`, or run the forward again."
+        )
+
+
+class NoDoubleBackward(ElixirError, RuntimeError):
+    """A backward through `model` was to make a graph of its own, for gradients of gradients."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.model = model
+
+    def __str__(self) -> str:
+        return (
+            f"create_graph=True asks for gradients of gradients through {self.model}, and neither compiled code nor "
+            "gathered parameters give any. Compute what needs them with a copy of the model that is neither compiled "
+            "nor prepared, or leave create_graph out."
         )
 
 

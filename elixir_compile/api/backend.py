@@ -29,10 +29,11 @@ from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
-from elixir_compile.capture.rewire import rewire, split_gathers
+from elixir_compile.capture.rewire import handle_inputs, rewire, split_gathers
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Plan
+from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.runtime.executor import Executor
@@ -102,9 +103,9 @@ def _compile_gathers(
     """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
     if options.param_dtype is not None:
         check_masters(executor.slots.values(), options.param_dtype)
-    executor.sums_in_fp32 |= options.reduce_dtype == "float32"
+    executor.gradients.sums_in_fp32 |= options.reduce_dtype == "float32"
     if executor.ranks is not None:
-        executor.ranks.reduces_in_fp32 = executor.sums_in_fp32
+        executor.ranks.reduces_in_fp32 = executor.gradients.sums_in_fp32
         if options.plan is not None:
             check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
     chunks = chunks_of(gm, options, is_shared=executor.ranks is not None)
@@ -197,16 +198,23 @@ def _compile_as(
     """Compile the graph as it is, whose loss is in `num_chunks`; `review` gets its first plan and returns the one to
     use."""
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
+    positions = handle_inputs(gm)
+    gate = Gate([slot_by_key(key) for key in positions.values()])
+    op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     compilation.loss_chunks = num_chunks
     compilation.company.ended_at = compat.graph_break_of(gm)
     if executor.device.type == "cpu":
         warn_of_plain_state()
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
-    calls = FrontEnd(compilation, executor.regions_for(options.inner))
+    calls = FrontEnd(compilation, executor.regions_for(options.inner), gate)
     compiled = front_end(gm, inputs, calls.partition, calls.lower)
     executor.compilations.append(compilation)
-    return compiled
+
+    def run(*args: Any) -> Any:
+        return gate.call(compiled, op_by_op, tuple(positions), args)
+
+    return run
 
 
 def _compile_first(

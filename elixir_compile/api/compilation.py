@@ -111,7 +111,7 @@ class Compilation:
         return program_text(self.plan, self.timeline, self.graph, self.forward, self.backward)
 
     def runs(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
-        """Return what runs one half of the captured graph."""
+        """Return what runs one half of the captured graph, the forward behind `begin_forward`."""
         if not is_backward:
             self._write_forward()
             return compat.boxed(self._run_forward)
@@ -223,7 +223,8 @@ class Compilation:
 
     # Running.
 
-    def _run_forward(self, args: list[Any]) -> Any:
+    def begin_forward(self, args: list[Any]) -> None:
+        """Before a forward: plan anew and move parameters where that is due."""
         if self.is_inference:
             for other in self._executor.compilations:
                 other._watch.restart()  # It runs the same buckets, and regions of the same labels.
@@ -233,6 +234,8 @@ class Compilation:
         self._keep_current(args)
         self._programs.drop_old()
         self._executor.begin()
+
+    def _run_forward(self, args: list[Any]) -> Any:
         given = storages_of(args)
         try:
             results = self.forward.forward(args)
@@ -241,10 +244,7 @@ class Compilation:
             self._executor.abandon()
             raise
         if not self.is_inference:
-            ticket = results[self._captured.num_outputs]
-            ran = self._programs.last
-            self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, ran.kept(results, given))
-            self._programs.wait_for(ticket)
+            self._programs.wait_for(self._programs.last.note(results, given, self))
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:

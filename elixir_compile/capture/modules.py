@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
+from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
 from elixir_compile.ops.shards import is_shared, own_part
@@ -80,6 +81,7 @@ def executor_of(model: nn.Module) -> object | None:
 def _gathered(name: str, slot: Slot) -> property:
     attribute, key = _HANDLE + name, slot.key
     size, stride = list(slot.param.shape), list(slot.param.stride())
+    gate = Gate([slot])
 
     def read(module: nn.Module) -> torch.Tensor:
         if not torch.compiler.is_compiling():
@@ -87,6 +89,8 @@ def _gathered(name: str, slot: Slot) -> property:
             param = module._parameters[name]
             if param.device == slot.device and not slot.is_shared:
                 return param  # eager code finds what it always finds, `.grad` included
+            if torch.is_grad_enabled() and param.requires_grad:
+                return GATHER(*gate.handles(), size, stride, key)
         return GATHER(getattr(module, attribute), size, stride, key)
 
     # Called from code that Dynamo does not compile, it would become a graph of one gather, and the key a symbol.

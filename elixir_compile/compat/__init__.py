@@ -3,7 +3,9 @@
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+from elixir_compile.compat.autograd import Asked as Asked
 from elixir_compile.compat.autograd import after_backward as after_backward
+from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
 from elixir_compile.compat.capturing import outside_captures as outside_captures
