@@ -65,6 +65,7 @@ _ERRORS = (
     "NoGraphCaptured",
     "NotPrepared",
     "OptimizerTooEarly",
+    "ParameterReplaced",
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",

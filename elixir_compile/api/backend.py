@@ -23,7 +23,7 @@ from elixir_compile.api.compilation import Compilation
 from elixir_compile.api.front_end import FrontEnd
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.masters import check_masters, check_reduces
-from elixir_compile.api.prepare import new_executor, swap_modules
+from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
 from elixir_compile.api.saved import load_plan
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
@@ -65,11 +65,17 @@ def elixir(
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     _log_graph_break(gm)
     keys = split_gathers(gm)
+    params = [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
+    roots = [] if keys else find_roots(params)
+    prepared: list[Executor] = [slot_by_key(key).sink for key in keys]
+    prepared = prepared or [executor for root in roots if (executor := executor_of(root)) is not None]
+    for executor in dict.fromkeys(prepared):
+        if executor.sites.is_outdated or has_unplaced(executor, params):
+            prepare_again(executor)
+            compat.trace_again("parameters of the model were replaced, or came to it")
     if keys:
         return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
-    params = [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
-    roots = find_roots(params)
-    if any(executor_of(root) is not None for root in roots):
+    if prepared:
         # Parameters that a prepared model keeps whole.
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None

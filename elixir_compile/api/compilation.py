@@ -224,6 +224,7 @@ class Compilation:
     # Running.
 
     def _run_forward(self, args: list[Any]) -> Any:
+        self._executor.take_in_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
                 other._watch.restart()  # It runs the same buckets, and regions of the same labels.
@@ -241,8 +242,7 @@ class Compilation:
             self._executor.abandon()
             raise
         if not self.is_inference:
-            ticket = results[self._captured.num_outputs]
-            ran = self._programs.last
+            ticket, ran = results[self._captured.num_outputs], self._programs.last
             self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, ran.kept(results, given))
             self._programs.wait_for(ticket)
         return results

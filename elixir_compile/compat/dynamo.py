@@ -5,11 +5,11 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo import OptimizedModule, pgo
+from torch._dynamo import OptimizedModule, exc, pgo
 from torch._dynamo.eval_frame import skip_code
 from torch._guards import detect_fake_mode
 
@@ -23,6 +23,19 @@ def trace_past_logging() -> None:
     once = getattr(logging.Logger, "warning_once", None)  # transformers adds it to the class when it is imported
     if once is not None:
         torch._dynamo.config.ignore_logging_functions.add(once)
+
+
+class _Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+    """The first class is the restart that Dynamo passes on from backends; with the second it forgets what the trace
+    before met, which is something else now."""
+
+
+def trace_again(reason: str) -> NoReturn:
+    """From within a backend: let Dynamo drop the graph at hand and trace the frame once more, as modules are now.
+
+    `torch._dynamo.exc`, torch 2.11 to 2.13. Gone: AttributeError at the first import.
+    """
+    raise _Again(restart_reason=reason)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ and `param.grad`; nothing else does, so a program that fails in the middle is cl
 """
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot, follow_thaws, let_state_follow, let_update, new_slot, slot_of
+from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.landed import LandedGradients
@@ -22,6 +24,7 @@ from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.runtime.publish import publish
 from elixir_compile.runtime.ranks import Ranks
+from elixir_compile.runtime.replaced import require_apart, taken_in
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.sharded import ShardedBucket, ShardReduce, new_bucket
 from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, wait_on_compute
@@ -67,6 +70,10 @@ class Executor:
         self.landed = LandedGradients()
         self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
         """What forwards left for their backward."""
+        self.sites = Sites()
+        """Where graphs find the parameters."""
+        self.roots: tuple[weakref.ref[torch.nn.Module], ...] = ()
+        """The models whose parameters these are."""
         self.num_calls = 0
         """Forwards that all ranks have run together: their number is the same on each."""
         self.nothing = torch.empty(0, device=device)
@@ -75,10 +82,6 @@ class Executor:
     def regions_for(self, inner: str) -> RegionCompiler:
         """Return the compiler of this model's regions that uses `inner`."""
         return self._regions.setdefault(inner, RegionCompiler(inner))
-
-    def keep_whole(self, name: str, param: torch.nn.Parameter, reason: str) -> None:
-        """Note that `param` stays whole on the device, and why."""
-        self.whole_because[name] = reason
 
     def slot_for(self, param: torch.nn.Parameter) -> Slot | None:
         """Return the slot of `param` in this executor, or None."""
@@ -156,15 +159,43 @@ class Executor:
             for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
                 old.settle()
                 self._buckets.pop(old.spec.id, None)
-            bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
-            bucket.settle_home(self.device)
-            bucket.disk = self.disk
-            self._buckets[spec.id] = bucket
-            self._bucket_of.update((slot.key, bucket) for slot in slots)
+            self._run_bucket(spec, placement, slots)
             moved += [slot.param for slot in slots]
         if moved:
             self.saved.drop_free_slabs()
         let_state_follow(moved)
+
+    def _run_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
+        """Put `slots` in their home, and let a new bucket be the one of `spec`."""
+        bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
+        self._settle_home(bucket)
+        bucket.disk = self.disk
+        self._buckets[spec.id] = bucket
+        self._bucket_of.update((slot.key, bucket) for slot in slots)
+
+    def _settle_home(self, bucket: RunningBucket) -> None:
+        if bucket.is_on_host:
+            require_apart(bucket.slots, self.slots.values(), self.sites)
+        bucket.settle_home(self.device)
+
+    @torch.no_grad()
+    def take_in_replaced(self) -> None:
+        """Before a forward, and before its plan is put in force: read parameters that were replaced since the last one,
+        and bring them home. Raises ParameterReplaced where the graph cannot."""
+        taken = taken_in(self.sites, self.saved.next_number)
+        if taken:
+            for bucket in dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of):
+                bucket.settle()
+                self._run_bucket(bucket.spec, bucket.placement, bucket.slots)
+            self.generation += 1
+            let_state_follow([slot.param for slot in self.slots.values()])
+
+    def let_go(self) -> None:
+        """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
+        self.slots.clear()
+        self.sites.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
         """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
@@ -189,7 +220,7 @@ class Executor:
             self.check_updates()
             for bucket in self._buckets.values():
                 if bucket.has_drifted():
-                    bucket.settle_home(self.device)
+                    self._settle_home(bucket)
                     self.generation += 1
 
     def check_updates(self) -> None:
@@ -303,7 +334,8 @@ class Executor:
 
     def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
         """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
-        _, *versions = ticket.tolist()
+        number, *versions = ticket.tolist()
+        self.sites.check_forward(number)
         for name, before, now in zip(names, versions, self._versions(names), strict=True):
             if before != now:
                 raise StaleParameters(name)
