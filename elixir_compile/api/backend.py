@@ -2,16 +2,14 @@
 
 prepared model   the graph gathers its parameters: compile it
 plain model      its inputs are the parameters: find the models that own them, rewire the graph to gathers, compile
-                 it; its first run prepares those models, and Dynamo captures gathers by itself from then on
-another model    Dynamo finds the graph of an equal model that is still plain: prepare it too, run once op by op
+                 it, and prepare those models; later captures of theirs gather
 no parameters    compile it as torch would, with a warning
 """
 
 import copy
 import logging
-import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +23,16 @@ from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, i
 from elixir_compile.api.masters import check_masters, check_reduces
 from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
 from elixir_compile.api.saved import load_plan
+from elixir_compile.api.whole import compile_whole, let_go
+from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
 from elixir_compile.capture.rewire import rewire, split_gathers
+from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Plan
-from elixir_compile.ops.registry import slot_by_key
+from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.runtime.executor import Executor
 
@@ -54,35 +55,59 @@ def elixir(
     An error of the plan or of the options is raised when the compiled function is called, as itself, not wrapped by
     Dynamo.
     """
-    try:
+
+    def compile_it() -> Callable[..., Any]:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
         return _compile(gm, example_inputs, with_compiler(parse_options(options)))
-    except ElixirError as error:
-        return _raiser(error)
+
+    return _or_raiser(compile_it)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     _log_graph_break(gm)
+    _follow_changes([slot_by_key(key).sink for key in gather_keys(gm.graph)], inputs)
+    written = written_parameters(gm, inputs)
+    whole = gathered_among(gm, written)
+    if whole:
+        return compile_whole(gm, inputs, whole, lambda *graph: _or_raiser(lambda: _compile_graph(*graph, options)))
+    return _compile_graph(gm, inputs, options, written)
+
+
+def _compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, whole: Sequence[tuple[nn.Parameter, str]] = ()
+) -> Callable[..., Any]:
+    """Compile a graph whose inputs `whole`, each with a reason, can be no gathers."""
     keys = split_gathers(gm)
-    params = [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
-    roots = [] if keys else find_roots(params)
-    prepared: list[Executor] = [slot_by_key(key).sink for key in keys]
-    prepared = prepared or [executor for root in roots if (executor := executor_of(root)) is not None]
-    for executor in dict.fromkeys(prepared):
-        if executor.sites.is_outdated or has_unplaced(executor, params):
-            prepare_again(executor)
-            compat.trace_again("parameters of the model were replaced, or came to it")
     if keys:
         return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
+    params = _parameters(inputs)
+    roots = find_roots(params)
+    prepared: list[Executor] = [executor for root in roots if (executor := executor_of(root)) is not None]
     if prepared:
+        _follow_changes(prepared, inputs)
         # Parameters that a prepared model keeps whole.
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None
+    if executor is not None:
+        let_go(executor, ((slot, reason) for param, reason in whole if (slot := executor.slot_for(param)) is not None))
     if executor is None or not any(executor.slot_for(param) for param in params):
         _say_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)
     return _compile_first(gm, inputs, options, roots, executor)
+
+
+def _follow_changes(executors: Iterable[Executor], inputs: Sequence[Any]) -> None:
+    """Have the frame at hand traced again, with the models of `executors` prepared anew, where their parameters were
+    replaced or others came to them."""
+    for executor in dict.fromkeys(executors):
+        if executor.sites.is_outdated or has_unplaced(executor, _parameters(inputs)):
+            prepare_again(executor)
+            compat.trace_again("parameters of the model were replaced, or came to it")
+
+
+def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
+    return [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
 
 
 def _compile_gathers(
@@ -199,41 +224,29 @@ def _compile_as(
 def _compile_first(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, roots: Sequence[nn.Module], executor: Executor
 ) -> Callable[..., Any]:
-    """Compile the graph of a plain model as if it were prepared; its first run prepares it."""
-    # Before `rewire` edits `gm`; both graphs read the same constants.
-    plain = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    """Compile the graph of a plain model as if the model were prepared, and prepare it.
+
+    Dynamo builds its checks when this has returned. They are checks of prepared modules then, and the graph need not be
+    captured again. A plan that does not fit leaves the model plain.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
     rewired = rewire(gm, inputs)
     handles = rewired.handles  # and not `rewired`: the first batch would live as long as `run`
-    own = {index: inputs[index] for index in handles}
     try:
         compiled = _compile_gathers(gm, rewired.example_inputs, options, executor)
     except NoFeasiblePlan as error:
         raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
-    lock = threading.Lock()
-    is_prepared = False
+    swap_modules(roots, executor)
+    compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
+    compat.before_each_capture(follow_all_thaws)
 
     def run(*args: Any) -> Any:
-        nonlocal is_prepared
-        if any(args[index] is not param for index, param in own.items()):
-            # No guard of Dynamo's tells two models of one class and equal shapes apart.
-            _prepare_owners([args[index] for index in own])
-            return plain(*args)
-        with lock:
-            if not is_prepared:
-                swap_modules(roots, executor)
-                is_prepared = True
         values = list(args)
         for index, handle in handles.items():
             values[index] = handle
         return compiled(*values)
 
     return run
-
-
-def _prepare_owners(params: Sequence[nn.Parameter]) -> None:
-    roots = [root for root in find_roots(params) if executor_of(root) is None]
-    if roots:
-        swap_modules(roots, new_executor(roots, params[0].device))
 
 
 def _log_graph_break(gm: fx.GraphModule) -> None:
@@ -252,6 +265,14 @@ def _say_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
         log.debug("%s", message)
     else:
         warnings.warn(message, ElixirWarning, stacklevel=4)
+
+
+def _or_raiser(compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return what `compile_it` returns, or what raises its error when called."""
+    try:
+        return compile_it()
+    except ElixirError as error:
+        return _raiser(error)
 
 
 def _raiser(error: ElixirError) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from elixir_compile.api.budget import library_bytes, scalar_bytes
 from elixir_compile.api.loss import Chunks, chunks_of
 from elixir_compile.api.masters import torch_dtype
 from elixir_compile.api.planning import graph_of, savings_of, state_bytes_per_element, sums_of, update_of
-from elixir_compile.api.prepare import new_executor, swap_modules
+from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss
@@ -127,6 +127,7 @@ def capture_step(
     own = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
     executor = new_executor([own], target)
     swap_modules([own], executor)
+    bring_rest([own], executor)
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
     options = with_compiler(options or Options())
     could: list[Chunks | None] = []

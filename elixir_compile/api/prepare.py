@@ -71,7 +71,9 @@ def prepare(
             share(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
         if param_dtype is not None:
             cast(model, param_dtype)
-        swap_modules([model], new_executor([model], target, ranks))
+        executor = new_executor([model], target, ranks)
+        swap_modules([model], executor)
+        bring_rest([model], executor)
     return model
 
 
@@ -94,7 +96,8 @@ def has_unplaced(executor: Executor, params: Iterable[nn.Parameter]) -> bool:
     """
     wanted = {id(param) for param in params if executor.slot_for(param) is None}
     found = _with_reasons(_roots(executor)) if wanted else ()
-    new = [name for name, param, reason in found if id(param) in wanted and reason is None]
+    known = executor.whole_because
+    new = [name for name, param, reason in found if id(param) in wanted and reason is None and name not in known]
     if new and executor.ranks is not None:
         because = "it came after `prepare(model, mesh=...)`, and is not shared. Change the model before it is prepared"
         raise UnsupportedModel(new[0], because)
@@ -124,6 +127,7 @@ def prepare_again(old: Executor) -> None:
         new = new_executor(roots, old.device, old.ranks)
         new.generation, new.disk, new.sums_in_fp32 = old.generation + 1, old.disk, old.sums_in_fp32
         swap_modules(roots, new)
+        bring_rest(roots, new)
 
 
 def _roots(executor: Executor) -> list[nn.Module]:
@@ -143,33 +147,29 @@ def _with_reasons(roots: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Paramete
 
 
 def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
-    """Make the parameters of `roots` that `executor` has slots for read as gathers, and bring the rest to its
-    device."""
+    """Make the parameters of `roots` that `executor` has slots for read as gathers; no tensor moves."""
     executor.roots = tuple(weakref.ref(root) for root in roots)
-    whole: list[torch.Tensor] = []
+    for root in roots:
+        for module in root.modules():
+            slots = {name: slot for name, _, slot in _slots_of(module, executor) if slot is not None}
+            if slots and not is_swapped(module):
+                swap(module, slots, executor)
+
+
+def bring_rest(roots: Sequence[nn.Module], executor: Executor) -> None:
+    """Bring the buffers of `roots`, and the parameters that do not read as gathers, to the device of `executor`."""
+    modules = [module for root in roots for module in root.modules()]
+    rest = [param for module in modules for _, param, slot in _slots_of(module, executor) if slot is None]
     with torch.no_grad():
-        for root in roots:
-            for module in root.modules():
-                whole += _swap_module(module, executor)
-            whole += root.buffers()
-        moved_together(whole, executor.device)
+        moved_together((*rest, *(buffer for root in roots for buffer in root.buffers())), executor.device)
 
 
-def _swap_module(module: nn.Module, executor: Executor) -> list[nn.Parameter]:
-    """Let the parameters of `module` that have slots read as gathers; return the others."""
-    slots: dict[str, Slot] = {}
-    whole: list[nn.Parameter] = []
-    for local, param in module._parameters.items():
-        if param is None:
-            continue
-        slot = executor.slot_for(param)
-        if slot is not None and whole_reason(module, local) is None:
-            slots[local] = slot
-        else:
-            whole.append(param)
-    if slots and not is_swapped(module):
-        swap(module, slots, executor)
-    return whole
+def _slots_of(module: nn.Module, executor: Executor) -> Iterable[tuple[str, nn.Parameter, Slot | None]]:
+    """The parameters that `module` itself has, by name, with their slot; without one where this module cannot read
+    them as gathers."""
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield name, param, executor.slot_for(param) if whole_reason(module, name) is None else None
 
 
 def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:

@@ -1,7 +1,7 @@
 """The early steps of one compilation, timed and recorded; after them a watch costs nothing.
 
 forward   0        1        2      3      4      5      6      7
-          compile  capture  |<---- five steps, recorded ---->|  seen
+          compile  settle   |<---- five steps, recorded ---->|  seen
 """
 
 import statistics
@@ -17,7 +17,7 @@ from elixir_compile.ir import Span
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ledger import Recording
 
-STEPS_SKIPPED = 2  # the first compiles, the second captures the prepared model again
+STEPS_SKIPPED = 2  # the first compiles; the second may still warm up caches and allocators
 STEPS_TIMED = 5
 
 

@@ -11,7 +11,7 @@ modules new classes, which Dynamo's guards tell from the old.
 """
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +72,17 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
         module.__dict__[_HANDLE + name] = slot.handle()
         executor.sites.add(module, name, slot)
     module.__dict__[_EXECUTOR] = executor
+    module.__class__ = type(base.__name__, (base,), namespace)
+
+
+def read_plainly(module: nn.Module, names: Collection[str]) -> None:
+    """Let the parameters `names` of a module that was swapped read as those of any module; its class is a new one,
+    so that Dynamo captures again what reads the module."""
+    base = type(module).__bases__[0]
+    namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
+    namespace[_SLOTS] = {name: slot for name, slot in namespace[_SLOTS].items() if name not in names}
+    for name in names:
+        module.__dict__.pop(_HANDLE + name, None)
     module.__class__ = type(base.__name__, (base,), namespace)
 
 

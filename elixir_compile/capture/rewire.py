@@ -6,7 +6,7 @@
 One gather per use in both, so that the graph of the first call and that of the prepared model are the same step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,43 @@ def split_gathers(gm: fx.GraphModule) -> list[int]:
             user.replace_input_with(node, twin)
     gm.recompile()
     return list(keys)
+
+
+def pass_whole(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collection[Slot]
+) -> tuple[list[Any], list[Slot]]:
+    """Replace in place what `gm` gathers of the parameters of `slots` by these parameters as inputs.
+
+    Return the example inputs, and the slots of the parameters that were added at their end.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fake_mode = compat.fake_mode_of(node.meta.get("example_value") for node in placeholders)
+    inputs, added = list(example_inputs), []
+    places = {id(value): place for place, value in enumerate(inputs)}
+    for slot in slots:
+        param = slot.param
+        with fake_mode:
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=slot.device)
+            fake = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+        place = places.get(id(param))
+        if place is None:
+            with gm.graph.inserting_after(placeholders[-1]):
+                node = gm.graph.placeholder(f"elixir_whole_{slot.key}")
+            compat.mark_as_input(node)
+            node.meta["example_value"] = fake
+            placeholders.append(node)
+            inputs.append(fake)
+            added.append(slot)
+        else:
+            node = placeholders[place]
+            if param.device != slot.device:  # it is moved before the graph runs
+                inputs[place] = node.meta["example_value"] = fake
+        for gather in gm.graph.find_nodes(op="call_function", target=GATHER):
+            if gather.args[3] == slot.key:
+                gather.replace_all_uses_with(node)
+                gm.graph.erase_node(gather)
+    gm.recompile()
+    return inputs, added
 
 
 def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Rewired:

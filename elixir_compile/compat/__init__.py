@@ -24,10 +24,17 @@ from elixir_compile.compat.distributed import flat_collectives as flat_collectiv
 from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
+from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
+from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
+from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
+from elixir_compile.compat.dynamo import is_operator as is_operator
+from elixir_compile.compat.dynamo import mark_as_input as mark_as_input
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
+from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
+from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
 from elixir_compile.compat.dynamo import trace_again as trace_again
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
@@ -36,6 +43,7 @@ from elixir_compile.compat.dynamo import undo_compile as undo_compile
 from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.profiling import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.profiling import is_profiling as is_profiling
+from elixir_compile.compat.tensors import dense_parts as dense_parts
 from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes

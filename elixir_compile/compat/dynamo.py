@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -11,18 +11,41 @@ import torch
 from torch import fx
 from torch._dynamo import OptimizedModule, exc, pgo
 from torch._dynamo.eval_frame import skip_code
-from torch._guards import detect_fake_mode
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource
+from torch._guards import TracingContext, detect_fake_mode
+
+
+class _PastLogging(set[Callable[..., Any]]):
+    """The functions that Dynamo traces past, with `logging.Logger.warning_once` from when somebody adds that method.
+
+    transformers adds it to the class when it is imported, which may be after the backend was.
+    """
+
+    def _look(self) -> None:
+        once = getattr(logging.Logger, "warning_once", None)
+        if once is not None:
+            self.add(once)
+
+    def __contains__(self, function: object) -> bool:
+        self._look()
+        return super().__contains__(function)
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        self._look()
+        return super().__iter__()
 
 
 def trace_past_logging() -> None:
-    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models.
+    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models, also
+    where transformers is imported later.
 
-    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, torch 2.11 to 2.13. Gone:
-    AttributeError at the first `torch.compile`.
+    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, which Dynamo asks by `in`
+    and by a loop, torch 2.11 to 2.13. Gone: AttributeError at the first `torch.compile`.
     """
-    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it to the class when it is imported
-    if once is not None:
-        torch._dynamo.config.ignore_logging_functions.add(once)
+    config = torch._dynamo.config
+    if not isinstance(config.ignore_logging_functions, _PastLogging):
+        config.ignore_logging_functions = _PastLogging(config.ignore_logging_functions)
 
 
 class _Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
@@ -90,12 +113,98 @@ def never_compile_alone(fn: Callable) -> None:
     skip_code(fn.__code__)
 
 
+def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
+    """Let Dynamo check tensors that its graph takes by identity, whatever device they are on.
+
+    `inputs` maps placeholders of a graph of Dynamo to the tensors in their place. To be called while Dynamo waits for
+    the compiled form of that graph. `TENSOR_MATCH` of such a tensor goes, because it fails once the tensor is on
+    another device. For a tensor that requires no gradient `requires_grad` is checked, because the graph computes no
+    gradient of it; where gradients are off no graph does, and nothing is checked.
+
+    `TracingContext.guards_context.dynamo_guards`, a set that Dynamo turns into checks when its backend has returned;
+    `node._dynamo_source`, `GuardBuilder`, `AttrSource`: torch 2.11 to 2.13. Gone: ImportError at the first import, or
+    AttributeError at the first capture. Outside of Dynamo, or without a source, nothing is checked.
+    """
+    context = TracingContext.try_get()
+    by_source = {getattr(node, "_dynamo_source", None): tensor for node, tensor in inputs.items()}
+    by_source.pop(None, None)
+    if context is None or not by_source:
+        return
+    usual = context.guards_context.dynamo_guards
+    kept = [guard for guard in usual if guard.originating_source not in by_source]
+    for source, tensor in by_source.items():
+        kept.append(source.make_guard(GuardBuilder.ID_MATCH))
+        if torch.is_grad_enabled() and not tensor.requires_grad:
+            kept.append(AttrSource(source, "requires_grad").make_guard(GuardBuilder.CONSTANT_MATCH))
+    context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(kept))
+
+
+def before_each_capture(call: Callable[[], None]) -> None:
+    """Call `call` each time before Dynamo begins to trace a frame, until `torch._dynamo.reset()`; once, if named twice.
+
+    `torch._dynamo.callback_handler.start_callbacks`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    callbacks = torch._dynamo.callback_handler.start_callbacks
+    if not any(getattr(callback, "call", None) is call for callback in callbacks):
+        callbacks.append(_Callback(call))
+
+
+class _Callback:
+    """What Dynamo calls, with facts about the compilation that nobody here needs."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def __call__(self, facts: object) -> None:
+        self.call()
+
+
+def sets_gradients(node: fx.Node, is_on: bool) -> bool:
+    """Return whether gradients are on behind `node`, a node of a graph of Dynamo; `is_on` says if they are before it.
+
+    `torch._C._set_grad_enabled`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on
+
+
+def is_operator(target: object) -> bool:
+    """Whether `target` is an operator that has a schema, or all overloads of one.
+
+    `torch._ops.OpOverload`, `OpOverloadPacket`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether `target` is an operator of torch that takes functions, or a kernel of the user's.
+
+    `torch._ops.HigherOrderOperator`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def fake_mode_of(values: Iterable[object]) -> Any:
     """Return the fake tensor mode of the first fake tensor among `values`.
 
     `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
     return detect_fake_mode(list(values))
+
+
+def own_fake_mode(value: torch.Tensor) -> Any:
+    """Return the fake tensor mode of the fake tensor `value`; while a backend compiles a graph, that graph has another.
+
+    `FakeTensor.fake_mode`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return value.fake_mode
+
+
+def mark_as_input(node: fx.Node) -> None:
+    """Let `node`, which was added to a graph of Dynamo, be an input of it.
+
+    `node._dynamo_source`, for which AOTAutograd asks every input, torch 2.11 to 2.13. Gone: nobody asks.
+    """
+    node._dynamo_source = None
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:

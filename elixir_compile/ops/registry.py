@@ -98,9 +98,11 @@ class Slot:
 
     def take(self, param: torch.nn.Parameter) -> None:
         """Read `param`, which has the same form, from now on in place of the parameter."""
-        _BY_PARAM.pop(self.param, None)
+        is_known = slot_of(self.param) is self
+        forget(self)
         self.param = param
-        _BY_PARAM[param] = weakref.ref(self)
+        if is_known:
+            _BY_PARAM[param] = weakref.ref(self)
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +198,12 @@ def slot_of(param: torch.Tensor) -> Slot | None:
     return None if reference is None else reference()
 
 
+def forget(slot: Slot) -> None:
+    """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
+    if slot_of(slot.param) is slot:
+        del _BY_PARAM[slot.param]
+
+
 def follow_thaws(slots: Iterable[Slot]) -> None:
     """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
     late = [slot.name for slot in slots if slot.follow_thaw()]
@@ -206,6 +214,12 @@ def follow_thaws(slots: Iterable[Slot]) -> None:
             ElixirWarning,
             stacklevel=2,
         )
+
+
+def follow_all_thaws() -> None:
+    """Before a capture: let it see that parameters, of whatever model, began to require a gradient."""
+    for slot in list(_BY_KEY.values()):
+        slot.follow_thaw()
 
 
 def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:

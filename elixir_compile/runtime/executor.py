@@ -154,11 +154,8 @@ class Executor:
             current = self._buckets.get(spec.id)
             if current is not None and current.spec == spec and current.placement == placement:
                 continue
-            self.generation += 1
             slots = [self.slots[name] for name in spec.params]
-            for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
-                old.settle()
-                self._buckets.pop(old.spec.id, None)
+            self.drop_buckets_of(slots)
             self._run_bucket(spec, placement, slots)
             moved += [slot.param for slot in slots]
         if moved:
@@ -196,6 +193,14 @@ class Executor:
         self.sites.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+
+    def drop_buckets_of(self, slots: Iterable[Slot]) -> None:
+        """Take the buckets that hold any of `slots` out of force; parameters stay where they are."""
+        self.generation += 1
+        for old in {self._bucket_of.pop(slot.key) for slot in slots if slot.key in self._bucket_of}:
+            old.settle()
+            if self._buckets.get(old.spec.id) is old:  # and not a new bucket that has the same name
+                del self._buckets[old.spec.id]
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
         """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
