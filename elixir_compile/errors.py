@@ -355,7 +355,7 @@ class StaleParameters(ElixirError, RuntimeError):
 class ParameterReplaced(ElixirError, RuntimeError):
     """`parameter` is not the one that the step was captured with; `because` says what was found before the forward.
 
-    `is_temporary` says that a tensor which is no parameter is in its place, as inside `torch.func.functional_call`.
+    `is_temporary` says that a tensor which is no parameter is in its place for a while, as inside `torch.func.functional_call`.
     """
 
     def __init__(self, parameter: str, because: str, is_temporary: bool = False) -> None:
@@ -369,7 +369,7 @@ class ParameterReplaced(ElixirError, RuntimeError):
         if self.is_temporary:
             return (
                 f"{found}The compiled step reads parameters where they were, so nothing was computed. Call "
-                "`torch.func.functional_call` on the model itself, not on what `torch.compile` returned."
+                "`torch.func.functional_call` on the model itself, outside of compiled code."
             )
         return f"{found}Nothing was computed. Call the model again: the step is then captured with what is there now."
 

@@ -28,9 +28,9 @@ from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
-from elixir_compile.capture.rewire import rewire, split_gathers
+from elixir_compile.capture.rewire import read_functionally, rewire, split_gathers
 from elixir_compile.capture.written import gathered_among, written_parameters
-from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
+from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
@@ -66,6 +66,9 @@ def elixir(
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     _log_graph_break(gm)
+    functional = read_functionally(gm)
+    if functional is not None:
+        raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)
     _follow_changes([slot_by_key(key).sink for key in gather_keys(gm.graph)], inputs)
     written = written_parameters(gm, inputs)
     whole = gathered_among(gm, written)
@@ -227,7 +230,7 @@ def _compile_first(
     """Compile the graph of a plain model as if the model were prepared, and prepare it.
 
     Dynamo builds its checks when this has returned. They are checks of prepared modules then, and the graph need not be
-    captured again. A plan that does not fit leaves the model plain.
+    captured again, unless it read attributes of the classes that change. A plan that does not fit leaves the model plain.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     rewired = rewire(gm, inputs)
@@ -237,6 +240,10 @@ def _compile_first(
     except NoFeasiblePlan as error:
         raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
     swap_modules(roots, executor)
+    if compat.checks_class_of([placeholders[index] for index in handles]):
+        # A check of `Block.scale` says where among the bases of the module's class it is, and the class is another now.
+        executor.compilations.clear()
+        compat.trace_again("modules got classes that read parameters as gathers")
     compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
     compat.before_each_capture(follow_all_thaws)
 

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.utils import parametrize
 
 from elixir_compile import compat
+from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
 from elixir_compile.ops.shards import is_shared, own_part, rehome
@@ -185,6 +187,23 @@ def _delete_as(base: type[nn.Module]):
         base.__delattr__(module, name)
 
     return delete
+
+
+def _refuse_values(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    """When a buffer is registered: UnsupportedModel for the values of a parameter that lives on the host.
+
+    `torch.nn.utils.parametrize` takes what `module.weight` gives for a buffer if it is no Parameter, and the parameter
+    would be trained no more.
+    """
+    if buffer is not None and buffer.grad_fn is not None and "elixir_gather" in buffer.grad_fn.name():
+        because = "it would hold the values of a parameter that lives on the host, and the parameter would not be "
+        raise UnsupportedModel(
+            f"buffer {name} of {type(module).__name__}",
+            because + "trained. Parametrize the model, or undo that, before it is prepared or compiled",
+        )
+
+
+register_module_buffer_registration_hook(_refuse_values)
 
 
 def _reduce_as(base: type[nn.Module]):

@@ -25,6 +25,7 @@ from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
+from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of

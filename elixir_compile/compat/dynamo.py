@@ -139,6 +139,25 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
     context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(kept))
 
 
+def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
+    """While Dynamo waits for the compiled form of its graph: whether it is going to check attributes of the classes of
+    modules whose parameters are `inputs`, placeholders of the graph.
+
+    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, torch 2.11 to 2.13, of which the
+    older have methods in place of some properties. Gone: such a check fails with a KeyError at the first call.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return False
+    names = [_name_of(node._dynamo_source) for node in inputs if getattr(node, "_dynamo_source", None) is not None]
+    starts = {f"type({name.partition('._parameters[')[0]})." for name in names}
+    return any(start in _name_of(guard) for guard in context.guards_context.dynamo_guards for start in starts)
+
+
+def _name_of(named: Any) -> str:
+    return named.name() if callable(named.name) else named.name
+
+
 def before_each_capture(call: Callable[[], None]) -> None:
     """Call `call` each time before Dynamo begins to trace a frame, until `torch._dynamo.reset()`; once, if named twice.
 
