@@ -61,6 +61,7 @@ _ERRORS = (
     "InvalidProfile",
     "MasterIgnored",
     "NestedMeasurement",
+    "NoDoubleBackward",
     "NoFeasiblePlan",
     "NoGraphCaptured",
     "NotPrepared",

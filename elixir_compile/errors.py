@@ -23,6 +23,7 @@ Exception
     ├── MasterIgnored      (RuntimeError)   an optimizer that does not keep fp32 masters, on parameters that have them
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
     ├── ParameterReplaced  (RuntimeError)   a parameter is not the one that the step was captured with
+    ├── NoDoubleBackward   (RuntimeError)   gradients of gradients were asked for
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
     ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
@@ -355,7 +356,7 @@ class StaleParameters(ElixirError, RuntimeError):
 class ParameterReplaced(ElixirError, RuntimeError):
     """`parameter` is not the one that the step was captured with; `because` says what was found before the forward.
 
-    `is_temporary` says that a tensor which is no parameter is in its place for a while, as inside `torch.func.functional_call`.
+    `is_temporary` says that a tensor which is no parameter is in its place, as inside `torch.func.functional_call`.
     """
 
     def __init__(self, parameter: str, because: str, is_temporary: bool = False) -> None:
@@ -372,6 +373,21 @@ class ParameterReplaced(ElixirError, RuntimeError):
                 "`torch.func.functional_call` on the model itself, outside of compiled code."
             )
         return f"{found}Nothing was computed. Call the model again: the step is then captured with what is there now."
+
+
+class NoDoubleBackward(ElixirError, RuntimeError):
+    """A backward through `model` was to make a graph of its own, for gradients of gradients."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.model = model
+
+    def __str__(self) -> str:
+        return (
+            f"create_graph=True asks for gradients of gradients through {self.model}, and neither compiled code nor "
+            "gathered parameters give any. Compute what needs them with a copy of the model that is neither compiled "
+            "nor prepared, or leave create_graph out."
+        )
 
 
 class GradientsChanged(ElixirError, RuntimeError):

@@ -21,17 +21,20 @@ from elixir_compile.api.compilation import Compilation
 from elixir_compile.api.front_end import FrontEnd
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.masters import check_masters, check_reduces
+from elixir_compile.api.plain_state import warn_of_plain_state
 from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
 from elixir_compile.api.saved import load_plan
 from elixir_compile.api.whole import compile_whole, let_go
+from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
-from elixir_compile.capture.rewire import read_functionally, rewire, split_gathers
+from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
+from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.runtime.executor import Executor
@@ -59,7 +62,8 @@ def elixir(
     def compile_it() -> Callable[..., Any]:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
-        return _compile(gm, example_inputs, with_compiler(parse_options(options)))
+        with collector_off():
+            return _compile(gm, example_inputs, with_compiler(parse_options(options)))
 
     return _or_raiser(compile_it)
 
@@ -119,9 +123,9 @@ def _compile_gathers(
     """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
     if options.param_dtype is not None:
         check_masters(executor.slots.values(), options.param_dtype)
-    executor.sums_in_fp32 |= options.reduce_dtype == "float32"
+    executor.gradients.sums_in_fp32 |= options.reduce_dtype == "float32"
     if executor.ranks is not None:
-        executor.ranks.reduces_in_fp32 = executor.sums_in_fp32
+        executor.ranks.reduces_in_fp32 = executor.gradients.sums_in_fp32
         if options.plan is not None:
             check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
     chunks = chunks_of(gm, options, is_shared=executor.ranks is not None)
@@ -214,14 +218,23 @@ def _compile_as(
     """Compile the graph as it is, whose loss is in `num_chunks`; `review` gets its first plan and returns the one to
     use."""
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
+    positions = handle_inputs(gm)
+    gate = Gate([slot_by_key(key) for key in positions.values()])
+    op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     compilation.loss_chunks = num_chunks
     compilation.company.ended_at = compat.graph_break_of(gm)
+    if executor.device.type == "cpu":
+        warn_of_plain_state()
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
-    calls = FrontEnd(compilation, executor.regions_for(options.inner))
+    calls = FrontEnd(compilation, executor.regions_for(options.inner), gate)
     compiled = front_end(gm, inputs, calls.partition, calls.lower)
     executor.compilations.append(compilation)
-    return compiled
+
+    def run(*args: Any) -> Any:
+        return gate.call(compiled, op_by_op, tuple(positions), args)
+
+    return run
 
 
 def _compile_first(
@@ -230,7 +243,8 @@ def _compile_first(
     """Compile the graph of a plain model as if the model were prepared, and prepare it.
 
     Dynamo builds its checks when this has returned. They are checks of prepared modules then, and the graph need not be
-    captured again, unless it read attributes of the classes that change. A plan that does not fit leaves the model plain.
+    captured again, unless it reads attributes of the classes that change. A plan that does not fit leaves the model
+    plain.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     rewired = rewire(gm, inputs)

@@ -125,7 +125,8 @@ def prepare_again(old: Executor) -> None:
         if not old.saved.waiting():
             old.let_go()
         new = new_executor(roots, old.device, old.ranks)
-        new.generation, new.disk, new.sums_in_fp32 = old.generation + 1, old.disk, old.sums_in_fp32
+        new.generation, new.disk = old.generation + 1, old.disk
+        new.gradients.sums_in_fp32 = old.gradients.sums_in_fp32
         swap_modules(roots, new)
         bring_rest(roots, new)
 

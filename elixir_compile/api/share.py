@@ -63,7 +63,8 @@ def share(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> None:
     Every rank calls this at once. Raises UnsupportedModel for a module on `meta` that cannot start by itself.
     """
     for name, other in aliases(model.named_parameters()).items():
-        raise UnsupportedModel(name, f"it shares memory with {other}, and ranks would part them. Tie the modules instead")
+        because = f"it shares memory with {other}, and cutting them over ranks would part them. Tie the modules instead"
+        raise UnsupportedModel(name, because)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():

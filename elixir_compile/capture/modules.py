@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
 from elixir_compile.ops.shards import is_shared, own_part, rehome
@@ -146,6 +147,7 @@ def _swapped_class(module: nn.Module) -> type:
 def _gathered(name: str, slot: Slot) -> property:
     attribute, key = _HANDLE + name, slot.key
     size, stride = list(slot.param.shape), list(slot.param.stride())
+    gate = Gate([slot])
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if not torch.compiler.is_compiling():
@@ -157,6 +159,8 @@ def _gathered(name: str, slot: Slot) -> property:
             slot.follow_thaw()
             if param.device == slot.device and not slot.is_shared:
                 return param  # eager code finds what it always finds, `.grad` included
+            if torch.is_grad_enabled() and param.requires_grad:
+                return GATHER(*gate.handles(), size, stride, key)
         return GATHER(getattr(module, attribute), size, stride, key)
 
     def write(module: nn.Module, value: object) -> None:

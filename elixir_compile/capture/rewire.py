@@ -41,6 +41,17 @@ def split_gathers(gm: fx.GraphModule) -> list[int]:
     return list(keys)
 
 
+def handle_inputs(gm: fx.GraphModule) -> dict[int, int]:
+    """Return the positions of the inputs of a Dynamo graph that are handles, with the key of each one's parameter."""
+    found = {}
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        keys = (user.args[3] for user in node.users if user.target is GATHER)
+        key = next(keys, None)
+        if key is not None:
+            found[index] = key
+    return found
+
+
 def pass_whole(
     gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collection[Slot]
 ) -> tuple[list[Any], list[Slot]]:

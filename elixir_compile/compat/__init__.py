@@ -3,9 +3,12 @@
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+from elixir_compile.compat.autograd import Asked as Asked
 from elixir_compile.compat.autograd import after_backward as after_backward
+from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
+from elixir_compile.compat.capturing import outside_captures as outside_captures
 from elixir_compile.compat.compilers import Strides as Strides
 from elixir_compile.compat.compilers import boxed as boxed
 from elixir_compile.compat.compilers import compile_plainly as compile_plainly
@@ -29,6 +32,7 @@ from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
+from elixir_compile.compat.dynamo import graph_module as graph_module
 from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
 from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
 from elixir_compile.compat.dynamo import is_operator as is_operator

@@ -14,6 +14,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._guards import TracingContext, detect_fake_mode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 class _PastLogging(set[Callable[..., Any]]):
@@ -226,12 +227,21 @@ def mark_as_input(node: fx.Node) -> None:
     node._dynamo_source = None
 
 
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """Return `graph` over the attributes of `root`, whose Python is written when somebody runs or prints it.
+
+    Nobody runs the halves of a step, which are rewritten several times. `torch.fx._lazy_graph_module._LazyGraphModule`,
+    as Dynamo and Inductor use it, torch 2.11 to 2.13. Gone: ImportError at the first import.
+    """
+    return _LazyGraphModule(root, graph)
+
+
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of `gm`, a graph of Dynamo, that reads the same constants and can be edited and compiled.
 
     `node._dynamo_source`, which a copy of a graph lacks, torch 2.11 to 2.13. Gone: AOTAutograd does not ask for it.
     """
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied = graph_module(gm, copy.deepcopy(gm.graph))
     copied.meta, copied.compile_subgraph_reason = dict(gm.meta), getattr(gm, "compile_subgraph_reason", None)
     for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         if hasattr(node, "_dynamo_source"):

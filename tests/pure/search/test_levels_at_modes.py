@@ -95,16 +95,14 @@ def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float
     verify(problem.graph, made)
     assert made.prediction.device_peak_bytes <= problem.budget_bytes
     assert made.bound_s is None or made.bound_s <= made.prediction.step_s
-    refusals = []
     for planner in (*RULES, "greedy"):
         try:
             other = plan(problem, planner)
-        except NoFeasiblePlan as error:
-            refusals.append(error)
+        except NoFeasiblePlan:
+            assert planner in RULES
             continue
         verify(problem.graph, other)
         assert made.prediction.step_s <= other.prediction.step_s * (1 + 1e-9), planner
-    assert all(error.needed_bytes > problem.budget_bytes for error in refusals)
 
 
 @given(SEEDS)
