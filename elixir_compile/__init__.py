@@ -66,6 +66,7 @@ _ERRORS = (
     "NoGraphCaptured",
     "NotPrepared",
     "OptimizerTooEarly",
+    "ParameterReplaced",
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",

@@ -9,7 +9,7 @@ no parameters    compile it as torch would, with a warning
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,16 +22,17 @@ from elixir_compile.api.front_end import FrontEnd
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.masters import check_masters, check_reduces
 from elixir_compile.api.plain_state import warn_of_plain_state
-from elixir_compile.api.prepare import new_executor, swap_modules
+from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
 from elixir_compile.api.saved import load_plan
 from elixir_compile.api.whole import compile_whole, let_go
 from elixir_compile.capture.collector import collector_off
+from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
-from elixir_compile.capture.rewire import handle_inputs, rewire, split_gathers
+from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
 from elixir_compile.capture.written import gathered_among, written_parameters
-from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
+from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
@@ -69,6 +70,10 @@ def elixir(
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     _log_graph_break(gm)
+    functional = read_functionally(gm)
+    if functional is not None:
+        raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)
+    _follow_changes([slot_by_key(key).sink for key in gather_keys(gm.graph)], inputs)
     written = written_parameters(gm, inputs)
     whole = gathered_among(gm, written)
     if whole:
@@ -83,9 +88,11 @@ def _compile_graph(
     keys = split_gathers(gm)
     if keys:
         return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
-    params = [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
+    params = _parameters(inputs)
     roots = find_roots(params)
-    if any(executor_of(root) is not None for root in roots):
+    prepared: list[Executor] = [executor for root in roots if (executor := executor_of(root)) is not None]
+    if prepared:
+        _follow_changes(prepared, inputs)
         # Parameters that a prepared model keeps whole.
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None
@@ -95,6 +102,19 @@ def _compile_graph(
         _say_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)
     return _compile_first(gm, inputs, options, roots, executor)
+
+
+def _follow_changes(executors: Iterable[Executor], inputs: Sequence[Any]) -> None:
+    """Have the frame at hand traced again, with the models of `executors` prepared anew, where their parameters were
+    replaced or others came to them."""
+    for executor in dict.fromkeys(executors):
+        if executor.sites.is_outdated or has_unplaced(executor, _parameters(inputs)):
+            prepare_again(executor)
+            compat.trace_again("parameters of the model were replaced, or came to it")
+
+
+def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
+    return [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
 
 
 def _compile_gathers(
@@ -223,7 +243,8 @@ def _compile_first(
     """Compile the graph of a plain model as if the model were prepared, and prepare it.
 
     Dynamo builds its checks when this has returned. They are checks of prepared modules then, and the graph need not be
-    captured again. A plan that does not fit leaves the model plain.
+    captured again, unless it reads attributes of the classes that change. A plan that does not fit leaves the model
+    plain.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     rewired = rewire(gm, inputs)
@@ -233,6 +254,10 @@ def _compile_first(
     except NoFeasiblePlan as error:
         raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
     swap_modules(roots, executor)
+    if compat.checks_class_of([placeholders[index] for index in handles]):
+        # A check of `Block.scale` says where among the bases of the module's class it is, and the class is another now.
+        executor.compilations.clear()
+        compat.trace_again("modules got classes that read parameters as gathers")
     compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
     compat.before_each_capture(follow_all_thaws)
 

@@ -210,7 +210,8 @@ class Compilation:
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""
         self._programs.take(programs, self._executor.saved.next_number, is_apart=self._variants.taken())
-        self.forward, self.backward = programs.forward, None
+        self.forward = programs.forward
+        self._write_backward()
 
     def _write_backward(self) -> None:
         self.backward = self._programs.last.backward if self._wants_backward else None
@@ -225,6 +226,7 @@ class Compilation:
 
     def begin_forward(self, args: list[Any]) -> None:
         """Before a forward: plan anew and move parameters where that is due."""
+        self._executor.take_in_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
                 other._watch.restart()  # It runs the same buckets, and regions of the same labels.
@@ -314,7 +316,6 @@ class Compilation:
             return
         self._progress.planned(self.plan)
         self._take(programs)
-        self._write_backward()
 
     def is_in_force(self) -> None:
         """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
@@ -384,7 +385,6 @@ class Compilation:
         self._captured, self._problem, self.plan, programs, room, self._generation = found
         self.graph, self._sizes.values, self.beside_bytes = self._problem.graph, dict(room.sizes), room.beside_bytes
         self._take(programs)
-        self._write_backward()
         return True
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
@@ -397,4 +397,3 @@ class Compilation:
         self._generation = -1
         self._progress.planned(self.plan)
         self._write_forward()
-        self._write_backward()

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.utils import stateless
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
-from elixir_compile.ops.registry import Slot, slot_of
+from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
 from elixir_compile.ops.schema import GATHER
 
 
@@ -126,6 +127,16 @@ def _handles_of(gm: fx.GraphModule, slot: Slot) -> set[int]:
 
 def _example(node: fx.Node) -> object:
     return node.meta.get("example_value")
+
+
+def read_functionally(gm: fx.GraphModule) -> Slot | None:
+    """Return the slot of a parameter that a Dynamo graph gathers within `torch.func.functional_call`, which put another
+    tensor in its place; None where there is none. Dynamo traces the call, and a module reads no tensor that was put
+    there."""
+    for node in gathers_of(gm):
+        if stateless.__file__ in node.meta.get("stack_trace", ""):
+            return slot_by_key(node.args[3])
+    return None
 
 
 def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Rewired:

@@ -28,6 +28,7 @@ from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
+from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
@@ -39,6 +40,7 @@ from elixir_compile.compat.dynamo import never_compile_alone as never_compile_al
 from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
 from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
+from elixir_compile.compat.dynamo import trace_again as trace_again
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
@@ -50,6 +52,7 @@ from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
 from elixir_compile.compat.tensors import fused_adamw_ as fused_adamw_
+from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors
 from elixir_compile.compat.tensors import storage_key as storage_key

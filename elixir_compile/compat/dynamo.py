@@ -5,11 +5,11 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo import OptimizedModule, pgo
+from torch._dynamo import OptimizedModule, exc, pgo
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
@@ -47,6 +47,19 @@ def trace_past_logging() -> None:
     config = torch._dynamo.config
     if not isinstance(config.ignore_logging_functions, _PastLogging):
         config.ignore_logging_functions = _PastLogging(config.ignore_logging_functions)
+
+
+class _Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+    """The first class is the restart that Dynamo passes on from backends; with the second it forgets what the trace
+    before met, which is something else now."""
+
+
+def trace_again(reason: str) -> NoReturn:
+    """From within a backend: let Dynamo drop the graph at hand and trace the frame once more, as modules are now.
+
+    `torch._dynamo.exc`, torch 2.11 to 2.13. Gone: AttributeError at the first import.
+    """
+    raise _Again(restart_reason=reason)
 
 
 @contextmanager
@@ -125,6 +138,25 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
         if torch.is_grad_enabled() and not tensor.requires_grad:
             kept.append(AttrSource(source, "requires_grad").make_guard(GuardBuilder.CONSTANT_MATCH))
     context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(kept))
+
+
+def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
+    """While Dynamo waits for the compiled form of its graph: whether it is going to check attributes of the classes of
+    modules whose parameters are `inputs`, placeholders of the graph.
+
+    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, torch 2.11 to 2.13, of which the
+    older have methods in place of some properties. Gone: such a check fails with a KeyError at the first call.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return False
+    names = [_name_of(node._dynamo_source) for node in inputs if getattr(node, "_dynamo_source", None) is not None]
+    starts = {f"type({name.partition('._parameters[')[0]})." for name in names}
+    return any(start in _name_of(guard) for guard in context.guards_context.dynamo_guards for start in starts)
+
+
+def _name_of(named: Any) -> str:
+    return named.name() if callable(named.name) else named.name
 
 
 def before_each_capture(call: Callable[[], None]) -> None:

@@ -16,6 +16,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors, or others, hold the memory of `storage`, which the caller alone has got from one.
+
+    `torch._C._storage_Use_Count`, torch 2.11 to 2.13. Gone: AttributeError where parameters are views of one storage.
+    """
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that `tensor` is made of: indices and values of a sparse one, else itself.
 

@@ -106,6 +106,18 @@ class Slot:
                 "Cast the model first, then prepare or compile it",
             )
 
+    def fits(self, param: torch.nn.Parameter) -> bool:
+        """Whether `param` has the form of the parameter that graphs were captured for."""
+        return _form(param) == self._made_as
+
+    def take(self, param: torch.nn.Parameter) -> None:
+        """Read `param`, which has the same form, from now on in place of the parameter."""
+        is_known = slot_of(self.param) is self
+        forget(self)
+        self.param = param
+        if is_known:
+            _BY_PARAM[param] = weakref.ref(self)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the parameter, whole."""

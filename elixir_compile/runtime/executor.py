@@ -6,6 +6,7 @@ gradient between its production and `param.grad`; nothing else does, so a progra
 by `abandon`.
 """
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Verb
 from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_of
+from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.runtime.ranks import Ranks
+from elixir_compile.runtime.replaced import require_apart, taken_in
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.sharded import ShardReduce, new_bucket
 from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
@@ -56,6 +59,10 @@ class Executor:
         self._departing: list[torch.Tensor] = []
         self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
         """What forwards left for their backward."""
+        self.sites = Sites()
+        """Where graphs find the parameters."""
+        self.roots: tuple[weakref.ref[torch.nn.Module], ...] = ()
+        """The models whose parameters these are."""
         self.gradients = GradientAccumulator(
             name,
             self.h2d,
@@ -148,15 +155,43 @@ class Executor:
                 continue
             slots = [self.slots[name] for name in spec.params]
             self.drop_buckets_of(slots)
-            bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
-            bucket.settle_home(self.device)
-            bucket.disk = self.disk
-            self._buckets[spec.id] = bucket
-            self._bucket_of.update((slot.key, bucket) for slot in slots)
+            self._run_bucket(spec, placement, slots)
             moved += [slot.param for slot in slots]
         if moved:
             self.saved.drop_free_slabs()
         let_state_follow(moved)
+
+    def _run_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
+        """Put `slots` in their home, and let a new bucket be the one of `spec`."""
+        bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
+        self._settle_home(bucket)
+        bucket.disk = self.disk
+        self._buckets[spec.id] = bucket
+        self._bucket_of.update((slot.key, bucket) for slot in slots)
+
+    def _settle_home(self, bucket: RunningBucket) -> None:
+        if bucket.is_on_host:
+            require_apart(bucket.slots, self.slots.values(), self.sites)
+        bucket.settle_home(self.device)
+
+    @torch.no_grad()
+    def take_in_replaced(self) -> None:
+        """Before a forward, and before its plan is put in force: read parameters that were replaced since the last one,
+        and bring them home. Raises ParameterReplaced where the graph cannot."""
+        taken = taken_in(self.sites, self.saved.next_number)
+        if taken:
+            for bucket in dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of):
+                bucket.settle()
+                self._run_bucket(bucket.spec, bucket.placement, bucket.slots)
+            self.generation += 1
+            let_state_follow([slot.param for slot in self.slots.values()])
+
+    def let_go(self) -> None:
+        """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
+        self.slots.clear()
+        self.sites.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()
 
     def drop_buckets_of(self, slots: Iterable[Slot]) -> None:
         """Take the buckets that hold any of `slots` out of force; parameters stay where they are."""
@@ -190,7 +225,7 @@ class Executor:
             self.check_updates()
             for bucket in self._buckets.values():
                 if bucket.has_drifted():
-                    bucket.settle_home(self.device)
+                    self._settle_home(bucket)
                     self.generation += 1
 
     def check_updates(self) -> None:
@@ -264,7 +299,8 @@ class Executor:
 
     def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
         """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
-        _, *versions = ticket.tolist()
+        number, *versions = ticket.tolist()
+        self.sites.check_forward(number)
         for name, before, now in zip(names, versions, self._versions(names), strict=True):
             if before != now:
                 raise StaleParameters(name)
