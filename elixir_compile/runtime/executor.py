@@ -155,7 +155,8 @@ class Executor:
             slots = [self.slots[name] for name in spec.params]
             for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
                 old.settle()
-                self._buckets.pop(old.spec.id, None)
+                if self._buckets.get(old.spec.id) is old:  # else a new bucket has taken its name
+                    del self._buckets[old.spec.id]
             bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
             bucket.settle_home(self.device)
             bucket.disk = self.disk
