@@ -1,5 +1,6 @@
 """What the compiler front ends call for one graph: once to split it, once for each half."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ class FrontEnd:
     """The callbacks of one compilation."""
 
     def __init__(self, compilation: Compilation, regions: RegionCompiler) -> None:
-        self._compilation = compilation
+        # AOTAutograd keeps these callbacks with the compiled code.
+        self._compilation = weakref.proxy(compilation)
         self._regions = regions
         self._is_captured = False
 

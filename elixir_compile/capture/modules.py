@@ -7,6 +7,7 @@ always see. A copy or a pickle of a swapped module is a plain module again.
 """
 
 import copyreg
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -70,9 +71,13 @@ def executor_of(model: nn.Module) -> object | None:
 def _gathered(name: str, slot: Slot) -> property:
     attribute, key = _HANDLE + name, slot.key
     size, stride = list(slot.param.shape), list(slot.param.stride())
+    # The graphs of compiled code name the classes of modules, and outlive the modules, which keep the executor and so
+    # the slot.
+    slot_while_alive = weakref.ref(slot)
 
     def read(module: nn.Module) -> torch.Tensor:
         if not torch.compiler.is_compiling():
+            slot = slot_while_alive()
             slot.follow_thaw()
             param = module._parameters[name]
             if param.device == slot.device and not slot.is_shared:
