@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.capture.modules import is_swapped, read_plainly
 from elixir_compile.capture.owners import find_roots
 from elixir_compile.capture.rewire import pass_whole
+from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, forget, slot_by_key, slot_of
 from elixir_compile.ops.shards import rehome
@@ -59,28 +59,39 @@ def compile_whole(
     gm: fx.GraphModule, inputs: Sequence[Any], whole: Mapping[Slot, str], compile_graph: Compile
 ) -> Callable[..., Any]:
     """Compile `gm`, which gathers the parameters of the slots `whole`, by `compile_graph` with these as inputs."""
-    gm = compat.copy_of(gm)  # Dynamo asks the inputs of its own graph where they come from
-    inputs, added = pass_whole(gm, inputs, whole)
+    passed = pass_whole(gm, inputs, whole)
     gathered: list[Slot] = []
     for slot, reason in whole.items():
         if slot_of(slot.param) is slot:
             gathered += let_go(slot.sink, [(slot, reason)])
-    compiled = compile_graph(gm, inputs)
-    keys, added_keys = [slot.key for slot in whole], [slot.key for slot in added]
+    compiled = compile_graph(gm, passed.example_inputs)
+    keys = [slot.key for slot in whole]
+    passed_keys = passed.keys  # and not `passed`: the first batch would live as long as `run`
     lock, is_first = threading.Lock(), True
 
     def run(*args: Any) -> Any:
         nonlocal is_first
-        params = [slot_by_key(key).param for key in added_keys]
+        values = list(args)
+        for place, key in passed_keys.items():
+            values[place] = slot_by_key(key).param
         with lock:
             if is_first:  # and not before: Dynamo compares devices and classes again when the backend returns
                 is_first = False
                 _bring(map(slot_by_key, keys))
                 _capture_again(gathered)
                 gathered.clear()
-        return compiled(*args, *params)
+        return compiled(*values)
 
     return run
+
+
+def traced_whole(gm: fx.GraphModule, inputs: Sequence[Any], executor: Executor) -> Sequence[Any]:
+    """Let parameters be inputs of `gm` that can be no gathers; return the inputs to compile it with. The model is a
+    stand-in, which `executor` prepared and nobody runs."""
+    whole = gathered_among(gm, written_parameters(gm, inputs))
+    passed = pass_whole(gm, inputs, whole)
+    let_go(executor, whole.items())
+    return passed.example_inputs
 
 
 @torch.no_grad()

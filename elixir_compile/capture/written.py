@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
+from elixir_compile.capture.rewire import bodies_of, gathers_of
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
 from elixir_compile.ops.schema import GATHER
@@ -55,7 +56,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
         if isinstance(value, nn.Parameter):
             found.params[id(value)] = value
             found.roots[node] = frozenset({id(value)})
-    for node in gm.graph.find_nodes(op="call_function", target=GATHER):
+    for node in gathers_of(gm):
         param = slot_by_key(node.args[3]).param
         found.params[id(param)] = param
         found.roots[node] = frozenset({id(param)})
@@ -72,8 +73,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
 def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
     """Return the slots through which `gm` gathers any of `params`, each with what comes with the parameter."""
     reasons = {id(param): reason for param, reason in params}
-    gathers = gm.graph.find_nodes(op="call_function", target=GATHER) if reasons else ()
-    slots = dict.fromkeys(slot_by_key(node.args[3]) for node in gathers)
+    slots = dict.fromkeys(slot_by_key(node.args[3]) for node in (gathers_of(gm) if reasons else ()))
     return {slot: reasons[id(slot.param)] for slot in slots if id(slot.param) in reasons}
 
 
@@ -82,15 +82,13 @@ def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
     for node in gm.graph.nodes:
         is_grad_on = compat.sets_gradients(node, is_grad_on)
         taken = [source for source in node.all_input_nodes if source in found.roots]
-        if not taken or node.op == "output":
+        bodies = bodies_of(gm, node)
+        for body in bodies:
+            _enter(body, taken, found)
+            _walk(body, found, is_grad_on=is_grad_on)
+        if not taken or bodies or node.op == "output":
             continue
-        bodies = [getattr(gm, source.target) for source in node.all_input_nodes if source.op == "get_attr"]
-        bodies = [body for body in bodies if isinstance(body, fx.GraphModule)]
-        if bodies:
-            for body in bodies:
-                _enter(body, taken, found)
-                _walk(body, found, is_grad_on=is_grad_on)
-        elif compat.is_higher_order(node.target):
+        if compat.is_higher_order(node.target):
             # Nothing says what such a function does: a kernel in Triton writes any of its inputs.
             found.mark(frozenset().union(*(found.roots[source] for source in taken)), _reason(node))
         elif _may_write(node):

@@ -180,7 +180,7 @@ class _Callback:
 
 
 def sets_gradients(node: fx.Node, is_on: bool) -> bool:
-    """Return whether gradients are on behind `node`, a node of a graph of Dynamo; `is_on` says if they are before it.
+    """Return whether gradients are on behind `node` of a graph of Dynamo, if they are before it as `is_on` says.
 
     `torch._C._set_grad_enabled`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
@@ -212,19 +212,11 @@ def fake_mode_of(values: Iterable[object]) -> Any:
 
 
 def own_fake_mode(value: torch.Tensor) -> Any:
-    """Return the fake tensor mode of the fake tensor `value`; while a backend compiles a graph, that graph has another.
+    """Return the fake tensor mode of `value`, a fake tensor of Dynamo's graph: a backend works under another one.
 
     `FakeTensor.fake_mode`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
     return value.fake_mode
-
-
-def mark_as_input(node: fx.Node) -> None:
-    """Let `node`, which was added to a graph of Dynamo, be an input of it.
-
-    `node._dynamo_source`, for which AOTAutograd asks every input, torch 2.11 to 2.13. Gone: nobody asks.
-    """
-    node._dynamo_source = None
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
