@@ -29,9 +29,9 @@ from elixir_compile.ops.sites import Sites
 
 _HANDLE = "_elixir_handle_"
 _EXECUTOR = "_elixir_executor"
-_GATES = "_elixir_gates"
-"""The attribute of a swapped module, and not of its class, because compiled code keeps the class alive: a gate for each
-parameter that reads as a gather, by name."""
+_SLOTS = "_elixir_slots"
+"""The attribute of a swapped module that holds the slots of the parameters that read as gathers, by name. Its class does
+not hold them, because compiled code keeps the class alive."""
 _SWAPPED = "_elixir_swapped"
 """The attribute that a class has if `swap` made it."""
 
@@ -79,7 +79,7 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
         module.__dict__[_HANDLE + name] = slot.handle()
         executor.sites.add(module, name, slot)
     module.__dict__[_EXECUTOR] = executor
-    module.__dict__[_GATES] = {name: Gate([slot]) for name, slot in slots.items()}
+    module.__dict__[_SLOTS] = dict(slots)
     module.__class__ = type(base.__name__, (base,), namespace)
 
 
@@ -90,7 +90,7 @@ def read_plainly(module: nn.Module, names: Collection[str]) -> None:
     namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
     for name in names:
         module.__dict__.pop(_HANDLE + name, None)
-        module.__dict__[_GATES].pop(name, None)
+        module.__dict__[_SLOTS].pop(name, None)
     module.__class__ = type(base.__name__, (base,), namespace)
 
 
@@ -116,7 +116,7 @@ def undo_swap(module: nn.Module) -> None:
     else:  # of a class made since, for this module alone: a buffer was parametrized
         child = next(kind for kind in type(module).__mro__ if swapped in kind.__bases__)
         child.__bases__ = tuple(base if kind is swapped else kind for kind in child.__bases__)
-    for name in module.__dict__.pop(_GATES):
+    for name in module.__dict__.pop(_SLOTS):
         del module.__dict__[_HANDLE + name]
     del module.__dict__[_EXECUTOR]
 
@@ -136,7 +136,7 @@ def retire(sites: Sites) -> None:
 def _give_back(module: nn.Module) -> None:
     """Make `module` what it was before `swap`, its parameters on the device, and have its graphs captured again."""
     executor: Owner = module.__dict__[_EXECUTOR]
-    slots = [slot for gate in module.__dict__[_GATES].values() for slot in gate.slots]
+    slots: list[Slot] = list(module.__dict__[_SLOTS].values())
     undo_swap(module)
     for slot in slots:
         slot.sink.settle(slot)
@@ -157,8 +157,7 @@ def _gathered(name: str, slot: Slot) -> property:
         if not torch.compiler.is_compiling():
             if name not in module._parameters:
                 raise AttributeError(name)  # `nn.Module.__getattr__` looks elsewhere, and says what is missing
-            gate: Gate = module.__dict__[_GATES][name]
-            (slot,) = gate.slots
+            slot: Slot = module.__dict__[_SLOTS][name]
             param = module._parameters[name]
             if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
                 return param if param is None or param.device == slot.device else param.to(slot.device)
@@ -166,7 +165,7 @@ def _gathered(name: str, slot: Slot) -> property:
             if param.device == slot.device and not slot.is_shared:
                 return param  # eager code finds what it always finds, `.grad` included
             if torch.is_grad_enabled() and param.requires_grad:
-                return GATHER(*gate.handles(), size, stride, key)
+                return GATHER(*Gate([slot]).handles(), size, stride, key)
         return GATHER(getattr(module, attribute), size, stride, key)
 
     def write(module: nn.Module, value: object) -> None:
@@ -182,8 +181,8 @@ def _register_as(base: type[nn.Module]):
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter as `nn.Module` does; one that graphs cannot follow has them captured again."""
         if is_swapped(module):
-            gate = module.__dict__[_GATES].get(name)
-            if gate is None or not module.__dict__[_EXECUTOR].sites.may_take(*gate.slots, param):
+            slot = module.__dict__[_SLOTS].get(name)
+            if slot is None or not module.__dict__[_EXECUTOR].sites.may_take(slot, param):
                 _give_back(module)
         base.register_parameter(module, name, param)
 
@@ -192,7 +191,7 @@ def _register_as(base: type[nn.Module]):
 
 def _delete_as(base: type[nn.Module]):
     def delete(module: nn.Module, name: str) -> None:
-        if is_swapped(module) and name in module.__dict__[_GATES]:
+        if is_swapped(module) and name in module.__dict__[_SLOTS]:
             _give_back(module)
         base.__delattr__(module, name)
 
@@ -218,7 +217,7 @@ register_module_buffer_registration_hook(_refuse_values)
 
 def _reduce_as(base: type[nn.Module]):
     def reduce_ex(module: nn.Module, protocol: int):
-        own = (_EXECUTOR, _GATES)
+        own = (_EXECUTOR, _SLOTS)
         state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
         # Not `copyreg.__newobj__`: pickle wants its class to be that of the object.
         return copyreg._reconstructor, (base, object, None), state

@@ -74,7 +74,8 @@ def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> No
         budget = int(share * least_bytes(model, batches[0]))
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, autocast_step)
     assert_same(by_torch(model).train(batches, autocast_step), run)
-    assert share > 1.2 or Saving.RECOMPUTE in savings_of(run)
+    # Which of the two a search finds in its short time depends on the machine.
+    assert share > 1.2 or not savings_of(run).isdisjoint({Saving.RECOMPUTE, Saving.OFFLOAD})
 
 
 @habit("a model with tied weights under `torch.autocast` with a budget", area=AREA)
