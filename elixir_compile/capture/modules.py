@@ -30,8 +30,9 @@ from elixir_compile.ops.sites import Sites
 _HANDLE = "_elixir_handle_"
 _EXECUTOR = "_elixir_executor"
 _SLOTS = "_elixir_slots"
-"""The attribute of a swapped module that holds the slots of the parameters that read as gathers, by name. Its class does
-not hold them, because compiled code keeps the class alive."""
+"""The attribute of a swapped module that holds the slots of the parameters that read as gathers, by name.
+
+Its class does not hold them, because compiled code keeps the class alive."""
 _SWAPPED = "_elixir_swapped"
 """The attribute that a class has if `swap` made it."""
 
