@@ -61,7 +61,6 @@ _ERRORS = (
     "InvalidProfile",
     "MasterIgnored",
     "NestedMeasurement",
-    "NoDoubleBackward",
     "NoFeasiblePlan",
     "NoGraphCaptured",
     "NotPrepared",
@@ -76,6 +75,7 @@ _ERRORS = (
     "UnknownModel",
     "UnknownOption",
     "UnknownSubject",
+    "UnsupportedBackward",
     "UnsupportedModel",
     "WrongDtype",
 )

@@ -23,7 +23,7 @@ Exception
     ├── MasterIgnored      (RuntimeError)   an optimizer that does not keep fp32 masters, on parameters that have them
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
     ├── ParameterReplaced  (RuntimeError)   a parameter is not the one that the step was captured with
-    ├── NoDoubleBackward   (RuntimeError)   gradients of gradients were asked for
+    ├── UnsupportedBackward (RuntimeError)  gradients of gradients were asked for, or of many outputs at once
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
     ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
@@ -375,18 +375,20 @@ class ParameterReplaced(ElixirError, RuntimeError):
         return f"{found}Nothing was computed. Call the model again: the step is then captured with what is there now."
 
 
-class NoDoubleBackward(ElixirError, RuntimeError):
-    """A backward through `model` was to make a graph of its own, for gradients of gradients."""
+class UnsupportedBackward(ElixirError, RuntimeError):
+    """A backward through `model` with the argument `asked`, which compiled code does not follow; `instead` is a way
+    around."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
+    def __init__(self, model: str, asked: str, instead: str) -> None:
+        super().__init__(model, asked, instead)
         self.model = model
+        self.asked = asked
+        self.instead = instead
 
     def __str__(self) -> str:
         return (
-            f"create_graph=True asks for gradients of gradients through {self.model}, and neither compiled code nor "
-            "gathered parameters give any. Compute what needs them with a copy of the model that is neither compiled "
-            "nor prepared, or leave create_graph out."
+            f"{self.asked}: neither compiled code nor gathered parameters can follow that, so not {self.model}. "
+            f"{self.instead}, or compute it with a copy of the model that is neither compiled nor prepared."
         )
 
 

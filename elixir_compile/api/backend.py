@@ -19,6 +19,7 @@ from torch import fx, nn
 from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.api.front_end import FrontEnd
+from elixir_compile.api.lifetime import for_compiled_code
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.masters import check_masters, check_reduces
 from elixir_compile.api.plain_state import warn_of_plain_state
@@ -230,9 +231,11 @@ def _compile_as(
     calls = FrontEnd(compilation, executor.regions_for(options.inner), gate)
     compiled = front_end(gm, inputs, calls.partition, calls.lower)
     executor.compilations.append(compilation)
+    executor.gates.append(gate)
+    call = for_compiled_code(gate.call)
 
     def run(*args: Any) -> Any:
-        return gate.call(compiled, op_by_op, tuple(positions), args)
+        return call(compiled, op_by_op, tuple(positions), args)
 
     return run
 

@@ -17,6 +17,7 @@ from elixir_compile.api.company import Together, earlier_capture, with_room
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.disk import disk_of, require_disk
 from elixir_compile.api.in_step import planned_in_step
+from elixir_compile.api.lifetime import for_compiled_code
 from elixir_compile.api.loss import as_decided, is_pressed
 from elixir_compile.api.planning import Company, graph_of, may_move_back, named, problem_of, unread_bytes
 from elixir_compile.api.profile import Profiler, RegionProfile
@@ -114,10 +115,10 @@ class Compilation:
         """Return what runs one half of the captured graph, the forward behind `begin_forward`."""
         if not is_backward:
             self._write_forward()
-            return compat.boxed(self._run_forward)
+            return compat.boxed(for_compiled_code(self._run_forward))
         self._wants_backward = True
         self._write_backward()
-        return compat.boxed(self._run_backward)
+        return compat.boxed(for_compiled_code(self._run_backward))
 
     # Planning.
 
@@ -388,8 +389,7 @@ class Compilation:
         return True
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
-        grown = self._sizes.grown(self._captured, args)
-        self._sizes.values.update(grown)
+        self._sizes.values.update(grown := self._sizes.grown(self._captured, args))
         if grown and self._correction is not None:
             # The regions were measured at other sizes; the links and the optimizer are the same.
             self._correction = replace(self._correction, measured=Measured())

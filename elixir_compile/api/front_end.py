@@ -1,5 +1,6 @@
 """What the compiler front ends call for one graph: once to split it, once for each half."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,8 +19,9 @@ class FrontEnd:
 
     def __init__(self, compilation: Compilation, regions: RegionCompiler, gate: Gate) -> None:
         """The graph gets its handles through `gate`."""
-        self._compilation = compilation
-        self._gate = gate
+        # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
+        self._compilation = weakref.proxy(compilation)
+        self._gate = weakref.proxy(gate)
         self._regions = regions
         self._is_captured = False
 

@@ -29,7 +29,11 @@ from elixir_compile.ops.sites import Sites
 
 _HANDLE = "_elixir_handle_"
 _EXECUTOR = "_elixir_executor"
-_SLOTS = "_elixir_slots"
+_GATES = "_elixir_gates"
+"""The attribute of a swapped module, and not of its class, because compiled code keeps the class alive: a gate for each
+parameter that reads as a gather, by name."""
+_SWAPPED = "_elixir_swapped"
+"""The attribute that a class has if `swap` made it."""
 
 # Modules that read their parameters behind the attribute's back: flat weights, containers that index `_parameters`.
 _READS_DIRECTLY = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
@@ -70,11 +74,12 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
     namespace["__delattr__"] = _delete_as(base)
     namespace["__module__"] = base.__module__
     namespace["__doc__"] = base.__doc__
-    namespace[_SLOTS] = slots
+    namespace[_SWAPPED] = True
     for name, slot in slots.items():
         module.__dict__[_HANDLE + name] = slot.handle()
         executor.sites.add(module, name, slot)
     module.__dict__[_EXECUTOR] = executor
+    module.__dict__[_GATES] = {name: Gate([slot]) for name, slot in slots.items()}
     module.__class__ = type(base.__name__, (base,), namespace)
 
 
@@ -83,9 +88,9 @@ def read_plainly(module: nn.Module, names: Collection[str]) -> None:
     so that Dynamo captures again what reads the module."""
     base = type(module).__bases__[0]
     namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
-    namespace[_SLOTS] = {name: slot for name, slot in namespace[_SLOTS].items() if name not in names}
     for name in names:
         module.__dict__.pop(_HANDLE + name, None)
+        module.__dict__[_GATES].pop(name, None)
     module.__class__ = type(base.__name__, (base,), namespace)
 
 
@@ -111,7 +116,7 @@ def undo_swap(module: nn.Module) -> None:
     else:  # of a class made since, for this module alone: a buffer was parametrized
         child = next(kind for kind in type(module).__mro__ if swapped in kind.__bases__)
         child.__bases__ = tuple(base if kind is swapped else kind for kind in child.__bases__)
-    for name in vars(swapped)[_SLOTS]:
+    for name in module.__dict__.pop(_GATES):
         del module.__dict__[_HANDLE + name]
     del module.__dict__[_EXECUTOR]
 
@@ -131,9 +136,9 @@ def retire(sites: Sites) -> None:
 def _give_back(module: nn.Module) -> None:
     """Make `module` what it was before `swap`, its parameters on the device, and have its graphs captured again."""
     executor: Owner = module.__dict__[_EXECUTOR]
-    slots = vars(_swapped_class(module))[_SLOTS]
+    slots = [slot for gate in module.__dict__[_GATES].values() for slot in gate.slots]
     undo_swap(module)
-    for slot in slots.values():
+    for slot in slots:
         slot.sink.settle(slot)
         if slot.own.device != executor.device:
             rehome(slot.param, slot.own.detach().to(executor.device))
@@ -141,18 +146,19 @@ def _give_back(module: nn.Module) -> None:
 
 
 def _swapped_class(module: nn.Module) -> type:
-    return next(kind for kind in type(module).__mro__ if _SLOTS in vars(kind))
+    return next(kind for kind in type(module).__mro__ if _SWAPPED in vars(kind))
 
 
 def _gathered(name: str, slot: Slot) -> property:
     attribute, key = _HANDLE + name, slot.key
     size, stride = list(slot.param.shape), list(slot.param.stride())
-    gate = Gate([slot])
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if not torch.compiler.is_compiling():
             if name not in module._parameters:
                 raise AttributeError(name)  # `nn.Module.__getattr__` looks elsewhere, and says what is missing
+            gate: Gate = module.__dict__[_GATES][name]
+            (slot,) = gate.slots
             param = module._parameters[name]
             if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
                 return param if param is None or param.device == slot.device else param.to(slot.device)
@@ -176,8 +182,8 @@ def _register_as(base: type[nn.Module]):
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter as `nn.Module` does; one that graphs cannot follow has them captured again."""
         if is_swapped(module):
-            slot = vars(_swapped_class(module))[_SLOTS].get(name)
-            if slot is None or not module.__dict__[_EXECUTOR].sites.may_take(slot, param):
+            gate = module.__dict__[_GATES].get(name)
+            if gate is None or not module.__dict__[_EXECUTOR].sites.may_take(*gate.slots, param):
                 _give_back(module)
         base.register_parameter(module, name, param)
 
@@ -186,7 +192,7 @@ def _register_as(base: type[nn.Module]):
 
 def _delete_as(base: type[nn.Module]):
     def delete(module: nn.Module, name: str) -> None:
-        if is_swapped(module) and name in vars(_swapped_class(module))[_SLOTS]:
+        if is_swapped(module) and name in module.__dict__[_GATES]:
             _give_back(module)
         base.__delattr__(module, name)
 
@@ -212,7 +218,8 @@ register_module_buffer_registration_hook(_refuse_values)
 
 def _reduce_as(base: type[nn.Module]):
     def reduce_ex(module: nn.Module, protocol: int):
-        state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k != _EXECUTOR}
+        own = (_EXECUTOR, _GATES)
+        state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
         # Not `copyreg.__newobj__`: pickle wants its class to be that of the object.
         return copyreg._reconstructor, (base, object, None), state
 

@@ -61,7 +61,6 @@ def pass_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collect
     """Replace in place what `gm` gathers of the parameters of `slots` by these parameters, as inputs in place of their
     handles."""
     placeholders = gm.graph.find_nodes(op="placeholder")
-    fake_mode = compat.fake_mode_of(node.meta.get("example_value") for node in placeholders)
     inputs, keys = list(example_inputs), {}
     places = {id(value): place for place, value in enumerate(inputs)}
     for slot in slots:
@@ -72,12 +71,17 @@ def pass_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collect
             keys[place] = slot.key
         _gather_no_more(gm, slot, placeholders[place])
         if place in keys or param.device != slot.device:  # a parameter elsewhere is moved before the graph runs
-            with fake_mode:
-                empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=slot.device)
-                inputs[place] = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
-            placeholders[place].meta["example_value"] = inputs[place]
+            inputs[place] = placeholders[place].meta["example_value"] = fake_parameter(gm, param, slot.device)
     gm.recompile()
     return PassedWhole(example_inputs=inputs, keys=keys)
+
+
+def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    """Return an example of `param` on `device` as an input of `gm`: a fake that shares memory with nothing."""
+    examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    with compat.fake_mode_of(examples):
+        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+        return torch.nn.Parameter(empty, requires_grad=param.requires_grad)
 
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:

@@ -8,6 +8,7 @@ from elixir_compile.compat.autograd import after_backward as after_backward
 from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
+from elixir_compile.compat.autograd import is_batched as is_batched
 from elixir_compile.compat.capturing import outside_captures as outside_captures
 from elixir_compile.compat.compilers import Strides as Strides
 from elixir_compile.compat.compilers import boxed as boxed

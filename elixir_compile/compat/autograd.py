@@ -55,3 +55,13 @@ def asked_for(leaf: torch.Tensor) -> Asked:
         return Asked.TO_ACCUMULATE if torch._C._will_engine_execute_node(node) else Asked.NOT
     except RuntimeError:
         return Asked.TO_RETURN
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` stands for many tensors at once, as gradients do in a backward with `is_grads_batched=True`.
+
+    `torch._C._functorch.is_legacy_batchedtensor` and `is_batchedtensor`, torch 2.11 to 2.13. Gone: AttributeError at
+    the first `torch.autograd.grad` of a parameter.
+    """
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)

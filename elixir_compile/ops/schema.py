@@ -38,6 +38,9 @@ def _reduce_fake(grad: torch.Tensor, key: int) -> torch.Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.key = inputs[3]
+    # Autograd keeps a parameter that is deleted before the backward. A tensor that is traced would keep the slot for as
+    # long as its graph, which is longer than the model lives.
+    ctx.slot = slot_by_key(inputs[3]) if type(inputs[0]) is torch.Tensor else None
 
 
 def _gather_backward(ctx, grad: torch.Tensor):

@@ -15,6 +15,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Verb
+from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_of
 from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.bucket import RunningBucket
@@ -39,6 +40,8 @@ class Executor:
         self.ranks = ranks
         self.compilations: list[object] = []
         """The records of the graphs that run on this executor, in order of capture."""
+        self.gates: list[Gate] = []
+        """The autograd nodes between those graphs and the parameters; compiled code holds them weakly."""
         self.ledger = Ledger(device_type=device.type)
         self.slots: dict[str, Slot] = {}
         self.whole_because: dict[str, str] = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from elixir_compile import compat
-from elixir_compile.errors import NoDoubleBackward
+from elixir_compile.errors import UnsupportedBackward
 from elixir_compile.ir import BucketId, Lane, Update, Verb
 from elixir_compile.ops.registry import Slot, let_update
 from elixir_compile.ops.shards import as_shared
@@ -103,7 +103,7 @@ class GradientAccumulator:
     def begin_backward(self) -> _Backward:
         """Return the backward that runs on this thread, whose gradients are published when it ends.
 
-        Raises NoDoubleBackward if it is to make a graph of its own.
+        Raises UnsupportedBackward if it is to make a graph of its own.
         """
         number = compat.backward_pass_id()
         now = self._backwards.get(number)
@@ -116,7 +116,8 @@ class GradientAccumulator:
 
     def _refuse_double(self) -> None:
         if torch.is_grad_enabled():  # as under `create_graph=True`
-            raise NoDoubleBackward(self._name)
+            instead = "Leave it out if no gradient of a gradient is taken"
+            raise UnsupportedBackward(self._name, "create_graph=True", instead)
 
     # What graphs and eager code make.
 
@@ -149,6 +150,9 @@ class GradientAccumulator:
     def _add(self, now: _Backward, slot: Slot, grad: torch.Tensor) -> None:
         if now.asks_for(slot) is compat.Asked.NOT:
             return
+        if not now.asks_for_all and compat.is_batched(grad):
+            instead = "Ask for the gradients of one output after another"
+            raise UnsupportedBackward(self._name, "is_grads_batched=True", instead)
         _, total = now.pending.get(slot.key, (slot, None))
         if total is None:
             total = grad
@@ -212,7 +216,7 @@ class GradientAccumulator:
 
     def hand_over(self, slots: Sequence[Slot | None]) -> Sequence[torch.Tensor | None]:
         """Return the gradients, of those of `slots`, that autograd itself takes in this backward; None for each of the
-        others. Raises NoDoubleBackward if they are to have a graph of their own."""
+        others. Raises UnsupportedBackward if they are to have a graph of their own."""
         now = self._backwards.get(compat.backward_pass_id())
         made = [slot if now is not None and slot is not None and slot.key in now.pending else None for slot in slots]
         if now is None or not any(slot is not None for slot in made):

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
 from tests.run.habits.both import (
@@ -583,7 +584,7 @@ def test_anomaly_mode(place: str) -> None:
 
 
 @habit("`torch.autograd.grad(loss, model.parameters(), create_graph=True)`, as MAML and Hessian products take it",
-       area="Gradients", refused=elixir.NoDoubleBackward, says="create_graph=True asks for gradients of gradients",
+       area="Gradients", refused=elixir.UnsupportedBackward, says="create_graph=True: neither compiled code",
        )  # fmt: skip
 @offloaded
 def test_a_graph_of_the_gradients_of_parameters(place: str) -> None:
@@ -593,7 +594,7 @@ def test_a_graph_of_the_gradients_of_parameters(place: str) -> None:
 
 
 @habit("`loss.backward(create_graph=True)`", area="Gradients",
-       refused=elixir.NoDoubleBackward, says="create_graph=True asks for gradients of gradients")  # fmt: skip
+       refused=elixir.UnsupportedBackward, says="create_graph=True: neither compiled code")  # fmt: skip
 @offloaded
 def test_a_backward_that_makes_a_graph(place: str) -> None:
     _, compiled, _ = compiled_tools(place).net()
@@ -611,7 +612,7 @@ def test_a_gradient_penalty(place: str) -> None:
 
 
 @habit("gradient penalty on a copy of the model that is neither compiled nor prepared", area="Gradients",
-       note="as `NoDoubleBackward` advises; give its gradients to the parameters of the compiled one")  # fmt: skip
+       note="as `UnsupportedBackward` advises; give its gradients to the parameters of the compiled one")  # fmt: skip
 @offloaded
 def test_a_gradient_penalty_on_a_plain_copy(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -630,3 +631,54 @@ def test_a_gradient_penalty_on_a_plain_copy(place: str) -> None:
         return values(model)
 
     assert_same_in_both(loop, place)
+
+
+@habit("`torch.autograd.grad(..., is_grads_batched=True)`, as in `functional.jacobian(..., vectorize=True)`",
+       area="Gradients", refused=elixir.UnsupportedBackward,
+       says="is_grads_batched=True: neither compiled code")  # fmt: skip
+@offloaded
+def test_many_gradients_at_once(place: str) -> None:
+    model, compiled, _ = compiled_tools(place).net()
+    loss = loss_of(compiled(batches(1)[0]))
+    torch.autograd.grad(loss, list(model.parameters()), torch.arange(3.0), is_grads_batched=True)
+
+
+@habit("`torch.autograd.functional.jacobian` and `vjp`, `torch.func.grad` and `torch.func.vjp` by an input",
+       area="Gradients")  # fmt: skip
+@offloaded
+def test_functional_transforms_by_an_input(place: str) -> None:
+    def loop(tools: Tools) -> list[torch.Tensor | None]:
+        model, compiled, optimizer = tools.net()
+        seen: list[torch.Tensor | None] = []
+        for x in batches(2):
+            loss_of(compiled(x)).backward()
+            seen.append(torch.autograd.functional.jacobian(lambda v: compiled(v).sum(0)[:2], x))
+            seen.append(torch.autograd.functional.vjp(compiled, x, torch.ones_like(x))[1])
+            seen.append(torch.func.grad(lambda v: loss_of(compiled(v)))(x))
+            seen.append(torch.func.vjp(compiled, x)[1](torch.ones_like(x))[0])
+            seen += gradients(model)
+            finish(optimizer)
+        return seen + values(model)
+
+    assert_same_in_both(loop, place)
+
+
+@habit("`torch.utils.checkpoint.checkpoint` around a compiled model, and `torch.autograd.grad` through it",
+       area="Gradients")  # fmt: skip
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_a_model(use_reentrant: bool) -> None:
+    def loop(tools: Tools) -> list[torch.Tensor | None]:
+        model, compiled, optimizer = tools.net()
+        model.head.weight.register_hook(lambda grad: 2 * grad)
+        seen: list[torch.Tensor | None] = []
+        for x in batches(2):
+            x.requires_grad_()
+            loss = loss_of(checkpoint(compiled, x, use_reentrant=use_reentrant)) + loss_of(compiled(2 * x))
+            if not use_reentrant:  # which refuses chosen tensors itself
+                seen += torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
+            loss.backward()
+            seen += [x.grad, *gradients(model)]
+            finish(optimizer)
+        return seen + values(model)
+
+    assert_same_in_both(loop, "offload")
