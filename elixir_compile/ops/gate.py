@@ -32,6 +32,12 @@ class Gate:
         self._handles: tuple[torch.Tensor | None, ...] = ()
         self._is_entered = False
         self._has_begun = False
+        for slot in slots:
+            slot.gates.add(self)
+
+    def disconnect(self) -> None:
+        """Forget the handles, whose graph keeps the parameters alive, until they are asked for again."""
+        self._handles, self._generation = (), -1
 
     @property
     def is_current(self) -> bool:

@@ -191,6 +191,8 @@ class Executor:
 
     def let_go(self) -> None:
         """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
+        for slot in self.slots.values():
+            slot.release()
         self.slots.clear()
         self.sites.clear()
         self._buckets.clear()

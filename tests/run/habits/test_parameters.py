@@ -1,5 +1,8 @@
 """Parameters that are replaced, tied, untied, shared, frozen, cast or written between two steps."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -218,6 +221,19 @@ def test_replacing_between_two_forwards() -> None:
         second.backward()
 
     assert_same_story(story, budget="offload")
+
+
+@pytest.mark.parametrize("width", [WIDTH, 2])
+def test_a_replaced_parameter_is_freed(width: int) -> None:
+    run = compiled(layers(), BUDGETS["offload"])
+    run.train(BATCHES[:1])
+    old = weakref.ref(run.model.head.weight)
+    run.model.head.weight = nn.Parameter(values(width, WIDTH))
+    run.model.head.bias = nn.Parameter(values(width))
+    new_optimizer(run)
+    run.train(BATCHES[1:2])
+    gc.collect()
+    assert old() is None
 
 
 # torch.func.functional_call
