@@ -128,6 +128,9 @@ class InvalidProfile(InvalidPlan):
         self.got = got
 
 
+_SHOWN_LENGTH = 1000
+
+
 class _FileError(ElixirError, ValueError):
     """Text that is not what its file should hold."""
 
@@ -141,7 +144,13 @@ class _FileError(ElixirError, ValueError):
         self.got = got
 
     def __str__(self) -> str:
-        return f"{self._FILE}, {self.field}: expected {self.expected}, got {self.got!r}."
+        field, got = _shown(self.field), _shown(repr(self.got))
+        return f"{self._FILE}, {field}: expected {_shown(self.expected)}, got {got}."
+
+
+def _shown(text: str) -> str:
+    """Return `text` without its middle where it is longer than anybody reads: a file may hold anything."""
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH // 2]} ... {text[-_SHOWN_LENGTH // 2 :]}"
 
 
 class PlanFileError(_FileError):
