@@ -112,13 +112,13 @@ class Compilation:
         return program_text(self.plan, self.timeline, self.graph, self.forward, self.backward)
 
     def runs(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
-        """Return what runs one half of the captured graph."""
+        """Return what runs one half of the captured graph, the forward behind `begin_forward`."""
         if not is_backward:
             self._write_forward()
-            return for_compiled_code(self._run_forward)
+            return compat.boxed(for_compiled_code(self._run_forward))
         self._wants_backward = True
         self._write_backward()
-        return for_compiled_code(self._run_backward)
+        return compat.boxed(for_compiled_code(self._run_backward))
 
     # Planning.
 
@@ -211,7 +211,8 @@ class Compilation:
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""
         self._programs.take(programs, self._executor.saved.next_number, is_apart=self._variants.taken())
-        self.forward, self.backward = programs.forward, None
+        self.forward = programs.forward
+        self._write_backward()
 
     def _write_backward(self) -> None:
         self.backward = self._programs.last.backward if self._wants_backward else None
@@ -224,7 +225,9 @@ class Compilation:
 
     # Running.
 
-    def _run_forward(self, args: list[Any]) -> Any:
+    def begin_forward(self, args: list[Any]) -> None:
+        """Before a forward: plan anew and move parameters where that is due."""
+        self._executor.take_in_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
                 other._watch.restart()  # It runs the same buckets, and regions of the same labels.
@@ -234,6 +237,8 @@ class Compilation:
         self._keep_current(args)
         self._programs.drop_old()
         self._executor.begin()
+
+    def _run_forward(self, args: list[Any]) -> Any:
         given = storages_of(args)
         try:
             results = self.forward.forward(args)
@@ -242,10 +247,7 @@ class Compilation:
             self._executor.abandon()
             raise
         if not self.is_inference:
-            ticket = results[self._captured.num_outputs]
-            ran = self._programs.last
-            self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, ran.kept(results, given))
-            self._programs.wait_for(ticket)
+            self._programs.wait_for(self._programs.last.note(results, given, self))
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
@@ -315,7 +317,6 @@ class Compilation:
             return
         self._progress.planned(self.plan)
         self._take(programs)
-        self._write_backward()
 
     def is_in_force(self) -> None:
         """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
@@ -385,7 +386,6 @@ class Compilation:
         self._captured, self._problem, self.plan, programs, room, self._generation = found
         self.graph, self._sizes.values, self.beside_bytes = self._problem.graph, dict(room.sizes), room.beside_bytes
         self._take(programs)
-        self._write_backward()
         return True
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
@@ -397,4 +397,3 @@ class Compilation:
         self._generation = -1
         self._progress.planned(self.plan)
         self._write_forward()
-        self._write_backward()

@@ -13,22 +13,20 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from elixir_compile import compat
 from elixir_compile.errors import NotPrepared
 
 
-def for_compiled_code(method: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function that calls the bound method `method`, by AOTAutograd's boxed convention, without keeping its
-    object alive.
+def for_compiled_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the bound method `method` without keeping its object alive.
 
     The function raises NotPrepared once the object is gone.
     """
     reference = weakref.WeakMethod(method)
 
-    def call(args: list[Any]) -> Any:
+    def call(*args: Any) -> Any:
         alive = reference()
         if alive is None:
             raise NotPrepared("the model of this graph no longer exists; compile the model again")
-        return alive(args)
+        return alive(*args)
 
-    return compat.boxed(call)
+    return call

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from elixir_compile import compat
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import gradient, marker_node, merge_markers, parameter
 from elixir_compile.ops.registry import Slot
@@ -46,7 +47,6 @@ def with_absent(captured: Captured, read: Sequence[Slot], trained: Sequence[Slot
     for half in (forward, backward):
         if half is not None:
             half.graph.lint()
-            half.recompile()
     names = {slot.key: slot.name for slot in (*read, *trained)}
     return replace(captured, forward=forward, backward=backward, param_names={**known, **names})
 
@@ -69,4 +69,4 @@ def _like(slot: Slot, example: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(half: fx.GraphModule) -> fx.GraphModule:
-    return fx.GraphModule(half, copy.deepcopy(half.graph))
+    return compat.graph_module(half, copy.deepcopy(half.graph))

@@ -10,6 +10,7 @@ import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 from torch import fx
@@ -265,9 +266,9 @@ class _Builder:
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: each gather of one parameter left a fake storage of its own.
             by_key.update((key, storages[base][0]) for key in _keys(node))
-        before = set(self.drafts)
+        num_before = len(self.drafts)
         storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
-        made = [s for s in dict.fromkeys(storages[node]) if s not in before]
+        made = [*islice(reversed(self.drafts), len(self.drafts) - num_before)][::-1]
         mutated = _mutated(node, storages)
         if is_overwrite:
             mutated.extend(storages[base])
@@ -310,7 +311,7 @@ def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return [part for v in values if isinstance(v, torch.Tensor) for part in compat.dense_parts(v)]
 
 
 def _keys(node: fx.Node) -> list[int]:

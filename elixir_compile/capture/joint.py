@@ -11,7 +11,7 @@ and the forward and backward that come back are node for node those of the same 
 `gradient` are markers: the rewriter replaces them by the actions of the schedule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,10 +47,10 @@ for _marker in (gradient, ticket):
 
 @dataclass(slots=True)
 class _Hidden:
-    """What was taken out of a joint graph: inputs by key, the key of each extra gradient output, saved views of
-    parameters."""
+    """What was taken out of a joint graph: the key of each input by name and of each extra gradient output, saved views
+    of parameters."""
 
-    inputs: dict[int, str] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
     gradient_keys: list[int] = field(default_factory=list)
     saved_views: dict[str, list[fx.Node]] = field(default_factory=dict)
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def partition_hidden(
     hidden = _hide(joint, options["num_fwd_outputs"])
     num_primals = sum("tangents" not in str(node.target) for node in joint.graph.find_nodes(op="placeholder"))
     known = options.pop("static_lifetime_input_indices", None) or []
-    static = [*known, *range(num_primals - len(hidden.inputs), num_primals)]
+    static = [*known, *range(num_primals - len(hidden.keys), num_primals)]
     forward, backward = partition(joint, joint_inputs, static_lifetime_input_indices=static, **options)
     num_saved_from = options["num_fwd_outputs"]
     _name_random_states(forward.graph, backward.graph)
@@ -80,7 +80,6 @@ def partition_hidden(
     _show_in_backward(backward, hidden)
     for module in (forward, backward):
         module.graph.lint()
-        module.recompile()
     return forward, backward
 
 
@@ -111,7 +110,6 @@ def show_in_inference(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(marker_node(module.graph, parameter, (node.args[3],), node.meta))
         module.graph.erase_node(node)
     merge_markers(module.graph)
-    module.recompile()
 
 
 def _hide(joint: fx.GraphModule, num_fwd_outputs: int) -> _Hidden:
@@ -131,7 +129,7 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int) -> _Hidden:
     for node in gathers:
         node.replace_all_uses_with(inputs[node.args[3]])
         graph.erase_node(node)
-    hidden.inputs = {key: node.name for key, node in inputs.items()}
+    hidden.keys = {node.name: key for key, node in inputs.items()}
     _turn_reduces_into_outputs(graph, hidden, num_fwd_outputs)
     return hidden
 
@@ -172,15 +170,15 @@ def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
 def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: int) -> None:
     """Drop saved parameters and views of them from the outputs, add the ticket, and read parameters through markers."""
     graph = forward.graph
-    names = set(hidden.inputs.values())
     output = graph.output_node()
     outputs, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
+    saved_nodes = {node for node in saved if isinstance(node, fx.Node)}
     for node in saved:
-        chain = _view_chain(node, names, saved)
+        chain = _view_chain(node, hidden.keys, saved_nodes)
         if chain is not None:
             hidden.saved_views[node.name] = chain
     kept = [node for node in saved if getattr(node, "name", None) not in hidden.saved_views]
-    keys = tuple(dict.fromkeys(_key_of(chain[0], hidden) for chain in hidden.saved_views.values()))
+    keys = tuple(dict.fromkeys(hidden.keys[chain[0].name] for chain in hidden.saved_views.values()))
     with graph.inserting_before(output):
         stamp = marker_node(graph, ticket, (keys,), {"val": _ticket_example(graph, len(keys))})
     output.args = ((*outputs, stamp, *kept),)
@@ -191,11 +189,13 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
     """Mirror of `_show_in_forward`; the extra gradient outputs become `gradient` markers where they are made."""
     graph = backward.graph
     placeholders = graph.find_nodes(op="placeholder")
+    sizes = {node.name: node for node in placeholders if is_number(node)}
+    first = first_op(graph)
     for node in placeholders:
         if node.name in hidden.saved_views:
-            _rebuild_view(graph, node, hidden)
+            first = _rebuild_view(graph, node, hidden, first, sizes)
     first_tensor = next(node for node in placeholders if not isinstance(node.meta.get("val"), torch.SymInt))
-    keys = {_key_of(chain[0], hidden) for chain in hidden.saved_views.values()}
+    keys = {hidden.keys[chain[0].name] for chain in hidden.saved_views.values()}
     example = _ticket_example(graph, len(keys))
     with graph.inserting_before(first_tensor):
         graph.placeholder(TICKET).meta = {"val": example}
@@ -212,7 +212,7 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
     _insert_gradients(graph, gradients, hidden)
 
 
-def _view_chain(node: object, names: set[str], saved: Sequence[fx.Node]) -> list[fx.Node] | None:
+def _view_chain(node: object, names: Collection[str], saved: Collection[fx.Node]) -> list[fx.Node] | None:
     """Return the views that make saved `node` of a hidden parameter, base first, or None when it is something else.
 
     Dynamic sizes that the views take must be saved too, for the backward to make the views again.
@@ -230,20 +230,19 @@ def _view_chain(node: object, names: set[str], saved: Sequence[fx.Node]) -> list
     return None
 
 
-def _rebuild_view(graph: fx.Graph, saved: fx.Node, hidden: _Hidden) -> None:
-    """Make the saved view anew in the backward: saving it would keep the whole gathered bucket alive."""
+def _rebuild_view(
+    graph: fx.Graph, saved: fx.Node, hidden: _Hidden, before: fx.Node, sizes: Mapping[str, fx.Node]
+) -> fx.Node:
+    """Make the saved view anew in the backward, `before` a node of it: saving the view would keep the whole gathered
+    bucket alive. Return the first of the new nodes. `sizes` are the inputs that are sizes, by name."""
     base, *views = hidden.saved_views[saved.name]
-    sizes = {node.name: node for node in graph.find_nodes(op="placeholder") if is_number(node)}
-    with graph.inserting_before(first_op(graph)):
-        made = marker_node(graph, parameter, (_key_of(base, hidden),), base.meta)
+    with graph.inserting_before(before):
+        made = first = marker_node(graph, parameter, (hidden.keys[base.name],), base.meta)
         for view in views:
             source = made
             made = graph.node_copy(view, lambda node, source=source: sizes.get(node.name, source))
     saved.replace_all_uses_with(made)
-
-
-def _key_of(placeholder: fx.Node, hidden: _Hidden) -> int:
-    return next(key for key, name in hidden.inputs.items() if name == placeholder.name)
+    return first
 
 
 def first_op(graph: fx.Graph) -> fx.Node:
@@ -283,13 +282,14 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
     """Turn the placeholders of hidden parameters into markers."""
-    keys = {name: key for key, name in hidden.inputs.items()}
+    before = first_op(graph)
     for node in graph.find_nodes(op="placeholder"):
-        if node.name not in keys:
+        if node.name not in hidden.keys:
             continue
         if node.users:
-            with graph.inserting_before(first_op(graph)):
-                node.replace_all_uses_with(marker_node(graph, parameter, (keys[node.name],), node.meta))
+            with graph.inserting_before(before):
+                before = marker_node(graph, parameter, (hidden.keys[node.name],), node.meta)
+            node.replace_all_uses_with(before)
         graph.erase_node(node)
     merge_markers(graph)
 

@@ -26,9 +26,10 @@ def module_path(node: fx.Node) -> str:
 
 def source_line(node: fx.Node) -> str:
     """Return `file.py:line` of the innermost frame of the user's code, empty where tracing kept none."""
-    trace = node.meta.get("stack_trace")
-    frames = _FRAME.findall(trace) if trace else []
-    if not frames:
-        return ""
-    file, line = frames[-1]
-    return f"{file.rsplit('/', 1)[-1]}:{line}"
+    trace = node.meta.get("stack_trace") or ""
+    end = len(trace)
+    while (begin := trace.rfind('File "', 0, end)) >= 0:  # the innermost frame is the last of dozens
+        if frame := _FRAME.match(trace, begin):
+            return f"{frame[1].rsplit('/', 1)[-1]}:{frame[2]}"
+        end = begin
+    return ""

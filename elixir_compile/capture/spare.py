@@ -34,7 +34,6 @@ def add_spares(captured: Captured) -> None:
     _save(captured, spares, numbers)
     for half in (captured.forward, captured.backward):
         half.graph.lint()
-        half.recompile()
 
 
 def _saved_positions(captured: Captured) -> tuple[fx.Node, ...]:

@@ -6,16 +6,15 @@ The same front end, passes and partitioner as in training, so that the step is t
 shape, strides, dtype and device only: Dynamo makes fake tensors of them, and the stop comes before the graph runs.
 """
 
-import contextlib
-import gc
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from elixir_compile import compat
+from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import gather_keys, parameter, partition_hidden
 from elixir_compile.capture.rewire import split_gathers
@@ -32,21 +31,22 @@ class _Stopped(BaseException):
         self.found = found
 
 
-Edit = Callable[[fx.GraphModule], None]
+Edit = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
 
 
 def trace_step(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, inner: str, edit: Edit
 ) -> Captured:
     """Return the training step of prepared `model` on the inputs, as `torch.compile(..., backend="elixir")` captures
-    it; `edit` may look at Dynamo's graph and change it first.
+    it; `edit` gets Dynamo's graph and its inputs first, may change the graph, and returns the
+    inputs to compile it with.
 
     Raises UnsupportedModel where Dynamo cannot trace it as one graph and where nothing in it is trained.
     """
     compat.trace_past_logging()
     # Dynamo keeps nothing of a compile that its backend left, so the user's next one of this model starts afresh.
     compiled = torch.compile(model, backend=_backend(name, inner, edit), fullgraph=True)
-    with torch.enable_grad(), compat.shapes_apart(), _uncollected():
+    with torch.enable_grad(), compat.shapes_apart(), collector_off():
         try:
             compiled(*args, **kwargs)
         except _Stopped as stopped:
@@ -124,22 +124,9 @@ def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:
         raise _Stopped(UnsupportedModel(name, "none of its outputs depends on a parameter that requires a gradient"))
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        edit(gm)
+        inputs = edit(gm, inputs)
         split_gathers(gm)
         front_end = compat.compile_with_inductor if inner == "inductor" else compat.compile_with_aot_eager
         return front_end(gm, inputs, partition, lower)
 
     return compile_graph
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which looks again and again at a million objects that all stay: 24.3 s to 21.7 s
-    for 32 layers of Llama."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

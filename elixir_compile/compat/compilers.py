@@ -10,6 +10,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 
 from elixir_compile.compat.dynamo import fake_mode_of
+from elixir_compile.compat.kernels import kernels_together
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
@@ -120,7 +121,8 @@ def lower_with_inductor(
     apart = _kernels_apart(frozenset(repeated)) if repeated else nullcontext()
     # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan. Memory that waits
     # for a later value of its size is in no plan, and how much of it would do no harm is not seen from one region.
-    with tracing(context), config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False), _calls_apart(), apart:
+    order = config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False)
+    with tracing(context), order, _calls_apart(), kernels_together(), apart:
         # No CUDA graphs: they want fixed addresses.
         compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
     return compiled, context.output_strides

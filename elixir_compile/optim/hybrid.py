@@ -179,6 +179,7 @@ class Hybrid(torch.optim.Optimizer):
             for param in group["params"]:
                 claim_for_hybrid(param, self)
 
+    @torch.compiler.disable  # `torch.compile(optimizer.step)`: an update has a thread, locks and a plan of its own
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, or queue that; return the loss that `closure` gives, if there is

@@ -150,7 +150,7 @@ def _extract(
     return RegionGraph(
         id=region_id,
         phase=phase,
-        module=fx.GraphModule(root, region),
+        module=compat.graph_module(root, region),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         is_whole=is_whole,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from elixir_compile import compat
 from elixir_compile.analysis.fusion import absorbed_storages
 from elixir_compile.analysis.recompute import AGAIN, carried_out, repeats, stored
 from elixir_compile.capture.convert import Captured, op_id, ops_of, storages_behind
@@ -60,7 +61,6 @@ def halves_of(captured: Captured, graph: StepGraph, activations: Sequence[Activa
     away = _save_what_is_read(result, behind, activations)
     for half in (forward, backward):
         half.graph.lint()
-        half.recompile()
     return Halves(captured=result, away=away, inline=_inline(graph, activations) if captured.fused else frozenset())
 
 
@@ -71,7 +71,7 @@ def _inline(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[O
 
 
 def _copied(half: fx.GraphModule) -> fx.GraphModule:
-    return fx.GraphModule(half, copy.deepcopy(half.graph))
+    return compat.graph_module(half, copy.deepcopy(half.graph))
 
 
 @dataclass(slots=True)

@@ -14,17 +14,12 @@ from dataclasses import dataclass
 
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Bucket, BucketId, Kind, Phase, StepGraph, Storage, StorageId
+from elixir_compile.ir import ITEM_BYTES, Bucket, BucketId, Kind, Phase, StepGraph, Storage, StorageId
 from elixir_compile.ir.layers import layer_of
 from elixir_compile.search.problem import Problem
 
 MIN_BUCKETS = 16
 """A model smaller than this many buckets of the minimum size gets a smaller minimum, so that it still has choices."""
-_ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "complex64": 8, "complex32": 4,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +138,7 @@ def _cut(
 
 def _is_cut(param: _Param, problem: Problem) -> bool:
     """Whether several ranks have a part each of a parameter, and not all of it each."""
-    numel = param.storage.nbytes // _ITEM_BYTES.get(param.storage.dtype, 1)
+    numel = param.storage.nbytes // ITEM_BYTES.get(param.storage.dtype, 1)
     return problem.num_shards > 1 and set(problem.shards.get(param.storage.id, ())) != {numel}
 
 
@@ -152,7 +147,7 @@ def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:
     num_shards = problem.num_shards
     numels = [0] * num_shards
     for param in group:
-        even = -(-(param.storage.nbytes // _ITEM_BYTES[param.storage.dtype]) // num_shards)
+        even = -(-(param.storage.nbytes // ITEM_BYTES[param.storage.dtype]) // num_shards)
         for rank, numel in enumerate(problem.shards.get(param.storage.id, (even,) * num_shards)):
             numels[rank] += numel
     return tuple(numels)
@@ -160,10 +155,10 @@ def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:
 
 def _bucket(name: BucketId, group: list[_Param], problem: Problem) -> Bucket:
     dtype = group[0].storage.dtype
-    if dtype not in _ITEM_BYTES:
+    if dtype not in ITEM_BYTES:
         raise InvalidPlan(f"parameter {group[0].storage.id} has dtype {dtype}, whose size is unknown.")
     nbytes = sum(param.storage.nbytes for param in group)
-    numel = nbytes // _ITEM_BYTES[dtype]
+    numel = nbytes // ITEM_BYTES[dtype]
     return Bucket(
         id=name,
         params=tuple(param.storage.id for param in group),

@@ -22,7 +22,8 @@ from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
-from elixir_compile.search.levels import Level, host_bytes_without_state, level_text
+from elixir_compile.search.least_host import with_least_host
+from elixir_compile.search.levels import Level, level_text
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.rules import RULES
 from elixir_compile.search.streaming import best_moves
@@ -43,9 +44,39 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
         judge = Judge(gather_facts(asked))
         return write_out(judge, _place(judge, planner, timeout_s))
 
-    result = plan_with_disk(problem, search)
+    def search_soon(asked: Problem) -> Plan:
+        judge = Judge(gather_facts(asked))
+        return write_out(judge, _place_soon(judge, planner))
+
+    try:
+        result = plan_with_disk(problem, search)
+    except NoFeasiblePlan as error:
+        if error.memory != "host":
+            raise
+        result = _without_solver(problem, error, lambda asked: plan_with_disk(asked, search_soon), timeout_s)
     verify(problem.graph, result)
     return result
+
+
+def _without_solver(
+    problem: Problem, error: NoFeasiblePlan, search: Callable[[Problem], Plan], timeout_s: float
+) -> Plan:
+    """Return what `search` finds for `problem`, for which another search found the host too small.
+
+    Raises `NoFeasiblePlan` with the fewest host bytes for which it finds anything.
+    """
+    try:
+        return search(problem)
+    except NoFeasiblePlan:
+        raise with_least_host(problem, error, search, timeout_s) from None
+
+
+def _place_soon(judge: Judge, planner: Planner) -> Draft:
+    """Return what `planner` finds without its solver: `milp` has an answer wherever this has one."""
+    if planner != "milp":
+        return _place(judge, planner, 0.0)
+    _require_minimum(judge)
+    return _first(judge, _soon)
 
 
 def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
@@ -161,9 +192,4 @@ def _no_plan(judge: Judge, least: Draft) -> NoFeasiblePlan:
         return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, device_bytes, by_kind)
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = judge.host_bytes(least.levels) + problem.host_base_bytes
-    state_bytes = sum(
-        judge.host_bytes_of(i, level) - host_bytes_without_state(bucket, level)
-        for i, (bucket, level) in enumerate(zip(judge.facts.buckets, least.levels, strict=True))
-    )
-    disk_bytes = state_bytes if problem.hybrid else 0
-    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", disk_bytes)
+    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host")

@@ -1,6 +1,6 @@
 """`rewrite.repeat` and `capture.spare`: the rewritten halves are the step that the planner counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -48,8 +48,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
 }
 
 
-def as_it_is(graph: fx.GraphModule) -> None:
+def as_it_is(graph: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
     """Change nothing of Dynamo's graph."""
+    return inputs
 
 
 def traced(name: str, inner: str) -> Captured:
@@ -124,11 +125,10 @@ def test_the_ticket_names_the_parameters_that_repeated_ops_read() -> None:
 
 def test_rewriting_leaves_the_capture_as_it_is() -> None:
     captured, graph = spared("gpt2")
-    code = captured.forward.code, captured.backward.code
+    graphs = captured.forward.graph, captured.backward.graph
+    code = [each.python_code("self").src for each in graphs]
     halves_of(captured, graph, activations(graph, from_host))
-    captured.forward.recompile()
-    captured.backward.recompile()
-    assert (captured.forward.code, captured.backward.code) == code
+    assert [each.python_code("self").src for each in graphs] == code
 
 
 def test_what_must_run_once_is_refused() -> None:

@@ -94,10 +94,11 @@ def test_the_words_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) 
     assert {bucket.dtype for bucket in kept.buckets} == {"bfloat16"}
     assert sum(bucket.state_nbytes for bucket in kept.buckets) == 10 * numel
     tight = (*words, "--device-memory", 9 * numel, "--host-memory", 7 * numel)
-    assert "disk_path=<folder>" in cli("plan", net, *tight).stderr
+    assert "disk_path" not in cli("plan", net, *tight).stderr  # a disk alone would not do
     saved = tmp_path / "plan.json"
     assert cli("plan", net, *tight, "--disk-path", tmp_path).exit_code == 2  # no room for what is read
     with disk_staging(0):
+        assert "disk_path=<folder>" in cli("plan", net, *tight).stderr
         done = cli("plan", net, *tight, "--disk-path", tmp_path, "-o", saved)
     assert done.exit_code == 0, done.stderr
     made = plan_from_json(saved.read_text(encoding="utf-8"))
@@ -105,7 +106,10 @@ def test_the_words_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) 
     assert made.update is Update.AFTER_BACKWARD
     assert "after_backward" in done.stdout
     same = ("--model", net, "--dtype", "float32", "--param-dtype", "bfloat16")
-    assert "file and graph hold" in cli("verify", saved, *same).stdout
+    with disk_staging(0):
+        assert "file and graph hold" in cli("verify", saved, *same).stdout
+    wrong = cli("verify", saved, *same)
+    assert (wrong.exit_code, "bytes on the host; it is" in wrong.stderr) == (1, True)
 
 
 def test_what_does_not_fit_exits_with_2(net: str) -> None:

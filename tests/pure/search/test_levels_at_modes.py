@@ -98,8 +98,8 @@ def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float
     for planner in (*RULES, "greedy"):
         try:
             other = plan(problem, planner)
-        except NoFeasiblePlan as error:
-            assert error.needed_bytes > problem.budget_bytes
+        except NoFeasiblePlan:
+            assert planner in RULES
             continue
         verify(problem.graph, other)
         assert made.prediction.step_s <= other.prediction.step_s * (1 + 1e-9), planner
