@@ -6,6 +6,7 @@ Nothing here decides: `best` does, or `greedy`, `exhaustive` or one of `rules` w
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
+from elixir_compile.search.buckets import with_larger_buckets
 from elixir_compile.search.disk import plan_with_disk
 from elixir_compile.search.draft import Answer, Draft
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
@@ -40,15 +42,23 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     """
 
     def search(asked: Problem) -> Plan:
+        began_s = time.monotonic()
+        larger = with_larger_buckets(asked)
+        if larger is not None:
+            with contextlib.suppress(NoFeasiblePlan):
+                return searched(larger, began_s)
+        return searched(asked, began_s)
+
+    def searched(asked: Problem, began_s: float) -> Plan:
         judge = Judge(gather_facts(asked))
-        return write_out(judge, _place(judge, planner, timeout_s))
+        return write_out(judge, _place(judge, planner, timeout_s, began_s))
 
     result = plan_with_disk(problem, search)
     verify(problem.graph, result)
     return result
 
 
-def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
+def _place(judge: Judge, planner: Planner, timeout_s: float, began_s: float) -> Draft:
     if planner in RULES:
         return _by_rule(judge, planner)
     _require_minimum(judge)
@@ -60,7 +70,7 @@ def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
     if planner == "greedy":
         return _first(judge, _greedy)
     others = (Answer(rule(judge), judge.facts.modes) for rule in RULES.values())
-    return place_best(judge, _first(judge, _soon), others, timeout_s)
+    return place_best(judge, _first(judge, _soon), others, timeout_s, began_s=began_s)
 
 
 def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
