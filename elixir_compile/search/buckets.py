@@ -10,7 +10,7 @@ cut and what each of them has whole.
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.errors import InvalidPlan
@@ -20,6 +20,9 @@ from elixir_compile.search.problem import Problem
 
 MIN_BUCKETS = 16
 """A model smaller than this many buckets of the minimum size gets a smaller minimum, so that it still has choices."""
+_MOST_BUCKETS, _MOST_TIMES = 192, 8
+"""A model of more buckets than these gets larger ones, up to so many times: a search takes about as long as the square
+of their number. Llama 70B on 8 ranks has 563 of 128 MiB, of which a rank owns 16, and 161 of 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,19 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     order = {param.storage.id: i for i, param in enumerate(params)}
     groups.sort(key=lambda group: order[group[0].storage.id])
     return kept + tuple(_bucket(next(names), group, problem) for group in groups)
+
+
+def with_larger_buckets(problem: Problem) -> Problem | None:
+    """Return the problem with buckets large enough that they are not too many to search; None where they are few."""
+    present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
+    if present.issubset({param for bucket in problem.buckets for param in bucket.params}):
+        return None
+    times, larger = 1, problem
+    while times < _MOST_TIMES and len(form_buckets(larger)) > _MOST_BUCKETS:
+        times *= 2
+        low, high = times * problem.bucket_min_bytes, times * problem.bucket_max_bytes
+        larger = replace(problem, bucket_min_bytes=low, bucket_max_bytes=high)
+    return None if larger is problem else larger
 
 
 def _bounds(problem: Problem, total_bytes: int) -> tuple[int, int]:
