@@ -31,6 +31,8 @@ from tests.run.updating import Ladder, hybrid_run, ladder, rows
 FREE = {"inner": "aot_eager", "report": False}
 OFFLOAD = {**FREE, "planner": "zero3_offload"}
 THREADS = ("elixir updates", "elixir-disk")
+EARLIER: set[threading.Thread] = set()
+"""Elixir's threads that ran before the test began."""
 
 
 class Broken(Ladder):
@@ -76,10 +78,14 @@ def alive(found: Mapping[str, "weakref.ref[Any]"]) -> list[str]:
     return [name for name, reference in found.items() if reference() is not None]
 
 
+def elixir_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(THREADS)}
+
+
 def own_threads(limit_s: float = 5.0) -> list[str]:
-    """Return the names of Elixir's threads that have not ended in `limit_s`."""
+    """Return the names of Elixir's threads that began in this test and have not ended in `limit_s`."""
     end_s = time.monotonic() + limit_s
-    while names := [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]:
+    while names := [thread.name for thread in elixir_threads() - EARLIER]:
         if time.monotonic() > end_s:
             return names
         time.sleep(0.002)
@@ -88,9 +94,11 @@ def own_threads(limit_s: float = 5.0) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def before() -> None:
-    """Begin without what earlier tests left."""
+    """Begin without what earlier tests left, and note threads whose optimizers other test files keep alive."""
     torch._dynamo.reset()
     gc.collect()
+    EARLIER.clear()
+    EARLIER.update(elixir_threads())
 
 
 def steps(run: Run, num_steps: int) -> None:
