@@ -32,8 +32,6 @@ class Gate:
         self._handles: tuple[torch.Tensor | None, ...] = ()
         self._is_entered = False
         self._has_begun = False
-        for slot in slots:
-            slot.gates.add(self)
 
     def disconnect(self) -> None:
         """Forget the handles, whose graph keeps the parameters alive, until they are asked for again."""

@@ -83,18 +83,10 @@ class StateOwner(Protocol):
         ...
 
 
-class Disconnectable(Protocol):
-    """What leads autograd to the parameters of slots, and keeps them alive."""
-
-    def disconnect(self) -> None:
-        """Forget the way to the parameters until it is needed again."""
-        ...
-
-
 class Slot:
     """One parameter of a prepared model: where autograd meets it and who runs it."""
 
-    __slots__ = ("__weakref__", "_handles", "_made_as", "device", "gates", "key", "name", "param", "sink")
+    __slots__ = ("__weakref__", "_handles", "_made_as", "device", "key", "name", "param", "sink")
 
     def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
@@ -102,8 +94,6 @@ class Slot:
         self.param = param
         self.device = device
         self.sink = sink
-        self.gates: weakref.WeakSet[Disconnectable] = weakref.WeakSet()
-        """What leads autograd to the parameter."""
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
 
@@ -120,18 +110,10 @@ class Slot:
         """Whether `param` has the form of the parameter that graphs were captured for."""
         return _form(param) == self._made_as
 
-    def release(self) -> None:
-        """Let go of the parameter, which graphs that stay in memory would keep alive, and its gradient paths with it;
-        no graph that was captured runs with this slot until it takes another."""
-        forget(self)
-        for gate in self.gates:
-            gate.disconnect()
-        self.param = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-
     def take(self, param: torch.nn.Parameter) -> None:
         """Read `param`, which has the same form, from now on in place of the parameter."""
         is_known = slot_of(self.param) is self
-        self.release()
+        forget(self)
         self.param = param
         if is_known:
             _BY_PARAM[param] = weakref.ref(self)

@@ -16,7 +16,7 @@ from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Verb
 from elixir_compile.ops.gate import Gate
-from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_of
+from elixir_compile.ops.registry import Slot, forget, let_state_follow, new_slot, slot_of
 from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.gathers import Gathers
@@ -183,6 +183,8 @@ class Executor:
         and bring them home. Raises ParameterReplaced where the graph cannot."""
         taken = taken_in(self.sites, self.saved.next_number)
         if taken:
+            for gate in self.gates:
+                gate.disconnect()
             for bucket in dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of):
                 bucket.settle()
                 self._run_bucket(bucket.spec, bucket.placement, bucket.slots)
@@ -192,7 +194,8 @@ class Executor:
     def let_go(self) -> None:
         """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
         for slot in self.slots.values():
-            slot.release()
+            forget(slot)
+        self.gates.clear()
         self.slots.clear()
         self.sites.clear()
         self._buckets.clear()
