@@ -14,7 +14,7 @@ from elixir_compile.search.stays import num_ahead
 from elixir_compile.search.streaming import update_decisions
 from elixir_compile.search.update_time import update_time
 from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
-from elixir_compile.units import format_bytes
+from elixir_compile.units import format_bytes, format_s
 
 
 def write_out(judge: Judge, draft: Draft) -> Plan:
@@ -54,10 +54,35 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
         prediction=prediction,
         decisions=(
             *_decisions(draft, unpredicted, prediction),
+            *unused_memory(unpredicted, prediction),
             *update_decisions(judge, draft.levels, draft.moves, hidden_update_share(record)),
         ),
         formula=peak_formula(problem.graph, unpredicted),
         symbols=problem.graph.symbols,
+    )
+
+
+_MOST_GAP, _LEAST_EXPOSED = 0.01, 0.01
+"""A search that ends with a larger gap, and more of the step exposed, should have used the memory that is left."""
+
+
+def unused_memory(made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
+    """Return what says that memory is unused while transfers are exposed, of a search that ended with a gap; nothing
+    where the gap is small, or where less is left than the largest bucket takes."""
+    if made.bound_s is None or not made.buckets:
+        return ()
+    free_bytes = made.budget_bytes - prediction.device_peak_bytes
+    gap = 1.0 - made.bound_s / prediction.step_s if prediction.step_s else 0.0
+    is_exposed = prediction.exposed_s > _LEAST_EXPOSED * prediction.step_s
+    if gap <= _MOST_GAP or not is_exposed or free_bytes < max(bucket.flat_nbytes for bucket in made.buckets):
+        return ()
+    exposed = f"{format_s(prediction.exposed_s)} of transfers are exposed"
+    return (
+        Decision(
+            subject="memory",
+            choice=f"{format_bytes(free_bytes)} of {format_bytes(made.budget_bytes)} are unused while {exposed}",
+            because=f"the search ended with a gap of {gap:.1%} before it found a use for them",
+        ),
     )
 
 
