@@ -65,6 +65,7 @@ _ERRORS = (
     "NoGraphCaptured",
     "NotPrepared",
     "OptimizerTooEarly",
+    "ParameterReplaced",
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",
@@ -74,6 +75,7 @@ _ERRORS = (
     "UnknownModel",
     "UnknownOption",
     "UnknownSubject",
+    "UnsupportedBackward",
     "UnsupportedModel",
     "WrongDtype",
 )

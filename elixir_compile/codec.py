@@ -22,6 +22,10 @@ from typing import Any, NewType, TypeVar
 from elixir_compile.errors import ElixirError, InvalidPlan, InvalidProfile
 
 _Value = TypeVar("_Value")
+_MAX_INTEGER = (1 << 63) - 1
+"""Bytes, elements and counts are added up in 64 bits."""
+_MAX_LENGTH = 1 << 28
+"""Characters of a file; a plan of 200 layers has 2 million, and what is read takes some ten times the memory."""
 _MISSING = object()
 _UNIONS = (types.UnionType, typing.Union)
 
@@ -71,6 +75,8 @@ def from_json(form: Form, cls: type[_Value], text: str) -> _Value:
 
 
 def _parse(text: str) -> Any:
+    if len(text) > _MAX_LENGTH:
+        raise _Wrong("the whole text", f"at most {_MAX_LENGTH} characters", f"{len(text)}")
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -166,6 +172,8 @@ def _decode_scalar(hint: Any, data: Any, path: str) -> Any:
         return float(data)
     names = {int: "a whole number", str: "a text", bool: "true or false"}
     _expect(type(data) is hint, path, names[hint], data)
+    if hint is int:
+        _expect(abs(data) <= _MAX_INTEGER, path, f"a whole number of at most {_MAX_INTEGER}", data)
     return data
 
 

@@ -22,6 +22,8 @@ Exception
     │   └── WrongDtype                      parameters in another dtype than the option `param_dtype`
     ├── MasterIgnored      (RuntimeError)   an optimizer that does not keep fp32 masters, on parameters that have them
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
+    ├── ParameterReplaced  (RuntimeError)   a parameter is not the one that the step was captured with
+    ├── UnsupportedBackward (RuntimeError)  gradients of gradients were asked for, or of many outputs at once
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
     ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
     ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
@@ -126,6 +128,9 @@ class InvalidProfile(InvalidPlan):
         self.got = got
 
 
+_SHOWN_LENGTH = 1000
+
+
 class _FileError(ElixirError, ValueError):
     """Text that is not what its file should hold."""
 
@@ -139,7 +144,13 @@ class _FileError(ElixirError, ValueError):
         self.got = got
 
     def __str__(self) -> str:
-        return f"{self._FILE}, {self.field}: expected {self.expected}, got {self.got!r}."
+        field, got = _shown(self.field), _shown(repr(self.got))
+        return f"{self._FILE}, {field}: expected {_shown(self.expected)}, got {got}."
+
+
+def _shown(text: str) -> str:
+    """Return `text` without its middle where it is longer than anybody reads: a file may hold anything."""
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH // 2]} ... {text[-_SHOWN_LENGTH // 2 :]}"
 
 
 class PlanFileError(_FileError):
@@ -348,6 +359,45 @@ class StaleParameters(ElixirError, RuntimeError):
         return (
             f"parameter {self.parameter} changed after the forward that saved it, so its backward would be wrong. "
             f"Call `loss.backward()` before `optimizer.step()`, or run the forward again."
+        )
+
+
+class ParameterReplaced(ElixirError, RuntimeError):
+    """`parameter` is not the one that the step was captured with; `because` says what was found before the forward.
+
+    `is_temporary` says that a tensor which is no parameter is in its place, as inside `torch.func.functional_call`.
+    """
+
+    def __init__(self, parameter: str, because: str, is_temporary: bool = False) -> None:
+        super().__init__(parameter, because, is_temporary)
+        self.parameter = parameter
+        self.because = because
+        self.is_temporary = is_temporary
+
+    def __str__(self) -> str:
+        found = f"parameter {self.parameter} was replaced after the step was captured: {self.because}. "
+        if self.is_temporary:
+            return (
+                f"{found}The compiled step reads parameters where they were, so nothing was computed. Call "
+                "`torch.func.functional_call` on the model itself, outside of compiled code."
+            )
+        return f"{found}Nothing was computed. Call the model again: the step is then captured with what is there now."
+
+
+class UnsupportedBackward(ElixirError, RuntimeError):
+    """A backward through `model` with the argument `asked`, which compiled code does not follow; `instead` is a way
+    around."""
+
+    def __init__(self, model: str, asked: str, instead: str) -> None:
+        super().__init__(model, asked, instead)
+        self.model = model
+        self.asked = asked
+        self.instead = instead
+
+    def __str__(self) -> str:
+        return (
+            f"{self.asked}: neither compiled code nor gathered parameters can follow that, so not {self.model}. "
+            f"{self.instead}, or compute it with a copy of the model that is neither compiled nor prepared."
         )
 
 

@@ -12,7 +12,7 @@ and of what is saved; nothing here decides.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.fusion import fused
@@ -61,6 +61,31 @@ def _repeats(
             for needed in _chain([name for name in op.reads if name in dropped], missing, made, maker):
                 found.append(Repeat(op=needed.id, before=op.id))
     return tuple(found)
+
+
+def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> Iterator[tuple[Repeat, ...]]:
+    """Yield `repeats` of each of `choices`, for far less than one by one: what they ask of the graph is asked once."""
+    maker, stale, saved = makers(graph), stale_reads(graph), saved_storages(graph)
+    there = given_storages(graph) | saved
+    readers: dict[StorageId, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for name in op.reads if op.phase is Phase.BACKWARD else ():
+            readers.setdefault(name, []).append(i)
+    for activations in choices:
+        dropped = _dropped(activations)
+        listed = {s for group in activations if group.saving is not Saving.RECOMPUTE for s in group.storages}
+        own = (there | (listed - saved)) - dropped
+
+        def missing(op: Op, own: frozenset[StorageId] = own) -> Sequence[StorageId]:
+            return [name for name in op.reads if name not in own or (op.id, name) in stale]
+
+        made: set[StorageId] = set()
+        found: list[Repeat] = []
+        for i in sorted({i for name in dropped for i in readers.get(name, ())}):
+            before = graph.ops[i]
+            targets = [name for name in before.reads if name in dropped]
+            found += [Repeat(op=op.id, before=before.id) for op in _chain(targets, missing, made, maker)]
+        yield tuple(found)
 
 
 def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:

@@ -4,11 +4,18 @@ of memory."""
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from elixir_compile.analysis.excerpt import illegal_activations, illegal_bucket, illegal_claim, illegal_region
+from elixir_compile.analysis.excerpt import (
+    illegal_action,
+    illegal_activations,
+    illegal_bucket,
+    illegal_claim,
+    illegal_region,
+)
 from elixir_compile.analysis.recompute import makers, repeats, saved_storages
-from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.analysis.timeline import host_bytes, plan_timeline
 from elixir_compile.errors import IllegalSchedule, InvalidPlan
 from elixir_compile.ir import (
+    ITEM_BYTES,
     Activations,
     Bucket,
     BucketId,
@@ -25,6 +32,7 @@ from elixir_compile.ir import (
     StorageId,
     Tier,
     grad_of,
+    sizes,
 )
 from elixir_compile.units import format_bytes
 
@@ -45,18 +53,24 @@ def check_buckets(graph: StepGraph, plan: Plan) -> None:
     params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
     owners: dict[StorageId, BucketId] = {}
     seen: set[BucketId] = set()
+    grads = {grad_of(bucket.id) for bucket in plan.buckets}
     num_ranks = len(plan.schedules) if len(plan.schedules) > 1 else plan.num_ranks
     gradients = {storage.of for storage in graph.storages if storage.of is not None}
     for at, (bucket, placement) in enumerate(zip(plan.buckets, plan.placements, strict=True)):
         sentence = _bucket_fault(params, bucket, owners, num_ranks) or _home_fault(bucket, placement)
         if bucket.id in seen:
             sentence = f"{bucket.id} is listed twice."
+        elif bucket.id in grads:
+            sentence = f"The bucket {bucket.id} has the name that actions have for the gradient of another."
         elif sentence is None and not bucket.trainable and gradients.intersection(bucket.params):
             sentence = f"{bucket.id} is frozen, but the graph writes a gradient of it."
         if sentence is not None:
             raise illegal_bucket(sentence, plan, at)
         seen.add(bucket.id)
         owners |= dict.fromkeys(bucket.params, bucket.id)
+    left = next((param for param in params if param not in owners), None)
+    if left is not None:
+        raise illegal_bucket(f"{left}, a parameter of the graph, is in no bucket.", plan, len(plan.buckets) - 1)
 
 
 def _bucket_fault(
@@ -72,7 +86,10 @@ def _bucket_fault(
     nbytes = sum(storages[param].nbytes for param in bucket.params)
     if nbytes != bucket.nbytes:
         return f"{bucket.id} claims {bucket.nbytes} bytes, but its parameters have {nbytes}."
-    if len(bucket.shard_numels) != num_ranks or sum(bucket.shard_numels) < bucket.numel:
+    if bucket.numel * ITEM_BYTES.get(bucket.dtype, 0) not in (0, nbytes):
+        return f"{bucket.id} claims {bucket.numel} elements, but {nbytes} bytes of {bucket.dtype} are fewer or more."
+    is_whole = sum(bucket.shard_numels) >= bucket.numel >= max(bucket.shard_numels, default=0)
+    if len(bucket.shard_numels) != num_ranks or not is_whole:
         return f"{bucket.id} has {bucket.numel} elements in shards of {bucket.shards_text} for {num_ranks} ranks."
     return None
 
@@ -83,6 +100,8 @@ def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
         return f"{bucket.id} has its {homes}, which no program can do."
     if placement.optim is Tier.DISK and placement.streamed:
         return f"{bucket.id} streams its optimizer state from the disk, which no program can do."
+    if placement.streamed and not (bucket.trainable and bucket.state_nbytes):
+        return f"{bucket.id} streams its optimizer state, but has none."
     if not bucket.trainable and placement.param is not placement.optim:
         return f"{bucket.id} is frozen, but has its {homes}: expected one home."
     if placement.param is Tier.DEVICE and not placement.resident and not bucket.is_sharded:
@@ -206,6 +225,29 @@ def check_ranks(plan: Plan) -> None:
     ranks = [schedule.rank for schedule in plan.schedules]
     if not ranks or ranks != list(range(len(ranks))):
         raise IllegalSchedule(f"The plan has schedules for the ranks {ranks}; expected 0, 1, ... and at least one.")
+
+
+def check_schedules(plan: Plan) -> None:
+    """Raise IllegalSchedule unless all ranks do the same, action by action: every rank runs one program."""
+    first = plan.schedules[0].actions
+    for rank_index, schedule in enumerate(plan.schedules):
+        pairs = enumerate(zip(schedule.actions, first, strict=False))
+        at = next((at for at, (own, other) in pairs if own != other), min(len(schedule.actions), len(first)))
+        if at < max(len(schedule.actions), len(first)):
+            sentence = f"Rank {schedule.rank} does something else than rank 0, but all ranks run one program."
+            raise illegal_action(sentence, plan, rank_index, min(at, max(0, len(schedule.actions) - 1)))
+
+
+def check_claims(plan: Plan) -> None:
+    """Raise IllegalSchedule unless the plan's claims of host memory, and its formula of the device peak, hold."""
+    claimed_bytes, nbytes = plan.prediction.host_peak_bytes, host_bytes(plan)
+    if claimed_bytes != nbytes:
+        raise illegal_claim(f"The plan claims {claimed_bytes} bytes on the host; it is {nbytes}.", plan, 2)
+    peak_bytes = plan.prediction.device_peak_bytes
+    found_bytes = sizes.evaluate(plan.formula, dict(plan.symbols)) if plan.formula else peak_bytes
+    if found_bytes != peak_bytes:
+        sentence = f"The plan claims a peak of {peak_bytes} bytes, but its formula has {found_bytes}."
+        raise illegal_claim(sentence, plan, 2)
 
 
 def check_peak(graph: StepGraph, plan: Plan) -> None:

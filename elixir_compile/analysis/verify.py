@@ -25,9 +25,11 @@ from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import (
     check_activations,
     check_buckets,
+    check_claims,
     check_peak,
     check_ranks,
     check_regions,
+    check_schedules,
 )
 from elixir_compile.errors import PlanMismatch
 from elixir_compile.ir import (
@@ -72,7 +74,9 @@ def verify(graph: StepGraph, plan: Plan) -> None:
     touches = _region_touches(step, plan)
     for rank_index in range(len(plan.schedules)):
         _Walk(step, plan, rank_index, touches).check()
+    check_schedules(plan)
     check_peak(graph, plan)
+    check_claims(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +190,9 @@ class _Walk:
                 self._fail(life.table.unfinished[life.state].format(bucket=life.subject, group=life.subject))
 
     def _act(self, action: Action) -> None:
+        if action.micro_batch:
+            batch = action.micro_batch
+            self._fail(f"`{action.verb} {action.what}` is of micro-batch {batch}; a step has one micro-batch, @0.")
         if action.verb is Verb.RUN:
             self._run(action.what)
         elif action.verb in _PARAM_EVENTS:

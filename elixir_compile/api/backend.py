@@ -9,7 +9,7 @@ no parameters    compile it as torch would, with a warning
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,23 @@ from torch import fx, nn
 from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.api.front_end import FrontEnd
+from elixir_compile.api.lifetime import for_compiled_code
 from elixir_compile.api.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
 from elixir_compile.api.masters import check_masters, check_reduces
-from elixir_compile.api.prepare import new_executor, swap_modules
+from elixir_compile.api.plain_state import warn_of_plain_state
+from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
 from elixir_compile.api.saved import load_plan
+from elixir_compile.api.whole import compile_whole, let_go
 from elixir_compile.capture.collector import collector_off
+from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
-from elixir_compile.capture.rewire import rewire, split_gathers
-from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan
+from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
+from elixir_compile.capture.written import gathered_among, written_parameters
+from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
+from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.runtime.executor import Executor
@@ -53,30 +59,63 @@ def elixir(
     An error of the plan or of the options is raised when the compiled function is called, as itself, not wrapped by
     Dynamo.
     """
-    try:
+
+    def compile_it() -> Callable[..., Any]:
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
         with collector_off():
             return _compile(gm, example_inputs, with_compiler(parse_options(options)))
-    except ElixirError as error:
-        return _raiser(error)
+
+    return _or_raiser(compile_it)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     _log_graph_break(gm)
+    functional = read_functionally(gm)
+    if functional is not None:
+        raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)
+    _follow_changes([slot_by_key(key).sink for key in gather_keys(gm.graph)], inputs)
+    written = written_parameters(gm, inputs)
+    whole = gathered_among(gm, written)
+    if whole:
+        return compile_whole(gm, inputs, whole, lambda *graph: _or_raiser(lambda: _compile_graph(*graph, options)))
+    return _compile_graph(gm, inputs, options, written)
+
+
+def _compile_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, whole: Sequence[tuple[nn.Parameter, str]] = ()
+) -> Callable[..., Any]:
+    """Compile a graph whose inputs `whole`, each with a reason, can be no gathers."""
     keys = split_gathers(gm)
     if keys:
         return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
-    params = [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
+    params = _parameters(inputs)
     roots = find_roots(params)
-    if any(executor_of(root) is not None for root in roots):
+    prepared: list[Executor] = [executor for root in roots if (executor := executor_of(root)) is not None]
+    if prepared:
+        _follow_changes(prepared, inputs)
         # Parameters that a prepared model keeps whole.
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None
+    if executor is not None:
+        let_go(executor, ((slot, reason) for param, reason in whole if (slot := executor.slot_for(param)) is not None))
     if executor is None or not any(executor.slot_for(param) for param in params):
         _say_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)
     return _compile_first(gm, inputs, options, roots, executor)
+
+
+def _follow_changes(executors: Iterable[Executor], inputs: Sequence[Any]) -> None:
+    """Have the frame at hand traced again, with the models of `executors` prepared anew, where their parameters were
+    replaced or others came to them."""
+    for executor in dict.fromkeys(executors):
+        if executor.sites.is_outdated or has_unplaced(executor, _parameters(inputs)):
+            prepare_again(executor)
+            compat.trace_again("parameters of the model were replaced, or came to it")
+
+
+def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
+    return [value for value in inputs if isinstance(value, nn.Parameter) and value.is_floating_point()]
 
 
 def _compile_gathers(
@@ -85,9 +124,9 @@ def _compile_gathers(
     """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
     if options.param_dtype is not None:
         check_masters(executor.slots.values(), options.param_dtype)
-    executor.sums_in_fp32 |= options.reduce_dtype == "float32"
+    executor.gradients.sums_in_fp32 |= options.reduce_dtype == "float32"
     if executor.ranks is not None:
-        executor.ranks.reduces_in_fp32 = executor.sums_in_fp32
+        executor.ranks.reduces_in_fp32 = executor.gradients.sums_in_fp32
         if options.plan is not None:
             check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
     chunks = chunks_of(gm, options, is_shared=executor.ranks is not None)
@@ -180,14 +219,25 @@ def _compile_as(
     """Compile the graph as it is, whose loss is in `num_chunks`; `review` gets its first plan and returns the one to
     use."""
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
+    positions = handle_inputs(gm)
+    gate = Gate([slot_by_key(key) for key in positions.values()])
+    op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     compilation.loss_chunks = num_chunks
     compilation.company.ended_at = compat.graph_break_of(gm)
+    if executor.device.type == "cpu":
+        warn_of_plain_state()
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
-    calls = FrontEnd(compilation, executor.regions_for(options.inner))
+    calls = FrontEnd(compilation, executor.regions_for(options.inner), gate)
     compiled = front_end(gm, inputs, calls.partition, calls.lower)
     executor.compilations.append(compilation)
-    return compiled
+    executor.gates.append(gate)
+    call = for_compiled_code(gate.call)
+
+    def run(*args: Any) -> Any:
+        return call(compiled, op_by_op, tuple(positions), args)
+
+    return run
 
 
 def _compile_first(
@@ -196,7 +246,8 @@ def _compile_first(
     """Compile the graph of a plain model as if the model were prepared, and prepare it.
 
     Dynamo builds its checks when this has returned. They are checks of prepared modules then, and the graph need not be
-    captured again. A plan that does not fit leaves the model plain.
+    captured again, unless it reads attributes of the classes that change. A plan that does not fit leaves the model
+    plain.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     rewired = rewire(gm, inputs)
@@ -206,6 +257,10 @@ def _compile_first(
     except NoFeasiblePlan as error:
         raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
     swap_modules(roots, executor)
+    if compat.checks_class_of([placeholders[index] for index in handles]):
+        # A check of `Block.scale` says where among the bases of the module's class it is, and the class is another now.
+        executor.compilations.clear()
+        compat.trace_again("modules got classes that read parameters as gathers")
     compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
     compat.before_each_capture(follow_all_thaws)
 
@@ -234,6 +289,14 @@ def _say_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
         log.debug("%s", message)
     else:
         warnings.warn(message, ElixirWarning, stacklevel=4)
+
+
+def _or_raiser(compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return what `compile_it` returns, or what raises its error when called."""
+    try:
+        return compile_it()
+    except ElixirError as error:
+        return _raiser(error)
 
 
 def _raiser(error: ElixirError) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from elixir_compile.api.masters import torch_dtype
 from elixir_compile.api.planning import graph_of, savings_of, state_bytes_per_element, sums_of, update_of
 from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
+from elixir_compile.api.whole import traced_whole
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.tracing import trace_step
@@ -132,10 +133,12 @@ def capture_step(
     options = with_compiler(options or Options())
     could: list[Chunks | None] = []
 
-    def edit(gm: fx.GraphModule) -> None:
+    def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+        inputs = traced_whole(gm, inputs, executor)
         could.append(chunks_of(gm, options) if chunks is None else None)
         if chunks is not None:
             chunk_loss(gm, chunks.region, chunks.num_chunks)
+        return inputs
 
     captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)
     batch = _batch_of((*args, *kwargs.values())) if dynamic else None

@@ -17,6 +17,7 @@ from elixir_compile.api.company import Together, earlier_capture, with_room
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.disk import disk_of, require_disk
 from elixir_compile.api.in_step import planned_in_step
+from elixir_compile.api.lifetime import for_compiled_code
 from elixir_compile.api.loss import as_decided, is_pressed
 from elixir_compile.api.planning import Company, graph_of, may_move_back, named, problem_of, unread_bytes
 from elixir_compile.api.profile import Profiler, RegionProfile
@@ -111,13 +112,13 @@ class Compilation:
         return program_text(self.plan, self.timeline, self.graph, self.forward, self.backward)
 
     def runs(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
-        """Return what runs one half of the captured graph."""
+        """Return what runs one half of the captured graph, the forward behind `begin_forward`."""
         if not is_backward:
             self._write_forward()
-            return compat.boxed(self._run_forward)
+            return compat.boxed(for_compiled_code(self._run_forward))
         self._wants_backward = True
         self._write_backward()
-        return compat.boxed(self._run_backward)
+        return compat.boxed(for_compiled_code(self._run_backward))
 
     # Planning.
 
@@ -209,7 +210,8 @@ class Compilation:
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""
         self._programs.take(programs, self._executor.saved.next_number, is_apart=self._variants.taken())
-        self.forward, self.backward = programs.forward, None
+        self.forward = programs.forward
+        self._write_backward()
 
     def _write_backward(self) -> None:
         self.backward = self._programs.last.backward if self._wants_backward else None
@@ -222,7 +224,9 @@ class Compilation:
 
     # Running.
 
-    def _run_forward(self, args: list[Any]) -> Any:
+    def begin_forward(self, args: list[Any]) -> None:
+        """Before a forward: plan anew and move parameters where that is due."""
+        self._executor.take_in_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
                 other._watch.restart()  # It runs the same buckets, and regions of the same labels.
@@ -232,6 +236,8 @@ class Compilation:
         self._keep_current(args)
         self._programs.drop_old()
         self._executor.begin()
+
+    def _run_forward(self, args: list[Any]) -> Any:
         given = storages_of(args)
         try:
             results = self.forward.forward(args)
@@ -240,10 +246,7 @@ class Compilation:
             self._executor.abandon()
             raise
         if not self.is_inference:
-            ticket = results[self._captured.num_outputs]
-            ran = self._programs.last
-            self._executor.saved.note(ticket, self, ran.device_bytes, ran.given_bytes, ran.kept(results, given))
-            self._programs.wait_for(ticket)
+            self._programs.wait_for(self._programs.last.note(results, given, self))
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
@@ -313,7 +316,6 @@ class Compilation:
             return
         self._progress.planned(self.plan)
         self._take(programs)
-        self._write_backward()
 
     def is_in_force(self) -> None:
         """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
@@ -383,12 +385,10 @@ class Compilation:
         self._captured, self._problem, self.plan, programs, room, self._generation = found
         self.graph, self._sizes.values, self.beside_bytes = self._problem.graph, dict(room.sizes), room.beside_bytes
         self._take(programs)
-        self._write_backward()
         return True
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
-        grown = self._sizes.grown(self._captured, args)
-        self._sizes.values.update(grown)
+        self._sizes.values.update(grown := self._sizes.grown(self._captured, args))
         if grown and self._correction is not None:
             # The regions were measured at other sizes; the links and the optimizer are the same.
             self._correction = replace(self._correction, measured=Measured())
@@ -396,4 +396,3 @@ class Compilation:
         self._generation = -1
         self._progress.planned(self.plan)
         self._write_forward()
-        self._write_backward()

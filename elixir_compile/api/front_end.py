@@ -1,6 +1,8 @@
 """What the compiler front ends call for one graph: once to split it, once for each half."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -8,14 +10,18 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.capture.joint import gather_keys, partition_hidden, show_in_inference
+from elixir_compile.ops.gate import Gate
 from elixir_compile.runtime.lowering import RegionCompiler
 
 
 class FrontEnd:
     """The callbacks of one compilation."""
 
-    def __init__(self, compilation: Compilation, regions: RegionCompiler) -> None:
-        self._compilation = compilation
+    def __init__(self, compilation: Compilation, regions: RegionCompiler, gate: Gate) -> None:
+        """The graph gets its handles through `gate`."""
+        # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
+        self._compilation = weakref.proxy(compilation)
+        self._gate = weakref.proxy(gate)
         self._regions = regions
         self._is_captured = False
 
@@ -44,8 +50,13 @@ class FrontEnd:
             show_in_inference(gm)
             self._capture(gm, None, len(gm.graph.output_node().args[0]))
         if self._is_captured:
-            return self._compilation.runs(is_backward=is_backward)
+            run = self._compilation.runs(is_backward=is_backward)
+            return run if is_backward else compat.boxed(partial(self._run_forward, run))
         return self._regions.lower_plain(gm, examples, is_backward=is_backward, is_inference=is_inference, **options)
+
+    def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        self._gate.begin(partial(self._compilation.begin_forward, args))
+        return run(args)
 
     def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
         self._compilation.capture(forward, backward, num_outputs)

@@ -1,7 +1,6 @@
 """Measured machines, remembered: one profile per device, thread count and torch version in the cache folder."""
 
 import hashlib
-import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import distributed
 from elixir_compile.cache_dir import cache_dir, write_cached
 from elixir_compile.errors import ElixirWarning, InvalidPlan, ProfileFileError
 from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json
-from elixir_compile.measure.machine import memory_sizes_bytes
+from elixir_compile.measure.machine import memory_sizes_bytes, num_usable_cores
 from elixir_compile.units import GIB
 
 
@@ -51,7 +50,7 @@ def machine_path(device: torch.device) -> Path:
     parts = (
         device.type,
         torch.cuda.get_device_name(device) if is_cuda else "cpu",
-        os.cpu_count(),
+        num_usable_cores(),
         torch.__version__,  # a public name, underscores and all
         torch.get_num_threads(),
         # In GiB: what a kernel keeps for itself changes from one start to the next.

@@ -1,6 +1,7 @@
 """What a command line calls MODEL -> a function that makes the model, and its example inputs, all on `meta`.
 
-gpt2-4b               a named shape, see `shapes`
+gpt2-4b               a named shape, see `shapes`: most predict the next token; bert-large masked tokens, t5-3b another
+                      text of the same length, vit-g the class of an image
 train.py:make         a function that returns the model, or (model, example_inputs)
 folder, config.json   a Hugging Face configuration of a causal language model
 """
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from elixir_compile.api.capture import Inputs
-from elixir_compile.api.shapes import ModelShape, model_named, model_names
+from elixir_compile.api.shapes import Head, ModelShape, model_named, model_names
 from elixir_compile.errors import InvalidOption, UnknownModel, UnsupportedModel
 
 
@@ -44,7 +45,8 @@ def load_model(name: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
     if path.endswith(".py"):
         return _from_function(name, Path(path), function, text)
     if name.lower() in model_names():
-        return _hugging_face(name, lambda: _config_of(model_named(name), text), text)
+        shape = model_named(name)
+        return _hugging_face(name, lambda: _config_of(shape, text), text, shape.head)
     found = Path(name)
     if found.exists():
         return _hugging_face(name, lambda: _config_from(found), text)
@@ -52,7 +54,17 @@ def load_model(name: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
     raise UnknownModel(name, model_names(), "there is no such file or folder" if looks_like_path else "")
 
 
-def _hugging_face(name: str, configure: Callable[[], Any], text: TextBatch) -> tuple[nn.Module, Inputs]:
+_CLASSES: Mapping[Head, str] = {
+    Head.NEXT_TOKEN: "AutoModelForCausalLM",
+    Head.MASKED_TOKEN: "AutoModelForMaskedLM",
+    Head.OTHER_TEXT: "AutoModelForSeq2SeqLM",
+    Head.IMAGE_CLASS: "AutoModelForImageClassification",
+}
+
+
+def _hugging_face(
+    name: str, configure: Callable[[], Any], text: TextBatch, head: Head = Head.NEXT_TOKEN
+) -> tuple[nn.Module, Inputs]:
     try:
         import transformers
     except ImportError as error:
@@ -62,11 +74,21 @@ def _hugging_face(name: str, configure: Callable[[], Any], text: TextBatch) -> t
     config.use_cache = False  # keys and values of earlier tokens are of no use in training
     with torch.device("meta"):
         try:
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=text.dtype)
+            model = getattr(transformers, _CLASSES[head]).from_config(config, dtype=text.dtype)
         except ValueError as error:
             reason = f"transformers has no causal language model for it. {str(error).splitlines()[0]}"
             raise UnsupportedModel(name, reason) from error
-    return _trained(model, text), _tokens(text)
+    inputs = _images(config, text) if head is Head.IMAGE_CLASS else _tokens(text)
+    return _trained(model, text), inputs
+
+
+def _images(config: Any, text: TextBatch) -> Mapping[str, torch.Tensor]:
+    """Images and their classes; an image has as many patches as it has, whatever the length of a sequence."""
+    size = (text.batch, config.num_channels, config.image_size, config.image_size)
+    return {
+        "pixel_values": torch.empty(size, dtype=text.dtype, device="meta"),
+        "labels": torch.empty(text.batch, dtype=torch.int64, device="meta"),
+    }
 
 
 def _trained(model: nn.Module, text: TextBatch) -> nn.Module:
@@ -89,16 +111,10 @@ def _tokens(text: TextBatch) -> Mapping[str, torch.Tensor]:
 def _config_of(shape: ModelShape, text: TextBatch) -> Any:
     import transformers
 
-    if shape.family == "gpt2":
-        return transformers.GPT2Config(
-            n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads, vocab_size=shape.vocabulary,
-            n_positions=max(1024, text.seq), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )  # fmt: skip
-    return transformers.LlamaConfig(
-        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads, intermediate_size=shape.intermediate,
-        vocab_size=shape.vocabulary, max_position_embeddings=max(4096, text.seq),
-    )  # fmt: skip
+    fields = dict(shape.fields)
+    if shape.longest:
+        fields[shape.longest] = max(int(str(fields[shape.longest])), text.seq)
+    return transformers.AutoConfig.for_model(shape.model_type, **fields)
 
 
 def _config_from(path: Path) -> Any:

@@ -144,7 +144,7 @@ def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int 
         if bucket is not None:
             sums_bytes = bucket.spec.sum_nbytes * slot.own_nbytes // bucket.spec.nbytes
             grads_bytes += 0 if bucket.is_on_host else bucket.spec.grad_ratio * slot.own_nbytes + sums_bytes
-        elif slot.key in executor.trained_eagerly:
+        elif slot.key in executor.gradients.trained_eagerly:
             eager_bytes += _trained_bytes(slot, executor.ranks)
     return device_bytes(executor, leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
 

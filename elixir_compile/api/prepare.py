@@ -1,6 +1,7 @@
 """Give a model to Elixir: its parameters become gathers, and may live where the plan wants them."""
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ from elixir_compile import compat
 from elixir_compile.api.masters import cast, gets_master, torch_dtype
 from elixir_compile.api.meta import materialize
 from elixir_compile.api.share import ranks_of, share
-from elixir_compile.capture.modules import executor_of, is_swapped, swap, whole_reason
+from elixir_compile.capture.modules import executor_of, is_swapped, swap, undo_swap, whole_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.ops.aliases import aliases, moved_together
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.registry import Slot
+from elixir_compile.ops.shards import is_shared
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ranks import Ranks, device_of
@@ -78,17 +81,75 @@ def new_executor(roots: Sequence[nn.Module], device: torch.device, ranks: Ranks 
     """Return an executor with a slot for every parameter of `roots` that can become a gather; the modules are not
     touched yet."""
     executor = Executor(device, type(roots[0]).__name__, ranks)
-    for name, param, module, local in _named_parameters(roots):
-        reason = whole_reason(module, local)
+    for name, param, reason in _with_reasons(roots):
         if reason is None:
             executor.add_slot(name, param)
         else:
-            executor.keep_whole(name, param, reason)
+            executor.whole_because[name] = reason
     return executor
+
+
+def has_unplaced(executor: Executor, params: Iterable[nn.Parameter]) -> bool:
+    """Whether some of `params` have come to the models of `executor` since, and could be placed.
+
+    Raises UnsupportedModel for one of several ranks, which would each train their own.
+    """
+    wanted = {id(param) for param in params if executor.slot_for(param) is None}
+    found = _with_reasons(_roots(executor)) if wanted else ()
+    known = executor.whole_because
+    new = [name for name, param, reason in found if id(param) in wanted and reason is None and name not in known]
+    if new and executor.ranks is not None:
+        because = "it came after `prepare(model, mesh=...)`, and is not shared. Change the model before it is prepared"
+        raise UnsupportedModel(new[0], because)
+    return bool(new)
+
+
+def prepare_again(old: Executor) -> None:
+    """Make the models of `old` read as gathers of another executor, with the parameters that they have now.
+
+    Raises UnsupportedModel where several ranks share `old` and one of the parameters is not shared.
+    """
+    with _lock:
+        roots = _roots(old)
+        if not roots:
+            raise NotPrepared("the model whose step was captured no longer exists.")
+        for name, param, reason in _with_reasons(roots):
+            if old.ranks is not None and reason is None and not is_shared(param):
+                because = "it was replaced after `prepare(model, mesh=...)`. Change the model before it is prepared"
+                raise UnsupportedModel(name, because)
+        for slot in old.slots.values():
+            old.settle(slot)
+        for module in (*old.sites.modules(), *(module for root in roots for module in root.modules())):
+            if is_swapped(module):
+                undo_swap(module)
+        if not old.saved.waiting():
+            old.let_go()
+        new = new_executor(roots, old.device, old.ranks)
+        new.generation, new.disk = old.generation + 1, old.disk
+        new.gradients.sums_in_fp32 = old.gradients.sums_in_fp32
+        swap_modules(roots, new)
+        bring_rest(roots, new)
+
+
+def _roots(executor: Executor) -> list[nn.Module]:
+    return [root for reference in executor.roots if (root := reference()) is not None]
+
+
+def _with_reasons(roots: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Parameter, str | None]]:
+    """Yield the parameters of `roots` with their names and with why each cannot become a gather, None where it can."""
+    named = list(_named_parameters(roots))
+    buffers = {f"buffer {name}": buffer for root in roots for name, buffer in root.named_buffers()}
+    shared = aliases([*((name, param) for name, param, _, _ in named), *buffers.items()])
+    for name, param, module, local in named:
+        reason = whole_reason(module, local)
+        if reason is None and name in shared:
+            reason = f"it shares memory with {shared[name]}"
+        yield name, param, reason
 
 
 def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
     """Make the parameters of `roots` that `executor` has slots for read as gathers; no tensor moves."""
+    executor.roots = tuple(weakref.ref(root) for root in roots)
     for root in roots:
         for module in root.modules():
             slots = {name: slot for name, _, slot in _slots_of(module, executor) if slot is not None}
@@ -98,14 +159,10 @@ def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
 
 def bring_rest(roots: Sequence[nn.Module], executor: Executor) -> None:
     """Bring the buffers of `roots`, and the parameters that do not read as gathers, to the device of `executor`."""
+    modules = [module for root in roots for module in root.modules()]
+    rest = [param for module in modules for _, param, slot in _slots_of(module, executor) if slot is None]
     with torch.no_grad():
-        for root in roots:
-            for module in root.modules():
-                for _, param, slot in _slots_of(module, executor):
-                    if slot is None and param.device != executor.device:
-                        param.data = param.data.to(executor.device)
-            for buffer in root.buffers():
-                buffer.data = buffer.data.to(executor.device)
+        moved_together((*rest, *(buffer for root in roots for buffer in root.buffers())), executor.device)
 
 
 def _slots_of(module: nn.Module, executor: Executor) -> Iterable[tuple[str, nn.Parameter, Slot | None]]:

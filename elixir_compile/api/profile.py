@@ -10,7 +10,6 @@ measures nothing.
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -40,6 +39,8 @@ log = logging.getLogger("elixir_compile")
 
 LIMIT_S = 120.0
 """Seconds after which the rest of the regions keep the prices of the machine's profile."""
+_MOST_RUN_S = 1e6
+"""A region that took longer was not measured."""
 _TOLERANCE_BYTES = 1 << 16
 """What an allocator rounds up over all tensors of a region."""
 
@@ -144,14 +145,30 @@ class Profiler:
 
     def _is_known(self, key: str) -> bool:
         if key not in self._known:
-            try:
-                known = RegionTime(**json.loads(_path(key).read_text(encoding="utf-8")))
-                if not 0 <= known.run_s < math.inf:
-                    return False
-            except (OSError, ValueError, TypeError):
+            known = _kept(_path(key))
+            if known is None:
                 return False  # measured again, and the file with it
             self._known[key] = known
         return True
+
+
+def _kept(path: Path) -> RegionTime | None:
+    """Return what an earlier run measured; None where nothing did, or where the file holds what no region takes."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("measured again, as %s cannot be read: %s", path, error)
+        return None
+    is_whole = isinstance(fields, dict) and fields.keys() == {"run_s", "peak_bytes"}
+    run_s, peak_bytes = (fields["run_s"], fields["peak_bytes"]) if is_whole else (None, None)
+    is_time = type(run_s) in (int, float) and 0 <= run_s <= _MOST_RUN_S
+    is_peak = peak_bytes is None or (type(peak_bytes) is int and 0 <= peak_bytes < 1 << 63)
+    if not (is_time and is_peak):
+        log.warning("measured again, as %s does not hold what a region took", path)
+        return None
+    return RegionTime(run_s=float(run_s), peak_bytes=peak_bytes)
 
 
 def made_bytes(graph: StepGraph, region: Region) -> int:

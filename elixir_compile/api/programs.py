@@ -76,6 +76,14 @@ class Programs:
         values = [results[position] for position in self._alone]
         return [value for value in values if value is not None and compat.storage_key(value) not in seen]
 
+    def note(self, results: Sequence[Any], given: Set[int], owner: object) -> torch.Tensor:
+        """Note that a forward of `owner`, which made `results` of inputs whose storages are `given`, waits for its
+        backward; return its ticket."""
+        ticket = results[self._halves.captured.num_outputs]
+        kept = self.kept(results, given)
+        self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, kept)
+        return ticket
+
     def saves_as(self, other: "Programs") -> bool:
         """Whether the backward of `other` can follow this forward."""
         is_same = self.plan.activations == other.plan.activations

@@ -19,6 +19,7 @@ from elixir_compile.api.masters import gets_master, narrowed
 from elixir_compile.api.meta import materialize_module
 from elixir_compile.capture.modules import executor_of, whole_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import add_master
 from elixir_compile.ops.registry import note_replaced
 from elixir_compile.ops.shards import as_shared, own_part
@@ -61,6 +62,9 @@ def share(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> None:
 
     Every rank calls this at once. Raises UnsupportedModel for a module on `meta` that cannot start by itself.
     """
+    for name, other in aliases(model.named_parameters()).items():
+        because = f"it shares memory with {other}, and cutting them over ranks would part them. Tie the modules instead"
+        raise UnsupportedModel(name, because)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():

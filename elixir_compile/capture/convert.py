@@ -311,7 +311,7 @@ def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return [part for v in values if isinstance(v, torch.Tensor) for part in compat.dense_parts(v)]
 
 
 def _keys(node: fx.Node) -> list[int]:

@@ -4,24 +4,47 @@
 `elixir::gather(handle, size, stride, key)` to a compiler, and to eager code the parameter itself where it is on the
 compute device. The parameter stays in `_parameters`, so `state_dict`, `parameters()` and optimizers see what they
 always see. A copy or a pickle of a swapped module is a plain module again.
+
+A module whose parameters change in a way that graphs cannot follow, as by pruning, weight norm or late tying, is given
+back: it has its own class again. Every graph of its executor is captured again then, because `retire` gives the other
+modules new classes, which Dynamo's guards tell from the old.
 """
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.utils import parametrize
 
 from elixir_compile import compat
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
-from elixir_compile.ops.shards import is_shared, own_part
+from elixir_compile.ops.shards import is_shared, own_part, rehome
+from elixir_compile.ops.sites import Sites
 
 _HANDLE = "_elixir_handle_"
 _EXECUTOR = "_elixir_executor"
+_SLOTS = "_elixir_slots"
+"""The attribute of a swapped module that holds the slots of the parameters that read as gathers, by name.
+
+Its class does not hold them, because compiled code keeps the class alive."""
+_SWAPPED = "_elixir_swapped"
+"""The attribute that a class has if `swap` made it."""
 
 # Modules that read their parameters behind the attribute's back: flat weights, containers that index `_parameters`.
 _READS_DIRECTLY = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
+
+
+class Owner(Protocol):
+    """What a swapped module needs of its executor."""
+
+    device: torch.device
+    sites: Sites
 
 
 def whole_reason(module: nn.Module, name: str) -> str | None:
@@ -30,6 +53,8 @@ def whole_reason(module: nn.Module, name: str) -> str | None:
     param = module._parameters[name]
     if isinstance(module, _READS_DIRECTLY):
         return f"{type(module).__name__} reads its parameters directly"
+    if parametrize.is_parametrized(module):
+        return f"{type(module).__name__} gets another class when its parametrization is removed"
     if not (param.is_floating_point() or param.is_complex()):
         return f"{param.dtype} parameters carry no gradient"
     if type(param.data) is not torch.Tensor and not is_shared(param):
@@ -41,16 +66,32 @@ def whole_reason(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def swap(module: nn.Module, slots: Mapping[str, Slot], executor: object) -> None:
+def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
     """Make the parameters of `module` named in `slots` read as gathers; the module keeps `executor` alive."""
     base = type(module)
     namespace: dict[str, object] = {name: _gathered(name, slot) for name, slot in slots.items()}
     namespace["__reduce_ex__"] = _reduce_as(base)
+    namespace["register_parameter"] = _register_as(base)
+    namespace["__delattr__"] = _delete_as(base)
     namespace["__module__"] = base.__module__
     namespace["__doc__"] = base.__doc__
+    namespace[_SWAPPED] = True
     for name, slot in slots.items():
         module.__dict__[_HANDLE + name] = slot.handle()
+        executor.sites.add(module, name, slot)
     module.__dict__[_EXECUTOR] = executor
+    module.__dict__[_SLOTS] = dict(slots)
+    module.__class__ = type(base.__name__, (base,), namespace)
+
+
+def read_plainly(module: nn.Module, names: Collection[str]) -> None:
+    """Let the parameters `names` of a module that was swapped read as those of any module; its class is a new one,
+    so that Dynamo captures again what reads the module."""
+    base = type(module).__bases__[0]
+    namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
+    for name in names:
+        module.__dict__.pop(_HANDLE + name, None)
+        module.__dict__[_SLOTS].pop(name, None)
     module.__class__ = type(base.__name__, (base,), namespace)
 
 
@@ -59,7 +100,7 @@ def is_swapped(module: nn.Module) -> bool:
     return _EXECUTOR in module.__dict__
 
 
-def executor_of(model: nn.Module) -> object | None:
+def executor_of(model: nn.Module) -> Any:
     """Return the executor that prepared `model` or a part of it, or None."""
     for module in model.modules():
         if is_swapped(module):
@@ -67,26 +108,118 @@ def executor_of(model: nn.Module) -> object | None:
     return None
 
 
+def undo_swap(module: nn.Module) -> None:
+    """Give `module` the class that it had before `swap`; its parameters stay where they are."""
+    swapped = _swapped_class(module)
+    (base,) = swapped.__bases__
+    if type(module) is swapped:
+        module.__class__ = base
+    else:  # of a class made since, for this module alone: a buffer was parametrized
+        child = next(kind for kind in type(module).__mro__ if swapped in kind.__bases__)
+        child.__bases__ = tuple(base if kind is swapped else kind for kind in child.__bases__)
+    for name in module.__dict__.pop(_SLOTS):
+        del module.__dict__[_HANDLE + name]
+    del module.__dict__[_EXECUTOR]
+
+
+def retire(sites: Sites) -> None:
+    """Let no graph that reads `sites` run forward again: at its next call Dynamo captures it anew."""
+    if sites.is_outdated:
+        return
+    sites.is_outdated = True
+    for module in sites.modules():
+        if is_swapped(module) and type(module) is _swapped_class(module):
+            kind = type(module)
+            module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+
+
+@torch.no_grad()
+def _give_back(module: nn.Module) -> None:
+    """Make `module` what it was before `swap`, its parameters on the device, and have its graphs captured again."""
+    executor: Owner = module.__dict__[_EXECUTOR]
+    slots: list[Slot] = list(module.__dict__[_SLOTS].values())
+    undo_swap(module)
+    for slot in slots:
+        slot.sink.settle(slot)
+        if slot.own.device != executor.device:
+            rehome(slot.param, slot.own.detach().to(executor.device))
+    retire(executor.sites)
+
+
+def _swapped_class(module: nn.Module) -> type:
+    return next(kind for kind in type(module).__mro__ if _SWAPPED in vars(kind))
+
+
 def _gathered(name: str, slot: Slot) -> property:
     attribute, key = _HANDLE + name, slot.key
     size, stride = list(slot.param.shape), list(slot.param.stride())
 
-    def read(module: nn.Module) -> torch.Tensor:
+    def read(module: nn.Module) -> torch.Tensor | None:
         if not torch.compiler.is_compiling():
-            slot.follow_thaw()
+            if name not in module._parameters:
+                raise AttributeError(name)  # `nn.Module.__getattr__` looks elsewhere, and says what is missing
+            slot: Slot = module.__dict__[_SLOTS][name]
             param = module._parameters[name]
+            if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
+                return param if param is None or param.device == slot.device else param.to(slot.device)
+            slot.follow_thaw()
             if param.device == slot.device and not slot.is_shared:
                 return param  # eager code finds what it always finds, `.grad` included
+            if torch.is_grad_enabled() and param.requires_grad:
+                return GATHER(*Gate([slot]).handles(), size, stride, key)
         return GATHER(getattr(module, attribute), size, stride, key)
+
+    def write(module: nn.Module, value: object) -> None:
+        _give_back(module)
+        setattr(module, name, value)
 
     # Called from code that Dynamo does not compile, it would become a graph of one gather, and the key a symbol.
     compat.never_compile_alone(read)
-    return property(read)
+    return property(read, write)
+
+
+def _register_as(base: type[nn.Module]):
+    def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter as `nn.Module` does; one that graphs cannot follow has them captured again."""
+        if is_swapped(module):
+            slot = module.__dict__[_SLOTS].get(name)
+            if slot is None or not module.__dict__[_EXECUTOR].sites.may_take(slot, param):
+                _give_back(module)
+        base.register_parameter(module, name, param)
+
+    return register_parameter
+
+
+def _delete_as(base: type[nn.Module]):
+    def delete(module: nn.Module, name: str) -> None:
+        if is_swapped(module) and name in module.__dict__[_SLOTS]:
+            _give_back(module)
+        base.__delattr__(module, name)
+
+    return delete
+
+
+def _refuse_values(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+    """When a buffer is registered: UnsupportedModel for the values of a parameter that lives on the host.
+
+    `torch.nn.utils.parametrize` takes what `module.weight` gives for a buffer if it is no Parameter, and the parameter
+    would be trained no more.
+    """
+    if buffer is not None and buffer.grad_fn is not None and "elixir_gather" in buffer.grad_fn.name():
+        because = "it would hold the values of a parameter that lives on the host, and the parameter would not be "
+        raise UnsupportedModel(
+            f"buffer {name} of {type(module).__name__}",
+            because + "trained. Parametrize the model, or undo that, before it is prepared or compiled",
+        )
+
+
+register_module_buffer_registration_hook(_refuse_values)
 
 
 def _reduce_as(base: type[nn.Module]):
     def reduce_ex(module: nn.Module, protocol: int):
-        state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k != _EXECUTOR}
+        own = (_EXECUTOR, _SLOTS)
+        state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
         # Not `copyreg.__newobj__`: pickle wants its class to be that of the object.
         return copyreg._reconstructor, (base, object, None), state
 

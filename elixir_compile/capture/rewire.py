@@ -6,15 +6,17 @@
 One gather per use in both, so that the graph of the first call and that of the prepared model are the same step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.utils import stateless
 
 from elixir_compile import compat
-from elixir_compile.ops.registry import Slot, slot_of
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
 from elixir_compile.ops.schema import GATHER
 
 
@@ -26,11 +28,19 @@ class Rewired:
     handles: dict[int, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedWhole:
+    """What changed: the example inputs with parameters in place of handles, and by position the key of the slot whose
+    parameter to pass."""
+
+    example_inputs: list[Any]
+    keys: dict[int, int]
+
+
 def split_gathers(gm: fx.GraphModule) -> list[int]:
     """Give every use of a gather in a Dynamo graph a gather of its own; return the keys, in order of first use."""
-    keys: dict[int, None] = {}
+    keys = dict.fromkeys(node.args[3] for node in gathers_of(gm))
     for node in list(gm.graph.find_nodes(op="call_function", target=GATHER)):
-        keys[node.args[3]] = None
         for user in list(node.users)[1:]:
             with gm.graph.inserting_after(node):
                 twin = gm.graph.call_function(GATHER, node.args)
@@ -38,6 +48,99 @@ def split_gathers(gm: fx.GraphModule) -> list[int]:
             user.replace_input_with(node, twin)
     gm.recompile()
     return list(keys)
+
+
+def handle_inputs(gm: fx.GraphModule) -> dict[int, int]:
+    """Return the positions of the inputs of a Dynamo graph that are handles, with the key of each one's parameter."""
+    keys = {id(_example(gather.args[0])): gather.args[3] for gather in gathers_of(gm)}
+    examples = [id(_example(node)) for node in gm.graph.find_nodes(op="placeholder")]
+    return {index: keys[example] for index, example in enumerate(examples) if example in keys}
+
+
+def pass_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collection[Slot]) -> PassedWhole:
+    """Replace in place what `gm` gathers of the parameters of `slots` by these parameters, as inputs in place of their
+    handles."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs, keys = list(example_inputs), {}
+    places = {id(value): place for place, value in enumerate(inputs)}
+    for slot in slots:
+        param, taken = slot.param, _placeholder_of(gm, slot)
+        place = places.get(id(param))
+        if place is None:
+            place = placeholders.index(taken)
+            keys[place] = slot.key
+        _gather_no_more(gm, slot, placeholders[place])
+        if place in keys or param.device != slot.device:  # a parameter elsewhere is moved before the graph runs
+            inputs[place] = placeholders[place].meta["example_value"] = fake_parameter(gm, param, slot.device)
+    gm.recompile()
+    return PassedWhole(example_inputs=inputs, keys=keys)
+
+
+def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    """Return an example of `param` on `device` as an input of `gm`: a fake that shares memory with nothing."""
+    examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    with compat.fake_mode_of(examples):
+        empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+        return torch.nn.Parameter(empty, requires_grad=param.requires_grad)
+
+
+def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that `node` of `gm` runs, such as the inside of a `checkpoint`."""
+    found = [getattr(gm, source.target, None) for source in node.all_input_nodes if source.op == "get_attr"]
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
+def gathers_of(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the gathers in `gm` and in the graphs that its nodes run."""
+    inside = [gather for node in gm.graph.nodes for body in bodies_of(gm, node) for gather in gathers_of(body)]
+    return [*gm.graph.find_nodes(op="call_function", target=GATHER), *inside]
+
+
+def _gather_no_more(gm: fx.GraphModule, slot: Slot, whole: fx.Node) -> None:
+    """Let `gm` and the graphs that its nodes run use `whole` for what they gather of the parameter of `slot`."""
+    for gather in gm.graph.find_nodes(op="call_function", target=GATHER):
+        if gather.args[3] == slot.key:
+            gather.replace_all_uses_with(whole)
+            gm.graph.erase_node(gather)
+    readers: list[fx.GraphModule] = []
+    for node in gm.graph.nodes:
+        for body in bodies_of(gm, node):
+            handles = _handles_of(body, slot)
+            readers += [body] if handles else []
+            for handle in [source for source in node.all_input_nodes if id(_example(source)) in handles]:
+                node.replace_input_with(handle, whole)
+    for body in dict.fromkeys(readers):
+        _gather_no_more(body, slot, _placeholder_of(body, slot))
+        body.recompile()
+
+
+def _placeholder_of(gm: fx.GraphModule, slot: Slot) -> fx.Node:
+    """Return an input of `gm` that is a handle by which it, or a graph that its nodes run, gathers `slot`."""
+    handles = _handles_of(gm, slot)
+    found = [node for node in gm.graph.find_nodes(op="placeholder") if id(_example(node)) in handles]
+    if not found:
+        raise UnsupportedModel(slot.name, "it is written in the forward, inside of another function of torch")
+    return found[0]
+
+
+def _handles_of(gm: fx.GraphModule, slot: Slot) -> set[int]:
+    """Return the ids of the fake tensors that are handles by which `gm` gathers `slot`: outside of a graph that a node
+    runs and inside it they are the same."""
+    return {id(_example(gather.args[0])) for gather in gathers_of(gm) if gather.args[3] == slot.key}
+
+
+def _example(node: fx.Node) -> object:
+    return node.meta.get("example_value")
+
+
+def read_functionally(gm: fx.GraphModule) -> Slot | None:
+    """Return the slot of a parameter that a Dynamo graph gathers within `torch.func.functional_call`, which put another
+    tensor in its place; None where there is none. Dynamo traces the call, and a module reads no tensor that was put
+    there."""
+    for node in gathers_of(gm):
+        if stateless.__file__ in node.meta.get("stack_trace", ""):
+            return slot_by_key(node.args[3])
+    return None
 
 
 def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Rewired:

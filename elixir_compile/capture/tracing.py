@@ -31,14 +31,15 @@ class _Stopped(BaseException):
         self.found = found
 
 
-Edit = Callable[[fx.GraphModule], None]
+Edit = Callable[[fx.GraphModule, Sequence[Any]], Sequence[Any]]
 
 
 def trace_step(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str, inner: str, edit: Edit
 ) -> Captured:
     """Return the training step of prepared `model` on the inputs, as `torch.compile(..., backend="elixir")` captures
-    it; `edit` may look at Dynamo's graph and change it first.
+    it; `edit` gets Dynamo's graph and its inputs first, may change the graph, and returns the
+    inputs to compile it with.
 
     Raises UnsupportedModel where Dynamo cannot trace it as one graph and where nothing in it is trained.
     """
@@ -123,7 +124,7 @@ def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:
         raise _Stopped(UnsupportedModel(name, "none of its outputs depends on a parameter that requires a gradient"))
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        edit(gm)
+        inputs = edit(gm, inputs)
         split_gathers(gm)
         front_end = compat.compile_with_inductor if inner == "inductor" else compat.compile_with_aot_eager
         return front_end(gm, inputs, partition, lower)

@@ -16,14 +16,21 @@ file together in memory (`safetensors.torch.save` in torch 2.13), and gives a sh
 """
 
 import json
+import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo  # in `.metadata`
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,  # in `.metadata`
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,6 +42,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from elixir_compile.checkpoint.opened import OpenFolder
 from elixir_compile.checkpoint.parts import Place
 from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
@@ -101,12 +109,30 @@ class _SavePlanner(DefaultSavePlanner):
         return tensor
 
 
-class Reader(FileSystemReader):
-    """DCP's reader of a folder, which reads its metadata once; raises pickle.UnpicklingError for what is none."""
+class _OpenFiles(FileSystem):
+    """Files of a folder that is held open, by their names relative to it; they are read only."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        with (folder / _METADATA_FILE).open("rb") as file:
+    def __init__(self, folder: OpenFolder) -> None:
+        super().__init__()
+        self._folder = folder
+
+    @contextmanager
+    def create_stream(self, path: "str | os.PathLike[str]", mode: str) -> Iterator[BinaryIO]:
+        """Open a file to read, `mode` "rb"."""
+        with self._folder.open(os.fspath(path)) as stream:
+            yield stream
+
+
+class Reader(FileSystemReader):
+    """DCP's reader of the folder `name` in the open `folder`, which reads its metadata once.
+
+    Raises pickle.UnpicklingError if that is no metadata. `folder` must stay open while tensors are read.
+    """
+
+    def __init__(self, folder: OpenFolder, name: str) -> None:
+        super().__init__(name)
+        self.fs = _OpenFiles(folder)
+        with folder.open(f"{name}/{_METADATA_FILE}") as file:
             found = _MetadataUnpickler(file).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds {type(found).__name__}")

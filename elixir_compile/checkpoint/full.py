@@ -9,6 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.checkpoint.errors import NotSavable
-from elixir_compile.checkpoint.folder import find, sync_folder
-from elixir_compile.checkpoint.manifest import read_manifest, verified
+from elixir_compile.checkpoint.folder import sync_folder
+from elixir_compile.checkpoint.manifest import open_verified
 from elixir_compile.checkpoint.model_state import memory_of, model_state
 from elixir_compile.checkpoint.together import together_of, turn
 from elixir_compile.checkpoint.values import key_of
@@ -93,11 +94,12 @@ def export(source: "nn.Module | str | os.PathLike[str]", out: "str | os.PathLike
 
 
 def _export_checkpoint(checkpoint: Path, out: Path) -> Export:
-    folder = find(checkpoint)
-    reader, plain = verified(folder, read_manifest(folder))
-    kept, tied = _kept({name: key_of(value) for name, value in plain["model"].items()})
-    header, order = _header(out, {name: reader.forms[key] for name, key in kept.items()})
-    nbytes = _write(out, header, (reader.fresh([kept[name]])[kept[name]] for name in order))
+    with ExitStack() as held:
+        found = open_verified(checkpoint, held) or open_verified(checkpoint, held, is_last_try=True)
+        reader = found.reader
+        kept, tied = _kept({name: key_of(value) for name, value in found.plain["model"].items()})
+        header, order = _header(out, {name: reader.forms[key] for name, key in kept.items()})
+        nbytes = _write(out, header, (reader.fresh([kept[name]])[kept[name]] for name in order))
     return Export(num_tensors=len(order), nbytes=nbytes, tied=tied)
 
 

@@ -11,6 +11,7 @@ What is wrong raises in 1 or 2, when nothing was changed yet.
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ from torch import nn
 from elixir_compile import compat
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointMismatch
-from elixir_compile.checkpoint.folder import find
-from elixir_compile.checkpoint.manifest import Manifest, read_manifest, verified
+from elixir_compile.checkpoint.manifest import Manifest, Verified, open_verified
 from elixir_compile.checkpoint.model_state import fill_rest, model_differences, model_state, model_targets
 from elixir_compile.checkpoint.optimizer_state import fill_optimizer, optimizer_differences, optimizer_targets
 from elixir_compile.checkpoint.random_state import set_random_state
 from elixir_compile.checkpoint.together import Together, together_of, turn
 from elixir_compile.checkpoint.values import from_plain, tensor_keys
-from elixir_compile.errors import NotPrepared
+from elixir_compile.errors import DiskFailed, NotPrepared
+
+_NUM_TRIES = 8
+"""How often several ranks look until all of them have found the same checkpoint while others are saved."""
 
 _Parts = tuple[nn.Module, torch.optim.Optimizer | None, Any]
 """A model, an optimizer and a scheduler, or None for one that is not loaded."""
@@ -56,20 +59,17 @@ def load(
 
     Before or after the first forward of a compiled model, under any plan. Without `optimizer` or `scheduler`, what was
     saved of them is left where it is. Raises NotACheckpoint, CheckpointCorrupted and CheckpointMismatch; nothing was
-    changed then.
+    changed then. While another process saves to `path`, the checkpoint that was there at the beginning is loaded.
+    Raises DiskFailed if the disk fails, or a machine that locks do not reach removes the files, between the
+    comparison and the reading; then a part may be loaded.
 
     Where several ranks have the model, all of them call this at once, as many as saved it or not; each reads its parts.
     What is wrong on one rank is raised on all. A rank that did not save keeps its random numbers.
     """
     model = compat.undo_compile(model)
-    with turn:
+    with turn, ExitStack() as held:
         together = together_of(model, "loads a checkpoint")
-
-        def look() -> _Found:
-            return _look(Path(path), (model, optimizer, scheduler), together)
-
-        found, crc32s = together.step("what is loaded", look, lambda found: str(found.manifest.crc32))
-        together.require_same([{"the checkpoint, by its checksum": crc32} for crc32 in crc32s])
+        found = _look_together(Path(path), (model, optimizer, scheduler), together, held)
         if torch.cuda.is_initialized():  # copies of the last step may still read the parameters on the host
             torch.cuda.synchronize()
         tensors, _ = together.step("tensors read", lambda: _fill(found, (model, optimizer, scheduler), together))
@@ -81,6 +81,7 @@ def load(
 class _Found:
     """A checkpoint that is whole, and is one of the model and the optimizer at hand."""
 
+    folder: Path
     manifest: Manifest
     reader: Reader
     plain: Any
@@ -89,19 +90,42 @@ class _Found:
     """Of the model."""
 
 
-def _look(path: Path, parts: _Parts, together: Together) -> _Found:
-    """Return what is at `path`; this rank compares its share of the files with their checksums."""
+def _look_together(path: Path, parts: _Parts, together: Together, held: ExitStack) -> _Found:
+    """Return what is at `path`, the same checkpoint on all ranks; `held` keeps it open.
+
+    RanksDiffer if the ranks find different ones again and again, as at paths on different disks.
+    """
+    for num_left in reversed(range(_NUM_TRIES)):
+
+        def look(is_last_try: bool = num_left == 0) -> _Found | None:
+            verified = open_verified(
+                path, held, rank=together.rank, num_ranks=together.num_ranks, is_last_try=is_last_try
+            )
+            return None if verified is None else _compared(verified, parts)
+
+        found, crc32s = together.step("what is loaded", look, _crc32_text)
+        # A save may have replaced the checkpoint between the moments in which two ranks opened it.
+        if found is not None and len(set(crc32s)) == 1:
+            return found
+    together.require_same([{"the checkpoint, by its checksum": crc32} for crc32 in crc32s])
+    raise AssertionError("the last try found a checkpoint, or raised")
+
+
+def _crc32_text(found: _Found | None) -> str:
+    return "replaced" if found is None else str(found.manifest.crc32)
+
+
+def _compared(verified: Verified, parts: _Parts) -> _Found:
+    """Return `verified`; CheckpointMismatch if it is of another model, optimizer or scheduler than `parts`."""
     model, optimizer, scheduler = parts
-    folder = find(path)
-    manifest = read_manifest(folder)
-    reader, plain = verified(folder, manifest, rank=together.rank, num_ranks=together.num_ranks)
+    folder, plain = verified.folder.path, verified.plain
     state = _readable_state(model)
-    _require_same(folder, "model", model_differences(state, plain["model"], reader.forms))
+    _require_same(folder, "model", model_differences(state, plain["model"], verified.reader.forms))
     if optimizer is not None:
         _require_same(folder, "optimizer", optimizer_differences(model, optimizer, plain["optimizer"]))
     if scheduler is not None:
         _require_same(folder, "scheduler", _scheduler_differences(scheduler, plain["scheduler"]))
-    return _Found(manifest=manifest, reader=reader, plain=plain, state=state)
+    return _Found(folder=folder, manifest=verified.manifest, reader=verified.reader, plain=plain, state=state)
 
 
 def _fill(found: _Found, parts: _Parts, together: Together) -> Mapping[str, torch.Tensor]:
@@ -115,8 +139,12 @@ def _fill(found: _Found, parts: _Parts, together: Together) -> Mapping[str, torc
     )
     if optimizer is not None:
         tensors |= optimizer_targets(model, optimizer, plain["optimizer"], reader.forms)
-    reader.read_into(tensors)
-    reader.read_into(targets.in_place)
+    try:
+        reader.read_into(tensors)
+        reader.read_into(targets.in_place)
+    except OSError as error:  # the disk, or another machine that removed the files, which locks may not reach
+        because = f"{error.strerror or error}, after every byte had been read once; the model may hold a part of it"
+        raise DiskFailed(str(found.folder), "load", because, error.errno or 0) from error
     fill_rest(model, targets, tensors)
     if optimizer is not None:
         fill_optimizer(model, optimizer, plain["optimizer"], tensors)

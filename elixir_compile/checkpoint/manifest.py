@@ -12,6 +12,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointCorrupted
 from elixir_compile.checkpoint.folder import MANIFEST_FILE
+from elixir_compile.checkpoint.opened import OpenFolder, open_checkpoint
 from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem, first_damage
 from elixir_compile.checkpoint.values import tensor_keys
 from elixir_compile.codec import Form, from_json, to_json
@@ -61,11 +63,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_text(folder / MANIFEST_FILE, to_json(form, replace(manifest, crc32=crc32)))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of `folder`; CheckpointCorrupted where it is damaged or of another format."""
-    form = _form(folder)
+def read_manifest(folder: OpenFolder) -> Manifest:
+    """Return the manifest of `folder`; CheckpointCorrupted if it is damaged or of another format."""
+    form = _form(folder.path)
     try:
-        manifest = from_json(form, Manifest, (folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        with folder.open(MANIFEST_FILE) as file:
+            manifest = from_json(form, Manifest, file.read().decode())
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointCorrupted(str(folder), MANIFEST_FILE, "", f"cannot be read ({error})") from error
     if zlib.crc32(to_json(form, replace(manifest, crc32=0)).encode()) != manifest.crc32:
@@ -73,12 +76,41 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verified(folder: Path, manifest: Manifest, *, rank: int = 0, num_ranks: int = 1) -> tuple[Reader, Any]:
-    """Return a reader of the tensors and what `state.json` holds, once every byte of every file is as it was written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A checkpoint of which every byte is as it was written."""
 
-    Of several ranks each compares its share of the files with tensors. Raises CheckpointCorrupted, which names the file
-    and the first value that is lost.
+    folder: OpenFolder
+    """Must stay open while `reader` reads."""
+    manifest: Manifest
+    reader: Reader
+    plain: Any
+    """What is no tensor."""
+
+
+def open_verified(
+    path: Path, held: ExitStack, *, rank: int = 0, num_ranks: int = 1, is_last_try: bool = False
+) -> Verified | None:
+    """Return the checkpoint at `path`, once every byte of every file is as it was written; `held` keeps it open.
+
+    Of several ranks each compares its share of the files with tensors. Raises NotACheckpoint, and CheckpointCorrupted,
+    which names the file and the first value that is lost. Returns None in place of CheckpointCorrupted if another
+    checkpoint has taken its place meanwhile, except for `is_last_try`: locks may not reach who removed its files.
     """
+    held.close()
+    folder = held.enter_context(open_checkpoint(path))
+    try:
+        manifest = read_manifest(folder)
+        reader, plain = _verified(folder, manifest, rank, num_ranks)
+    except CheckpointCorrupted:
+        if is_last_try or folder.is_there():
+            raise
+        return None
+    return Verified(folder=folder, manifest=manifest, reader=reader, plain=plain)
+
+
+def _verified(folder: OpenFolder, manifest: Manifest, rank: int, num_ranks: int) -> tuple[Reader, Any]:
+    """Return a reader of the tensors and what `state.json` holds."""
     large = sorted(name for name in manifest.files if name.endswith(".distcp"))
     last = [*(manifest.files.keys() - set(large)), *large[rank::num_ranks]]
     reader = state = None
@@ -87,7 +119,7 @@ def verified(folder: Path, manifest: Manifest, *, rank: int = 0, num_ranks: int 
             reader = _reader(folder)
         _verify(folder, name, manifest.files[name], reader)
         if name == STATE_FILE:
-            state = json.loads((folder / name).read_text(encoding="utf-8"))
+            state = json.loads(_content(folder, name))
     if state is None:
         raise CheckpointCorrupted(str(folder), MANIFEST_FILE, "", f"does not list {STATE_FILE}")
     reader = reader or _reader(folder)
@@ -98,9 +130,10 @@ def verified(folder: Path, manifest: Manifest, *, rank: int = 0, num_ranks: int 
     return reader, state
 
 
-def _verify(folder: Path, name: str, record: FileRecord, reader: Reader | None) -> None:
+def _verify(folder: OpenFolder, name: str, record: FileRecord, reader: Reader | None) -> None:
     try:
-        damage = first_damage(folder / name, record)
+        with folder.open(name) as file:
+            damage = first_damage(file, record)
     except OSError as error:
         damage = 0, f"cannot be read ({error.strerror})"
     if damage is not None:
@@ -109,9 +142,17 @@ def _verify(folder: Path, name: str, record: FileRecord, reader: Reader | None) 
         raise CheckpointCorrupted(str(folder), name, key, because)
 
 
-def _reader(folder: Path) -> Reader:
+def _content(folder: OpenFolder, name: str) -> bytes:
     try:
-        return Reader(folder / TENSORS_FOLDER)
+        with folder.open(name) as file:
+            return file.read()
+    except OSError as error:
+        raise CheckpointCorrupted(str(folder), name, "", f"cannot be read ({error.strerror})") from error
+
+
+def _reader(folder: OpenFolder) -> Reader:
+    try:
+        return Reader(folder, TENSORS_FOLDER)
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError) as error:
         because = f"cannot be read ({error})"
         raise CheckpointCorrupted(str(folder), f"{TENSORS_FOLDER}/.metadata", "", because) from error

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -84,16 +84,15 @@ class SummedFileSystem(FileSystem):
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-def first_damage(path: Path, record: FileRecord) -> tuple[int, str] | None:
-    """Return the first byte of `path` that is not what was written, and what is wrong; None for a whole file.
+def first_damage(file: BinaryIO, record: FileRecord) -> tuple[int, str] | None:
+    """Return the first byte of `file` that is not what was written, and what is wrong; None for a whole file.
 
-    A file that is not there raises OSError.
+    A file that cannot be read raises OSError.
     """
-    nbytes = path.stat().st_size
+    nbytes = os.fstat(file.fileno()).st_size
     if nbytes != record.nbytes:
         return min(nbytes, record.nbytes), f"has {nbytes} bytes of {record.nbytes}"
-    with path.open("rb") as file:
-        for block, crc32 in enumerate(record.crc32s):
-            if zlib.crc32(file.read(BLOCK_BYTES)) != crc32:
-                return block * BLOCK_BYTES, f"is damaged between bytes {block * BLOCK_BYTES} and {file.tell()}"
+    for block, crc32 in enumerate(record.crc32s):
+        if zlib.crc32(file.read(BLOCK_BYTES)) != crc32:
+            return block * BLOCK_BYTES, f"is damaged between bytes {block * BLOCK_BYTES} and {file.tell()}"
     return None

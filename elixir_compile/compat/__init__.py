@@ -3,9 +3,13 @@
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+from elixir_compile.compat.autograd import Asked as Asked
 from elixir_compile.compat.autograd import after_backward as after_backward
+from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
+from elixir_compile.compat.autograd import is_batched as is_batched
+from elixir_compile.compat.capturing import outside_captures as outside_captures
 from elixir_compile.compat.compilers import Strides as Strides
 from elixir_compile.compat.compilers import boxed as boxed
 from elixir_compile.compat.compilers import compile_plainly as compile_plainly
@@ -25,23 +29,31 @@ from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
+from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
 from elixir_compile.compat.dynamo import copy_of as copy_of
 from elixir_compile.compat.dynamo import fake_mode_of as fake_mode_of
 from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
 from elixir_compile.compat.dynamo import graph_module as graph_module
 from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
+from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
+from elixir_compile.compat.dynamo import is_operator as is_operator
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
+from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
+from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
+from elixir_compile.compat.dynamo import trace_again as trace_again
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
 from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.profiling import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.profiling import is_profiling as is_profiling
+from elixir_compile.compat.tensors import dense_parts as dense_parts
 from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
 from elixir_compile.compat.tensors import fused_adamw_ as fused_adamw_
+from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors
 from elixir_compile.compat.tensors import storage_key as storage_key

@@ -1,6 +1,7 @@
 """What the autograd engine is doing, and what hangs on a parameter."""
 
 from collections.abc import Callable
+from enum import Enum, auto
 
 import torch
 
@@ -29,3 +30,38 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     first backward.
     """
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+class Asked(Enum):
+    """What the running backward does with the gradient of a leaf."""
+
+    NOT = auto()
+    """Nothing: it was asked for the gradients of other tensors."""
+    TO_ACCUMULATE = auto()
+    """It adds it to `.grad`."""
+    TO_RETURN = auto()
+    """`torch.autograd.grad` returns it."""
+
+
+def asked_for(leaf: torch.Tensor) -> Asked:
+    """Return what the backward that runs on this thread does with the gradient of `leaf`, which requires one.
+
+    `torch._C._will_engine_execute_node`, as `torch.autograd.graph.register_multi_grad_hook` uses it, torch 2.11 to
+    2.13. It raises RuntimeError for the accumulate node of a leaf whose gradient `torch.autograd.grad` returns. Gone:
+    AttributeError at the first backward.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return Asked.TO_ACCUMULATE if torch._C._will_engine_execute_node(node) else Asked.NOT
+    except RuntimeError:
+        return Asked.TO_RETURN
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` stands for many tensors at once, as gradients do in a backward with `is_grads_batched=True`.
+
+    `torch._C._functorch.is_legacy_batchedtensor` and `is_batchedtensor`, torch 2.11 to 2.13. Gone: AttributeError at
+    the first `torch.autograd.grad` of a parameter.
+    """
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)

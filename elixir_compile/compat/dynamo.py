@@ -5,11 +5,11 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo import OptimizedModule, pgo
+from torch._dynamo import OptimizedModule, exc, pgo
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
@@ -17,15 +17,49 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
-def trace_past_logging() -> None:
-    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models.
+class _PastLogging(set[Callable[..., Any]]):
+    """The functions that Dynamo traces past, with `logging.Logger.warning_once` from when somebody adds that method.
 
-    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, torch 2.11 to 2.13. Gone:
-    AttributeError at the first `torch.compile`.
+    transformers adds it to the class when it is imported, which may be after the backend was.
     """
-    once = getattr(logging.Logger, "warning_once", None)  # transformers adds it to the class when it is imported
-    if once is not None:
-        torch._dynamo.config.ignore_logging_functions.add(once)
+
+    def _look(self) -> None:
+        once = getattr(logging.Logger, "warning_once", None)
+        if once is not None:
+            self.add(once)
+
+    def __contains__(self, function: object) -> bool:
+        self._look()
+        return super().__contains__(function)
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        self._look()
+        return super().__iter__()
+
+
+def trace_past_logging() -> None:
+    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models, also
+    where transformers is imported later.
+
+    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, which Dynamo asks by `in`
+    and by a loop, torch 2.11 to 2.13. Gone: AttributeError at the first `torch.compile`.
+    """
+    config = torch._dynamo.config
+    if not isinstance(config.ignore_logging_functions, _PastLogging):
+        config.ignore_logging_functions = _PastLogging(config.ignore_logging_functions)
+
+
+class _Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+    """The first class is the restart that Dynamo passes on from backends; with the second it forgets what the trace
+    before met, which is something else now."""
+
+
+def trace_again(reason: str) -> NoReturn:
+    """From within a backend: let Dynamo drop the graph at hand and trace the frame once more, as modules are now.
+
+    `torch._dynamo.exc`, torch 2.11 to 2.13. Gone: AttributeError at the first import.
+    """
+    raise _Again(restart_reason=reason)
 
 
 @contextmanager
@@ -106,6 +140,25 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
     context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(kept))
 
 
+def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
+    """While Dynamo waits for the compiled form of its graph: whether it is going to check attributes of the classes of
+    modules whose parameters are `inputs`, placeholders of the graph.
+
+    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, torch 2.11 to 2.13, of which the
+    older have methods in place of some properties. Gone: such a check fails with a KeyError at the first call.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return False
+    names = [_name_of(node._dynamo_source) for node in inputs if getattr(node, "_dynamo_source", None) is not None]
+    starts = {f"type({name.partition('._parameters[')[0]})." for name in names}
+    return any(start in _name_of(guard) for guard in context.guards_context.dynamo_guards for start in starts)
+
+
+def _name_of(named: Any) -> str:
+    return named.name() if callable(named.name) else named.name
+
+
 def before_each_capture(call: Callable[[], None]) -> None:
     """Call `call` each time before Dynamo begins to trace a frame, until `torch._dynamo.reset()`; once, if named twice.
 
@@ -126,12 +179,44 @@ class _Callback:
         self.call()
 
 
+def sets_gradients(node: fx.Node, is_on: bool) -> bool:
+    """Return whether gradients are on behind `node` of a graph of Dynamo, if they are before it as `is_on` says.
+
+    `torch._C._set_grad_enabled`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on
+
+
+def is_operator(target: object) -> bool:
+    """Whether `target` is an operator that has a schema, or all overloads of one.
+
+    `torch._ops.OpOverload`, `OpOverloadPacket`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether `target` is an operator of torch that takes functions, or a kernel of the user's.
+
+    `torch._ops.HigherOrderOperator`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def fake_mode_of(values: Iterable[object]) -> Any:
     """Return the fake tensor mode of the first fake tensor among `values`.
 
     `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
     """
     return detect_fake_mode(list(values))
+
+
+def own_fake_mode(value: torch.Tensor) -> Any:
+    """Return the fake tensor mode of `value`, a fake tensor of Dynamo's graph: a backend works under another one.
+
+    `FakeTensor.fake_mode`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return value.fake_mode
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -16,6 +16,23 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors, or others, hold the memory of `storage`, which the caller alone has got from one.
+
+    `torch._C._storage_Use_Count`, torch 2.11 to 2.13. Gone: AttributeError where parameters are views of one storage.
+    """
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that `tensor` is made of: indices and values of a sparse one, else itself.
+
+    `Tensor._indices`, `_values`, which do not ask for a coalesced tensor as the public ones do, torch 2.11 to 2.13.
+    Gone: AttributeError at the capture of a sparse gradient.
+    """
+    return [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
+
+
 def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
     """Return `size` with its symbols replaced by `values`, or by the hints of the capture, without adding a guard.
 

@@ -7,6 +7,9 @@ from elixir_compile.hardware.device import DeviceProfile, HostProfile
 from elixir_compile.hardware.link import Link
 from elixir_compile.hardware.node import Node
 
+MOST_RANKS = 1 << 20
+"""More in a plan or a machine are a slip of the pen, which should not fill the memory: shards are listed by rank."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -19,6 +22,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise InvalidPlan("a cluster needs at least one node.")
+        if self.num_ranks > MOST_RANKS:
+            raise InvalidPlan(f"a cluster has {self.num_ranks} devices; expected at most {MOST_RANKS}.")
         if any(node != self.nodes[0] for node in self.nodes):
             raise InvalidPlan("the nodes of a cluster must be equal; unequal ones are not planned for yet.")
         if len(self.nodes) > 1 and self.network is None:

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidProfile
 
+_LEAST_RATE, _MOST_RATE = 1e-9, 1e30
+"""Per second; seconds and bytes of a plan, at most 2**63, stay finite numbers at any rate between these."""
+_MOST_LATENCY_S = 1e9
+
 
 def require_positive(what: str, **numbers: float | None) -> None:
     """Raise `InvalidProfile` naming the first number that is not above zero and finite; None is not looked at.
@@ -13,8 +17,12 @@ def require_positive(what: str, **numbers: float | None) -> None:
     A rate of zero would make a price infinite.
     """
     for name, number in numbers.items():
-        if number is not None and not 0 < number < math.inf:
+        if number is None:
+            continue
+        if not 0 < number < math.inf:
             raise InvalidProfile(what, name, "a positive finite number", number)
+        if not _LEAST_RATE <= number <= _MOST_RATE:
+            raise InvalidProfile(what, name, f"a number from {_LEAST_RATE} to {_MOST_RATE}", number)
 
 
 def require_not_negative(what: str, **numbers: float) -> None:
@@ -22,6 +30,8 @@ def require_not_negative(what: str, **numbers: float) -> None:
     for name, number in numbers.items():
         if not 0 <= number < math.inf:
             raise InvalidProfile(what, name, "a finite number of 0 or more", number)
+        if number > _MOST_LATENCY_S and name.endswith("_s"):
+            raise InvalidProfile(what, name, f"at most {_MOST_LATENCY_S} seconds", number)
 
 
 def require_part(what: str, name: str, part_bytes: int, of_bytes: int) -> None:

@@ -13,6 +13,7 @@ from elixir_compile.ir.codec import (
 from elixir_compile.ir.fingerprint import fingerprint
 from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
+    ITEM_BYTES,
     BucketId,
     GroupId,
     Kernel,
@@ -33,6 +34,7 @@ from elixir_compile.ir.schedule import Action, Region, Schedule, grad_of
 from elixir_compile.ir.text import parse_graph, parse_plan
 
 __all__ = [
+    "ITEM_BYTES",
     "PLAN_FORMAT",
     "Action",
     "Activations",

@@ -17,6 +17,9 @@ from elixir_compile.ir.kinds import Kernel, Kind, OpId, Phase, StorageId
 from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
 
+MOST_BYTES = 1 << 55
+"""Of all storages of a graph, and of all that a plan counts: 32 PiB. Bytes are added up in 64 bits, some of them many
+times."""
 UPDATE_OP = OpId("update")
 """The one op of `Phase.UPDATE` of a training graph."""
 
@@ -123,6 +126,7 @@ class StepGraph:
                 unknown = next(name for name in (*op.reads, *op.writes) if name not in ids)
                 raise InvalidPlan(f"op {op.id} names the storage {unknown}, which graph {self.name} does not have.")
         _check_phases(self)
+        _check_total(self)
         _check_sizes(self)
         named = [*self.outputs, *(name for _, name in self.aliases), *(s.of for s in self.storages if s.of is not None)]
         for name in named:
@@ -171,6 +175,12 @@ def _repeated(names: Sequence[str]) -> str:
     return next(name for number, name in enumerate(names) if name in names[:number])
 
 
+def _check_total(graph: StepGraph) -> None:
+    total_bytes = sum(storage.nbytes for storage in graph.storages)
+    if total_bytes > MOST_BYTES:
+        raise InvalidPlan(f"graph {graph.name} has storages of {total_bytes} bytes; expected at most {MOST_BYTES}.")
+
+
 def _check_sizes(graph: StepGraph) -> None:
     """Texts and numbers must agree at the values of `symbols`."""
     values = dict(graph.symbols)
@@ -179,6 +189,7 @@ def _check_sizes(graph: StepGraph) -> None:
     stated = {(storage.size, storage.nbytes) for storage in graph.storages if storage.size}
     stated |= {(op.flops_size, op.flops) for op in graph.ops if op.flops_size}
     for text, number in sorted(stated):
+        sizes.check_text(text)
         if sizes.evaluate(text, values) != number:
             raise InvalidPlan(
                 f"graph {graph.name} says that {text} is {number} at {values}; it is {sizes.evaluate(text, values)}."

@@ -108,3 +108,11 @@ class Lane(StrEnum):
     D2H = "d2h"
     HOST = "host"
     P2P = "p2p"
+
+
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 16, "complex64": 8, "complex32": 4,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+}  # fmt: skip
+"""Bytes of an element, by dtype as torch prints it without the prefix."""

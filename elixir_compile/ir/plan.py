@@ -4,15 +4,19 @@ import math
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
+from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir import sizes
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.kinds import BucketId, OpId, Update
 from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
 PLAN_FORMAT = 5
+_MOST_CHUNKS = 1024
+"""Each is traced and compiled on its own; the planner asks for at most 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,17 @@ class Plan:
             raise InvalidPlan(
                 f"plan {self.name} has a budget of {self.budget_bytes} and a base of {self.base_bytes} bytes."
             )
+        if self.loss_chunks > _MOST_CHUNKS or self.num_copies > MOST_RANKS:
+            raise InvalidPlan(
+                f"plan {self.name} has a loss of {self.loss_chunks} chunks and {self.num_copies} copies of its parts; "
+                f"expected at most {_MOST_CHUNKS} chunks and {MOST_RANKS} copies."
+            )
+        total_bytes = self.base_bytes + sum(map(_counted_bytes, self.buckets))
+        total_bytes += sum(group.nbytes for group in self.activations)
+        if total_bytes > MOST_BYTES:
+            raise InvalidPlan(f"plan {self.name} counts {total_bytes} bytes; expected at most {MOST_BYTES}.")
+        if len(dict(self.symbols)) != len(self.symbols) or any(value < 0 for _, value in self.symbols):
+            raise InvalidPlan(f"plan {self.name} has the symbols {self.symbols}: each once, with 0 or more.")
         if min(self.loss_chunks, self.num_copies) < 1:
             raise InvalidPlan(
                 f"plan {self.name} has a loss of {self.loss_chunks} chunks and {self.num_copies} copies of its parts; "
@@ -212,6 +227,11 @@ class Plan:
                 f"the peak of plan {self.name} does not grow with {symbol}; it depends on {', '.join(growing)}."
             )
         return found
+
+
+def _counted_bytes(bucket: Bucket) -> int:
+    """Return the most bytes that one bucket counts with: whole parameters, gradients and state, and flat buffers."""
+    return bucket.flat_nbytes + 2 * bucket.flat_grad_nbytes + bucket.state_nbytes + bucket.sum_nbytes
 
 
 def bucket_text(bucket: Bucket, placement: Placement) -> str:

@@ -26,6 +26,18 @@ _Number = int | Fraction
 _Polynomial = dict[tuple[str, ...], int]
 _MAX_EXPONENT = 16
 _MAX_VALUE = 1 << 62
+_MAX_NUMBER = (1 << 63) - 1
+"""The largest number in a text: bytes are added up in 64 bits."""
+_MAX_BITS = 4096
+"""Of any number on the way to a value: the product of 64 symbols has fewer."""
+_MAX_LENGTH = 1 << 20
+"""Characters of a text; the longest formula of a peak that a capture has made had 4,000."""
+_MAX_DEPTH = 200
+"""Nested operations: each is a call of Python's, which allows 1,000 in all."""
+_MAX_DEGREE = 64
+"""Symbols multiplied with one another; sizes of tensors have five."""
+_MAX_STEPS = 1 << 17
+"""Products made to expand a text, 0.1 s; sizes of tensors need some ten."""
 
 # Those of sympy and those that torch adds to it for the sizes of tensors.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -65,10 +77,15 @@ def evaluate(text: str, values: Mapping[str, int]) -> int:
     try:
         number = _number(_parsed(text), values)
     except (ZeroDivisionError, KeyError, TypeError, OverflowError) as error:
-        raise InvalidPlan(f"the size {text!r} has no value at {dict(values)}: {error}.") from error
+        raise InvalidPlan(f"the size {_shown(text)} has no value at {dict(values)}: {error}.") from error
     if number != int(number):
-        raise InvalidPlan(f"the size {text!r} is {number} at {dict(values)}; expected a whole number.")
+        raise InvalidPlan(f"the size {_shown(text)} is {number} at {dict(values)}; expected a whole number.")
     return int(number)
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidPlan unless `text` is a size that is expanded and evaluated in a moment."""
+    terms(text)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,7 +101,7 @@ def terms(text: str) -> Terms:
     """Return `text` as a sum of products; one opaque term where it is no polynomial."""
     parsed = _parsed(text)
     try:
-        expanded = _expanded(parsed)
+        expanded = _Expansion(text).of(parsed)
     except _NotPolynomialError:
         return ((f"({ast.unparse(parsed)})", 1),)
     ordered = sorted(expanded.items(), key=lambda item: (-len(item[0]), item[0]))
@@ -134,21 +151,54 @@ def largest(text: str, symbol: str, values: Mapping[str, int], limit_bytes: int)
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(text: str) -> ast.expr:
-    """Return the tree of `text`; InvalidPlan when it is no size."""
+    """Return the tree of `text`; InvalidPlan when it is no size, or one that no tensor has."""
+    if len(text) > _MAX_LENGTH:
+        raise InvalidPlan(f"the size {_shown(text)} has {len(text)} characters; expected at most {_MAX_LENGTH}.")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidPlan(f"the size {text[:200]!r} is no expression.") from error
+        raise InvalidPlan(f"the size {_shown(text)} is no expression.") from error
+    _check_depth(text, tree)
     for node in ast.walk(tree):
         if not _is_known(node):
-            raise InvalidPlan(f"the size {text[:200]!r} holds {ast.unparse(node) or type(node).__name__!r}.")
+            shown = _shown(ast.unparse(node) or type(node).__name__)
+            raise InvalidPlan(f"the size {_shown(text)} holds {shown}.")
+    if _degree(tree) > _MAX_DEGREE:
+        raise InvalidPlan(f"the size {_shown(text)} multiplies more than {_MAX_DEGREE} symbols.")
     return tree
+
+
+def _check_depth(text: str, tree: ast.expr) -> None:
+    """Raise InvalidPlan where operations are nested deeper than can be followed."""
+    level: list[ast.AST] = [tree]
+    for _ in range(_MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise InvalidPlan(f"the size {_shown(text)} nests more than {_MAX_DEPTH} operations.")
+
+
+def _degree(node: ast.AST) -> int:
+    """Return how many symbols are multiplied with one another in `node`, at most."""
+    match node:
+        case ast.Name():
+            return 1
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(exponent))):
+            return _degree(left) * exponent
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _degree(left) + _degree(right)
+    return max(map(_degree, ast.iter_child_nodes(node)), default=0)
+
+
+def _shown(text: str) -> str:
+    """Return the beginning of `text`, quoted, for an error."""
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 
 def _is_known(node: ast.AST) -> bool:
     match node:
         case ast.Constant(value=value):
-            return type(value) is int
+            return type(value) is int and value <= _MAX_NUMBER
         case ast.BinOp(op=ast.Pow(), right=ast.Constant(value=int(exponent))):
             return exponent <= _MAX_EXPONENT
         case ast.BinOp(op=op):
@@ -167,42 +217,63 @@ def _number(node: ast.expr, values: Mapping[str, int]) -> _Number:
         case ast.UnaryOp(operand=operand):
             return -_number(operand, values)
         case ast.BinOp(left=left, op=op, right=right):
-            return _OPERATORS[type(op)](_number(left, values), _number(right, values))
+            return _small(_OPERATORS[type(op)](_number(left, values), _number(right, values)))
         case ast.Call(func=ast.Name(id=name), args=args):
             return _FUNCTIONS[name](*(_number(arg, values) for arg in args))
     raise TypeError(ast.unparse(node))
 
 
-def _expanded(node: ast.expr) -> _Polynomial:
-    match node:
-        case ast.Constant(value=int(value)):
-            return {(): value}
-        case ast.Name(id=name):
-            return {(name,): 1}
-        case ast.UnaryOp(operand=operand):
-            return _times({(): -1}, _expanded(operand))
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _plus(_expanded(left), _expanded(right))
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _plus(_expanded(left), _times({(): -1}, _expanded(right)))
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _times(_expanded(left), _expanded(right))
-        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(exponent))):
-            return functools.reduce(_times, [_expanded(left)] * exponent, {(): 1})
-    raise _NotPolynomialError
+def _small(number: _Number) -> _Number:
+    """Return `number`; OverflowError for one that no size of a tensor comes near."""
+    if max(number.numerator.bit_length(), number.denominator.bit_length()) > _MAX_BITS:
+        raise OverflowError(f"a number of more than {_MAX_BITS} bits")
+    return number
 
 
-def _plus(left: _Polynomial, right: _Polynomial) -> _Polynomial:
-    return {factors: left.get(factors, 0) + right.get(factors, 0) for factors in (*left, *right)}
+class _Expansion:
+    """One text on its way to a sum of products, with the steps that it has taken."""
 
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._num_steps = 0
 
-def _times(left: _Polynomial, right: _Polynomial) -> _Polynomial:
-    product: _Polynomial = {}
-    for one, times in left.items():
-        for other, coefficient in right.items():
-            factors = tuple(sorted((*one, *other)))
-            product[factors] = product.get(factors, 0) + times * coefficient
-    return product
+    def of(self, node: ast.expr) -> _Polynomial:
+        """Return the sum of products that `node` is; `_NotPolynomialError` where it is none, InvalidPlan where it
+        takes too many steps."""
+        match node:
+            case ast.Constant(value=int(value)):
+                return {(): value}
+            case ast.Name(id=name):
+                return {(name,): 1}
+            case ast.UnaryOp(operand=operand):
+                return self._times({(): -1}, self.of(operand))
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self._plus(self.of(left), self.of(right))
+            case ast.BinOp(left=left, op=ast.Sub(), right=right):
+                return self._plus(self.of(left), self._times({(): -1}, self.of(right)))
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return self._times(self.of(left), self.of(right))
+            case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int(exponent))):
+                return functools.reduce(self._times, [self.of(left)] * exponent, {(): 1})
+        raise _NotPolynomialError
+
+    def _plus(self, left: _Polynomial, right: _Polynomial) -> _Polynomial:
+        self._take(len(left) + len(right))
+        return {factors: left.get(factors, 0) + right.get(factors, 0) for factors in (*left, *right)}
+
+    def _times(self, left: _Polynomial, right: _Polynomial) -> _Polynomial:
+        self._take(len(left) * len(right))
+        product: _Polynomial = {}
+        for one, times in left.items():
+            for other, coefficient in right.items():
+                factors = tuple(sorted((*one, *other)))
+                product[factors] = product.get(factors, 0) + times * coefficient
+        return product
+
+    def _take(self, num_steps: int) -> None:
+        self._num_steps += num_steps
+        if self._num_steps > _MAX_STEPS:
+            raise InvalidPlan(f"the size {_shown(self._text)} has too many products when it is expanded.")
 
 
 def _product(factors: tuple[str, ...]) -> str:

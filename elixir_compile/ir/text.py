@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elixir_compile.errors import InvalidPlan, PlanFileError
+from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir.activation import Activations
 from elixir_compile.ir.bucket import Bucket, Placement
 from elixir_compile.ir.graph import Op, StepGraph, Storage
@@ -29,8 +30,6 @@ from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
 from elixir_compile.ir.schedule import Action, Region, Schedule
 from elixir_compile.ir.words import Page, Row
 
-_MAX_RANKS = 1 << 20
-"""More in one row are a slip of the pen, which should not fill the memory."""
 _Read = TypeVar("_Read")
 
 
@@ -285,8 +284,8 @@ def _shards(row: Row) -> tuple[int, ...]:
     while not row.at("params"):
         numel = row.integer()
         count = row.integer() if row.skip("x") else 1
-        if len(found) + count > _MAX_RANKS:
-            row.fail(f"at most {_MAX_RANKS} ranks", len(found) + count)
+        if len(found) + count > MOST_RANKS:
+            row.fail(f"at most {MOST_RANKS} ranks", len(found) + count)
         found += [numel] * count
     return tuple(found)
 

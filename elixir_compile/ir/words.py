@@ -28,6 +28,8 @@ KEYWORDS = frozenset(
 )
 # fmt: on
 
+_MAX_INTEGER = (1 << 63) - 1
+"""Bytes and elements are added up in 64 bits."""
 _TOKEN = re.compile(r'(?P<skip>\s+|#.*)|(?P<quoted>"(?:[^"\\]|\\.)*")|(?P<bare>[^\s#"]+)|(?P<broken>.)')
 _Member = TypeVar("_Member", bound=StrEnum)
 
@@ -131,6 +133,8 @@ class Row:
         digits = text.removeprefix(prefix).removeprefix("-" if is_signed else "")
         if not text.startswith(prefix) or not (digits.isascii() and digits.isdecimal()):
             self.fail(f"{prefix}<whole number>" if prefix else "a whole number")
+        if len(digits) > len(str(_MAX_INTEGER)) or int(digits) > _MAX_INTEGER:
+            self.fail(f"a whole number of at most {_MAX_INTEGER}")
         self._next += 1
         return int(text.removeprefix(prefix))
 

@@ -5,9 +5,8 @@ executor, and the executor as long as the modules it prepared.
 """
 
 import itertools
-import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,16 +15,33 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from elixir_compile.errors import ElixirWarning, NotPrepared, OptimizerTooEarly, UnsupportedModel
+from elixir_compile.errors import NotPrepared, OptimizerTooEarly, UnsupportedModel
 from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
 
 
 class GradientSink(Protocol):
-    """What a slot needs of its executor."""
+    """What takes the gradients of the parameters of one executor."""
+
+    sentinel: torch.Tensor
+    """A leaf that each gate of the executor leads to, and no user has: autograd runs its accumulate node only in a
+    backward that asks for the gradients of everything."""
 
     def accumulate(self, slot: "Slot", grad: torch.Tensor) -> None:
-        """Add `grad` to the gradient of the slot's parameter; it is published when the backward ends."""
+        """Add `grad` to the gradient of the slot's parameter, as far as this backward was asked for that."""
         ...
+
+    def hand_over(self, slots: "Sequence[Slot | None]") -> "Sequence[torch.Tensor | None]":
+        """Return the gradients, of those of `slots`, that the engine of autograd itself takes in this backward; None
+        for each of the others."""
+        ...
+
+
+class SlotOwner(Protocol):
+    """What a slot needs of its executor."""
+
+    gradients: GradientSink
+    generation: int
+    """Grows when parameters move."""
 
     def meet(self, slot: "Slot") -> None:
         """Return when every rank is about to gather the slot's parameter; RanksDiffer where one does something else."""
@@ -67,19 +83,27 @@ class StateOwner(Protocol):
         ...
 
 
+class Disconnectable(Protocol):
+    """What leads autograd to the parameters of slots, and keeps them alive."""
+
+    def disconnect(self) -> None:
+        """Forget the way to the parameters until it is needed again."""
+        ...
+
+
 class Slot:
     """One parameter of a prepared model: where autograd meets it and who runs it."""
 
-    __slots__ = ("__weakref__", "_handles", "_made_as", "device", "key", "name", "param", "sink")
+    __slots__ = ("__weakref__", "_handles", "_made_as", "device", "gates", "key", "name", "param", "sink")
 
-    def __init__(
-        self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: GradientSink
-    ) -> None:
+    def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
         self.name = name
         self.param = param
         self.device = device
         self.sink = sink
+        self.gates: weakref.WeakSet[Disconnectable] = weakref.WeakSet()
+        """What leads autograd to the parameter."""
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
 
@@ -91,6 +115,26 @@ class Slot:
                 f"it was {_words(self._made_as)} when Elixir took charge of it and is {_words(_form(self.param))} now. "
                 "Cast the model first, then prepare or compile it",
             )
+
+    def fits(self, param: torch.nn.Parameter) -> bool:
+        """Whether `param` has the form of the parameter that graphs were captured for."""
+        return _form(param) == self._made_as
+
+    def release(self) -> None:
+        """Let go of the parameter, which graphs that stay in memory would keep alive, and its gradient paths with it;
+        no graph that was captured runs with this slot until it takes another."""
+        forget(self)
+        for gate in self.gates:
+            gate.disconnect()
+        self.param = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def take(self, param: torch.nn.Parameter) -> None:
+        """Read `param`, which has the same form, from now on in place of the parameter."""
+        is_known = slot_of(self.param) is self
+        self.release()
+        self.param = param
+        if is_known:
+            _BY_PARAM[param] = weakref.ref(self)
 
     @property
     def nbytes(self) -> int:
@@ -128,11 +172,16 @@ class Slot:
         return whole(self.param, self.device)
 
     def handle(self) -> torch.Tensor:
-        """Return a new one-element leaf that stands for the parameter in autograd."""
+        """Return a new one-element leaf that stands for the parameter in captured graphs."""
         requires_grad = self.param.requires_grad
         handle = torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=requires_grad)
         self._handles.append(handle)
         return handle
+
+    @property
+    def handles(self) -> Sequence[torch.Tensor]:
+        """Every handle that was made, in order."""
+        return self._handles
 
     def follow_thaw(self) -> bool:
         """Let the handles require a gradient where the parameter began to; say whether that changed any.
@@ -164,12 +213,17 @@ _HYBRID = WeakTensorKeyDictionary()
 _REPLACED = WeakTensorKeyDictionary()
 
 
-def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: GradientSink) -> Slot:
+def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> Slot:
     """Make the slot of `param` and enter it in the registry."""
     slot = Slot(next(_KEYS), name, param, device, sink)
     _BY_KEY[slot.key] = slot
     _BY_PARAM[param] = weakref.ref(slot)
     return slot
+
+
+def num_slots() -> int:
+    """Return how many parameters of prepared models there are."""
+    return len(_BY_KEY)
 
 
 def slot_by_key(key: int) -> Slot:
@@ -186,16 +240,10 @@ def slot_of(param: torch.Tensor) -> Slot | None:
     return None if reference is None else reference()
 
 
-def follow_thaws(slots: Iterable[Slot]) -> None:
-    """Notice parameters that were thawed: Dynamo captures the step again at the next call."""
-    late = [slot.name for slot in slots if slot.follow_thaw()]
-    if late:
-        warnings.warn(
-            f"{', '.join(late)} began to require a gradient after the step was captured, so this forward gives "
-            "none for it; the next one does. Call the compiled model once under `torch.no_grad()` to lose no step.",
-            ElixirWarning,
-            stacklevel=2,
-        )
+def forget(slot: Slot) -> None:
+    """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
+    if slot_of(slot.param) is slot:
+        del _BY_PARAM[slot.param]
 
 
 def follow_all_thaws() -> None:

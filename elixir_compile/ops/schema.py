@@ -1,10 +1,10 @@
 """The two words that Dynamo and AOTAutograd see: `elixir::gather` and its gradient `elixir::reduce`.
 
-`gather(handle, size, stride, key)` stands for the whole parameter on the compute device. `handle` is a one-element
-leaf that carries `requires_grad`; the parameter itself is no input of the graph, so its device, dtype and placement
-can change without a guard noticing. Both are functional as far as tracing can tell. In a compiled graph neither
-survives: the rewriter replaces them by the actions of the schedule. In eager code (evaluation, `generate`, code
-outside the compiled region) they do what they say.
+`gather(handle, size, stride, key)` stands for the whole parameter on the compute device. `handle` is a tensor of one
+element that carries `requires_grad`, a leaf while a graph is captured (see `gate`); the parameter itself is no input of
+the graph, so its device, dtype and placement can change without a guard noticing. Both are functional as far as tracing
+can tell. In a compiled graph neither survives: the rewriter replaces them by the actions of the schedule. In eager code
+(evaluation, `generate`, code outside the compiled region) they do what they say.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def _gather(handle: torch.Tensor, size: Sequence[int], stride: Sequence[int], ke
 
 def _reduce(grad: torch.Tensor, key: int) -> torch.Tensor:
     slot = slot_by_key(key)
-    slot.sink.accumulate(slot, grad)
+    slot.sink.gradients.accumulate(slot, grad)
     return grad.new_zeros(1)
 
 
@@ -38,6 +38,9 @@ def _reduce_fake(grad: torch.Tensor, key: int) -> torch.Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.key = inputs[3]
+    # Autograd keeps a parameter that is deleted before the backward. A tensor that is traced would keep the slot for as
+    # long as its graph, which is longer than the model lives.
+    ctx.slot = slot_by_key(inputs[3]) if type(inputs[0]) is torch.Tensor else None
 
 
 def _gather_backward(ctx, grad: torch.Tensor):

@@ -26,6 +26,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
+def has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether several ranks have `tensor` in the parts in which they have `other`, or one rank alone has both."""
+    if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
+        # `data` of a queued update's parameter would wait for that; a parameter with a slot is of no other class.
+        return not isinstance(other, DTensor) and type(tensor.data) is torch.Tensor and not tensor.is_meta
+    return tensor.device_mesh == other.device_mesh and tuple(tensor.placements) == tuple(other.placements)
+
+
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of `tensor`, in the same memory; `tensor` itself where that is no DTensor."""
     return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

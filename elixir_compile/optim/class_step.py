@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elixir_compile import compat
 from elixir_compile.optim.rule import State
 from elixir_compile.optim.shadow import plain_step, shadow_of
 
@@ -37,7 +38,7 @@ class ClassStep:
             shadow.grad = row.grad.data  # not `detach()`, which shares the count of changes that guards the gradient
             if row.state:
                 optimizer.state[shadow] = dict(row.state)
-        plain_step(self.cls)(optimizer)
+        self._step(optimizer)
         for shadow, row in zip(shadows, rows, strict=True):
             if shadow.data_ptr() != row.weight.data_ptr():  # the class wrote `param.data = ...`
                 row.weight.copy_(shadow.detach())
@@ -53,8 +54,12 @@ class ClassStep:
         shadow.grad = row.grad
         if row.state:
             optimizer.state[shadow] = dict(row.state)
-        plain_step(self.cls)(optimizer)
+        self._step(optimizer)
         return shadow.data, optimizer.state[shadow]
+
+    def _step(self, optimizer: Optimizer) -> None:
+        with compat.outside_captures():  # the thread that trains may capture a graph while the worker is here
+            plain_step(self.cls)(optimizer)
 
     def _shadow(self, shadows: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
         return shadow_of(self.cls, self.attributes, {**_beside(self.group, beside), "params": list(shadows)})

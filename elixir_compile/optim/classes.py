@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.class_rule import ClassRule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.precision import KeepsMasters
@@ -48,6 +50,33 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):
         fused: bool | None = None,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as every torch optimizer does.
+
+        Raises UnsupportedModel, and adds nothing, if one of its parameters is complex.
+        """
+        params = param_group["params"]
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif not isinstance(params, set):  # which torch refuses
+            params = param_group["params"] = list(params)  # as torch does; it may be a generator
+        _refuse_complex(params)
+        super().add_param_group(param_group)
+
+
+def _refuse_complex(params: Iterable[Any]) -> None:
+    """Raise UnsupportedModel for a complex parameter among `params`, tensors or pairs of a name and a tensor."""
+    for each in params:
+        name, param = each if isinstance(each, tuple) else ("", each)
+        if isinstance(param, torch.Tensor) and param.is_complex():
+            slot = slot_of(param)
+            raise UnsupportedModel(
+                name or (slot.name if slot is not None else f"a parameter of shape {tuple(param.shape)}"),
+                f"it is {param.dtype}, and HybridAdamW updates by torch's fused AdamW, which has no complex kernel. "
+                "Update it with a `torch.optim.AdamW` of its own, or all parameters with `hybrid(torch.optim.Adam)` "
+                "and decoupled_weight_decay=True",
+            )
 
 
 class _HybridOfClass(Hybrid):

@@ -10,6 +10,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,9 @@ class DiskStates:
             rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
             self._stores[disk] = DiskStore(os.fspath(path), check=check, rank=rank)
             # What was registered last runs first: updates that are queued then still find their store open.
-            atexit.register(_finish, weakref.ref(self))
+            finish = partial(_finish, weakref.ref(self))
+            atexit.register(finish)
+            weakref.finalize(self, atexit.unregister, finish).atexit = False
         return self._stores[disk]
 
 

@@ -46,7 +46,13 @@ def dry_step(cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping
     """Return what `cls` keeps for a parameter in `dtype`, with the hyperparameters of `group`; on the host, beside the
     state of random numbers."""
     # Asked for while a step is captured, too.
-    with compat.real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+    with (
+        compat.real_tensors(),
+        compat.outside_captures(),
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         return _dry_step(cls, attributes, group, dtype)
 

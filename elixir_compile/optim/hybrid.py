@@ -28,7 +28,7 @@ from elixir_compile.optim.guard import watch
 from elixir_compile.optim.host.threads import Crew, at_least_threads, bind_thread, crew_for
 from elixir_compile.optim.loading import held, shared_entry, unheld
 from elixir_compile.optim.overflow import Overflow
-from elixir_compile.optim.part import Part, part_of
+from elixir_compile.optim.part import Part, part_of, require_dense
 from elixir_compile.optim.rule import UpdateRule, scaled
 from elixir_compile.optim.shadow import plain_step
 from elixir_compile.optim.state import StatePlacer, States
@@ -179,6 +179,7 @@ class Hybrid(torch.optim.Optimizer):
             for param in group["params"]:
                 claim_for_hybrid(param, self)
 
+    @torch.compiler.disable  # `torch.compile(optimizer.step)`: an update has a thread, locks and a plan of its own
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, or queue that; return the loss that `closure` gives, if there is
@@ -307,6 +308,7 @@ class Hybrid(torch.optim.Optimizer):
             executors |= found
             for bucket in buckets:
                 bucket.settle()
+            require_dense(unplanned)
             elsewhere.append((unplanned, group))
             self._placer.place(self._states, group, buckets)
             for bucket, members in buckets.items():

@@ -1,12 +1,13 @@
 """What one param group has in a bucket, for one update: tensors and hyperparameters as they were when it was queued."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.shards import own_grad, own_part
 from elixir_compile.optim.rule import State
 
@@ -49,3 +50,13 @@ def part_of(
         rooms=tuple(rooms),
         group=snapshot(group),
     )
+
+
+def require_dense(params: Iterable[nn.Parameter]) -> None:
+    """Raise UnsupportedModel for a parameter whose gradient is sparse; no plan places one of these."""
+    for param in params:
+        if param.grad.is_sparse:
+            raise UnsupportedModel(
+                f"a parameter of shape {tuple(param.shape)}",
+                "its gradient is sparse, and hybrid optimizers update dense ones. Give it to torch.optim.SparseAdam",
+            )

@@ -112,7 +112,7 @@ class RunningBucket:
             self._settle_on_host()
         else:
             for slot in self.slots:
-                rehome(slot.param, _on_device(slot.own.detach(), device))
+                rehome(slot.param, on_device(slot.own.detach(), device))
             self._params = None
             self.whole = tuple(slot.own.detach() for slot in self.slots)
 
@@ -231,7 +231,7 @@ def cut_slab(
     return tuple(tensors)
 
 
-def _on_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+def on_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `data` in memory of the device's own allocator."""
     if data.device != device:
         return data.to(device)

@@ -1,11 +1,12 @@
 """Run the actions of a schedule: one executor per model.
 
 A program (see `rewrite`) calls the verbs below in schedule order. Transfers are handles: `gather` and `offload`
-return a `Transfer`, `wait` takes it. The executor owns every gathered copy and every gradient between its production
-and `param.grad`; nothing else does, so a program that fails in the middle is cleaned up by `abandon`.
+return a `Transfer`, `wait` takes it. The executor owns every gathered copy, and by its `GradientAccumulator` every
+gradient between its production and `param.grad`; nothing else does, so a program that fails in the middle is cleaned up
+by `abandon`.
 """
 
-import functools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,18 +14,20 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
-from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Update, Verb
-from elixir_compile.ops.registry import Slot, follow_thaws, let_state_follow, let_update, new_slot, slot_of
+from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Verb
+from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.registry import Slot, let_state_follow, new_slot, slot_of
+from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.gathers import Gathers
-from elixir_compile.runtime.landed import LandedGradients
+from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.runtime.publish import publish
 from elixir_compile.runtime.ranks import Ranks
+from elixir_compile.runtime.replaced import require_apart, taken_in
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.sharded import ShardedBucket, ShardReduce, new_bucket
-from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, wait_on_compute
+from elixir_compile.runtime.sharded import ShardReduce, new_bucket
+from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
 
 class Executor:
@@ -37,18 +40,16 @@ class Executor:
         self.ranks = ranks
         self.compilations: list[object] = []
         """The records of the graphs that run on this executor, in order of capture."""
+        self.gates: list[Gate] = []
+        """The autograd nodes between those graphs and the parameters; compiled code holds them weakly."""
         self.ledger = Ledger(device_type=device.type)
         self.slots: dict[str, Slot] = {}
         self.whole_because: dict[str, str] = {}
         """Parameters that no plan can move, by name, with the reason."""
         self.generation = 0
         """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""
-        self.trained_eagerly: set[int] = set()
-        """Keys of slots whose gradients eager code made: no plan knows what they need."""
         self.is_crowded = False
         """Whether a forward found too little room beside those that wait for their backward."""
-        self.sums_in_fp32 = False
-        """Whether gradients of several backward passes add up in fp32, of parameters that have a master."""
         self.disk: tuple[Path, bool] | None = None
         """See `RunningBucket.disk`."""
         self._serves_training = False
@@ -59,14 +60,22 @@ class Executor:
         self.d2h = CopyStream(device)
         self._gathers = Gathers(device, self.h2d, self.ledger)
         self._departing: list[torch.Tensor] = []
-        self._pending: dict[int, tuple[Slot, torch.Tensor]] = {}
-        self._arriving: list[Transfer] = []
-        self._reducing: dict[BucketId, ShardReduce] = {}
-        """Of several ranks, the last reduce of each bucket."""
-        self._flush_queued_for = -1
-        self.landed = LandedGradients()
         self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
         """What forwards left for their backward."""
+        self.sites = Sites()
+        """Where graphs find the parameters."""
+        self.roots: tuple[weakref.ref[torch.nn.Module], ...] = ()
+        """The models whose parameters these are."""
+        self.gradients = GradientAccumulator(
+            name,
+            self.h2d,
+            self.d2h,
+            device=device,
+            ledger=self.ledger,
+            saved=self.saved,
+            bucket_of=self._bucket_of,
+            ranks=ranks,
+        )
         self.num_calls = 0
         """Forwards that all ranks have run together: their number is the same on each."""
         self.nothing = torch.empty(0, device=device)
@@ -75,10 +84,6 @@ class Executor:
     def regions_for(self, inner: str) -> RegionCompiler:
         """Return the compiler of this model's regions that uses `inner`."""
         return self._regions.setdefault(inner, RegionCompiler(inner))
-
-    def keep_whole(self, name: str, param: torch.nn.Parameter, reason: str) -> None:
-        """Note that `param` stays whole on the device, and why."""
-        self.whole_because[name] = reason
 
     def slot_for(self, param: torch.nn.Parameter) -> Slot | None:
         """Return the slot of `param` in this executor, or None."""
@@ -151,21 +156,55 @@ class Executor:
             current = self._buckets.get(spec.id)
             if current is not None and current.spec == spec and current.placement == placement:
                 continue
-            self.generation += 1
             slots = [self.slots[name] for name in spec.params]
-            for old in {self._bucket_of[slot.key] for slot in slots if slot.key in self._bucket_of}:
-                old.settle()
-                if self._buckets.get(old.spec.id) is old:  # and not one of the new buckets, under the same name
-                    del self._buckets[old.spec.id]
-            bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
-            bucket.settle_home(self.device)
-            bucket.disk = self.disk
-            self._buckets[spec.id] = bucket
-            self._bucket_of.update((slot.key, bucket) for slot in slots)
+            self.drop_buckets_of(slots)
+            self._run_bucket(spec, placement, slots)
             moved += [slot.param for slot in slots]
         if moved:
             self.saved.drop_free_slabs()
         let_state_follow(moved)
+
+    def _run_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
+        """Put `slots` in their home, and let a new bucket be the one of `spec`."""
+        bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
+        self._settle_home(bucket)
+        bucket.disk = self.disk
+        self._buckets[spec.id] = bucket
+        self._bucket_of.update((slot.key, bucket) for slot in slots)
+
+    def _settle_home(self, bucket: RunningBucket) -> None:
+        if bucket.is_on_host:
+            require_apart(bucket.slots, self.slots.values(), self.sites)
+        bucket.settle_home(self.device)
+
+    @torch.no_grad()
+    def take_in_replaced(self) -> None:
+        """Before a forward, and before its plan is put in force: read parameters that were replaced since the last one,
+        and bring them home. Raises ParameterReplaced where the graph cannot."""
+        taken = taken_in(self.sites, self.saved.next_number)
+        if taken:
+            for bucket in dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of):
+                bucket.settle()
+                self._run_bucket(bucket.spec, bucket.placement, bucket.slots)
+            self.generation += 1
+            let_state_follow([slot.param for slot in self.slots.values()])
+
+    def let_go(self) -> None:
+        """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
+        for slot in self.slots.values():
+            slot.release()
+        self.slots.clear()
+        self.sites.clear()
+        self._buckets.clear()
+        self._bucket_of.clear()
+
+    def drop_buckets_of(self, slots: Iterable[Slot]) -> None:
+        """Take the buckets that hold any of `slots` out of force; parameters stay where they are."""
+        self.generation += 1
+        for old in {self._bucket_of.pop(slot.key) for slot in slots if slot.key in self._bucket_of}:
+            old.settle()
+            if self._buckets.get(old.spec.id) is old:  # and not a new bucket that has the same name
+                del self._buckets[old.spec.id]
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
         """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
@@ -177,7 +216,7 @@ class Executor:
     @torch.no_grad()
     def begin(self) -> None:
         """Before a forward: drop what a failed backward left, and put parameters that were moved back in their home."""
-        if self._flush_queued_for != -1 and compat.backward_pass_id() == -1:
+        if self.gradients.is_in_backward and compat.backward_pass_id() == -1:
             # Its end never came: an exception outside of our programs, in another autograd function.
             self.abandon()
         if self._departing:
@@ -186,11 +225,12 @@ class Executor:
         self.saved.begin()
         # Nothing here reads what a queued update writes.
         with torch.DisableTorchFunctionSubclass():
-            follow_thaws(self.slots.values())
+            for slot in self.slots.values():
+                slot.follow_thaw()
             self.check_updates()
             for bucket in self._buckets.values():
                 if bucket.has_drifted():
-                    bucket.settle_home(self.device)
+                    self._settle_home(bucket)
                     self.generation += 1
 
     def check_updates(self) -> None:
@@ -218,7 +258,7 @@ class Executor:
         wait_on_compute(transfer.issued(), self.device)
         transfer.kept = ()
         if isinstance(transfer, ShardReduce):
-            self._close(transfer.bucket, Verb.REDUCE)
+            self.gradients.close(transfer.bucket, Verb.REDUCE)
         return transfer.values
 
     def whole(self, bucket_id: BucketId) -> tuple[torch.Tensor, ...]:
@@ -234,55 +274,15 @@ class Executor:
         """Drop the gathered copy of a host bucket; its memory is free when the last region that reads it lets go."""
         with self.ledger.span(Lane.COMPUTE, f"release {bucket_id}"):
             self._buckets[bucket_id].release()
-        self._close(self._buckets[bucket_id], Verb.RELEASE)
+        self.gradients.close(self._buckets[bucket_id], Verb.RELEASE)
 
-    @torch.no_grad()
     def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: list[torch.Tensor]) -> Transfer | None:
-        """Take the gradients that a backward made: `params` are positions in the bucket, one may come more than
-        once. Of a bucket cut over several ranks, empty `grads` and return what ends with this rank's part of means."""
-        bucket = self._buckets[bucket_id]
-        if isinstance(bucket, ShardedBucket):
-            self._reducing[bucket_id] = reducing = ShardReduce(bucket, params, grads, self._add, self.ledger)
-            return reducing
-        if self.ranks is not None and grads:
-            params, grads = self.ranks.mean_sums(params, grads, bucket.grad_dtype, self.ledger, bucket_id)
-        with self.ledger.span(Lane.COMPUTE, f"reduce {bucket_id}"):
-            for position, grad in zip(params, grads, strict=True):
-                self._add(bucket.slots[position], grad)
-        self._close(bucket, Verb.REDUCE)
-        return None
+        """Take gradients that a backward made; see `GradientAccumulator.reduce`."""
+        return self.gradients.reduce(self._buckets[bucket_id], params, grads)
 
-    @torch.no_grad()
     def offload(self, bucket_id: BucketId) -> Transfer:
         """Start copying the gradients of a host bucket to the host."""
-        bucket = self._buckets[bucket_id]
-        if bucket_id in self._reducing and not self.d2h.is_asynchronous:
-            return LateTransfer(f"offload {bucket_id}", lambda: self._offload(bucket))
-        return self._offload(bucket)
-
-    def _offload(self, bucket: RunningBucket) -> Transfer:
-        bucket_id = bucket.spec.id
-        landing: list[torch.Tensor] = []
-        leaving: list[torch.Tensor] = []
-        room = bucket.gradient_room()
-        with self.d2h.behind_compute(), self.ledger.span(Lane.D2H, f"offload {bucket_id}"):
-            reducing = self._reducing.pop(bucket_id, None)
-            if reducing is not None:
-                leaving += reducing.memory()  # only `d2h` follows the collective: compute may use none of it yet
-                reducing.issued()
-            for slot, target in zip(bucket.slots, room, strict=True):
-                pending = self._pending.get(slot.key)
-                if pending is None or pending[1].device != self.device:
-                    continue  # No gradient, or one that left when another graph of this backward was done with it.
-                target.copy_(pending[1], non_blocking=True)
-                self.landed.take(slot, pending[1], target)
-                self._pending[slot.key] = (slot, target)
-                leaving.append(pending[1])
-                landing.append(target)
-        transfer = Transfer(f"offload {bucket_id}", self.d2h.mark(), tuple(landing), tuple(leaving))
-        self._arriving.append(transfer)
-        self._close(bucket, Verb.OFFLOAD)
-        return transfer
+        return self.gradients.offload(self._buckets[bucket_id])
 
     @torch.no_grad()
     def offload_saved(self, group: str, values: Sequence[torch.Tensor]) -> Transfer:
@@ -304,34 +304,12 @@ class Executor:
 
     def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
         """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
-        _, *versions = ticket.tolist()
+        number, *versions = ticket.tolist()
+        self.sites.check_forward(number)
         for name, before, now in zip(names, versions, self._versions(names), strict=True):
             if before != now:
                 raise StaleParameters(name)
-        self._queue_flush()
-
-    # Gradients between their production and `param.grad`.
-
-    @torch.no_grad()
-    def accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Add `grad`, made by eager code, to the gradient of `slot`."""
-        # A copy, because autograd may hand one tensor to several parameters: the gradients of a sum are one tensor.
-        self._add(slot, grad.clone() if self.ranks is None else self.ranks.mean_part(grad, slot.param, slot.name))
-        self.trained_eagerly.add(slot.key)
-        self._queue_flush()
-
-    @torch.no_grad()
-    def _close(self, bucket: RunningBucket, verb: Verb) -> None:
-        """Where nothing can change the gradients of `bucket` behind `verb`, publish them and let them be used."""
-        if bucket.update is not Update.IN_BACKWARD or bucket.closes is not verb or self.saved.num_waiting != 1:
-            return
-        own = [slot for slot in bucket.slots if slot.key in self._pending]
-        is_away = all(self._pending[slot.key][1].device == slot.param.device for slot in own)
-        # What is added to an earlier gradient on the host is read there, where the copy may still be on its way.
-        is_read = verb is Verb.OFFLOAD and any(slot.param.grad is not None for slot in own)
-        if own and is_away and not is_read and not any(compat.has_gradient_hooks(slot.param) for slot in own):
-            self._publish(own)
-            let_update([slot.param for slot in own if slot.param.requires_grad], self.d2h.mark())
+        self.gradients.begin_backward()
 
     def abandon(self) -> None:
         """After an exception: drop gathered copies and gradients that were on their way."""
@@ -342,59 +320,9 @@ class Executor:
         self.h2d.settle()
         self.d2h.settle()
         self.saved.begin()
-        self._pending.clear()
-        self._arriving.clear()
-        self._reducing.clear()
-        self.landed.drop()
-        self._flush_queued_for = -1
+        self.gradients.abandon()
         for bucket in self._buckets.values():
             bucket.release()
-
-    def _add(self, slot: Slot, grad: torch.Tensor) -> None:
-        _, total = self._pending.get(slot.key, (slot, None))
-        if total is None:
-            total = grad
-        elif total.device == grad.device:
-            total.add_(grad)
-        else:
-            # Another graph of this backward sent its share to the host: it comes back, and the sum leaves later.
-            wait_on_compute(self.d2h.mark(), self.device)
-            total = grad.add_(total.to(grad.device, non_blocking=True))
-        self._pending[slot.key] = (slot, total)
-
-    def _queue_flush(self) -> None:
-        backward = compat.backward_pass_id()
-        if backward != self._flush_queued_for:
-            self._flush_queued_for = backward
-            compat.after_backward(self._flush)
-
-    @torch.no_grad()
-    def _flush(self) -> None:
-        """End a backward: publish every gradient as `param.grad`."""
-        self._reducing.clear()
-        self.d2h.settle()
-        self._arriving.clear()
-        self.end()
-        self.saved.end()
-        self._flush_queued_for = -1
-        slots = [slot for slot, _ in self._pending.values()]
-        try:
-            self._publish(slots)
-        finally:
-            self._pending.clear()
-        self.landed.end_backward()
-        for bucket in dict.fromkeys(self._bucket_of.get(slot.key) for slot in slots):
-            if bucket is not None and bucket.update is Update.IN_BACKWARD:
-                own = [slot.param for slot in slots if slot in bucket.slots and slot.param.requires_grad]
-                let_update(own, None)
-
-    def _publish(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            self.settle(slot)
-            _, grad = self._pending.pop(slot.key)
-            bucket = self._bucket_of.get(slot.key) if self.sums_in_fp32 else None
-            publish(slot.param, grad, None if bucket is None else functools.partial(bucket.total_room, slot))
-            self.landed.keep(slot)
 
     def _versions(self, names: Sequence[str]) -> list[int]:
         return [self.slots[name].version for name in names]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from elixir_compile import compat
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import as_shared, is_shared, own_part
 from elixir_compile.runtime.dense import flat
@@ -20,42 +19,43 @@ _BLOCK = 1 << 19
 """Elements that are widened at once, in the cache: `add_` of another dtype takes ten times as long on a host."""
 
 
-def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], torch.Tensor] | None) -> None:
-    """Add `grad` to the gradient of `param`; `room` makes memory for an fp32 sum, None sums in the dtype of `param`."""
-    if not param.requires_grad:
-        return
+def fitted(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    """Return `grad`, this rank's part of a gradient, where `param` lives and in its memory layout."""
     own = own_part(param)
     if grad.device != own.device:
         grad = grad.to(own.device)
     if grad.stride() != own.stride():
         grad = torch.empty_like(own, dtype=grad.dtype).copy_(grad)
+    return grad
+
+
+def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, room: Callable[[], torch.Tensor] | None) -> None:
+    """Let `param.grad` hold the sum of what is there and a gradient of `dtype`; `room` makes memory for an fp32 sum,
+    None sums in the dtype of `param`."""
     if is_shared(param):
-        _publish_part(param, grad)
-        return
-    if room is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
+        if dtype != param.dtype:
+            param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
+    elif room is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
         total = room().copy_(param.grad)
-        param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
+        param.grad_dtype = None
         param.grad = total
-    if compat.has_gradient_hooks(param):
-        torch.autograd.backward([param], [grad])
-    elif param.grad is None:
-        param.grad = grad
+
+
+def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], torch.Tensor] | None) -> None:
+    """Add `grad` to the gradient of `param`, unless that is frozen by now; `room` as for `widen_sum`."""
+    if not param.requires_grad:
+        return
+    grad = fitted(param, grad)
+    widen_sum(param, grad.dtype, room)
+    if param.grad is None:
+        param.grad = as_shared(grad, param)
+    elif is_shared(param):
+        own_part(param.grad).add_(grad)
+        torch.autograd.graph.increment_version(param.grad)
     elif param.grad.dtype == grad.dtype:
         param.grad.add_(grad)
     else:
         _add_narrow(param.grad, grad)
-
-
-def _publish_part(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
-    if grad.dtype != param.dtype:
-        param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
-    if compat.has_gradient_hooks(param):
-        torch.autograd.backward([param], [as_shared(grad, param)])
-    elif param.grad is None:
-        param.grad = as_shared(grad, param)
-    else:
-        own_part(param.grad).add_(grad)
-        torch.autograd.graph.increment_version(param.grad)
 
 
 def _add_narrow(total: torch.Tensor, grad: torch.Tensor) -> None:

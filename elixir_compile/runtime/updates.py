@@ -106,6 +106,7 @@ class UpdateLine:
         self.num_failures = 0
         self._queued: list[QueuedUpdate] = []
         _lines.add(self)
+        weakref.finalize(self, _let_worker_end).atexit = False
 
     def drops(self, num_failures: int) -> bool:
         """Whether an update failed that nobody was told of yet, or since one was queued when there were `num_failures`:
@@ -140,12 +141,17 @@ class UpdateLine:
 _lines: "weakref.WeakSet[UpdateLine]" = weakref.WeakSet()
 
 
+def _let_worker_end() -> None:
+    _worker.may_end()
+
+
 class _Worker:
-    """The thread, started when first needed."""
+    """The thread, started when first needed; it ends when no line is left."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._updates: queue.SimpleQueue[QueuedUpdate] = queue.SimpleQueue()
+        self._updates: queue.SimpleQueue[QueuedUpdate | None] = queue.SimpleQueue()
+        """What is queued; None wakes the thread to see whether any line is left."""
         self._thread: threading.Thread | None = None
         self._num_open = 0
         self._idle = threading.Condition(threading.Lock())
@@ -166,6 +172,11 @@ class _Worker:
                     sys.setswitchinterval(_SWITCH_INTERVAL_S)
             self._updates.put(update)
 
+    def may_end(self) -> None:
+        """Let the thread see whether it is still needed; called from inside garbage collections, so without a lock."""
+        if self._thread is not None:
+            self._updates.put(None)
+
     def drain(self) -> None:
         """Return when nothing is queued."""
         with self._idle:
@@ -175,8 +186,22 @@ class _Worker:
         # Whatever runs here, a finalizer of something else too, must not wait for a queued update: see `pending`.
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             while True:
-                self._updates.get().run()
-                self._end_one()
+                update = self._updates.get()
+                if update is not None:
+                    update.run()
+                    del update  # an idle thread holds no tensors
+                    self._end_one()
+                elif self._has_ended():
+                    return
+
+    def _has_ended(self) -> bool:
+        """Whether no line is left that could queue an update; the next one starts another thread."""
+        with self.lock:
+            # Not `len(_lines)`: it counts a line whose finalizers have not all run.
+            is_needed = next(iter(_lines), None) is not None or not self._updates.empty()
+            if not is_needed:
+                self._thread = None
+            return not is_needed
 
     def _end_one(self) -> None:
         with self._idle:

@@ -2,11 +2,16 @@
 seconds or in bytes over a budget.
 
 Seconds are by the longest paths (`flow`), bytes by the segments (`memory`), one bucket or layer changed and all others
-as they are. Both are lower bounds, and quick: a plan has a thousand of such alternatives.
+as they are. Both are lower bounds, and quick: a plan has a thousand of such alternatives. Bytes are those of the answer
+and the difference of two columns.
 """
 
+import math
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 from elixir_compile.ir import Decision
 from elixir_compile.search.draft import Draft
@@ -17,31 +22,46 @@ from elixir_compile.units import format_bytes, format_s
 
 _NUM_REJECTED = 6
 """Alternatives that a decision names, the nearest ones; a bucket has no more."""
+_MOST_PRICED = 600
+"""Alternatives of all decisions whose seconds are asked for; each takes a millisecond or more."""
 
 
-def decisions(program: Program, draft: Draft) -> tuple[Decision, ...]:
-    """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept."""
+def decisions(program: Program, draft: Draft, deadline_s: float = math.inf) -> tuple[Decision, ...]:
+    """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept.
+
+    Beyond `deadline_s`, of the clock `time.monotonic`, they say what and not why.
+    """
     facts = program.judge.facts
-    x = program.vector(draft.answer, draft.moves.streamed)
-    chosen = _Chosen(x, program.lower_s(x), program.peak_bytes(x))
-    found: list[Decision] = []
+    changes: list[tuple[str, _Change]] = []
     for i, (bucket, level, start) in enumerate(zip(facts.buckets, draft.levels, facts.start_levels, strict=True)):
         if level is not start:
             texts = {int(other): level_text(other) for other in facts.choices[i]}
-            found.append(_decision(program, chosen, bucket.id, _Change(i, level, start, texts)))
+            changes.append((bucket.id, _Change(i, level, start, texts)))
     for i, (layer, mode) in enumerate(zip(facts.layers, draft.modes, strict=True), start=len(facts.buckets)):
         if mode:
             texts = {other: mode_text(layer, layer.modes[other]) for other in range(len(layer.modes))}
-            found.append(_decision(program, chosen, layer.name or "step", _Change(i, mode, 0, texts)))
-    return tuple(found)
+            changes.append((layer.name or "step", _Change(i, mode, 0, texts)))
+    if not changes:
+        return ()
+    x = program.vector(draft.answer, draft.moves.streamed)
+    num_priced = max(1, min(_NUM_REJECTED, _MOST_PRICED // len(changes)))
+    chosen = _Chosen(program, x, program.live_bytes(x), program.host_bytes(x), program.lower_s(x), num_priced)
+    return tuple(_decision(chosen, subject, change, deadline_s) for subject, change in changes)
 
 
 class _Chosen(NamedTuple):
     """The answer that the decisions are about, with the bounds on it."""
 
+    program: Program
     x: Vector
+    live_bytes: Vector
+    host_bytes: int
     step_s: float
-    peak_bytes: int
+    num_priced: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.live_bytes.max())
 
 
 class _Change(NamedTuple):
@@ -53,30 +73,61 @@ class _Change(NamedTuple):
     texts: Mapping[int, str]
 
 
-def _decision(program: Program, chosen: _Chosen, subject: str, change: _Change) -> Decision:
-    at_start = _moved(program, chosen.x, change, change.before)
-    saves_bytes = program.peak_bytes(at_start) - chosen.peak_bytes
+class _Other(NamedTuple):
+    """What would be if the bucket or layer of a change had another option: the difference of two columns."""
+
+    chosen: _Chosen
+    now: int
+    column: int
+
+    @property
+    def more_bytes(self) -> Vector:
+        bytes_of = self.chosen.program.bytes_of
+        return bytes_of[:, self.column] - bytes_of[:, self.now]
+
+    @property
+    def peak_bytes(self) -> int:
+        return int((self.chosen.live_bytes + self.more_bytes).max())
+
+    @property
+    def host_bytes(self) -> int:
+        x = np.zeros(len(self.chosen.x))
+        x[self.column], x[self.now] = 1.0, -1.0
+        return self.chosen.host_bytes + self.chosen.program.host_bytes(x)
+
+    @property
+    def step_s(self) -> float:
+        x = self.chosen.x.copy()
+        x[self.now], x[self.column] = 0.0, 1.0
+        return self.chosen.program.lower_s(x)
+
+
+def _decision(chosen: _Chosen, subject: str, change: _Change, deadline_s: float) -> Decision:
+    at_start = _moved(chosen, change, change.before)
+    saves_bytes = at_start.peak_bytes - chosen.peak_bytes
     before = change.texts[change.before]
     because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
     if saves_bytes <= 0:
-        more = format_bytes(program.most_more_bytes(at_start, chosen.x))
+        more = format_bytes(int(at_start.more_bytes.max()))
         because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
-    others = sorted(_alternatives(program, chosen, change), key=lambda other: other.rank)
+    if time.monotonic() > deadline_s:
+        return Decision(
+            subject=subject, choice=change.texts[change.now], because=because, cost_s=0.0, saves_bytes=saves_bytes
+        )
+    others = sorted(_alternatives(chosen, change), key=lambda other: other.rank)
     return Decision(
         subject=subject,
         choice=change.texts[change.now],
         because=because,
-        cost_s=max(0.0, chosen.step_s - program.lower_s(at_start)),
+        cost_s=max(0.0, chosen.step_s - at_start.step_s),
         saves_bytes=saves_bytes,
         rejected=tuple(other.text for other in others[:_NUM_REJECTED]),
     )
 
 
-def _moved(program: Program, x: Vector, change: _Change, after: int) -> Vector:
-    moved = x.copy()
-    moved[program.choices[change.i, change.now]] = 0.0
-    moved[program.choices[change.i, after]] = 1.0
-    return moved
+def _moved(chosen: _Chosen, change: _Change, after: int) -> _Other:
+    choices = chosen.program.choices
+    return _Other(chosen, choices[change.i, change.now], choices[change.i, after])
 
 
 class _Alternative(NamedTuple):
@@ -85,27 +136,27 @@ class _Alternative(NamedTuple):
     text: str
 
 
-def _alternatives(program: Program, chosen: _Chosen, change: _Change) -> list[_Alternative]:
+def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
     """What every other option would do; of those that fit, seconds of the ones with the most bytes, which are the
     nearest to what is there."""
-    problem, found = program.judge.facts.problem, []
-    fitting: list[tuple[int, Vector, str]] = []
-    for other, text in change.texts.items():
-        if other == change.now:
+    problem, found = chosen.program.judge.facts.problem, []
+    fitting: list[tuple[int, _Other, str]] = []
+    for option, text in change.texts.items():
+        if option == change.now:
             continue
-        moved = _moved(program, chosen.x, change, other)
-        peak_bytes = program.peak_bytes(moved)
+        other = _moved(chosen, change, option)
+        peak_bytes = other.peak_bytes
         over_bytes = peak_bytes - problem.budget_bytes
-        host_over_bytes = program.host_bytes(moved) - problem.host_budget_bytes
+        host_over_bytes = other.host_bytes - problem.host_budget_bytes
         if over_bytes > 0:
             found.append(_Alternative((1, over_bytes), f"{text}: {format_bytes(over_bytes)} over the budget"))
         elif host_over_bytes > 0:
             over = format_bytes(host_over_bytes)
             found.append(_Alternative((2, host_over_bytes), f"{text}: {over} over the host's memory"))
         else:
-            fitting.append((peak_bytes, moved, text))
-    for _, moved, text in sorted(fitting, key=lambda one: -one[0])[:_NUM_REJECTED]:
-        added_s = max(0.0, program.lower_s(moved) - chosen.step_s)
+            fitting.append((peak_bytes, other, text))
+    for _, other, text in sorted(fitting, key=lambda one: -one[0])[: chosen.num_priced]:
+        added_s = max(0.0, other.step_s - chosen.step_s)
         longer = f"{format_s(added_s)} longer" if added_s else "no shorter, once what is early and late is played"
         found.append(_Alternative((0, added_s), f"{text}: {longer}"))
     return found

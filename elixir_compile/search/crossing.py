@@ -57,6 +57,8 @@ class Options(NamedTuple):
 
     columns: Mapping[Choice, int]
     profiles: Sequence[Sequence[Profile]]
+    counts_trips: bool = False
+    """Whether copies of activations are on the paths of several ranks too, which no bound can be made of."""
 
 
 def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
@@ -72,7 +74,7 @@ def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
 
 def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
     """Return the flow shops of a step."""
-    run = phases(facts, prices, options.columns, options.profiles)
+    run = phases(facts, prices, options.columns, options.profiles, counts_trips=options.counts_trips)
     following = [[phase] for phase in run]
     if not facts.is_training:
         return Shops(following, [], (), [])
@@ -251,7 +253,8 @@ class _Work:
 
     def _run_table(self) -> RunTable:
         facts, options = self._facts, self._options
-        return run_table(forward_of(facts), facts, self._prices, options.columns, options.profiles)
+        forward, counts_trips = forward_of(facts), options.counts_trips
+        return run_table(forward, facts, self._prices, options.columns, options.profiles, counts_trips=counts_trips)
 
     def _events(self, run: RunTable) -> list[tuple[int, int]]:
         """(bucket, event of the forward) in the order in which the host updates, each event behind the one before: a

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elixir_compile.analysis.liveness import Liveness, liveness
-from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.recompute import as_run, repeats
 from elixir_compile.analysis.windows import Window, use_windows
-from elixir_compile.ir import Activations, Bucket, Kind, Phase, StepGraph
+from elixir_compile.ir import Activations, Bucket, BucketId, Kind, Phase, StepGraph
 from elixir_compile.search.absences import Absence, absences
 from elixir_compile.search.buckets import form_buckets
 from elixir_compile.search.levels import Level, level_of, levels_from
-from elixir_compile.search.modes import Layer, activations_of, layers_of
+from elixir_compile.search.modes import Layer, activations_of, deepest, layers_of
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.update_time import may_stream
 
@@ -52,7 +52,7 @@ class Facts:
     streamable: frozenset[int]
     """Buckets whose update may be streamed once their state is on the host."""
     choices: tuple[tuple[Level, ...], ...]
-    """Levels of each bucket from the one in force outward."""
+    """Levels of each bucket from the one in force outward, the same at all modes; some are the same at these."""
     num_forward: int
     """Ops before this index are the forward's."""
     num_run: int
@@ -106,13 +106,45 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
             for i, bucket in enumerate(buckets)
             if may_stream(problem, bucket) and not in_force.get(bucket.id, Level.KEPT).has_state_on_host
         ),
-        choices=tuple(
-            levels_from(in_force.get(bucket.id, Level.KEPT), bucket, hybrid=problem.hybrid, num_windows=len(own))
-            for bucket, own in zip(buckets, windows, strict=True)
-        ),
+        choices=base.choices if base else _choices(problem, layers, buckets, windows),
         num_forward=sum(op.phase is Phase.FORWARD for op in graph.ops),
         num_run=sum(op.phase is not Phase.UPDATE for op in graph.ops),
     )
+
+
+def _choices(
+    problem: Problem,
+    layers: Sequence[Layer],
+    buckets: Sequence[Bucket],
+    windows: Sequence[Sequence[Window]],
+) -> tuple[tuple[Level, ...], ...]:
+    """Return the levels of each bucket that differ at any modes, given its `windows` with everything kept.
+
+    A bucket that only the forward reads has one window, and two where an op that reads it is recomputed: the cast of
+    a weight under `torch.autocast`, whose result the backward reads instead of the weight.
+    """
+    in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
+    again = _read_again(problem.graph, layers, buckets)
+    return tuple(
+        levels_from(
+            in_force.get(bucket.id, Level.KEPT),
+            bucket,
+            hybrid=problem.hybrid,
+            num_windows=max(len(own), 2 if bucket.id in again else 0),
+        )
+        for bucket, own in zip(buckets, windows, strict=True)
+    )
+
+
+def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> frozenset[BucketId]:
+    """Return the buckets that a recomputed op reads, whichever depth all layers are recomputed to."""
+    again = {
+        repeat.op
+        for depth in {mode.depth for layer in layers for mode in layer.modes}
+        for repeat in repeats(graph, activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers]))
+    }
+    read = {name for op in graph.ops if op.id in again for name in op.reads}
+    return frozenset(bucket.id for bucket in buckets if not read.isdisjoint(bucket.params))
 
 
 def _gradients(graph: StepGraph, buckets: tuple[Bucket, ...], lives: Liveness) -> tuple[Gradients | None, ...]:

@@ -10,6 +10,7 @@ from elixir_compile.search.facts import Facts, gather_facts
 from elixir_compile.search.least import least_levels
 from elixir_compile.search.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
 from elixir_compile.search.memory import MemoryModel
+from elixir_compile.search.profiles import Profile, profiles
 from elixir_compile.search.schedule import Cut, cut_regions, program, regions
 from elixir_compile.search.stays import Moves, moves_at_use
 from elixir_compile.search.update_time import asked_time
@@ -51,6 +52,7 @@ class Judge:
             for bucket in facts.buckets
         ]
         self._step_s: dict[tuple[Level, ...], float] = {}
+        self._profiles: tuple[tuple[Profile, ...], ...] | None = None
         self._least_levels: tuple[Level, ...] = ()
 
     def at(self, modes: Sequence[int]) -> "Judge":
@@ -59,6 +61,14 @@ class Judge:
         if key not in self._others:
             Judge(gather_facts(self.facts.problem, self.facts, key), self._others)  # which puts itself there
         return self._others[key]
+
+    @property
+    def profiles(self) -> tuple[tuple[Profile, ...], ...]:
+        """The profile of every mode of every layer, whatever the judge's own modes."""
+        first = next(iter(self._others.values()))
+        if first._profiles is None:
+            first._profiles = profiles(self.facts.problem, self.facts.layers)
+        return first._profiles
 
     @property
     def least_levels(self) -> tuple[Level, ...]:

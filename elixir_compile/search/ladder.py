@@ -13,7 +13,6 @@ from elixir_compile.search.judge import Judge
 from elixir_compile.search.least import fullness
 from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.modes import deepest
-from elixir_compile.search.profiles import profiles
 
 
 def ladder(judge: Judge) -> Iterator[Judge]:
@@ -49,8 +48,8 @@ def floor_bytes(judge: Judge) -> int:
 def _layer_by_layer(judge: Judge, start: Judge) -> tuple[int, ...]:
     """Return the modes that changes of one layer after another lead to from those of `start`, each of which lowers the
     peak, or the number of segments at it, by the bytes of `profiles`."""
-    facts, now = judge.facts, list(start.facts.modes)
-    more_bytes = [[own.nbytes - layer[0].nbytes for own in layer] for layer in profiles(facts.problem, facts.layers)]
+    now = list(start.facts.modes)
+    more_bytes = [[own.nbytes - layer[0].nbytes for own in layer] for layer in judge.profiles]
     changed = {int(slot) + 1 for layer in more_bytes for own in layer for slot in np.flatnonzero(np.diff(own))}
     memory = MemoryModel(judge.at([0] * len(now)).facts, changed)
     own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(own) for own in layer] for layer in more_bytes]

@@ -20,31 +20,9 @@ program grants for free, is what remains of the gap.
 import time
 from collections.abc import Iterator
 
-import numpy as np
-
 from elixir_compile.search.draft import Answer
-from elixir_compile.search.program import Program, Solution
-from elixir_compile.units import GIB
-
-_MAX_ROUNDS = 200
-
-
-def relaxed(program: Program, deadline_s: float, more_bytes: int = 0) -> Solution | None:
-    """Return the solution without integrality once no row is missing; None when there is none.
-
-    `more_bytes` is device memory on top of the budget, or, below 0, kept free for gathers that are early.
-    """
-    solution: Solution | None = None
-    for _ in range(_MAX_ROUNDS):
-        limit_s = deadline_s - time.monotonic()
-        solution = program.solve(is_whole=False, limit_s=limit_s, gap=0.0, more_bytes=more_bytes)
-        if solution is None or time.monotonic() > deadline_s:
-            break
-        has_new = program.add_memory(solution.x, more_bytes)
-        has_new |= program.is_short(solution) and program.add_paths(solution.x)
-        if not has_new:
-            break
-    return solution
+from elixir_compile.search.program import Program
+from elixir_compile.search.solving import solve_whole
 
 
 def whole(program: Program, deadline_s: float, gap: float) -> Iterator[tuple[Answer, float]]:
@@ -53,22 +31,13 @@ def whole(program: Program, deadline_s: float, gap: float) -> Iterator[tuple[Ans
     Each comes with the bound in seconds of every plan that was not yielded before.
     """
     while time.monotonic() < deadline_s:
-        solution = program.solve(is_whole=True, limit_s=deadline_s - time.monotonic(), gap=gap)
+        solution = solve_whole(program, limit_s=deadline_s - time.monotonic(), gap=gap)
         if solution is None:
             return
-        x = np.round(solution.x)
-        answer = program.answer(x)
-        has_new = program.add_memory(x)
-        has_new |= program.is_short(solution) and program.add_paths(x)
+        answer = program.answer(solution.x)
+        has_new = program.add_memory(solution.x)
+        has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
         has_new |= program.add_leaving(answer)
         if not has_new:
             program.forbid(answer)
         yield answer, program.seconds(solution.bound)
-
-
-def gib_saves_s(program: Program, solution: Solution, deadline_s: float) -> float | None:
-    """Return by how many seconds the relaxed optimum falls with one more GiB on the device; None when time is up."""
-    more = relaxed(program, deadline_s, GIB)
-    if more is None:
-        return None
-    return max(0.0, program.seconds(solution.bound) - program.seconds(more.bound))

@@ -35,15 +35,20 @@ _AFTER = (Lane.REDUCE, Lane.D2H)
 
 
 def phases(
-    facts: Facts, prices: Prices, choices: Mapping[Choice, int], profiles: Sequence[Sequence[Profile]] = ()
+    facts: Facts,
+    prices: Prices,
+    choices: Mapping[Choice, int],
+    profiles: Sequence[Sequence[Profile]] = (),
+    *,
+    counts_trips: bool = False,
 ) -> list[Phase]:
     """Return the phases of a step that follow on one another; `choices` numbers the entries of x, `profiles` are of
     each layer's modes."""
-    found = [run_table(forward_of(facts), facts, prices, choices, profiles).table.phase()]
+    spans = [forward_of(facts)]
     if facts.num_run > facts.num_forward:
-        span = Span("backward", facts.num_forward, facts.num_run)
-        found.append(run_table(span, facts, prices, choices, profiles).table.phase())
-    return found
+        spans.append(Span("backward", facts.num_forward, facts.num_run))
+    tables = [run_table(span, facts, prices, choices, profiles, counts_trips=counts_trips) for span in spans]
+    return [own.table.phase() for own in tables]
 
 
 class Span(NamedTuple):
@@ -81,13 +86,15 @@ def run_table(
     prices: Prices,
     choices: Mapping[Choice, int],
     profiles: Sequence[Sequence[Profile]],
-    before: tuple[Lane, ...] = (),
+    *,
+    counts_trips: bool = False,
 ) -> RunTable:
-    """Return the work of the phase `span`; lanes `before` the usual ones have none."""
+    """Return the work of the phase `span`; on several ranks with the copies of activations if it `counts_trips`."""
     first, end = span.first, span.end
+    has_trips = counts_trips or facts.problem.cluster.num_ranks == 1
     numbers = _trip_numbers(facts, profiles)
     events = _events(facts, span, profiles, numbers)
-    table = Table(span.name, (*before, *_BEFORE, Lane.COMPUTE, *_AFTER), len(events), choices)
+    table = Table(span.name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(events), choices)
     _fill_compute(table, prices, events, end)
     event_of = {(event.place, event.gathers, event.bucket): number for number, event in enumerate(events)}
     places = [(event.place, event.gathers) for event in events]
@@ -97,7 +104,7 @@ def run_table(
                 if span.holds(slot):
                     # Behind what leaves after the op before, ahead of what the slot's own op waits for.
                     table.add(Lane.COMPUTE, bisect_right(places, (slot, False)) - 1, (number, mode), seconds)
-            for trip in profile.trips:
+            for trip in profile.trips if has_trips else ():
                 _add_trip(table, prices, facts, trip, (number, mode), event_of, numbers[trip.group])
     for i, level in of_buckets(facts, choices):
         if not is_gathered(facts.buckets[i], level):
@@ -193,10 +200,8 @@ def _add_trip(
 ) -> None:
     """Activations go to the host behind the ops that need them, and are back before the backward does.
 
-    Not on several ranks: collectives of buckets need not wait for these copies, as a path would have them.
+    On several ranks collectives of buckets need not wait for these copies, as a path would have them.
     """
-    if facts.problem.cluster.num_ranks > 1:
-        return
     cluster = facts.problem.cluster
     leave, back = event_of.get((trip.leave + 1, False, number)), event_of.get((trip.first, True, number))
     if leave is not None:

@@ -6,6 +6,7 @@ Nothing here decides: `best` does, or `greedy`, `exhaustive` or one of `rules` w
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
+from elixir_compile.search.buckets import with_larger_buckets
 from elixir_compile.search.disk import plan_with_disk
 from elixir_compile.search.draft import Answer, Draft
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
@@ -22,7 +24,8 @@ from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
-from elixir_compile.search.levels import Level, host_bytes_without_state, level_text
+from elixir_compile.search.least_host import with_least_host
+from elixir_compile.search.levels import Level, level_text
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.rules import RULES
 from elixir_compile.search.streaming import best_moves
@@ -40,15 +43,53 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     """
 
     def search(asked: Problem) -> Plan:
-        judge = Judge(gather_facts(asked))
-        return write_out(judge, _place(judge, planner, timeout_s))
+        began_s = time.monotonic()
+        larger = with_larger_buckets(asked)
+        if larger is not None:
+            with contextlib.suppress(NoFeasiblePlan):
+                return searched(larger, began_s)
+        return searched(asked, began_s)
 
-    result = plan_with_disk(problem, search)
+    def searched(asked: Problem, began_s: float) -> Plan:
+        judge = Judge(gather_facts(asked))
+        return write_out(judge, _place(judge, planner, timeout_s, began_s))
+
+    def search_soon(asked: Problem) -> Plan:
+        judge = Judge(gather_facts(asked))
+        return write_out(judge, _place_soon(judge, planner))
+
+    try:
+        result = plan_with_disk(problem, search)
+    except NoFeasiblePlan as error:
+        if error.memory != "host":
+            raise
+        result = _without_solver(problem, error, lambda asked: plan_with_disk(asked, search_soon), timeout_s)
     verify(problem.graph, result)
     return result
 
 
-def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
+def _without_solver(
+    problem: Problem, error: NoFeasiblePlan, search: Callable[[Problem], Plan], timeout_s: float
+) -> Plan:
+    """Return what `search` finds for `problem`, for which another search found the host too small.
+
+    Raises `NoFeasiblePlan` with the fewest host bytes for which it finds anything.
+    """
+    try:
+        return search(problem)
+    except NoFeasiblePlan:
+        raise with_least_host(problem, error, search, timeout_s) from None
+
+
+def _place_soon(judge: Judge, planner: Planner) -> Draft:
+    """Return what `planner` finds without its solver: `milp` has an answer wherever this has one."""
+    if planner != "milp":
+        return _place(judge, planner, 0.0, time.monotonic())
+    _require_minimum(judge)
+    return _first(judge, _soon)
+
+
+def _place(judge: Judge, planner: Planner, timeout_s: float, began_s: float) -> Draft:
     if planner in RULES:
         return _by_rule(judge, planner)
     _require_minimum(judge)
@@ -60,7 +101,7 @@ def _place(judge: Judge, planner: Planner, timeout_s: float) -> Draft:
     if planner == "greedy":
         return _first(judge, _greedy)
     others = (Answer(rule(judge), judge.facts.modes) for rule in RULES.values())
-    return place_best(judge, _first(judge, _soon), others, timeout_s)
+    return place_best(judge, _first(judge, _soon), others, timeout_s, began_s=began_s)
 
 
 def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
@@ -161,9 +202,4 @@ def _no_plan(judge: Judge, least: Draft) -> NoFeasiblePlan:
         return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, device_bytes, by_kind)
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = judge.host_bytes(least.levels) + problem.host_base_bytes
-    state_bytes = sum(
-        judge.host_bytes_of(i, level) - host_bytes_without_state(bucket, level)
-        for i, (bucket, level) in enumerate(zip(judge.facts.buckets, least.levels, strict=True))
-    )
-    disk_bytes = state_bytes if problem.hybrid else 0
-    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", disk_bytes)
+    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host")

@@ -2,7 +2,7 @@
 
 In rounds: first every gather one window early, then every one two; then every gradient may leave while two buckets' are
 produced instead of one; then the same further out. Each is taken where the memory left allows it. Early windows can be
-small ones, which is why two windows are not always enough.
+small ones, which is why two windows are not always enough. `just_in_time` asks instead what each transfer takes.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,19 @@ def raise_prefetch(judge: Judge, levels: Sequence[Level]) -> Moves:
     moves = judge.at_use(levels)
     placed, ends, leaving = list(moves.stays), dict(moves.grad_ends), dict(moves.leave_ends)
     free_bytes = judge.facts.problem.budget_bytes - judge.memory.live_bytes(levels, moves)
-    # Where a gradient's way out is work for the device itself, it is over before the next op begins.
-    leaves_beside = any(judge.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
+    is_beside = leaves_beside(judge)
     for ahead, lag in _ROUNDS:
         _gather_early(judge, levels, ahead, placed, free_bytes)
-        if leaves_beside:
+        if is_beside:
             _leave_late(judge, ahead, leaving, free_bytes)
-        if lag and leaves_beside:
+        if lag and is_beside:
             _wait_late(judge, levels, lag, ends, free_bytes)
     return Moves(tuple(placed), ends, leaving, moves.streamed)
+
+
+def leaves_beside(judge: Judge) -> bool:
+    """Return whether what leaves does so beside compute: else it is gone before the next op begins."""
+    return any(judge.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
 
 
 def _gather_early(
@@ -51,8 +55,8 @@ def _gather_early(
         phase = facts.phase_start(now.first)
         # Lanes are first in, first out: not before the gather of what is needed earlier.
         gather = max(wanted.gather, issued.get(phase, 0))
-        nbytes = _stay_nbytes(facts, levels, now)
-        if gather < now.gather and _take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
+        nbytes = stay_bytes(facts, levels, now)
+        if gather < now.gather and take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
             placed[i] = now._replace(gather=gather)
         issued[phase] = placed[i].gather
 
@@ -61,12 +65,13 @@ def _leave_late(judge: Judge, lag: int, leaving: dict[int, int], free_bytes: NDA
     facts, segment_of = judge.facts, judge.memory.segment_of
     for number, end in leave_ends(facts.absences, facts.num_forward, lag).items():
         now = leaving[number]
-        if now < end and _take(free_bytes, segment_of(now + 1), segment_of(end + 1), facts.absences[number].nbytes):
+        if now < end and take(free_bytes, segment_of(now + 1), segment_of(end + 1), facts.absences[number].nbytes):
             leaving[number] = end
 
 
-def _stay_nbytes(facts: Facts, levels: Sequence[Level], stay: Stay) -> int:
-    """Bytes on the device from a gather to its wait: on several ranks with the shard that came from the host."""
+def stay_bytes(facts: Facts, levels: Sequence[Level], stay: Stay) -> int:
+    """Return the bytes on the device from a gather to its wait; on several ranks with the shard that came from the
+    host."""
     num_buckets = len(facts.buckets)
     if stay.bucket >= num_buckets:
         return facts.absences[stay.bucket - num_buckets].nbytes
@@ -80,18 +85,23 @@ def _wait_late(
 ) -> None:
     facts, segment_of = judge.facts, judge.memory.segment_of
     for bucket, end in gradient_ends(facts, levels, lag).items():
-        gradients, spec = facts.gradients[bucket], facts.buckets[bucket]
-        grown_bytes = sum(nbytes for _, nbytes in gradients.births) if gradients else 0
-        if spec.is_packed:
-            grown_bytes = spec.flat_grad_nbytes if spec.is_sharded else 0
-        if levels[bucket].has_param_on_host and (spec.is_sharded or spec.is_packed):
-            grown_bytes += spec.reduced_nbytes
-        now = ends[bucket]
-        if now < end and _take(free_bytes, segment_of(now + 1), segment_of(end + 1), grown_bytes):
+        now, nbytes = ends[bucket], grown_bytes(facts, levels, bucket)
+        if now < end and take(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
             ends[bucket] = end
 
 
-def _take(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bool:
+def grown_bytes(facts: Facts, levels: Sequence[Level], bucket: int) -> int:
+    """Return the bytes on the device of the gradients of one bucket while they leave."""
+    gradients, spec = facts.gradients[bucket], facts.buckets[bucket]
+    nbytes = sum(size for _, size in gradients.births) if gradients else 0
+    if spec.is_packed:
+        nbytes = spec.flat_grad_nbytes if spec.is_sharded else 0
+    if levels[bucket].has_param_on_host and (spec.is_sharded or spec.is_packed):
+        nbytes += spec.reduced_nbytes
+    return nbytes
+
+
+def take(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bool:
     """Take `nbytes` in the segments from `first` to before `end`; return whether they were free."""
     if (free_bytes[first:end] < nbytes).any():
         return False

@@ -7,6 +7,11 @@ always there, its slot. Bytes and seconds by slot can be added up over layers:
 
 One step per depth is enough, with all layers recomputed to it: what a layer makes again comes from that layer, and what
 leaves is taken off after. Within a slot the highest bytes of the layer count, its repeated ops one after another.
+
+Seconds must not be more than a layer adds whatever the others do, or no path with them is a lower bound. Where two
+layers are recomputed, the second may have to make its input again too, and an op that is always there may fuse with
+less: neither counts. Layers that add what no other does, as the first and the last, are looked at alone besides: beside
+a neighbour that is recomputed too, their ops may fuse otherwise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +22,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.liveness import liveness
-from elixir_compile.analysis.recompute import Repeat, as_run, repeated_op, repeated_storage, repeats
+from elixir_compile.analysis.recompute import Repeat, as_run, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.ir import Activations, GroupId, Kind, OpId, Saving, StepGraph, StorageId
 from elixir_compile.ir.layers import layer_of
 from elixir_compile.search.absences import absences
@@ -25,6 +30,11 @@ from elixir_compile.search.modes import Layer, Mode, activations_of, deepest, sa
 from elixir_compile.search.problem import Problem
 from elixir_compile.simulate import op_seconds
 
+_Added = tuple[tuple[int, float], ...]
+"""(slot, seconds) of compute that a layer adds."""
+_MOST_ALONE, _MANY_OPS = 4, 6000
+"""So many layers are looked at alone at each depth, and one where a step has more ops than these: each takes 0.1 s for
+3,000 ops."""
 _MOVABLE = (Kind.TEMP, Kind.SAVED)
 
 
@@ -45,7 +55,7 @@ class Profile:
 
     nbytes: NDArray[np.int64]
     """On the device, by slot."""
-    added_s: tuple[tuple[int, float], ...]
+    added_s: _Added
     """(slot, seconds) of compute on top of what it takes with everything kept."""
     trips: tuple[Trip, ...]
 
@@ -87,6 +97,7 @@ class _Count:
         self._number = {layer.name: i for i, layer in enumerate(layers)}
         makes = {op.id: op.writes for op in graph.ops}
         found = repeats(graph, activations)
+        self._alone = _repeated_alone(graph, layers, depth)
         self._repeated_by = _repeated_by(layers, found, makes)
         owner = _owners(self._step, layers, self._number, activations)
         owner |= {
@@ -97,6 +108,12 @@ class _Count:
         self.nbytes = self._bytes_by_layer(len(layers), owner, len(index))
         seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
         self.added_s = self._added_s(len(layers), seconds, kept_s)
+        totals_s = [round(sum(seconds for _, seconds in own), 12) for own in self.added_s]
+        unlike = [i for i, total_s in enumerate(totals_s) if total_s > 0.0 and totals_s.count(total_s) == 1]
+        most = _MOST_ALONE if len(graph.ops) <= _MANY_OPS else 1
+        for i in (*unlike[: most - 1], *unlike[most - 1 :][-1:]) if depth is not Depth.KEPT else ():
+            alone_s = _alone_s(problem, layers[i], depth, index, kept_s)
+            self.added_s[i] = min(self.added_s[i], alone_s, key=lambda own: sum(seconds for _, seconds in own))
         self.trips = self._trips(layers, depth)
 
     def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int], num_slots: int) -> NDArray[np.int64]:
@@ -109,18 +126,28 @@ class _Count:
         starts = np.searchsorted(self._slot_of, np.arange(num_slots))
         return np.maximum.reduceat(np.cumsum(changes[:, :-1], axis=1), starts, axis=1)
 
-    def _added_s(
-        self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]
-    ) -> list[tuple[tuple[int, float], ...]]:
+    def _added_s(self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]) -> list[_Added]:
         """(slot, seconds) of what each layer's ops take more than with everything kept."""
         found: list[dict[int, float]] = [{} for _ in range(num_layers)]
+        owners = self._owner_of_ops()
         for i, op in enumerate(self._step.ops):
             more_s = seconds[i] - kept_s.get(op.id, 0.0)
-            layer = self._repeated_by.get(op.id, self._number.get(layer_of(op.module))) if more_s else None
-            if layer is not None:
-                slot = int(self._slot_of[i])
-                found[layer][slot] = found[layer].get(slot, 0.0) + more_s
+            layer = owners[i]
+            if layer is None or not more_s or (more_s > 0.0 and op.id not in self._alone[layer]):
+                continue
+            slot = int(self._slot_of[i])
+            found[layer][slot] = found[layer].get(slot, 0.0) + more_s
         return [tuple(own.items()) for own in found]
+
+    def _owner_of_ops(self) -> list[int | None]:
+        """The layer, by its number, that what each op takes more or less is due to: an op outside of all layers takes
+        less for the sake of the next layer, which it makes the input of."""
+        found: list[int | None] = []
+        owner: int | None = None
+        for op in reversed(self._step.ops):
+            owner = self._repeated_by.get(op.id, self._number.get(layer_of(op.module), owner))
+            found.append(owner)
+        return found[::-1]
 
     def _trips(self, layers: Sequence[Layer], depth: Depth) -> Mapping[GroupId, Trip]:
         """The trip of every group that could go on one at this depth."""
@@ -141,6 +168,28 @@ class _Count:
             )
             for absence in absences(self._step, self._lives, could)
         }
+
+
+def _alone_s(
+    problem: Problem, layer: Layer, depth: Depth, index: Mapping[OpId, int], kept_s: Mapping[OpId, float]
+) -> _Added:
+    """What the step takes more than with everything kept if only `layer` is recomputed to `depth`."""
+    graph = problem.graph
+    activations = activations_of([layer], [deepest(layer, depth, leaves=False)])
+    step = as_run(graph, activations)
+    seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
+    found: dict[int, float] = {}
+    for op, slot, op_s in zip(step.ops, _slots(step, index).tolist(), seconds, strict=True):
+        more_s = op_s - kept_s.get(op.id, 0.0)
+        if more_s:
+            found[slot] = found.get(slot, 0.0) + more_s
+    return tuple(found.items())
+
+
+def _repeated_alone(graph: StepGraph, layers: Sequence[Layer], depth: Depth) -> list[frozenset[OpId]]:
+    """By layer, the ops that run again where it alone is recomputed to `depth`."""
+    alone = [activations_of([layer], [deepest(layer, depth, leaves=False)]) for layer in layers]
+    return [frozenset(repeated_op(repeat.op) for repeat in found) for found in repeats_each(graph, alone)]
 
 
 def _profile(count: _Count, number: int, mode: Mode) -> Profile:

@@ -71,14 +71,25 @@ def _elixir(judge: Judge) -> Levels:
     if not gathers_first(num_ranks, paper_rates(num_ranks)):
         order = (Level.KEPT, Level.RESIDENT)
     levels = list(judge.facts.furthest_levels)
+    memory, budget_bytes = judge.memory, judge.facts.problem.budget_bytes
+    # What moves closer takes no more of the host.
+    is_exact = num_ranks > 1 and not judge.facts.streamed and judge.fits(levels, ahead=0)
+    own_bytes = memory.own_bytes()
+    live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(levels))
     for wanted in order:
         # The last layers are used last and first: their copies wait the shortest.
         for bucket in reversed(range(len(levels))):
             before = levels[bucket]
             if wanted not in judge.facts.choices[bucket] or wanted >= before:
                 continue
+            more_bytes = own_bytes[bucket, wanted] - own_bytes[bucket, before]
+            # Never more than what is there: what is too much by this count does not fit.
+            if int((live_bytes + more_bytes).max()) > budget_bytes:
+                continue
             levels[bucket] = wanted
-            if not judge.fits(levels, ahead=0):
+            if is_exact or judge.fits(levels, ahead=0):
+                live_bytes = live_bytes + more_bytes
+            else:
                 levels[bucket] = before
     return tuple(levels)
 

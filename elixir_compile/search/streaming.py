@@ -9,12 +9,14 @@ from 0 to 1.
                host     u_b2 | u_b3
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from elixir_compile.ir import Decision, Update
+from elixir_compile.ir import Decision, Lane, Update
 from elixir_compile.search.judge import Judge
+from elixir_compile.search.just_in_time import just_in_time
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.stays import Moves
@@ -22,21 +24,66 @@ from elixir_compile.units import format_s
 
 _LEAST_SHARE = 1e-3
 """Of a step: compute that waits less than this for updates has no reason to wait differently."""
+_MOST_BISECTED = 16
+"""Where more buckets than this may be streamed, a number known to be good elsewhere is where to begin."""
+
+Lower = Callable[[frozenset[int]], float]
+"""Seconds below which no step can be at the levels asked about, by the buckets that are streamed."""
 
 
-def best_moves(judge: Judge, levels: Sequence[Level], limit_s: float = math.inf) -> tuple[Moves, float]:
+def best_moves(
+    judge: Judge,
+    levels: Sequence[Level],
+    limit_s: float = math.inf,
+    *,
+    good_s: Lower | None = None,
+    near: int | None = None,
+) -> tuple[Moves, float]:
     """Return the moves of `levels`, which fit with transfers at their use, and the seconds of a step.
 
-    Steps that cannot be shorter than `limit_s` are not looked into.
+    Transfers are just in time, or as early as memory allows where that is shorter, which is not looked into where a
+    step takes no more than `good_s`. Steps that cannot be shorter than `limit_s` are not looked into either. `near` is
+    how many buckets a good answer streams.
     """
-    moves = raise_prefetch(judge, levels)
     trial = _Trial(judge, levels)
+    if not _is_any_beside(judge):
+        return _with_streams(judge, levels, trial, raise_prefetch(judge, levels), limit_s, near)
+    moves, step_s = _with_streams(judge, levels, trial, just_in_time(judge, levels), limit_s, near)
+    if good_s is not None and step_s <= good_s(moves.streamed):
+        return moves, step_s
+    early = raise_prefetch(judge, levels)._replace(streamed=moves.streamed)
+    early_s = trial.step_s(early)
+    return (early, early_s) if early_s < step_s else (moves, step_s)
+
+
+def _is_any_beside(judge: Judge) -> bool:
+    """Whether some transfer runs beside compute: else all are work for it, whenever they begin."""
+    lane_of = judge.prices.lane_of
+    return any(lane_of[lane] is not Lane.COMPUTE for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
+
+
+def _with_streams(
+    judge: Judge, levels: Sequence[Level], trial: "_Trial", moves: Moves, limit_s: float, near: int | None
+) -> tuple[Moves, float]:
+    """`moves` with the updates streamed that make the step the shortest, and its seconds."""
     step_s = trial.step_s(moves)
     stalled_s = trial.stalled_s[moves.streamed]
     if stalled_s <= _LEAST_SHARE * step_s or step_s - stalled_s >= limit_s:
         return moves, step_s
-    moves = moves._replace(streamed=_streamed(judge, levels, trial, moves))
-    return moves, trial.step_s(moves)
+    order = may_be_streamed(judge, levels, moves)
+    # One bucket streamed takes compute at least its copies, and spares it at most what it waits for.
+    if not order or judge.stream_s(order[0], levels[order[0]]) >= stalled_s:
+        return moves, step_s
+
+    @functools.cache
+    def seconds(count: int) -> float:
+        return trial.step_s(moves._replace(streamed=moves.streamed.union(order[:count])))
+
+    if near is None or len(order) <= _MOST_BISECTED:
+        count = _bisected(seconds, len(order))
+    else:
+        count = _climbed(seconds, len(order), near)
+    return moves._replace(streamed=moves.streamed.union(order[:count])), seconds(count)
 
 
 @dataclass(slots=True)
@@ -55,27 +102,36 @@ class _Trial:
         return played.step_s
 
 
-def _streamed(judge: Judge, levels: Sequence[Level], trial: _Trial, moves: Moves) -> frozenset[int]:
-    """The share that gives the shortest step: more is shorter while the host is behind, and longer from then on."""
-    order = _may_be_streamed(judge, levels, moves)
-    # One bucket streamed takes compute at least its copies, and spares it at most what it waits for.
-    if not order or judge.stream_s(order[0], levels[order[0]]) >= trial.stalled_s[moves.streamed]:
-        return moves.streamed
-    least, most = 0, len(order)
+def _bisected(seconds: Callable[[int], float], most: int) -> int:
+    """The number of streams, of `most`, with the shortest step: more is shorter while the host is behind, and longer
+    from then on."""
+    least = 0
     while least < most:
         middle = (least + most) // 2
-        fewer_s, more_s = (
-            trial.step_s(moves._replace(streamed=moves.streamed.union(order[:count]))) for count in (middle, middle + 1)
-        )
-        if more_s < fewer_s:
+        if seconds(middle + 1) < seconds(middle):
             least = middle + 1
         else:
             most = middle
-    return moves.streamed.union(order[:least])
+    return least
 
 
-def _may_be_streamed(judge: Judge, levels: Sequence[Level], moves: Moves) -> list[int]:
-    """Buckets that the host updates and the device has room for, the first needed first."""
+def _climbed(seconds: Callable[[int], float], most: int, near: int) -> int:
+    """The same, in steps from `near` that double as long as the step becomes shorter, and then halve."""
+    at = min(near, most)
+    for way in (1, -1):
+        width = 1
+        while 0 <= at + way * width <= most and seconds(at + way * width) < seconds(at):
+            at += way * width
+            width *= 2
+        while width > 1:
+            width //= 2
+            if 0 <= at + way * width <= most and seconds(at + way * width) < seconds(at):
+                at += way * width
+    return at
+
+
+def may_be_streamed(judge: Judge, levels: Sequence[Level], moves: Moves) -> list[int]:
+    """Return the buckets that the host updates and the device has room for, the first needed first."""
     facts, memory = judge.facts, judge.memory
     kept = moves._replace(streamed=frozenset())
     in_update = memory.live_bytes(levels, kept)[memory.segment_of(facts.num_run) :]
@@ -104,7 +160,7 @@ def update_decisions(judge: Judge, levels: Sequence[Level], moves: Moves, hidden
     if moves.streamed - facts.streamed:
         other_s = judge.step_s(levels, moves._replace(streamed=facts.streamed))
         rejected.append(f"x = 0: {format_s(other_s - step_s)} longer")
-    more = [i for i in _may_be_streamed(judge, levels, moves) if i not in moves.streamed]
+    more = [i for i in may_be_streamed(judge, levels, moves) if i not in moves.streamed]
     if more:
         other_s = judge.step_s(levels, moves._replace(streamed=moves.streamed | {more[0]}))
         rejected.append(f"{facts.buckets[more[0]].id} streamed too: {format_s(max(other_s - step_s, 0.0))} longer")

@@ -43,12 +43,13 @@ class Box:
 
 FORM = Form(what="box", version=3, error=ProfileFileError)
 BOX = Box(id=BoxId("a"), colour=Colour.RED, counts={"x": 1}, pair=(1, True), lid=Lid(width_s=1.5))
+INTEGERS = st.integers(1 - 2**63, 2**63 - 1)
 BOXES = st.builds(
     Box,
     id=st.text(),
     colour=st.sampled_from(Colour),
-    counts=st.dictionaries(st.text(), st.integers()),
-    pair=st.tuples(st.integers(), st.booleans()),
+    counts=st.dictionaries(st.text(), INTEGERS),
+    pair=st.tuples(INTEGERS, st.booleans()),
     lid=st.none() | st.builds(Lid, width_s=st.floats(0, 9), names=st.lists(st.text()).map(tuple)),
 )
 

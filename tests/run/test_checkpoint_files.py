@@ -22,7 +22,8 @@ import elixir_compile as elixir
 from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint import sums
 from elixir_compile.checkpoint.dcp import finish, write
-from elixir_compile.checkpoint.manifest import read_manifest, write_manifest, write_text
+from elixir_compile.checkpoint.manifest import Manifest, read_manifest, write_manifest, write_text
+from elixir_compile.checkpoint.opened import open_checkpoint
 from elixir_compile.checkpoint.sums import BLOCK_BYTES, BlockSums
 from elixir_compile.checkpoint.values import Deferred
 from tests.run.checkpointing import Training, eager, everything, other
@@ -62,7 +63,7 @@ def assert_refused(path: Path, target: Training, file: str) -> str:
 
 
 def test_the_folder_holds_what_the_manifest_lists(checkpoint: Path) -> None:
-    manifest = read_manifest(checkpoint)
+    manifest = manifest_of(checkpoint)
     assert manifest.step == 2
     assert sorted(["manifest.json", *manifest.files]) == FILES
     assert sorted(str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()) == FILES
@@ -127,12 +128,22 @@ def test_a_pickle_that_runs_code_does_not(copied: Path, target: Training, tmp_pa
     assert not (tmp_path / "attacked").exists()
 
 
+def manifest_of(path: Path) -> Manifest:
+    with open_checkpoint(path) as folder:
+        return read_manifest(folder)
+
+
+def damage_of(path: Path, record: sums.FileRecord) -> tuple[int, str] | None:
+    with path.open("rb") as file:
+        return sums.first_damage(file, record)
+
+
 def rewritten(path: Path, name: str, content: bytes) -> None:
     """Put `content` into a file of a checkpoint, as somebody would who also mends the manifest."""
     (path / name).write_bytes(content)
     summed = BlockSums()
     summed.add(memoryview(content))
-    manifest = read_manifest(path)
+    manifest = manifest_of(path)
     manifest.files[name] = summed.record()
     write_manifest(path, manifest)
 
@@ -154,9 +165,9 @@ def test_damage_behind_the_first_block_is_found(tmp_path: Path) -> None:
     content = "a" * (BLOCK_BYTES + 5)
     record = write_text(tmp_path / "file", content)
     assert len(record.crc32s) == 2
-    assert sums.first_damage(tmp_path / "file", record) is None
+    assert damage_of(tmp_path / "file", record) is None
     (tmp_path / "file").write_text(content[:-1] + "b")
-    assert sums.first_damage(tmp_path / "file", record) == (
+    assert damage_of(tmp_path / "file", record) == (
         BLOCK_BYTES, f"is damaged between bytes {BLOCK_BYTES} and {BLOCK_BYTES + 5}",
     )  # fmt: skip
 

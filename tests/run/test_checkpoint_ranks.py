@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import elixir_compile as elixir
 from elixir_compile.checkpoint import dcp
+from elixir_compile.checkpoint.opened import open_checkpoint
 from elixir_compile.cli.main import app
 from elixir_compile.ops.shards import full, is_sharded, is_shared, own_part
 from elixir_compile.options import ParamDtype
@@ -213,7 +214,7 @@ def test_the_same_ranks_go_on_bitwise_and_others_alike(saved: tuple[Path, list[A
         losses = [own[ranks] for own in more if ranks in own]
         np.testing.assert_allclose(np.mean(losses, axis=0), expected, rtol=1e-6, err_msg=ranks)
     for name in ("four", "square"):
-        metadata = dcp.Reader(tmp_path / name / "tensors").metadata
+        metadata = metadata_of(tmp_path / name)
         assert_written_once(metadata)
         # Copies share the work.
         assert all(any(index.fqn.startswith("optimizer") for index in of_rank(metadata, rank)) for rank in range(4))
@@ -221,7 +222,7 @@ def test_the_same_ranks_go_on_bitwise_and_others_alike(saved: tuple[Path, list[A
 
 def test_each_rank_writes_its_parts_once(saved: tuple[Path, list[Any]]) -> None:
     folder, found = saved
-    metadata = dcp.Reader(folder / "run" / "tensors").metadata
+    metadata = metadata_of(folder / "run")
     assert_written_once(metadata)
     tensors = metadata.state_dict_metadata
     assert [len(tensors[f"model.{name}"].chunks) for name in ("embedding.weight", "steps.0.bias", "scale")] == [2, 1, 1]
@@ -230,6 +231,11 @@ def test_each_rank_writes_its_parts_once(saved: tuple[Path, list[Any]]) -> None:
     model_bytes = sum(param.nbytes for param in Tied().parameters())
     # Parameters and two moments, once, and random states.
     assert 3 * model_bytes < sum(own["bytes"] for own in found) < 3 * model_bytes + 20_000
+
+
+def metadata_of(path: Path) -> Metadata:
+    with open_checkpoint(path) as folder:
+        return dcp.Reader(folder, "tensors").metadata
 
 
 def assert_written_once(metadata: Metadata) -> None:

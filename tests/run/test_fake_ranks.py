@@ -30,3 +30,28 @@ def test_a_model_is_planned_for_256_ranks() -> None:
     # 4 rows of 512 floats and 2 of 1024, and of the biases 4 and 2 elements: 256 copies of 2 KiB are too many.
     assert numbers[0] == 256
     assert numbers[1] == numbers[2] == 4 * (4 * 512 + 2 * 1024 + 4 + 2)
+
+
+_WRITES = """
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import elixir_compile as elixir
+
+distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = nn.Sequential(nn.Embedding(64, 64, max_norm=1.0), nn.Linear(64, 64))
+elixir.prepare(model, mesh=init_device_mesh("cpu", (2,)))
+compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "report": False})
+try:
+    compiled(torch.arange(4))
+except elixir.UnsupportedModel as error:
+    print(error)
+"""
+
+
+def test_several_ranks_refuse_a_forward_that_writes_a_parameter() -> None:
+    ran = subprocess.run([sys.executable, "-c", _WRITES], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "0.weight is not supported: the forward writes it (embedding), and several ranks share it" in ran.stdout

@@ -1,6 +1,7 @@
 """The host kernel is built once for each machine, by many ranks at once, and its absence is said once."""
 
 import os
+import stat
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ import torch
 
 from elixir_compile.errors import ElixirWarning
 from elixir_compile.optim.host import accumulate, build
-from elixir_compile.optim.host.build import built_kernel
+from elixir_compile.optim.host.build import loaded_kernel
 from elixir_compile.optim.host.kernel import _kernel, kernel
 
 
@@ -20,42 +21,50 @@ from elixir_compile.optim.host.kernel import _kernel, kernel
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path))
     _kernel.cache_clear()
+    build._warn_once.cache_clear()
     yield tmp_path
     _kernel.cache_clear()
 
 
-def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = built_kernel()
+def libraries(cache: Path) -> list[Path]:
+    """What is in the folder of compiled libraries."""
+    return sorted((cache / "host").iterdir())
+
+
+def test_it_is_built_once(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    first = loaded_kernel()
     assert kernel() is kernel()
-    monkeypatch.setattr(build, "_compile", lambda command, path: pytest.fail("built again"))
-    assert built_kernel() == first
-    assert list(first.parent.iterdir()) == [first]
+    (file,) = libraries(empty_cache)
+    monkeypatch.setattr(build, "_compiled", lambda command, source: pytest.fail("built again"))
+    assert loaded_kernel()._handle == first._handle
+    assert libraries(empty_cache) == [file]
+    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o600, 0o700)
 
 
 def test_what_makes_other_code_makes_another_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    names = {built_kernel()}
+    loaded_kernel()
     with monkeypatch.context() as patch:
         patch.setenv("CC", "cc -O1")
-        names.add(built_kernel())
+        loaded_kernel()
     with monkeypatch.context() as patch:
         patch.setattr(build, "_cpu", lambda: b"another")
-        names.add(built_kernel())
+        loaded_kernel()
     edited = tmp_path / "kernel.c"
     edited.write_text(build.SOURCE.read_text(encoding="utf-8") + "\n", encoding="utf-8")
     monkeypatch.setattr(build, "SOURCE", edited)
-    names.add(built_kernel())
-    assert len(names) == 4
+    loaded_kernel()
+    assert len(libraries(tmp_path)) == 4
 
 
 def test_many_processes_build_at_once(empty_cache: Path) -> None:
     """Each loads and calls what it got; none leaves a part of a file. `build.py` alone, for its package loads torch."""
     code = (
-        "import ctypes, importlib.util, sys\n"
+        "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('build', {build.__file__!r})\n"
         "build = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(build)\n"
         "sys.stdin.readline()\n"
-        "assert 'torch' not in sys.modules and ctypes.CDLL(str(build.built_kernel())).mixed_adamw\n"
+        "assert 'torch' not in sys.modules and build.loaded_kernel().mixed_adamw\n"
     )
     command = [sys.executable, "-W", "error", "-c", code]
     ranks = [subprocess.Popen(command, stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]) for _ in range(4)]
@@ -108,12 +117,16 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "the cache cannot be written" in warned()
 
 
-def test_a_damaged_file_is_built_again() -> None:
-    path = built_kernel()
+def test_a_damaged_file_is_built_again(empty_cache: Path) -> None:
+    loaded_kernel()
+    (path,) = libraries(empty_cache)
     whole = path.stat().st_size
     for size in (1000, 0):
-        os.truncate(path, size)
-        assert built_kernel() == path
+        damaged = path.with_suffix(".damaged")
+        damaged.write_bytes(path.read_bytes()[:size])
+        damaged.replace(path)  # and not in place, where the library is loaded
+        loaded_kernel()
+        assert libraries(empty_cache) == [path]
         assert path.stat().st_size == whole
     assert kernel() is not None
 

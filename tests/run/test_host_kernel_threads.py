@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.ir import Update
+from elixir_compile.measure.machine import allowed_cores, num_usable_cores
+from elixir_compile.measure.machine import cores as machine_cores
 from elixir_compile.optim import hybrid
 from elixir_compile.optim.host import Crew, crew_for, mixed_adamw
-from elixir_compile.optim.host.threads import GRAIN, allowed_cores, cores_of_node, num_host_threads, parts
+from elixir_compile.optim.host.threads import GRAIN, cores_of_node, num_host_threads, parts
 from elixir_compile.optim.rule import AdamWRule
 from elixir_compile.runtime.updates import UpdateLine
 from tests.run.updating import hybrid_run, ladder, rows
@@ -63,13 +65,30 @@ def test_it_is_said_once_how_many(caplog: pytest.LogCaptureFixture, monkeypatch:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     crew_for.cache_clear()
-    num_cores = len(allowed_cores())
+    num_cores = num_usable_cores()
     with caplog.at_level(logging.INFO, "elixir_compile"):
         crew = crew_for()
         assert crew_for() is crew
     assert crew.num_threads == max(num_cores - 1, 1)
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"{crew.num_threads} threads of {num_cores} cores for 1 local ranks" in line
+    crew_for.cache_clear()
+
+
+def test_a_crew_keeps_to_the_quota(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    memberships = tmp_path / "cgroup"
+    memberships.write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("450000 100000\n")
+    monkeypatch.setattr(machine_cores, "MEMBERSHIPS", memberships)
+    monkeypatch.setattr(machine_cores, "GROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    crew_for.cache_clear()
+    with caplog.at_level(logging.INFO, "elixir_compile"):
+        assert crew_for().num_threads == 3
+    assert "3 threads of 4 cores (a CPU quota: there are 64) for 1 local ranks" in caplog.text
     crew_for.cache_clear()
 
 

@@ -87,12 +87,27 @@ def test_a_second_start_measures_nothing(clock: list[str], caplog: pytest.LogCap
 def test_a_broken_file_is_measured_again(clock: list[str], empty_cache: Path) -> None:
     first = profiled(seeded(Stack), vectors(1)[0])
     num_run = len(clock)
-    (broken, other, *_) = empty_cache.iterdir()
-    broken.write_text('{"run_s": 0.1')
-    other.write_text('{"seconds": 1}')
-    again = profiled(seeded(Stack), vectors(1)[0])
-    assert len(clock) == num_run + 2
-    assert again.profile.regions == first.profile.regions
+    texts = [
+        '{"run_s": 0.1',
+        '{"seconds": 1}',
+        "[" * 100_000,
+        '{"run_s": 1e400, "peak_bytes": null}',
+        f'{{"run_s": {10**400}, "peak_bytes": 1}}',
+        '{"run_s": true, "peak_bytes": null}',
+        f'{{"run_s": 0.1, "peak_bytes": {10**400}}}',
+        '{"run_s": 0.1, "peak_bytes": "1"}',
+    ]
+    # What is no whole text of a region, and what no region takes; a few at a time, as the model has few regions.
+    files = sorted(empty_cache.iterdir())
+    for start in range(0, len(texts), len(files)):
+        spoilt = list(zip(files, texts[start:], strict=False))
+        for path, text in spoilt:
+            path.write_text(text)
+        before = len(clock)
+        again = profiled(seeded(Stack), vectors(1)[0])
+        assert len(clock) == before + len(spoilt)
+        assert again.profile.regions == first.profile.regions
+    assert len(clock) == num_run + len(texts)
 
 
 def test_behind_the_time_limit_the_rest_keeps_its_price(clock: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

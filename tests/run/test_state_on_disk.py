@@ -134,7 +134,7 @@ def test_the_planner_sends_to_disk_what_the_host_cannot_hold(tmp_path: Path) -> 
     plan = elixir.compilations(run.model)[0].plan
     assert plan.prediction.host_peak_bytes <= 3 * parameters
     save_plan(plan, tmp_path / "plan.json")
-    with pytest.raises(InvalidOption, match=r"disk_path.* keeps the optimizer state of b\d"):
+    with disk_staging(0), pytest.raises(InvalidOption, match=r"disk_path.* keeps the optimizer state of b\d"):
         by_elixir(model, plan=tmp_path / "plan.json").train(batches[:1])
 
 

@@ -1,6 +1,5 @@
 """Rates and sizes -> the `Cluster` that this process, or its process group, runs on."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,6 +8,7 @@ from torch import distributed
 
 from elixir_compile.hardware import Cluster, Link, Node, profile_for
 from elixir_compile.measure.machine.collectives import measure_collectives
+from elixir_compile.measure.machine.cores import num_usable_cores
 from elixir_compile.measure.machine.rounds import Progress, measure_rates
 from elixir_compile.measure.machine.sizes import memory_sizes_bytes, num_local_ranks, pinned_limit_bytes
 
@@ -78,7 +78,7 @@ def _node(device: torch.device, rates: Mapping[str, float], num_local: int, sour
     host = replace(
         rough.host,
         pinned_bytes=pinned_limit_bytes(device),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_usable_cores(),
         memory_bytes_per_s=_rounded(num_local * rates["dram_bytes_per_s"]),
         update_elements_per_s=_rounded(num_local * rates["update.host"]),
         busy_update_elements_per_s=_rounded(num_local * min(rates["update.busy_host"], rates["update.host"])),

@@ -9,11 +9,9 @@ import torch
 from torch import distributed
 
 from elixir_compile.errors import ElixirWarning
+from elixir_compile.measure.machine.groups import GROUPS, MEMBERSHIPS, group_folders, text_of
 from elixir_compile.runtime.slab import Slab
 from elixir_compile.units import GIB, MIB
-
-_MEMBERSHIPS = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 def num_local_ranks(unknown: int | None = None) -> int:
@@ -36,7 +34,7 @@ def memory_sizes_bytes(device: torch.device) -> tuple[int, int]:
 def host_memory_bytes() -> int:
     """Return the bytes of the host that this process may use: a control group may allow less than there is."""
     total_bytes = psutil.virtual_memory().total
-    limit_bytes = group_limit_bytes(_MEMBERSHIPS, _GROUPS)
+    limit_bytes = group_limit_bytes(MEMBERSHIPS, GROUPS)
     return total_bytes if limit_bytes is None else min(total_bytes, limit_bytes)
 
 
@@ -52,25 +50,12 @@ def available_host_bytes() -> int:
 def group_limit_bytes(memberships: Path, groups: Path) -> int | None:
     """Return the smallest memory limit of this process's control groups and their parents, or None without one.
 
-    `memberships` has the form of `/proc/self/cgroup`, `groups` of `/sys/fs/cgroup`, version 1 or 2.
+    See `group_folders` for the arguments.
     """
-    if not memberships.exists():
-        return None
-    limits: list[int] = []
-    for line in memberships.read_text(encoding="utf-8").splitlines():
-        _, controllers, own = line.split(":", 2)
-        if controllers == "":
-            root, name = groups, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = groups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = root / own.lstrip("/")
-        # Inside a container the path may be the host's; then only the root's file exists.
-        files = [place / name for place in (folder, *folder.parents) if place.is_relative_to(root)]
-        texts = [file.read_text(encoding="utf-8").strip() for file in files if file.exists()]
-        limits.extend(int(text) for text in texts if text.isdecimal())
-    return min(limits, default=None)
+    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    found = group_folders(memberships, groups, "memory")
+    texts = [text_of(folder / names[version]) for folder, version in found]
+    return min((int(text) for text in texts if text.isdecimal()), default=None)
 
 
 def pinned_limit_bytes(device: torch.device) -> int:

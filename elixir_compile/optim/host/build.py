@@ -3,9 +3,11 @@
     $CC | cc | gcc | clang  +  kernel.c  ->  <cache>/host/<hash of source, command, compiler version, CPU>.so
 
 The CPU is in the name because clusters are mixed and share home folders (DeepSpeed #5677: built on one node type, run
-on another). Compiling took 0.3 s.
+on another). Compiling took 0.3 s. What is in the cache is run, so it counts only if nobody else could have written it.
 """
 
+import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -13,10 +15,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from elixir_compile.cache_dir import cache_dir
+from elixir_compile.errors import ElixirWarning
+from elixir_compile.own_folder import OwnFolder, WrittenByOthersError, own_folder, private_folder
 
 SOURCE = Path(__file__).with_name("kernel.c")
 _FLAGS = (
@@ -37,29 +42,36 @@ class BuildError(Exception):
     """Why there is no compiled kernel; whoever asks for one warns and goes on without."""
 
 
-def built_kernel() -> Path:
-    """Return the path of the compiled kernel, compiled now if the cache has none for this compiler and CPU.
+def loaded_kernel() -> ctypes.CDLL:
+    """Return the host kernel, compiled now if the cache has none for this compiler and CPU.
 
     Raises BuildError without a working compiler or a cache that can be written.
     """
-    return built(SOURCE.read_text(encoding="utf-8"))
+    return loaded(SOURCE.read_text(encoding="utf-8"))
 
 
-def built(source: str) -> Path:
-    """Return the path of what the C text `source` compiles to, with the same flags and from the same cache.
+def loaded(source: str) -> ctypes.CDLL:
+    """Return the library that the C text `source` compiles to, with the same flags and from the same cache.
 
-    Raises BuildError as above.
+    If others than this user and root could have written the cache, it is compiled for this process alone, with a
+    warning. Raises BuildError as above.
     """
     command = build_command()
-    path = cache_dir() / "host" / f"{_key(command, source)}.so"
-    if not _is_whole(path):
-        try:
-            _compile(command, source, path)
-        except OSError as error:
-            raise BuildError(
-                f"the cache cannot be written ({error}); set ELIXIR_CACHE_DIR to a folder that can"
-            ) from None
-    return path
+    name = f"{_key(command, source)}.so"
+    path = cache_dir() / "host"
+    try:
+        with own_folder(path) as folder:
+            if not _holds(folder, name):
+                folder.write(name, _compiled(command, source))
+            return _loaded(folder, name)
+    except WrittenByOthersError as error:
+        _warn_once(f"{error}. The host kernel is not loaded from there but compiled anew by each process")
+    except OSError as error:
+        raise BuildError(f"the cache cannot be written ({error}); set ELIXIR_CACHE_DIR to a folder that can") from None
+    content = _compiled(command, source)
+    with private_folder() as folder:
+        folder.write(name, content)
+        return _loaded(folder, name)
 
 
 def build_command() -> list[str]:
@@ -102,31 +114,43 @@ def _cpu() -> bytes:
     return "\n".join([platform.machine(), platform.processor(), *found]).encode()
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether the file is there and ends in the hash of what is before.
+def _holds(folder: OwnFolder, name: str) -> bool:
+    """Return whether the file `name` is there and ends in the hash of what is before.
 
     Loading a library that a full disk cut short is no exception, it kills the process.
     """
     try:
-        held = path.read_bytes()
-    except OSError:
+        held = folder.read(name)
+    except WrittenByOthersError as error:
+        _warn_once(f"{error}. It is not loaded but compiled and written again")
         return False
-    return hashlib.sha256(held[:-_HASH_BYTES]).digest() == held[-_HASH_BYTES:]
+    return held is not None and hashlib.sha256(held[:-_HASH_BYTES]).digest() == held[-_HASH_BYTES:]
 
 
-def _compile(command: Sequence[str], source: str, path: Path) -> None:
-    """Write the library to `path`, whole or not at all: the ranks of one machine build it at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(descriptor)
+def _loaded(folder: OwnFolder, name: str) -> ctypes.CDLL:
     try:
-        _run([*command, "-o", part, "-x", "c", "-", "-lm"], source)
-        # What follows the last section of a library is never loaded.
-        with open(part, "r+b") as file:
-            file.write(hashlib.sha256(file.read()).digest())
-        os.replace(part, path)
-    finally:
-        Path(part).unlink(missing_ok=True)
+        return ctypes.CDLL(folder.path_of(name))
+    except OSError as error:
+        raise BuildError(f"what the C compiler makes does not load: {error}") from None
+
+
+@functools.cache
+def _warn_once(said: str) -> None:
+    fix = "Let nobody else write there (`chmod go-w`), or set ELIXIR_CACHE_DIR to a folder of your own."
+    warnings.warn(f"{said}. {fix}", ElixirWarning, stacklevel=6)
+
+
+def _compiled(command: Sequence[str], source: str) -> bytes:
+    """Return the library and its hash, compiled in a folder that nobody else can enter."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="elixir-") as folder:
+            path = Path(folder) / "library.so"
+            _run([*command, "-o", str(path), "-x", "c", "-", "-lm"], source)
+            library = path.read_bytes()
+    except OSError as error:
+        raise BuildError(f"there is no folder for temporary files: {error}") from None
+    # What follows the last section of a library is never loaded.
+    return library + hashlib.sha256(library).digest()
 
 
 def _run(command: Sequence[str], given: str = "") -> str:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from elixir_compile.errors import ElixirWarning
-from elixir_compile.optim.host.build import BuildError, built_kernel
+from elixir_compile.optim.host.build import BuildError, loaded_kernel
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """What `kernel.c` calls the dtype of a gradient or a parameter."""
@@ -57,7 +57,7 @@ def kernel() -> ctypes.CDLL | None:
 @cache
 def _kernel() -> ctypes.CDLL | None:
     try:
-        return _typed(_loaded())
+        return _typed(loaded_kernel())
     except BuildError as error:
         warnings.warn(
             f"no host kernel: {error}. Host updates of 16-bit parameters use torch's own ops: same results but for "
@@ -66,13 +66,6 @@ def _kernel() -> ctypes.CDLL | None:
             stacklevel=4,
         )
         return None
-
-
-def _loaded() -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(built_kernel()))
-    except OSError as error:
-        raise BuildError(f"what the C compiler makes does not load: {error}") from None
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:

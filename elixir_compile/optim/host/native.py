@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.optim.host.build import BuildError, built
+from elixir_compile.optim.host.build import BuildError, loaded
 from elixir_compile.optim.host.emit import HEAD, function_text
 from elixir_compile.optim.host.formula import BY_MKL, FORMULAS, Formula, is_same, samples
 from elixir_compile.optim.host.tape import Form, Operand, TapeError
@@ -80,8 +80,8 @@ def _mkl_root() -> int | None:
 
 def _loaded(functions: str, names: Sequence[str]) -> Mapping[str, Pass]:
     try:
-        library = ctypes.CDLL(str(built(HEAD + functions)))
-    except (BuildError, OSError) as error:
+        library = loaded(HEAD + functions)
+    except BuildError as error:
         raise TapeError(f"there is no compiled pass: {error}") from None
     return {name: _typed(library[name]) for name in names}
 

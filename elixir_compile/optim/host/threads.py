@@ -2,6 +2,7 @@
 
     cores this process may use / ranks on this machine - 1 for the thread that launches kernels, at least 1
 
+An affinity mask counts, and so does the CPU quota of a container.
 `OMP_NUM_THREADS` does not count: torchrun sets it to 1. On a machine with several memory nodes the threads are bound to
 the cores beside the device, and so is the worker that updates beside the step, with the OpenMP threads that it starts;
 the caller's own threads stay as they are.
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elixir_compile.measure.machine import num_local_ranks
+from elixir_compile.measure.machine import allowed_cores, num_local_ranks, num_usable_cores
 
 log = logging.getLogger("elixir_compile")
 T = TypeVar("T")
@@ -113,11 +114,13 @@ def crew_for(device: torch.device | None = None) -> Crew:
     cores = allowed_cores()
     beside = cores & cores_beside(device) if device is not None and device.type == "cuda" else frozenset()
     num_ranks = num_local_ranks()
-    num_threads = num_host_threads(len(cores), num_ranks, len(beside) or len(cores))
+    num_cores = num_usable_cores()
+    num_threads = num_host_threads(num_cores, num_ranks, len(beside) or num_cores)
     log.info(
-        "host updates: %d threads of %d cores for %d local ranks%s, whatever OMP_NUM_THREADS says",
+        "host updates: %d threads of %d cores%s for %d local ranks%s, whatever OMP_NUM_THREADS says",
         num_threads,
-        len(cores),
+        num_cores,
+        f" (a CPU quota: there are {len(cores)})" if num_cores < len(cores) else "",
         num_ranks,
         f", on the {len(beside)} cores beside {device}" if beside else "",
     )
@@ -148,13 +151,6 @@ def at_least_threads(num_threads: int) -> Iterator[None]:
 def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:
     """Return the threads of one rank: its share of the cores less one, at least 1 and at most `most`."""
     return max(min(num_cores // num_ranks - 1, most), 1)
-
-
-def allowed_cores() -> frozenset[int]:
-    """Return the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(os.getpid()))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def cores_beside(device: torch.device) -> frozenset[int]:

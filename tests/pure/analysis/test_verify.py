@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.analysis import plan_timeline, verify, with_peaks
 from elixir_compile.errors import IllegalSchedule, PlanMismatch
-from elixir_compile.ir import Action, Bucket, Plan, Schedule, StepGraph, Tier, Verb, parse_plan
+from elixir_compile.ir import Action, Bucket, BucketId, Plan, Schedule, StepGraph, Tier, Verb, grad_of, parse_plan
 from elixir_compile.ir.kinds import Kind
 from tests.pure.plans import bucket_of, claim_peak, make_plan, planned_graphs
 from tests.pure.strategies import Layer, chain
@@ -209,6 +209,22 @@ def without_region(at: int) -> Plan:
     return dataclasses.replace(PLAN, regions=PLAN.regions[:at] + PLAN.regions[at + 1 :])
 
 
+def without_bucket(at: int) -> Plan:
+    buckets, placements = PLAN.buckets, PLAN.placements
+    return dataclasses.replace(
+        PLAN, buckets=buckets[:at] + buckets[at + 1 :], placements=placements[:at] + placements[at + 1 :]
+    )
+
+
+def with_gradient_name() -> Plan:
+    """Return the plan with bucket 1 called what actions call the gradient of bucket 0."""
+    name = grad_of(PLAN.buckets[0].id)
+    buckets, placements = list(PLAN.buckets), list(PLAN.placements)
+    buckets[1] = dataclasses.replace(buckets[1], id=BucketId(name))
+    placements[1] = dataclasses.replace(placements[1], bucket=BucketId(name))
+    return dataclasses.replace(PLAN, buckets=tuple(buckets), placements=tuple(placements))
+
+
 def with_bucket_twice() -> Plan:
     return dataclasses.replace(
         PLAN, buckets=(*PLAN.buckets, PLAN.buckets[0]), placements=(*PLAN.placements, PLAN.placements[0])
@@ -230,9 +246,14 @@ def with_prediction(**changes: Any) -> Plan:
         (with_bucket(1, nbytes=41), "b1 claims 41 bytes, but its parameters have 40", "b1"),
         (with_bucket(1, shard_numels=(5, 5)), r"b1 has 10 elements in shards of 5 5 for 1 ranks", "b1"),
         (with_bucket(1, shard_numels=(9,)), r"b1 has 10 elements in shards of 9 for 1 ranks", "b1"),
+        (with_bucket(1, shard_numels=(11,)), r"b1 has 10 elements in shards of 11 for 1 ranks", "b1"),
+        (with_bucket(1, numel=9, shard_numels=(9,)), "b1 claims 9 elements, but 40 bytes of float32 are", "b1"),
+        (without_bucket(3), r"a parameter of the graph, is in no bucket", "b2"),
+        (with_gradient_name(), "b0.grad has the name that actions have for the gradient of another", "b0.grad"),
         (with_bucket(1, trainable=False, state_nbytes=0), "b1 is frozen, but the graph writes a gradient", "b1"),
         (with_placement(0, optim=Tier.DEVICE), "parameters on the host and optimizer state on the device", "b0"),
         (with_placement(0, optim=Tier.DISK, streamed=True), "b0 streams its optimizer state from the disk", "b0"),
+        (with_placement(3, streamed=True), "b3 streams its optimizer state, but has none", "b3"),
         (with_placement(0, param=Tier.DISK), "parameters on the disk and optimizer state on the host", "b0"),
         (with_placement(0, param=Tier.DISK, optim=Tier.DISK), "which no program can do", "b0"),
         (with_placement(1, resident=False), "b1 lives on the device, but is not resident", "b1"),
@@ -257,6 +278,12 @@ def with_prediction(**changes: Any) -> Plan:
         (with_region(3, buckets=("b1",)), r"fwd\.3 claims to read b1; its ops read nothing", "fwd.3"),
         (dataclasses.replace(PLAN, budget_bytes=303), "is 304 bytes, 1 B above the budget of 303", "format"),
         (with_prediction(device_peak_bytes=303), "claims a peak of 303 bytes at bwd.mm_14; it is 304", "peak"),
+        (with_prediction(host_peak_bytes=1), "claims 1 bytes on the host; it is ", "peak"),
+        (
+            dataclasses.replace(PLAN, formula="300*s0", symbols=(("s0", 1),)),
+            "claims a peak of 304 bytes, but its formula has 300",
+            "peak",
+        ),
         (with_prediction(device_peak_at="fwd.mm_0"), "claims a peak of 304 bytes at fwd.mm_0; it is 304 at", "peak"),
         (with_prediction(device_peak_at="nowhere"), "claims a peak of 304 bytes at nowhere; it is 304 at", "peak"),
     ],
@@ -283,13 +310,46 @@ def test_every_rank_is_checked() -> None:
         schedules = (whole.schedules[0], Schedule(rank=1, actions=actions))
         plan = dataclasses.replace(whole, buckets=buckets, schedules=(schedules[0],))
         peak = plan_timeline(GRAPH, plan).peak
-        claim = dataclasses.replace(plan.prediction, device_peak_bytes=peak.nbytes, device_peak_at=peak.op)
+        claim = dataclasses.replace(
+            plan.prediction,
+            device_peak_bytes=peak.nbytes,
+            device_peak_at=peak.op,
+            host_peak_bytes=plan_timeline(GRAPH, plan).host_bytes,
+        )
         plan = dataclasses.replace(plan, schedules=schedules, prediction=claim, budget_bytes=peak.nbytes)
         if actions == good:
             verify(GRAPH, plan)
         else:
             with pytest.raises(IllegalSchedule, match=r"(?s)b0 is waited for.*schedule rank 1"):
                 verify(GRAPH, plan)
+
+
+@pytest.mark.parametrize("at", range(len(PLAN.schedules[0].actions)))
+def test_no_action_may_be_of_another_micro_batch(at: int) -> None:
+    """Nothing runs micro-batches: `run fwd.0 @3` would run as `@0`."""
+    actions = list(PLAN.schedules[0].actions)
+    actions[at] = dataclasses.replace(actions[at], micro_batch=3)
+    plan = dataclasses.replace(PLAN, schedules=(Schedule(rank=0, actions=tuple(actions)),))
+    with pytest.raises(IllegalSchedule, match="is of micro-batch 3; a step has one micro-batch, @0") as caught:
+        verify(GRAPH, parse_plan(str(plan)))
+    marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
+    assert [line.split()[:2] for line in marked] == [[actions[at].verb, actions[at].what]]
+    assert "@3" in marked[0]
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_ranks_with_programs_of_their_own_are_refused(cut: int) -> None:
+    """All ranks run the program of rank 0, so one that says something else would not be obeyed."""
+    whole = make_plan(GRAPH, BUCKETS, ["device"] * len(BUCKETS))
+    good = whole.schedules[0].actions
+    assert [action.verb for action in good[-2:]] == [Verb.UPDATE, Verb.UPDATE]
+    other = (*good[:-2], good[-1], good[-2]) if cut == 0 else good[:1]
+    buckets = tuple(dataclasses.replace(bucket, shard_numels=(bucket.numel,) * 2) for bucket in whole.buckets)
+    schedules = (whole.schedules[0], Schedule(rank=1, actions=other))
+    plan = claim_peak(GRAPH, dataclasses.replace(whole, buckets=buckets, schedules=schedules))
+    sentence = "Rank 1 does something else than rank 0" if cut == 0 else "is never run"
+    with pytest.raises(IllegalSchedule, match=sentence):
+        verify(GRAPH, plan)
 
 
 def test_a_plan_of_another_graph_is_a_mismatch() -> None:

@@ -1,0 +1,103 @@
+"""A warning about optimizer state that no plan places, beside parameters on the host, if the device is a CPU.
+
+torch's own optimizers make their state on the device of the parameter. Beside a parameter on the host of a CUDA device
+that is host memory, as planned. If the device is a CPU, only the slabs of the host do not count as memory of the
+device, and such state is in no slab: a step then needs more than its plan says.
+"""
+
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from elixir_compile.errors import ElixirWarning
+from elixir_compile.ops.registry import num_slots, slot_of
+from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.slab import is_slab_memory
+from elixir_compile.units import format_bytes
+
+
+@functools.cache
+def warn_of_plain_state() -> None:
+    """Warn from now on, once for each model, behind the first step of an optimizer that takes it over its budget."""
+    register_optimizer_step_post_hook(_PlainState().look)
+
+
+class _PlainState:
+    """What optimizers keep beside parameters on the host."""
+
+    def __init__(self) -> None:
+        self._seen: WeakKeyDictionary[Optimizer, tuple[object, ...]] = WeakKeyDictionary()
+        """What there was when an optimizer was looked at: nothing is looked at twice."""
+        self._executors: WeakKeyDictionary[Optimizer, list[ref[Executor]]] = WeakKeyDictionary()
+        self._nbytes: WeakKeyDictionary[Executor, WeakKeyDictionary[Optimizer, int]] = WeakKeyDictionary()
+        """By model and optimizer."""
+        self._told: WeakSet[Executor] = WeakSet()
+
+    @torch.compiler.disable
+    def look(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Look at `optimizer`, which has taken a step, if it has changed or the homes of parameters have."""
+        if isinstance(optimizer, Hybrid) and optimizer.places_state:
+            return
+        if self._seen.get(optimizer) == self._form(optimizer):
+            return
+        with torch.DisableTorchFunctionSubclass():  # another optimizer may be updating a parameter
+            nbytes = self._bytes_of(optimizer)
+        self._executors[optimizer] = [ref(executor) for executor in nbytes]
+        self._seen[optimizer] = self._form(optimizer)
+        for executor, own in nbytes.items():
+            of_model = self._nbytes.setdefault(executor, WeakKeyDictionary())
+            of_model[optimizer] = own
+            if executor not in self._told and _warn(optimizer, executor, sum(of_model.values())):
+                self._told.add(executor)
+
+    def _form(self, optimizer: Optimizer) -> tuple[object, ...]:
+        executors = [reference() for reference in self._executors.get(optimizer, ())]
+        generations = [executor.generation for executor in executors if executor is not None]
+        return (len(optimizer.state), num_slots(), *generations)
+
+    def _bytes_of(self, optimizer: Optimizer) -> dict[Executor, int]:
+        """Return by model the bytes of state that count for the device, though the parameters are on the host."""
+        found: dict[Executor, int] = {}
+        for param, state in optimizer.state.items():
+            slot = slot_of(param) if isinstance(param, torch.Tensor) else None
+            if slot is None or not isinstance(slot.sink, Executor) or slot.sink.device.type != "cpu":
+                continue
+            bucket = slot.sink.running(slot)
+            is_on_host = bucket is not None and bucket.is_on_host
+            nbytes = sum(_plain_bytes(state)) if is_on_host else 0
+            found[slot.sink] = found.get(slot.sink, 0) + nbytes
+        return found
+
+
+def _plain_bytes(state: Any) -> Iterator[int]:
+    for value in state.values() if isinstance(state, dict) else ():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and not is_slab_memory(value.data_ptr()):
+            yield value.untyped_storage().nbytes()
+
+
+def _warn(optimizer: Optimizer, executor: Executor, nbytes: int) -> bool:
+    """Warn of `nbytes` that are in no plan of the model and take a step over its budget; return whether they do."""
+    plans = [each.plan for each in executor.compilations if not (each.is_inference or each.is_superseded)]
+    over = [plan for plan in plans if plan.prediction.device_peak_bytes + nbytes > plan.budget_bytes]
+    if not nbytes or not over:
+        return False
+    plan = max(over, key=lambda each: each.prediction.device_peak_bytes)
+    name, planned = type(optimizer).__name__, plan.prediction.device_peak_bytes
+    warnings.warn(
+        ElixirWarning(
+            f"{name} keeps {format_bytes(nbytes)} of state for parameters of {executor.name} that the plan keeps on "
+            f"the host. On a CPU that is memory of the device: a step takes {format_bytes(planned + nbytes)} "
+            f"of a budget of {format_bytes(plan.budget_bytes)}, not the planned {format_bytes(planned)}. "
+            "`elixir_compile.HybridAdamW`, or `elixir_compile.hybrid(cls)` for another class, keeps its state where "
+            "the plan says."
+        ),
+        stacklevel=6,
+    )
+    return True

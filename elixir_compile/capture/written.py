@@ -1,0 +1,222 @@
+"""Which parameters a graph of Dynamo writes: such a parameter cannot be a gather, whose value is a copy.
+
+    weight.clamp_(-1, 1)                 embedding(ids, weight, max_norm=1.0)          weight.data = ...
+    torch.mul(a, b, out=weight)          torch._foreach_lerp_(targets, sources, 0.01)
+
+Few nodes take a parameter or a view of one, and of those most are functions that write nothing, by their name. The
+others are called once more on the fake tensors of the capture, and the schemas of the ops inside say what they write.
+"""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from elixir_compile import compat
+from elixir_compile.capture.rewire import bodies_of, gathers_of
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
+from elixir_compile.ops.schema import GATHER
+
+_WRITES_STATISTICS = ("batch_norm", "instance_norm", "fake_quant", "embedding")
+"""Parts of the names of torch's compiled functions that write some of their inputs, or whose gradient may be sparse."""
+
+_Roots = frozenset[int]
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found so far."""
+
+    params: dict[int, nn.Parameter] = field(default_factory=dict)
+    """The parameters that the graph takes or gathers, by their id."""
+    roots: dict[fx.Node, _Roots] = field(default_factory=dict)
+    """Ids of the parameters that a node is, or shares memory with."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Why a parameter cannot be gathered, by its id."""
+
+    def mark(self, roots: _Roots, reason: str) -> None:
+        for root in roots:
+            self.reasons.setdefault(root, reason)
+
+
+def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[nn.Parameter, str]]:
+    """Return the parameters among what `gm` takes and gathers that have to be inputs, each with the reason.
+
+    These are the ones that `gm` writes, that it returns to eager code behind a graph break, which may write them, and
+    whose gradient is sparse; and those that an earlier graph has made inputs.
+
+    Raises UnsupportedModel for a parameter that is written with gradients on, which eager PyTorch refuses.
+    """
+    found = _Found()
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, nn.Parameter):
+            found.params[id(value)] = value
+            found.roots[node] = frozenset({id(value)})
+    for node in gathers_of(gm):
+        param = slot_by_key(node.args[3]).param
+        found.params[id(param)] = param
+        found.roots[node] = frozenset({id(param)})
+        if slot_of(param) is None:
+            found.mark(found.roots[node], "an earlier graph writes it")
+    if found.roots:
+        _walk(gm, found, is_grad_on=torch.is_grad_enabled())
+    if found.roots and compat.graph_break_of(gm) is not None:
+        for node in gm.graph.output_node().all_input_nodes:
+            found.mark(found.roots.get(node, frozenset()), "eager code behind a graph break may write it")
+    return [(found.params[root], reason) for root, reason in found.reasons.items()]
+
+
+def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
+    """Return the slots through which `gm` gathers any of `params`, each with what comes with the parameter."""
+    reasons = {id(param): reason for param, reason in params}
+    slots = dict.fromkeys(slot_by_key(node.args[3]) for node in (gathers_of(gm) if reasons else ()))
+    return {slot: reasons[id(slot.param)] for slot in slots if id(slot.param) in reasons}
+
+
+def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
+    """Follow the parameters through `gm` in order; the roots of its placeholders and gathers are known."""
+    for node in gm.graph.nodes:
+        is_grad_on = compat.sets_gradients(node, is_grad_on)
+        taken = [source for source in node.all_input_nodes if source in found.roots]
+        bodies = bodies_of(gm, node)
+        for body in bodies:
+            _enter(body, taken, found)
+            _walk(body, found, is_grad_on=is_grad_on)
+        if not taken or bodies or node.op == "output":
+            continue
+        if compat.is_higher_order(node.target):
+            # Nothing says what such a function does: a kernel in Triton writes any of its inputs.
+            found.mark(frozenset().union(*(found.roots[source] for source in taken)), _reason(node))
+        elif _may_write(node):
+            _call(node, taken, found, is_grad_on=is_grad_on)
+        _follow(node, taken, found)
+
+
+def _enter(body: fx.GraphModule, taken: Sequence[fx.Node], found: _Found) -> None:
+    """Give the placeholders of `body`, a part of the graph, the roots of the nodes `taken` that they stand for."""
+    for node in body.graph.find_nodes(op="placeholder"):
+        _follow(node, taken, found)
+
+
+def _follow(node: fx.Node, taken: Sequence[fx.Node], found: _Found) -> None:
+    """Note of which parameters among those of `taken` the result of `node` is a view."""
+    keys = _storages(node)
+    shared = [found.roots[source] for source in taken if not keys.isdisjoint(_storages(source))]
+    if shared and node not in found.roots:
+        found.roots[node] = frozenset().union(*shared)
+
+
+def _may_write(node: fx.Node) -> bool:
+    target = node.target
+    if node.kwargs.get("out") is not None:
+        return True
+    if isinstance(target, str):
+        return target.endswith("_")
+    if target is GATHER:
+        return False
+    if isinstance(target, types.FunctionType) or compat.is_operator(target):
+        return True
+    name = getattr(target, "__name__", "_")
+    if getattr(target, "__module__", None) == "_operator":
+        return name == "setitem" or name.startswith("i")
+    return name.endswith("_") or any(part in name for part in _WRITES_STATISTICS)
+
+
+def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on: bool) -> None:
+    """Call `node` on fake tensors, and note the parameters that it writes."""
+    by_object = {id(leaf): found.roots[source] for source in taken for leaf in _tensors(source)}
+    by_storage: dict[int, _Roots] = {}
+    for source in taken:
+        for key in _storages(source):
+            by_storage[key] = by_storage.get(key, frozenset()) | found.roots[source]
+
+    def note(value: object, reason: str, *, is_write: bool) -> None:
+        for leaf in _leaves(value):
+            if not isinstance(leaf, torch.Tensor) or leaf.is_sparse:
+                continue
+            roots = by_object.get(id(leaf)) or by_storage.get(compat.storage_key(leaf), frozenset())
+            if is_write and is_grad_on and leaf.requires_grad:
+                _refuse_leaf(roots, found, reason)
+            found.mark(roots, reason)
+
+    def see(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        written, is_only_writing = _writes_of(op, args, kwargs)
+        for value in written:
+            note(value, _reason(node), is_write=True)
+        if _argument(op, args, kwargs, "sparse") is True:
+            note(args[0], "its gradient is sparse", is_write=False)
+        if not is_only_writing:
+            return op(*args, **kwargs)
+        # The fake tensors stay as the capture left them: `set_` and `t_` would change their shape or memory.
+        return None if not op._schema.returns else written[0] if len(op._schema.returns) == 1 else tuple(written)
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
+    function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
+    fakes = compat.own_fake_mode(next(iter(_tensors(taken[0]))))
+    try:
+        with torch.no_grad(), fakes, compat.ops_seen_by(see):
+            function(*args, **kwargs)
+    except UnsupportedModel:
+        raise
+    except Exception:
+        # Not what it does in the graph, as under autocast: what it has written so far is known. A function of torch
+        # writes before anything else; of another nothing is known.
+        if not str(getattr(function, "__module__", "")).startswith("torch"):
+            found.mark(frozenset().union(*by_object.values()), _reason(node))
+
+
+def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """Return the arguments that `op` writes, and whether it does nothing else."""
+    schema = op._schema
+    if not schema.is_mutable:
+        return [], False
+    written = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return written, bool(written) and all(value.alias_info is not None for value in schema.returns)
+
+
+def _argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name)
+    return None
+
+
+def _refuse_leaf(roots: _Roots, found: _Found, reason: str) -> None:
+    for root in roots:
+        slot = slot_of(found.params[root])
+        name = "a parameter" if slot is None else slot.name
+        because = f"{reason} while gradients are on, which PyTorch refuses for a leaf that requires one. "
+        raise UnsupportedModel(name, f"{because}Write it under `torch.no_grad()`")
+
+
+def _reason(node: fx.Node) -> str:
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return f"the forward writes it ({name})"
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    leaves = _leaves(node.meta.get("example_value"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {compat.storage_key(leaf) for leaf in _tensors(node)}
+
+
+def _leaves(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")

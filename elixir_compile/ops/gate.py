@@ -1,0 +1,144 @@
+"""The autograd node between handles and the parameters that they stand for.
+
+    w, b   -->  gate  -->  handle of w, handle of b  -->  gather ...  -->  loss
+
+A compiled graph reads handles and hands the gradient of a parameter to `GradientSink`, not to autograd. The gate makes
+the parameters themselves reachable from the loss, so the engine knows which of them it was asked for:
+`loss.backward(inputs=[p])` and `torch.autograd.grad(loss, [p])` find `p`. The gate runs when every graph that reads one
+of its handles has run. It returns the gradients that the engine takes itself, and None for those that the sink
+publishes.
+
+Dynamo sees handles that are leaves, which stay the same tensors; the gate's take their place when the graph is called.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elixir_compile.errors import ElixirWarning
+from elixir_compile.ops.registry import GradientSink, Slot
+
+
+class Gate:
+    """Handles of `slots`, all of one executor, that lead autograd to the parameters."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self._generation = -1
+        self._frozen: tuple[Slot, ...] = ()
+        self._handles: tuple[torch.Tensor | None, ...] = ()
+        self._is_entered = False
+        self._has_begun = False
+        for slot in slots:
+            slot.gates.add(self)
+
+    def disconnect(self) -> None:
+        """Forget the handles, whose graph keeps the parameters alive, until they are asked for again."""
+        self._handles, self._generation = (), -1
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the handles lead to the parameters where they are now, and no other parameter is trained by now."""
+        # torch gives a parameter a new accumulate node when its data moves to another device.
+        return all(slot.sink.generation == self._generation for slot in self.slots[:1]) and not any(
+            slot.param.requires_grad for slot in self._frozen
+        )
+
+    def handles(self) -> tuple[torch.Tensor | None, ...]:
+        """Return a handle for each slot, None for a parameter that is frozen."""
+        if self.slots and not self.is_current:
+            self._connect()
+        return self._handles
+
+    def call(
+        self,
+        run: Callable[..., Any],
+        op_by_op: Callable[..., Any] | None,
+        positions: Sequence[int],
+        args: Sequence[Any],
+    ) -> Any:
+        """Call `run`, a compiled graph whose inputs at `positions` are leaf handles of the slots' parameters, with
+        these handles in their place.
+
+        If a parameter was thawed since the capture, call `op_by_op`, the graph as it was captured, which gives its
+        gradient too; Dynamo captures the next call again.
+        """
+        self._has_begun = False
+        self._is_entered = torch.is_grad_enabled()
+        if not self._is_entered:
+            return run(*args)
+        values = self._connected(args, positions)
+        with torch.DisableTorchFunctionSubclass():
+            thawed = [slot.name for slot in self.slots if slot.follow_thaw()] if op_by_op is not None else []
+        if op_by_op is not None and thawed:
+            warnings.warn(
+                f"{', '.join(thawed)} began to require a gradient after the step was captured, so this forward runs op "
+                "by op, without a plan; the next one is captured again. To keep to the plan, call the compiled model "
+                "once under `torch.no_grad()` before.",
+                ElixirWarning,
+                stacklevel=4,
+            )
+            return op_by_op(*values)
+        try:
+            return run(*values)
+        except _MovedError:
+            pass
+        return run(*self._connected(args, positions))
+
+    def begin(self, prepare: Callable[[], None]) -> None:
+        """Do `prepare`, which may move parameters, before the forward of a `call`; that begins anew where it did."""
+        if not self._has_begun:
+            prepare()
+            if self._is_entered and not self.is_current:
+                self._has_begun = True
+                raise _MovedError
+
+    def _connected(self, args: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+        values = list(args)
+        for position, handle in zip(positions, self.handles(), strict=True):
+            if handle is not None:
+                values[position] = handle
+        return values
+
+    def _connect(self) -> None:
+        owner = self.slots[0].sink
+        with torch.DisableTorchFunctionSubclass(), torch.enable_grad():  # nothing here reads values
+            trained = [slot for slot in self.slots if slot.param.requires_grad]
+            made: dict[int, torch.Tensor] = {}
+            if trained:
+                params = [slot.param for slot in trained]
+                outputs = _GateNode.apply(trained, owner.gradients, owner.gradients.sentinel, *params)
+                made = {slot.key: handle for slot, handle in zip(trained, outputs, strict=True)}
+        self._frozen = tuple(slot for slot in self.slots if slot.key not in made)
+        self._handles = tuple(made.get(slot.key) for slot in self.slots)
+        self._generation = owner.generation
+
+
+class _GateNode(torch.autograd.Function):
+    """Saves no tensor, so it runs in any number of backward passes; knows its executor by weak references alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, slots: Sequence[Slot], gradients: GradientSink, sentinel: torch.Tensor, *params: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.slots = [weakref.ref(slot) for slot in slots]
+        ctx.gradients = weakref.ref(gradients)
+        memory: dict[torch.dtype, torch.Tensor] = {}  # nobody reads the handles: those of one dtype share an element
+        for slot in slots:
+            if slot.param.dtype not in memory:
+                memory[slot.param.dtype] = torch.zeros(1, dtype=slot.param.dtype, device=slot.device)
+        return tuple(memory[slot.param.dtype].detach() for slot in slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        slots, gradients = [slot() for slot in ctx.slots], ctx.gradients()
+        given = [None] * len(slots) if gradients is None else gradients.hand_over(slots)
+        return (None, None, None, *given)
+
+
+class _MovedError(Exception):
+    """The handles of a forward lead to where parameters were before it began."""

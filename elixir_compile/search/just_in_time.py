@@ -1,0 +1,153 @@
+"""Transfers just in time: each copy as late as its link allows, so that early ones do not take what late ones need.
+
+Counted backwards from the last use of a phase, with the start of an op in seconds of compute:
+
+    gather ends   where its use begins, or where the next gather begins, if that is earlier     several ranks
+    copy ends     where its gather or its use begins, or where the next copy begins             from the host
+
+    compute   | h.0 | h.1 | h.2   | h.3 |            the copies of h.1 and h.2 end where their uses begin; that of h.3
+    h2d         h.1==|h.2==| h.3======|              takes longer than h.2 and ends there too
+
+What leaves is waited for where its copy should have ended. Both are taken only where memory is free, else as much
+later, or sooner, as there is. On one link first in, first out: being earlier than this shortens no step on one rank
+unless the seconds of compute are not what they are said to be.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.levels import Level
+from elixir_compile.search.prefetch import grown_bytes, leaves_beside, stay_bytes, take
+from elixir_compile.search.schedule import cut_regions
+from elixir_compile.search.stays import Moves, Stay
+
+
+def just_in_time(judge: Judge, levels: Sequence[Level]) -> Moves:
+    """Return the moves of `levels`, which fit with transfers at their use, each transfer as late as its link allows."""
+    moves = judge.at_use(levels)
+    planned = _Planned(
+        judge=judge,
+        levels=levels,
+        free_bytes=judge.facts.problem.budget_bytes - judge.memory.live_bytes(levels, moves),
+        starts=[cut.first for cut in cut_regions(judge.facts, levels, moves)],
+    )
+    placed = planned.gathered(moves.stays)
+    ends, leaving = dict(moves.grad_ends), dict(moves.leave_ends)
+    if leaves_beside(judge):
+        planned.let_activations_leave(leaving)
+        planned.let_gradients_leave(ends)
+    return Moves(tuple(placed), ends, leaving, moves.streamed)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Planned:
+    """The memory that is left by segment, as transfers take it."""
+
+    judge: Judge
+    levels: Sequence[Level]
+    free_bytes: NDArray[np.int64]
+    starts: Sequence[int]
+    """The first op of each region: where a gather can be issued."""
+    _issued: dict[int, int] = field(default_factory=dict)
+    """By phase, where its latest gather was issued."""
+    _released: dict[int, int] = field(default_factory=dict)
+
+    def gathered(self, at_use: Sequence[Stay]) -> list[Stay]:
+        """Return the stays with each gather where it should be issued, or later where memory is short."""
+        return [self._placed(stay, wanted) for stay, wanted in zip(at_use, self._wanted(at_use), strict=True)]
+
+    def _wanted(self, at_use: Sequence[Stay]) -> list[int]:
+        """The op at which each gather should be issued."""
+        facts, prices = self.judge.facts, self.judge.prices
+        wanted: list[int] = []
+        phase, gather_s, copy_s = -1, math.inf, math.inf
+        for stay in reversed(at_use):
+            start = facts.phase_start(stay.first)
+            if start != phase:
+                phase, gather_s, copy_s = start, math.inf, math.inf
+            shared_s, copied_s = self._seconds(stay)
+            begin_s = prices.before_s[stay.first]
+            if shared_s:
+                gather_s = min(begin_s, gather_s) - shared_s
+                begin_s = gather_s
+            if copied_s:
+                copy_s = min(begin_s, copy_s) - copied_s
+                begin_s = copy_s
+            op = bisect_right(prices.before_s, begin_s) - 1 if begin_s > prices.before_s[start] else start
+            region = self.starts[bisect_right(self.starts, max(op, start)) - 1]
+            wanted.append(max(start, min(stay.first, region)))
+        return wanted[::-1]
+
+    def _seconds(self, stay: Stay) -> tuple[float, float]:
+        """Seconds of the all-gather before a stay, and of the copy from the host before that."""
+        facts, prices = self.judge.facts, self.judge.prices
+        if stay.bucket >= len(facts.buckets):
+            return 0.0, prices.h2d_s[str(facts.absences[stay.bucket - len(facts.buckets)].group)]
+        name = facts.buckets[stay.bucket].id
+        is_sent = self.levels[stay.bucket].has_param_on_host
+        return prices.gather_s[name], prices.h2d_s[name] if is_sent else 0.0
+
+    def _placed(self, stay: Stay, wanted: int) -> Stay:
+        facts, segment_of = self.judge.facts, self.judge.memory.segment_of
+        phase = facts.phase_start(stay.first)
+        # Lanes are first in, first out: not before the gather of what is needed earlier.
+        gather = max(wanted, self._issued.get(phase, 0), self._released.get(stay.bucket, 0))
+        nbytes = stay_bytes(facts, self.levels, stay)
+        gather = self._first_free(gather, stay.first, nbytes)
+        if gather < stay.first:
+            take(self.free_bytes, segment_of(gather), segment_of(stay.gather), nbytes)
+        self._issued[phase] = min(gather, stay.first)
+        self._released[stay.bucket] = stay.last + 1
+        return stay._replace(gather=min(gather, stay.first))
+
+    def _first_free(self, gather: int, use: int, nbytes: int) -> int:
+        """Return the first start of a region, not before op `gather`, from which `nbytes` are free until op `use`."""
+        segment_of = self.judge.memory.segment_of
+        first, end = segment_of(gather), segment_of(use)
+        short = np.flatnonzero(self.free_bytes[first:end] < nbytes)
+        if gather >= use or not len(short):
+            return gather
+        free_from = first + int(short[-1]) + 1
+        later = self.starts[bisect_left(self.starts, gather) : bisect_left(self.starts, use)]
+        return next((start for start in later if segment_of(start) >= free_from), use)
+
+    def let_activations_leave(self, leaving: dict[int, int]) -> None:
+        """Give each absence the time that its copy takes, or as much of it as memory is free for."""
+        facts, prices = self.judge.facts, self.judge.prices
+        last = facts.num_forward - 1
+        gone_s = 0.0
+        for number, absence in enumerate(facts.absences):
+            gone_s = max(gone_s, prices.before_s[absence.leave + 1]) + prices.d2h_s[str(absence.group)]
+            later = [other.leave for other in facts.absences[number:]] + [last]
+            leaving[number] = self._latest(leaving[number], later, gone_s, absence.nbytes)
+
+    def let_gradients_leave(self, ends: dict[int, int]) -> None:
+        """Give the gradients of each bucket the time that their reduce and their copy take, or as much of it as memory
+        is free for."""
+        facts, prices = self.judge.facts, self.judge.prices
+        completes = [gradients.complete for i in ends if (gradients := facts.gradients[i]) is not None]
+        reduced_s = gone_s = 0.0
+        for place, (i, end) in enumerate(list(ends.items())):
+            name = facts.buckets[i].id
+            begin_s = max(reduced_s, prices.before_s[completes[place] + 1])
+            reduced_s = done_s = begin_s + prices.reduce_s[name] + prices.average_s.get(name, 0.0)
+            if self.levels[i].has_param_on_host:
+                gone_s = done_s = max(gone_s, reduced_s) + prices.d2h_s[name]
+            later = [*completes[place + 1 :], facts.num_run - 1]
+            ends[i] = self._latest(end, later, done_s, grown_bytes(facts, self.levels, i))
+
+    def _latest(self, now: int, later: Sequence[int], done_s: float, nbytes: int) -> int:
+        """Return the op of `later`, in order, behind which something that is over at `done_s` is waited for: the first
+        that ends then, or the last before it until which `nbytes` are free."""
+        before_s, segment_of = self.judge.prices.before_s, self.judge.memory.segment_of
+        wanted = next((op for op in later if before_s[op + 1] >= done_s), later[-1])
+        for op in sorted({op for op in later if now < op <= wanted}, reverse=True):
+            if take(self.free_bytes, segment_of(now + 1), segment_of(op + 1), nbytes):
+                return op
+        return now

@@ -1,0 +1,82 @@
+"""The solver: a program with the rows it has so far -> the best x, whole or not. HiGHS, through scipy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from elixir_compile.search.program import Program, Vector
+
+_MOST_NODES = 20_000
+"""Of a search for a whole solution: a number, so that it ends alike on a slow and on a fast machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    x: Vector
+    bound: float
+    """Of the objective, scaled."""
+
+
+def solve_whole(
+    program: Program,
+    *,
+    limit_s: float,
+    gap: float,
+    more_bytes: int = 0,
+    is_open: NDArray[np.bool_] | None = None,
+    streams_whole: bool = True,
+) -> Solution | None:
+    """Return the best whole x under the rows so far, None when there is none or the time is up before one is found.
+
+    `more_bytes` is device memory on top of the budget. Only options that are open, by their column, may be chosen; the
+    bound then holds for these alone, and where streams need not be whole, for such x.
+    """
+    num_columns = num_columns_of(program)
+    most = np.full(num_columns, np.inf)
+    most[: program.num_choices] = 1.0
+    if is_open is not None:
+        most[: program.num_options] = is_open[: program.num_options]
+    objective = np.zeros(num_columns)
+    objective[program.num_choices : program.num_choices + len(program.phases)] = 1.0
+    whole = np.arange(num_columns) < (program.num_choices if streams_whole else program.num_options)
+    result = milp(
+        objective,
+        constraints=[
+            LinearConstraint(matrix_of(program), ub=program.limits(more_bytes)),  # pyright: ignore[reportArgumentType]
+            LinearConstraint(one_each(program), 1.0, 1.0),  # pyright: ignore[reportArgumentType] (stubs)
+        ],
+        bounds=Bounds(0.0, most),  # pyright: ignore[reportArgumentType] (stubs)
+        integrality=whole.astype(np.int64),
+        options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "node_limit": _MOST_NODES},
+    )
+    if result.x is None:
+        return None
+    found = result.mip_dual_bound
+    bound = 0.0 if found is None or not np.isfinite(found) else float(found)
+    x = np.asarray(result.x[: program.num_choices])
+    x[whole[: program.num_choices]] = np.round(x[whole[: program.num_choices]])
+    return Solution(x=x, bound=bound)
+
+
+def num_columns_of(program: Program) -> int:
+    """Return the number of columns: choices, seconds of phases, and what rows brought."""
+    return program.num_choices + len(program.phases) + program.num_extra
+
+
+def matrix_of(program: Program) -> sparse.csr_array:
+    """Return the coefficients of the rows."""
+    lengths = [len(row.columns) for row in program.rows]
+    columns = np.concatenate([row.columns for row in program.rows])
+    values = np.concatenate([row.values for row in program.rows])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    return sparse.csr_array((values, columns, starts), shape=(len(program.rows), num_columns_of(program)))
+
+
+def one_each(program: Program) -> sparse.csr_array:
+    """Return ones for the options of each bucket and layer, one row each."""
+    owners = program.owners
+    shape = (int(owners.max()) + 1, num_columns_of(program))
+    return sparse.csr_array((np.ones(len(owners)), (owners, np.arange(len(owners)))), shape=shape)

@@ -1,0 +1,79 @@
+"""The bound by pricing, and whole answers near the optimum that it is of."""
+
+import random
+import time
+
+import numpy as np
+
+from elixir_compile.search.exhaustive import place_exhaustively
+from elixir_compile.search.facts import gather_facts
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.ladder import leanest
+from elixir_compile.search.pricing import bound_of, priced
+from elixir_compile.search.program import SCALE, Program
+from elixir_compile.search.rounding import nearest
+from elixir_compile.search.solving import matrix_of, solve_whole
+from tests.pure.search.test_best import instances, random_answer
+
+
+def program_of(judge: Judge) -> Program:
+    """Return the program of `judge` whose unit is the step with the fewest bytes."""
+    least = leanest(judge)
+    return Program(judge, least.step_s(least.least_levels, least.at_use(least.least_levels)))
+
+
+def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
+    for seed, problem in instances(10):
+        judge = Judge(gather_facts(problem))
+        program = program_of(judge)
+        draw, end_s = random.Random(seed), time.monotonic() + 20
+        seeds = [program.vector(random_answer(draw, judge)) for _ in range(4)]
+        found = priced(program, seeds, end_s)
+        assert found is not None
+        best = place_exhaustively(judge)
+        assert best is not None
+        assert 0 < program.seconds(found.bound) <= best.step_s, f"seed {seed}"
+        whole = solve_whole(program, limit_s=10, gap=0.0)
+        assert whole is not None
+        assert found.bound <= whole.bound + 1e-4 * SCALE, f"seed {seed}"
+
+
+def test_any_multipliers_make_a_bound() -> None:
+    """Weak duality: it does not matter where they come from."""
+    for seed, problem in instances(6):
+        judge = Judge(gather_facts(problem))
+        program, draw = program_of(judge), random.Random(seed)
+        answers = [random_answer(draw, judge) for _ in range(12)]
+        vectors = [program.vector(answer) for answer in answers]
+        for x in vectors:
+            program.add_paths(x)
+            program.add_memory(x)
+        best = place_exhaustively(judge)
+        assert best is not None
+        numbers = np.random.default_rng(seed)
+        matrix, limits = matrix_of(program).tocsc(), program.limits()
+        for scale in (1e-3, 1e-2, 0.1, 1.0):
+            multipliers = numbers.random(len(limits)) * scale
+            bound = bound_of(program, matrix.T @ multipliers, float(multipliers @ limits))
+            assert min(program.seconds(bound), program.reference_s) <= best.step_s * (1 + 1e-9), f"seed {seed}"
+
+
+def test_the_nearest_whole_answer_fits_and_is_near() -> None:
+    num_found = 0
+    for seed, problem in instances(12, num_layers=8):
+        judge = Judge(gather_facts(problem))
+        program = program_of(judge)
+        draw, end_s = random.Random(seed), time.monotonic() + 20
+        seeds = [program.vector(random_answer(draw, judge)) for _ in range(4)]
+        optimum = priced(program, seeds, end_s)
+        assert optimum is not None
+        rounded = nearest(program, optimum.x, end_s)
+        if rounded is None:  # over these options alone nothing fits
+            continue
+        num_found += 1
+        assert judge.at(rounded.answer.modes).fits(rounded.answer.levels, ahead=0), f"seed {seed}"
+        # Streams are divided at this optimum, so all that can be said of a whole answer is that all of it is no less.
+        every = program.vector(rounded.answer, range(len(judge.facts.buckets)))
+        none = program.vector(rounded.answer)
+        assert max(program.lower_s(every), program.lower_s(none)) >= program.seconds(optimum.bound), f"seed {seed}"
+    assert num_found >= 6
