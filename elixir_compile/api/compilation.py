@@ -129,8 +129,7 @@ class Compilation:
         if backward is not None:
             add_spares(self._captured)
             self._ticket_at = ticket_position(self._captured)
-        self._variants.key = roll_key(graph_of(self._captured, self._executor, self._sizes.values))
-        self._variants.meet()
+        self._variants.meet(lambda: roll_key(graph_of(self._captured, self._executor, self._sizes.values)))
         before = self._replan()
         if self._review is not None and not self._variants.company:
             self.plan = self._review(self.plan)

@@ -7,7 +7,7 @@
 ```
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class Variants:
         """`name` is that of the graph."""
         self._name = name
         self.key = ""
-        """What the roll call says of the graph."""
+        """What the roll call of several ranks says of the graph; empty on one rank, which calls no roll."""
         self.company = ""
         """The graphs of all ranks, as a digest; empty where they are equal."""
         self.is_planned = False
@@ -75,10 +75,11 @@ class Variants:
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
         return f"is about to run {self._name}{behind}"
 
-    def meet(self) -> None:
+    def meet(self, key_of_graph: Callable[[], str]) -> None:
         """Before the graph is planned for the first time: find out beside which others that is."""
         ranks = self._executor.ranks
         if ranks is not None:
+            self.key = key_of_graph()
             _ = ranks.num_local  # now, as all ranks are here the first time; planning may fail on one
         while (call := self.call(wants_plan=True)).step is Step.JOIN:
             self.company = call.company
