@@ -1,0 +1,303 @@
+"""Is every plan at full choice proved within 1 % of the best, and never slower than a rule? Quartiles over a grid.
+
+    python benchmarks/planner_full.py                                        # hours on two cores; saves the table
+    python benchmarks/planner_full.py --models gpt2-4b --batches 4 --machines a100-80g --ranks 1     # prints only
+    python benchmarks/planner_full.py --sample                               # every 24th case; saves a table of its own
+
+The grid: activations and updates as the planner likes, 8 and 12 bytes of optimizer state per element, GPT-2 4b to 20b
+and Llama 7b to 70b, A100s, H100s and RTX 4090s, 1 to 8 ranks, batches of 1 to 16 sequences each. What is saved are
+counted plays and solves beside CPU seconds, and the best step after 2, 5 and 10 CPU seconds of search: seconds of
+another machine are other seconds. No GPU is needed and no weight is allocated; each model is captured once per batch,
+in a process of its own, and kept in the cache folder.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import quiet  # noqa: F401  before torch
+import torch
+from machine import RESULTS, save
+
+from elixir_compile.api.capture import Capture, capture_step
+from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.cache_dir import cache_dir, write_cached
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.hardware import preset
+from elixir_compile.ir import StorageId, graph_from_json, graph_to_json
+from elixir_compile.options import Options
+from elixir_compile.search import Problem, plan, pricing, rounding, tries
+from elixir_compile.search.judge import Judge
+from elixir_compile.search.rules import RULES
+
+MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b", "llama-7b", "llama-13b", "llama-70b")
+MACHINES = ("a100-40g", "a100-80g", "h100-80g", "rtx4090-24g")
+RANKS = (1, 2, 4, 8)
+BATCHES = (1, 4, 16)
+STATES = (8, 12)
+LENGTHS = {"gpt2": 1024, "llama": 2048}
+TIMEOUT_S = 60.0
+"""Counted work ends a search, so that a case is the same on every machine; the clock is for what hangs."""
+MARKS_S = (2.0, 5.0, 10.0)
+MOST_GAP = 0.01
+SAMPLE = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    model: str
+    batch: int
+    machine: str
+    ranks: int
+    state: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} batch {self.batch} state {self.state} on {self.ranks} x {self.machine}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one case gave; nothing but the case where nothing fits."""
+
+    case: Case
+    cpu_s: float
+    num_plays: int
+    num_solves: int
+    step_s: float | None = None
+    bound_s: float | None = None
+    gap: float | None = None
+    unused_bytes: int = 0
+    gaps_at: dict[str, float] = field(default_factory=dict)
+    """By CPU seconds of search: the gap of the best step so far, against the bound of the end."""
+    rules: dict[str, float] = field(default_factory=dict)
+    """Simulated seconds of each rule that fits."""
+
+    @property
+    def best_rule(self) -> float | None:
+        """How many times as long the fastest rule takes."""
+        return min(self.rules.values()) / self.step_s if self.rules and self.step_s else None
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """Return the cases asked for; a batch is that of each rank."""
+    every = itertools.product(
+        arguments.models, arguments.batches, arguments.states, arguments.machines, arguments.ranks
+    )
+    found = [
+        Case(model=model, batch=batch, machine=machine, ranks=ranks, state=state)
+        for model, batch, state, machine, ranks in every
+    ]
+    return found[::SAMPLE] if arguments.sample else found
+
+
+def captured(model: str, batch: int) -> Capture:
+    """Return the step of `model`, from the cache folder where an earlier run left it."""
+    path = cache_dir() / "benchmarks" / f"full-{model}-{batch}-torch-{torch.__version__}.json"
+    if not path.exists():
+        subprocess.run([sys.executable, __file__, "--capture", model, str(batch), str(path)], check=True)
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return Capture(
+        graph=graph_from_json(json.dumps(fields["graph"])),
+        device=torch.device(fields["device"]),
+        numels={StorageId(name): numel for name, numel in fields["numels"].items()},
+        state_bytes={},
+        held_bytes=0,
+        base_bytes=fields["base_bytes"],
+    )
+
+
+def capture_to(model: str, batch: int, path: Path) -> None:
+    """Capture one step, its activations free to be chosen, and write it to `path`."""
+    text = TextBatch(batch=batch, seq=LENGTHS[model.partition("-")[0]], dtype=torch.bfloat16)
+    capture = capture_step(*load_model(model, text))
+    fields = {
+        "graph": json.loads(graph_to_json(capture.graph)),
+        "device": str(capture.device),
+        "numels": dict(capture.numels),
+        "base_bytes": capture.base_bytes,
+    }
+    write_cached(path, json.dumps(fields))
+
+
+@dataclass(slots=True)
+class Counts:
+    """Plays and solves, and (CPU seconds, step) of every best so far."""
+
+    num_plays: int = 0
+    num_solves: int = 0
+    best: list[tuple[float, float]] = field(default_factory=list)
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    """Count what the searches inside do."""
+    counts, began_s = Counts(), time.process_time()
+    play, keep = Judge.played, tries.Tries._keep
+    solvers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (pricing, "linprog", pricing.linprog),
+        (rounding, "solve_whole", rounding.solve_whole),
+    ]
+
+    def counted_play(*arguments: Any) -> Any:
+        counts.num_plays += 1
+        return play(*arguments)
+
+    def counted_keep(self: tries.Tries, draft: Any) -> None:
+        keep(self, draft)
+        counts.best.append((time.process_time() - began_s, self.best.step_s))
+
+    def counted(solver: Callable[..., Any]) -> Callable[..., Any]:
+        def solve(*arguments: Any, **named: Any) -> Any:
+            counts.num_solves += 1
+            return solver(*arguments, **named)
+
+        return solve
+
+    Judge.played, tries.Tries._keep = counted_play, counted_keep
+    for module, name, solver in solvers:
+        setattr(module, name, counted(solver))
+    try:
+        yield counts
+    finally:
+        Judge.played, tries.Tries._keep = play, keep
+        for module, name, solver in solvers:
+            setattr(module, name, solver)
+
+
+def problem_of(case: Case) -> Problem:
+    """Return the problem of one case."""
+    capture = captured(case.model, case.batch)
+    state = {name: numel * case.state for name, numel in capture.numels.items()}
+    return replace(capture, state_bytes=state).problem(
+        preset(case.machine, case.ranks), Options(), state_bytes_per_element=case.state
+    )
+
+
+def solve(case: Case, problem: Problem) -> Row:
+    """Plan one case with the default planner and with each rule."""
+    began_s = time.process_time()
+    with counting() as counts:
+        try:
+            found = plan(problem, "milp", TIMEOUT_S)
+        except NoFeasiblePlan:
+            found = None
+    cpu_s = time.process_time() - began_s
+    row = Row(case=case, cpu_s=cpu_s, num_plays=counts.num_plays, num_solves=counts.num_solves)
+    rules: dict[str, float] = {}
+    for rule in RULES:
+        try:
+            rules[rule] = plan(problem, rule).prediction.step_s  # pyright: ignore[reportArgumentType] (a name)
+        except NoFeasiblePlan:
+            continue
+    if found is None or found.bound_s is None:
+        return replace(row, rules=rules)
+    bests = {mark_s: [step_s for at_s, step_s in counts.best if at_s <= mark_s] for mark_s in MARKS_S}
+    return replace(
+        row,
+        rules=rules,
+        step_s=found.prediction.step_s,
+        bound_s=found.bound_s,
+        gap=found.gap,
+        unused_bytes=found.budget_bytes - found.prediction.device_peak_bytes,
+        gaps_at={f"{mark_s:g} s": 1 - found.bound_s / min(steps_s) for mark_s, steps_s in bests.items() if steps_s},
+    )
+
+
+def failures(row: Row) -> list[str]:
+    """Return what must hold for one case and does not."""
+    if row.step_s is None:
+        return [f"no plan or no bound, but {rule} fits" for rule in row.rules]
+    slower = [f"slower than {rule}" for rule, step_s in row.rules.items() if row.step_s > step_s * (1 + 1e-9)]
+    return slower + ([] if row.gap is not None and row.gap <= MOST_GAP else [f"gap {row.gap}"])
+
+
+def quartiles(values: Sequence[float]) -> str:
+    """Return the least, the quartiles and the most of `values`, in words."""
+    if len(values) < 2:
+        return ", ".join(f"{value:.4g}" for value in values) or "none"
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{min(values):.4g} | {low:.4g} | {middle:.4g} | {high:.4g} | {max(values):.4g}"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return the table of quartiles, in Markdown."""
+    planned = [row for row in rows if row.gap is not None]
+    columns: dict[str, list[float]] = {
+        "gap": [row.gap for row in planned if row.gap is not None],
+        "CPU seconds": [row.cpu_s for row in planned],
+        "plays": [float(row.num_plays) for row in planned],
+        "solves": [float(row.num_solves) for row in planned],
+        "fastest rule / step": [row.best_rule for row in planned if row.best_rule is not None],
+    }
+    for mark_s in MARKS_S:
+        name = f"{mark_s:g} s"
+        columns[f"gap after {name} of CPU"] = [row.gaps_at[name] for row in planned if name in row.gaps_at]
+    head = [f"{len(planned)} of {len(rows)} cases have a plan.", "", "| | least | 1/4 | 1/2 | 3/4 | most |"]
+    return [*head, "|---|---|---|---|---|---|", *(f"| {name} | {quartiles(own)} |" for name, own in columns.items())]
+
+
+def line(row: Row) -> str:
+    """Return one row of the table, in Markdown."""
+    case = row.case
+    cells = [case.model, str(case.batch), str(case.state), f"{case.ranks} x {case.machine}"]
+    if row.step_s is None or row.gap is None:
+        return "| " + " | ".join([*cells, "nothing fits", *[""] * 5]) + " |"
+    rule = "none fits" if row.best_rule is None else f"{row.best_rule:.2f}"
+    counted = [str(row.num_plays), str(row.num_solves), f"{row.cpu_s:.1f}"]
+    return "| " + " | ".join([*cells, f"{row.step_s:.4g}", f"{row.gap:.2%}", rule, *counted]) + " |"
+
+
+HEAD = (
+    "| model | batch | state | machine | step in s | gap | fastest rule / step | plays | solves | CPU s |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def main() -> int:
+    """Run the cases, print the claims that fail, save the figures; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--states", nargs="+", type=int, default=STATES)
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--machines", nargs="+", default=MACHINES)
+    parser.add_argument("--sample", action="store_true", help=f"every {SAMPLE}th case")
+    parser.add_argument("--capture", nargs=3, metavar=("MODEL", "BATCH", "PATH"))
+    arguments = parser.parse_args()
+    if arguments.capture:
+        model, batch, path = arguments.capture
+        capture_to(model, int(batch), Path(path))
+        return 0
+    rows: list[Row] = []
+    wrong: list[str] = []
+    print(HEAD, flush=True)
+    for case in cases(arguments):
+        row = solve(case, problem_of(case))
+        rows.append(row)
+        wrong += [f"{case.name}: {why}" for why in failures(row)]
+        print(line(row), flush=True)
+    print("\n" + "\n".join(summary(rows)))
+    asked = (arguments.models, arguments.batches, arguments.states, arguments.ranks, arguments.machines)
+    if tuple(map(tuple, asked)) == (MODELS, BATCHES, STATES, RANKS, MACHINES):
+        name = "planner_sample" if arguments.sample else "planner_full"
+        path = save(name, {"failures": wrong, "rows": [asdict(row) for row in rows]})
+        table = RESULTS / f"{name}.md"
+        table.write_text("\n".join([*summary(rows), "", HEAD, *map(line, rows)]) + "\n", encoding="utf-8")
+        print(f"saved {path} and {table}")
+    for case in wrong:
+        print(f"FAILS  {case}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
