@@ -126,7 +126,7 @@ def capture_step(
     target = _device_of(model) if device is None else torch.device(device)
     param_dtype = None if options is None else options.param_dtype
     own = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
-    executor = new_executor([own], target)
+    executor = new_executor([own], target, originals=[model])
     swap_modules([own], executor)
     bring_rest([own], executor)
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)

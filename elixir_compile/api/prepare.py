@@ -77,11 +77,20 @@ def prepare(
     return model
 
 
-def new_executor(roots: Sequence[nn.Module], device: torch.device, ranks: Ranks | None = None) -> Executor:
+def new_executor(
+    roots: Sequence[nn.Module],
+    device: torch.device,
+    ranks: Ranks | None = None,
+    *,
+    originals: Sequence[nn.Module] = (),
+) -> Executor:
     """Return an executor with a slot for every parameter of `roots` that can become a gather; the modules are not
-    touched yet."""
+    touched yet.
+
+    `originals` are the models that `roots` stand for, if the memory of `roots` does not tell which parameters share it.
+    """
     executor = Executor(device, type(roots[0]).__name__, ranks)
-    for name, param, reason in _with_reasons(roots):
+    for name, param, reason in _with_reasons(roots, originals):
         if reason is None:
             executor.add_slot(name, param)
         else:
@@ -135,11 +144,17 @@ def _roots(executor: Executor) -> list[nn.Module]:
     return [root for reference in executor.roots if (root := reference()) is not None]
 
 
-def _with_reasons(roots: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Parameter, str | None]]:
-    """Yield the parameters of `roots` with their names and with why each cannot become a gather, None where it can."""
+def _with_reasons(
+    roots: Sequence[nn.Module], originals: Sequence[nn.Module] = ()
+) -> Iterable[tuple[str, nn.Parameter, str | None]]:
+    """Yield the parameters of `roots` with their names and with why each cannot become a gather, None if it can.
+
+    Which of them share memory is looked up in `originals`, models of the same structure; in `roots` if there are none.
+    """
     named = list(_named_parameters(roots))
-    buffers = {f"buffer {name}": buffer for root in roots for name, buffer in root.named_buffers()}
-    shared = aliases([*((name, param) for name, param, _, _ in named), *buffers.items()])
+    owners = originals or roots
+    buffers = {f"buffer {name}": buffer for root in owners for name, buffer in root.named_buffers()}
+    shared = aliases([*((name, param) for name, param, _, _ in _named_parameters(owners)), *buffers.items()])
     for name, param, module, local in named:
         reason = whole_reason(module, local)
         if reason is None and name in shared:

@@ -1,7 +1,7 @@
 """A copy of a model that has its modules and its parameters' shapes, and none of its weights.
 
-Nobody ever touches the memory of the copy's parameters: an operating system gives such memory an address and no pages.
-Parameters that share memory in the model share it in the copy too, because no plan moves those.
+Every parameter of the copy is a view of one allocation as large as the largest of them, which nobody ever touches: an
+operating system gives such memory an address and no pages.
 """
 
 import copy
@@ -45,12 +45,12 @@ def stand_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None =
     if not params:
         raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
     memo: dict[int, Any] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
+    room = torch.UntypedStorage(max(_nbytes(param) for param in params))
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedTensorMixin):
             raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
         is_cast = dtype is not None and gets_master(param, dtype)
-        own = _without_weights(param, storages, dtype if is_cast else None)
+        own = _without_weights(param, room, dtype if is_cast else None)
         if is_cast or has_master(param):
             add_master(own, None)
         memo[id(param)] = own
@@ -66,20 +66,18 @@ def stand_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None =
         raise UnsupportedModel(type(model).__name__, reason) from error
 
 
-def _without_weights(
-    param: nn.Parameter, storages: dict[int, torch.UntypedStorage], dtype: torch.dtype | None
-) -> nn.Parameter:
-    """Return a parameter like `param`, cast to `dtype`; `storages` holds the copies of the model's storages so far."""
+def _nbytes(param: nn.Parameter) -> int:
+    is_uninitialized = isinstance(param, nn.parameter.UninitializedTensorMixin)
+    return 0 if is_uninitialized else param.numel() * param.element_size()
+
+
+def _without_weights(param: nn.Parameter, room: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
     if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
         return nn.Parameter(
             param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad
         )  # no plan moves it
-    key = id(param) if param.is_meta else compat.storage_key(param)
-    if key not in storages:
-        storages[key] = torch.UntypedStorage(param.untyped_storage().nbytes())
     empty = torch.empty(0, dtype=dtype or param.dtype)
-    own = empty.set_(storages[key], param.storage_offset(), param.shape, param.stride())
-    return nn.Parameter(own, requires_grad=param.requires_grad)
+    return nn.Parameter(empty.set_(room, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
 
 
 def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:

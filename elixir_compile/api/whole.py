@@ -15,7 +15,7 @@ from torch import fx
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.capture.modules import is_swapped, read_plainly
 from elixir_compile.capture.owners import find_roots
-from elixir_compile.capture.rewire import pass_whole
+from elixir_compile.capture.rewire import fake_parameter, pass_whole
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, forget, slot_by_key, slot_of
@@ -91,7 +91,11 @@ def traced_whole(gm: fx.GraphModule, inputs: Sequence[Any], executor: Executor) 
     whole = gathered_among(gm, written_parameters(gm, inputs))
     passed = pass_whole(gm, inputs, whole)
     let_go(executor, whole.items())
-    return passed.example_inputs
+    # All parameters of a stand-in are views of one memory, so a write to one would be a write to each.
+    return [
+        fake_parameter(gm, value, value.device) if isinstance(value, torch.nn.Parameter) else value
+        for value in passed.example_inputs
+    ]
 
 
 @torch.no_grad()

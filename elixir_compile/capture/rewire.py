@@ -71,12 +71,12 @@ def pass_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collect
             keys[place] = slot.key
         _gather_no_more(gm, slot, placeholders[place])
         if place in keys or param.device != slot.device:  # a parameter elsewhere is moved before the graph runs
-            inputs[place] = placeholders[place].meta["example_value"] = _fake_parameter(gm, param, slot.device)
+            inputs[place] = placeholders[place].meta["example_value"] = fake_parameter(gm, param, slot.device)
     gm.recompile()
     return PassedWhole(example_inputs=inputs, keys=keys)
 
 
-def _fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
     """Return an example of `param` on `device` as an input of `gm`: a fake that shares memory with nothing."""
     examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
     with compat.fake_mode_of(examples):

@@ -29,7 +29,7 @@ from elixir_compile.optim.host.threads import Crew, at_least_threads, bind_threa
 from elixir_compile.optim.loading import held, shared_entry, unheld
 from elixir_compile.optim.overflow import Overflow
 from elixir_compile.optim.part import Part, part_of, require_dense
-from elixir_compile.optim.rule import UpdateRule, scaled
+from elixir_compile.optim.rule import AdamWRule, UpdateRule, scaled
 from elixir_compile.optim.shadow import plain_step
 from elixir_compile.optim.state import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate
@@ -308,7 +308,8 @@ class Hybrid(torch.optim.Optimizer):
             executors |= found
             for bucket in buckets:
                 bucket.settle()
-            require_dense(unplanned)
+            if isinstance(rule, AdamWRule):
+                require_dense(unplanned)
             elsewhere.append((unplanned, group))
             self._placer.place(self._states, group, buckets)
             for bucket, members in buckets.items():

@@ -58,5 +58,5 @@ def require_dense(params: Iterable[nn.Parameter]) -> None:
         if param.grad.is_sparse:
             raise UnsupportedModel(
                 f"a parameter of shape {tuple(param.shape)}",
-                "its gradient is sparse, and hybrid optimizers update dense ones. Give it to torch.optim.SparseAdam",
+                "its gradient is sparse, and HybridAdamW updates dense ones. Give it to torch.optim.SparseAdam",
             )

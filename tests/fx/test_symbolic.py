@@ -194,7 +194,7 @@ def test_a_saved_view_of_a_parameter_is_made_again_where_its_sizes_are_saved_too
     saved, known = backward.placeholder("t"), backward.placeholder("size")
     known.meta["val"] = length
     backward.output((call(backward, torch.ops.aten.relu.default, (saved,), torch.empty(4, 3)),))
-    _rebuild_view(backward, saved, _Hidden(inputs={5: "table"}, saved_views={"t": [table, cut, turned]}))
+    _rebuild_view(backward, saved, _Hidden(keys={"table": 5}, saved_views={"t": [table, cut, turned]}))
     (again,) = backward.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
     assert again.args[0].target is parameter
     assert again.args[3] is known

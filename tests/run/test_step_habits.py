@@ -192,6 +192,7 @@ def test_host_updates_take_their_threads_and_say_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(threads, "allowed_cores", lambda: frozenset(range(8)))
+    monkeypatch.setattr(threads, "num_usable_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     threads.crew_for.cache_clear()
     usual = torch.get_num_threads()

@@ -17,7 +17,7 @@ from elixir_compile.search.levels import Level
 from elixir_compile.search.program import Program
 from elixir_compile.search.rules import RULES
 from elixir_compile.search.stays import moves_at_use
-from tests.pure.search.test_best import machine, random_answer, solved_s, tried_s
+from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import between, problem_of
 from tests.pure.strategies import Draft
 
@@ -126,4 +126,4 @@ def test_it_equals_brute_force_if_levels_depend_on_modes(seed: int) -> None:
     draw = random.Random(seed)
     graph = cast_chain([draw.randint(100, 600) for _ in range(2)], 64, [True, seed != 1])
     problem = between(problem_of(graph, machine(draw, 1)), draw.choice([0.2, 0.5]))
-    assert solved_s(problem) == pytest.approx(tried_s(problem), rel=1e-9)
+    assert_as_good_as_brute_force(problem, f"seed {seed}")

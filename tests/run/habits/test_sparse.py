@@ -90,7 +90,7 @@ def test_sparse_gradients_train_as_eager(budget: str) -> None:
     "`HybridAdamW` on parameters with sparse gradients, which AdamW of torch refuses too",
     area="Optimizers",
     refused=elixir.UnsupportedModel,
-    says="its gradient is sparse, and hybrid optimizers update dense ones",
+    says="its gradient is sparse, and HybridAdamW updates dense ones",
 )
 def test_an_optimizer_for_dense_gradients_refuses_sparse_ones() -> None:
     model, batch = seeded(Words), vectors(1, rows=4, width=WIDTH)[0]
