@@ -64,7 +64,9 @@ def together(tmp_path: Path, world_size: int, num_loads: int, num_saves: int) ->
     """Return the folder in which a checkpoint was saved and loaded at once, and the steps that were loaded."""
     folder = tmp_path / "disk"
     save(folder / "run", 0)
-    results = spawn(one_loads_the_others_save, world_size, str(folder), num_loads, num_saves, folder=tmp_path)
+    results = spawn(
+        one_loads_the_others_save, world_size, str(folder), num_loads, num_saves, folder=tmp_path, limit_s=240
+    )
     return folder, results[0]
 
 
@@ -187,7 +189,7 @@ def interleaved(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str
     """For a load, a load without locks and a save: at how many of its calls another process saved, the steps that were
     seen, and how many failed."""
     command = [sys.executable, "-c", INTERLEAVED, str(tmp_path_factory.mktemp("interleaved"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line.split(";") for line in done.stdout.splitlines()]
     return [(int(num_points), seen, int(num_failed)) for num_points, seen, num_failed in lines]
