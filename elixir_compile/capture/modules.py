@@ -166,7 +166,7 @@ def _gathered(name: str, slot: Slot) -> property:
             if param.device == slot.device and not slot.is_shared:
                 return param  # eager code finds what it always finds, `.grad` included
             if torch.is_grad_enabled() and param.requires_grad:
-                return GATHER(*Gate([slot]).handles(), size, stride, key)
+                return _gather_with_gradient(slot, size, stride)
         return GATHER(getattr(module, attribute), size, stride, key)
 
     def write(module: nn.Module, value: object) -> None:
@@ -176,6 +176,13 @@ def _gathered(name: str, slot: Slot) -> property:
     # Called from code that Dynamo does not compile, it would become a graph of one gather, and the key a symbol.
     compat.never_compile_alone(read)
     return property(read, write)
+
+
+@torch.compiler.disable  # between the graphs of a model that breaks, Dynamo would compile the gate
+def _gather_with_gradient(slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
+    """Return the value of the slot's parameter, of `size` and `stride`, whose gradient autograd leads to the
+    parameter."""
+    return GATHER(*Gate([slot]).handles(), size, stride, slot.key)
 
 
 def _register_as(base: type[nn.Module]):

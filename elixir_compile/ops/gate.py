@@ -45,7 +45,6 @@ class Gate:
             slot.param.requires_grad for slot in self._frozen
         )
 
-    @torch.compiler.disable  # Dynamo would compile it where eager code reads a parameter behind a graph break
     def handles(self) -> tuple[torch.Tensor | None, ...]:
         """Return a handle for each slot, None for a parameter that is frozen."""
         if self.slots and not self.is_current:

@@ -193,8 +193,10 @@ def test_a_saved_view_of_a_parameter_is_made_again_where_its_sizes_are_saved_too
     backward = fx.Graph()
     saved, known = backward.placeholder("t"), backward.placeholder("size")
     known.meta["val"] = length
-    backward.output((call(backward, torch.ops.aten.relu.default, (saved,), torch.empty(4, 3)),))
-    _rebuild_view(backward, saved, _Hidden(keys={"table": 5}, saved_views={"t": [table, cut, turned]}))
+    used = call(backward, torch.ops.aten.relu.default, (saved,), torch.empty(4, 3))
+    backward.output((used,))
+    hidden = _Hidden(keys={"table": 5}, saved_views={"t": [table, cut, turned]})
+    _rebuild_view(backward, saved, hidden, used, {"size": known})
     (again,) = backward.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
     assert again.args[0].target is parameter
     assert again.args[3] is known

@@ -109,8 +109,8 @@ def test_a_loss_that_does_not_fit_is_chunked_and_the_plan_says_so(tmp_path: Path
 
 @pytest.fixture
 def pressed(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any]:
-    """A model after its first forward, of a pressed plan that was no worse than a loss in chunks; Dynamo captures its
-    step once more at the second."""
+    """A model after its first forward, of a pressed plan that was no worse than a loss in chunks; Dynamo has forgotten
+    the step, and captures it once more at the second."""
     _, roomy = trained(Head(), {})
     model = Head()
     options = {**OPTIONS, "device_memory": roomy.prediction.device_peak_bytes - 1, "report": True}
@@ -118,6 +118,7 @@ def pressed(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any]:
     with monkeypatch.context() as patch:
         patch.setattr(backend, "better", lambda *_: None)
         compiled(*inputs()).backward()
+    torch._dynamo.reset()
     return model, compiled
 
 

@@ -262,7 +262,7 @@ def test_placements_in_force_are_only_moved_further_off() -> None:
     problem = problem_of(chain_of(8), update=Update.AFTER_BACKWARD)
     first = plan(between(problem, 0.5))
     order = {(Tier.DEVICE, Tier.DEVICE): 0, (Tier.DEVICE, Tier.HOST): 1, (Tier.HOST, Tier.HOST): 2}
-    for budget_bytes in (GIB, between(problem, 0.2).budget_bytes):
+    for budget_bytes in (GIB, between(problem, 0.1).budget_bytes):
         again = replace(problem, budget_bytes=budget_bytes, buckets=first.buckets, placements=first.placements)
         second = plan(again)
         assert second.buckets == first.buckets
