@@ -125,7 +125,7 @@ def capture_step(
     model = built(model)
     target = _device_of(model) if device is None else torch.device(device)
     param_dtype = None if options is None else options.param_dtype
-    own = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
+    own, memory = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
     executor = new_executor([own], target, originals=[model])
     swap_modules([own], executor)
     bring_rest([own], executor)
@@ -141,6 +141,8 @@ def capture_step(
         return inputs
 
     captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)
+    # Graphs are cycles: the parameters would stay until the collector runs, and count for the device until then.
+    memory.resize_(0)
     batch = _batch_of((*args, *kwargs.values())) if dynamic else None
     on_device = {id(param): param for param in model.parameters() if param.device == target}
     held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())

@@ -33,8 +33,11 @@ def built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
     return compat.undo_compile(made)
 
 
-def stand_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of `model` without its weights; its buffers are on `device`. `model` stays as it is.
+def stand_in(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, torch.UntypedStorage]:
+    """Return a copy of `model` without its weights, and the allocation that its parameters share; its buffers are on
+    `device`. `model` stays as it is.
 
     The parameters of the copy are as if they were cast to `dtype`, with masters; None: as they are.
 
@@ -60,7 +63,7 @@ def stand_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None =
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _on_device(value, device)
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, memo), room
     except Exception as error:
         reason = f"it cannot be copied ({error}). Pass a function that makes it instead"
         raise UnsupportedModel(type(model).__name__, reason) from error
