@@ -25,7 +25,7 @@ def outside_captures() -> Iterator[None]:
     rounds otherwise. It reads `torch.compiler._is_compiling_flag`, which is one per process: `torch.export` sets it,
     in torch 2.13 also `torch.compile`. So the first call of this context gives the function other code. It stays the
     same object, by which Dynamo recognises it; and there is no lock for which a capture and an update that needs
-    Dynamo could wait crosswise. Checked on torch 2.11 and 2.13; without the flag: AttributeError at the first step of
+    Dynamo could wait crosswise. Checked on torch 2.13; without the flag: AttributeError at the first step of
     `hybrid(cls)`.
     """
     _let_threads_differ()

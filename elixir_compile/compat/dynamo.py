@@ -57,7 +57,7 @@ class _Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis
 def trace_again(reason: str) -> NoReturn:
     """From within a backend: let Dynamo drop the graph at hand and trace the frame once more, as modules are now.
 
-    `torch._dynamo.exc`, torch 2.11 to 2.13. Gone: AttributeError at the first import.
+    `torch._dynamo.exc`, checked on torch 2.13. Gone: AttributeError at the first import.
     """
     raise _Again(restart_reason=reason)
 
@@ -144,7 +144,7 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
     """While Dynamo waits for the compiled form of its graph: whether it is going to check attributes of the classes of
     modules whose parameters are `inputs`, placeholders of the graph.
 
-    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, torch 2.11 to 2.13, of which the
+    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, checked on torch 2.13, of which the
     older have methods in place of some properties. Gone: such a check fails with a KeyError at the first call.
     """
     context = TracingContext.try_get()

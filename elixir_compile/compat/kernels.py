@@ -47,7 +47,7 @@ def kernels_together() -> Iterator[None]:
     unit that the compiler refuses. Another thread that compiles meanwhile gets the same kernels.
 
     `AsyncCompile.cpp_pybinding`, `.wait`, `.submit`, `get_compile_threads`; `CppPythonBindingsCodeCache.load_async`,
-    `.suffix_template`, `.call_entry_function`, `.load_pybinding`; `CppCompileError`: torch 2.13, read in 2.11. Gone:
+    `.suffix_template`, `.call_entry_function`, `.load_pybinding`; `CppCompileError`: torch 2.13. Gone:
     ImportError or AttributeError at the first region.
     """
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
