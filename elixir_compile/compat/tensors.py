@@ -19,7 +19,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def num_holders(storage: torch.UntypedStorage) -> int:
     """Return how many tensors, or others, hold the memory of `storage`, which the caller alone has got from one.
 
-    `torch._C._storage_Use_Count`, checked on torch 2.13. Gone: AttributeError where parameters are views of one storage.
+    `torch._C._storage_Use_Count`, checked on torch 2.13. Gone: AttributeError if parameters share memory.
     """
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
