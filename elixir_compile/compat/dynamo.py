@@ -144,8 +144,8 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
     """While Dynamo waits for the compiled form of its graph: whether it is going to check attributes of the classes of
     modules whose parameters are `inputs`, placeholders of the graph.
 
-    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, checked on torch 2.13; older versions
-    have methods in place of some properties. Gone: such a check fails with a KeyError at the first call.
+    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, checked on torch 2.13; older
+    versions have methods in place of some properties. Gone: such a check fails with a KeyError at the first call.
     """
     context = TracingContext.try_get()
     if context is None:
