@@ -3,6 +3,7 @@
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+from elixir_compile.compat.autograd import AccumulateNode as AccumulateNode
 from elixir_compile.compat.autograd import Asked as Asked
 from elixir_compile.compat.autograd import after_backward as after_backward
 from elixir_compile.compat.autograd import asked_for as asked_for

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from elixir_compile import compat
 from elixir_compile.errors import NotPrepared, OptimizerTooEarly, UnsupportedModel
 from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
 
@@ -86,7 +87,7 @@ class StateOwner(Protocol):
 class Slot:
     """One parameter of a prepared model: where autograd meets it and who runs it."""
 
-    __slots__ = ("__weakref__", "_handles", "_made_as", "device", "key", "name", "param", "sink")
+    __slots__ = ("__weakref__", "_handles", "_made_as", "_node", "device", "key", "name", "param", "sink")
 
     def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
@@ -96,6 +97,7 @@ class Slot:
         self.sink = sink
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
+        self._node: compat.AccumulateNode | None = None
 
     def check_form(self) -> None:
         """Raise UnsupportedModel when the parameter is no longer what graphs were captured for: `model.half()`."""
@@ -159,6 +161,26 @@ class Slot:
         handle = torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=requires_grad)
         self._handles.append(handle)
         return handle
+
+    def meet_node(self) -> None:
+        """Look up the node that accumulates the gradient of the parameter, which requires one; torch makes another if
+        the parameter moves to another device."""
+        self.forget_node()  # it holds a reference to the node that the next one would count
+        self._node = compat.AccumulateNode(self.param)
+
+    def forget_node(self) -> None:
+        """Let go of the node."""
+        self._node = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody hooked the gradient of the parameter, or may have by its node, which they hold."""
+        return compat.has_gradient_hooks(self.param) or self.has_node_holders
+
+    @property
+    def has_node_holders(self) -> bool:
+        """Whether somebody else holds the node of the parameter, as whoever registers a hook on it must."""
+        return self._node is not None and self._node.is_held_by_others
 
     @property
     def handles(self) -> Sequence[torch.Tensor]:
@@ -224,6 +246,7 @@ def slot_of(param: torch.Tensor) -> Slot | None:
 
 def forget(slot: Slot) -> None:
     """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
+    slot.forget_node()
     if slot_of(slot.param) is slot:
         del _BY_PARAM[slot.param]
 
