@@ -37,7 +37,10 @@ class AccumulateNode:
     """The autograd node that adds to `.grad` of a leaf which requires a gradient; at most one exists for each leaf."""
 
     def __init__(self, leaf: torch.Tensor) -> None:
-        self._node = torch.autograd.graph.get_gradient_edge(leaf).node
+        with torch.enable_grad():
+            self._reader = leaf.view_as(leaf).grad_fn
+        # torch 2.13 holds a reference to the object of a node that other nodes lead to: `_reader` always does.
+        self._node = self._reader.next_functions[0][0]
 
     def num_references(self) -> int:
         """Return how many references Python code holds to the node."""

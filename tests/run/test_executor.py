@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
 from elixir_compile.ops.schema import GATHER
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.moving import check_move
@@ -53,6 +54,16 @@ def test_a_model_cast_after_its_capture_is_refused(dtype: torch.dtype) -> None:
         run.model.to(dtype)
         with pytest.raises(elixir.UnsupportedModel, match=f"torch.float32 .* and is {dtype}"):
             run.compiled(batches[0])
+
+
+def test_nobody_else_holds_the_autograd_nodes_of_a_model() -> None:
+    run = by_elixir(seeded(Stack), device_memory=None).train(vectors(2))
+    slots = [slot for slot in executor_of(run.model).slots.values() if slot.param.requires_grad]
+    assert not any(slot.has_node_holders for slot in slots)
+    held = slots[0].param.expand_as(slots[0].param).grad_fn.next_functions[0][0]
+    assert [slot.has_node_holders for slot in slots] == [True] + [False] * (len(slots) - 1)
+    del held
+    assert not slots[0].has_node_holders
 
 
 @pytest.mark.parametrize("is_held", [True, False])

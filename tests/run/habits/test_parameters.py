@@ -236,6 +236,22 @@ def test_a_replaced_parameter_is_freed(width: int) -> None:
     assert old() is None
 
 
+def test_a_parameter_replaced_while_a_forward_waited_is_freed_behind_its_backward() -> None:
+    run = compiled(layers(), BUDGETS["offload"])
+    run.train(BATCHES[:1])
+    waiting = run.compiled(BATCHES[1])
+    old = weakref.ref(run.model.head.weight)
+    run.model.head.weight, run.model.head.bias = nn.Parameter(values(2, WIDTH)), nn.Parameter(values(2))
+    new_optimizer(run)
+    run.compiled(BATCHES[2]).backward()
+    assert old() is not None
+    waiting.backward()
+    del waiting
+    run.train(BATCHES[3:4])
+    gc.collect()
+    assert old() is None
+
+
 # torch.func.functional_call
 
 
