@@ -239,3 +239,15 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
     return copied
+
+
+def new_input(graph: fx.Graph, name: str, after: fx.Node) -> fx.Node:
+    """Return a new input of `graph`, of Dynamo, behind the input `after`; no variable of the user's program is its
+    source.
+
+    `node._dynamo_source`, torch 2.11 to 2.13. Gone: AOTAutograd does not ask for it.
+    """
+    with graph.inserting_after(after):
+        made = graph.placeholder(name)
+    made._dynamo_source = None
+    return made
