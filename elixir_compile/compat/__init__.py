@@ -3,6 +3,9 @@
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+from elixir_compile.compat.aot_graphs import gradients_at as gradients_at
+from elixir_compile.compat.aot_graphs import inputs_at as inputs_at
+from elixir_compile.compat.aot_graphs import inputs_that_must_be_real as inputs_that_must_be_real
 from elixir_compile.compat.autograd import AccumulateNode as AccumulateNode
 from elixir_compile.compat.autograd import Asked as Asked
 from elixir_compile.compat.autograd import after_backward as after_backward
@@ -39,6 +42,7 @@ from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
 from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
 from elixir_compile.compat.dynamo import is_operator as is_operator
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
+from elixir_compile.compat.dynamo import new_input as new_input
 from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
 from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart

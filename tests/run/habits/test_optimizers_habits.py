@@ -273,7 +273,7 @@ class SAM(Optimizer):
 
 
 @habit("SAM: parameters are moved for a second backward, and put back", area="Optimizers",
-       note="a warning names parameters that move to the host while others hold the memory that they leave")  # fmt: skip
+       note="a warning names parameters that move to the host while others hold the memory they leave")  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*move to the host, and other tensors hold")
 @setups("free", "offload", "across_steps")
 def test_sam(setup: str) -> None:
