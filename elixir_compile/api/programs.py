@@ -105,6 +105,7 @@ class Programs:
     def _write(self, phase: Phase) -> fx.GraphModule:
         keys = {name: key for key, name in self._halves.captured.param_names.items()}
         program = write_program(self._halves, self.plan, phase, keys, self._lower_region, self._executor)
+        self._regions.start_kernels()
         check(program, self.plan, phase)
         return program
 
