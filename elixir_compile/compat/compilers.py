@@ -10,6 +10,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 
 from elixir_compile.compat.dynamo import fake_mode_of
+from elixir_compile.compat.instructions import best_instructions_only
 from elixir_compile.compat.kernels import Kernels
 
 
@@ -49,7 +50,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
         with inductor_config.patch(custom_partitioner_fn=None):
             return lower(graph, examples, **options)
 
-    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False), best_instructions_only():
         return compile_fx(
             gm,
             list(inputs),
@@ -124,7 +125,7 @@ def lower_with_inductor(
     # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan. Memory that waits
     # for a later value of its size is in no plan, and how much of it would do no harm is not seen from one region.
     order = config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False)
-    with tracing(context), order, _calls_apart(), kernels.gathered(), apart:
+    with tracing(context), order, _calls_apart(), kernels.gathered(), best_instructions_only(), apart:
         # No CUDA graphs: they want fixed addresses.
         compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
     return compiled, context.output_strides

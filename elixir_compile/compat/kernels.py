@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from elixir_compile.compat.instructions import best_instructions_only
 from elixir_compile.compat.libraries import Place, command_line, function_at, known_place, note_place, source_key
 
 log = logging.getLogger("elixir_compile")
@@ -122,15 +123,16 @@ class Kernels:
             return
         num_threads = get_compile_threads()
         submit = AsyncCompile.submit if num_threads > 1 else None
-        how = command_line()
-        for kernel in waiting:
-            kernel.key = source_key(kernel.argtypes, kernel.source, how)
-        new = [kernel for kernel in waiting if not _is_found(kernel)]
-        plain = [kernel for kernel in new if len(kernel.includes) == 1]
-        num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
-        units = [plain[index::num_units] for index in range(num_units)]
-        for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
-            _Unit(unit, submit)
+        with best_instructions_only():
+            how = command_line()
+            for kernel in waiting:
+                kernel.key = source_key(kernel.argtypes, kernel.source, how)
+            new = [kernel for kernel in waiting if not _is_found(kernel)]
+            plain = [kernel for kernel in new if len(kernel.includes) == 1]
+            num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
+            units = [plain[index::num_units] for index in range(num_units)]
+            for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
+                _Unit(unit, submit)
 
 
 def _is_found(kernel: Kernel) -> bool:
