@@ -72,7 +72,8 @@ class Options:
     so that the compiler gets few different regions; `plan`: nowhere else. `auto`: by layer where regions are compiled,
     by plan where they run op by op."""
     report: bool = True
-    """Log the planned line at the first step and the measured line after some steps."""
+    """Log the planned line at the first step and the measured line after some steps; on a terminal, also how far a
+    compilation of more than ten seconds is."""
 
 
 def parse_options(options: Mapping[str, object] | None) -> Options:
