@@ -50,6 +50,7 @@ from elixir_compile.compat.dynamo import trace_again as trace_again
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
+from elixir_compile.compat.kernels import Kernels as Kernels
 from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.profiling import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.profiling import is_profiling as is_profiling
