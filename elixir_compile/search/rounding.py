@@ -5,10 +5,10 @@ best whole answer over the options that it uses is found in a fraction of a seco
 Taking the leanest of the options of all that is divided instead left 10 GiB of 80 unused.
 """
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from elixir_compile.search.clock import Deadline
 from elixir_compile.search.draft import Answer
 from elixir_compile.search.program import Program, Vector
 from elixir_compile.search.solving import solve_whole
@@ -17,6 +17,8 @@ USED = 1e-6
 """A share of an option below this is none."""
 _GAP = 2e-4
 _MOST_ROUNDS = 8
+_LEAST_S = 0.5
+"""Each solve may take so long even if the time is up: an answer that is far from the optimum is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Rounded:
 def nearest(
     program: Program,
     x: Vector,
-    deadline_s: float,
+    deadline: Deadline,
     *,
     more_bytes: int = 0,
     also: Iterable[Vector] = (),
@@ -47,7 +49,7 @@ def nearest(
     for _ in range(_MOST_ROUNDS):
         solution = solve_whole(
             program,
-            limit_s=deadline_s - time.monotonic(),
+            limit_s=max(deadline.wall_s, _LEAST_S * deadline.clock.times),
             gap=_GAP,
             more_bytes=more_bytes,
             is_open=used,
@@ -61,6 +63,6 @@ def nearest(
         has_new = program.add_memory(solution.x, more_bytes)
         has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
         has_new |= program.add_leaving(answer)
-        if not has_new or time.monotonic() > deadline_s:
+        if not has_new or deadline.is_over:
             break
     return found
