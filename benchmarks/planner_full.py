@@ -75,8 +75,8 @@ class Case:
 
 
 SMALL = tuple(
-    Case(model=model, layers=layers, batch=4, machine="rtx4090-24g", ranks=ranks, state=12)
-    for model, layers in (("gpt2-4b", 8), ("llama-7b", 4))
+    Case(model=model, layers=layers, batch=16, machine="rtx4090-24g", ranks=ranks, state=12)
+    for model, layers in (("gpt2-4b", 4), ("llama-7b", 2))
     for ranks in (1, 4)
 )
 """Planned by the tests too, which compare ratios with the saved ones."""
