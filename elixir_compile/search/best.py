@@ -52,7 +52,7 @@ _MOST_COLUMNS = 600
 """Larger programs are not solved as a whole: GPT-2 20B takes 2 s each, seven of which raise the bound by 0.04 %."""
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
 """Of the time: when the solver has to stop, and when all that is played has to; the rest is for the reasons."""
-_FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.25, 0.5, 1.0), (1.0, 0.5, 0.25, 0.0)
+_FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0)
 """Memory kept free for early copies, in units of the widest bucket; on several ranks, where every use of a bucket that
 is not kept whole is a gather, most answers without such memory do not fit, or wait."""
 _MOST_STALE = 2
@@ -175,6 +175,7 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
     problem = tries.judge.facts.problem
     widest_bytes = max(bucket.flat_nbytes for bucket in tries.judge.facts.buckets)
     pool: list[Vector] = []
+    free_bytes = 0
     shares = _FREE_SHARES if problem.cluster.num_ranks == 1 else _FREE_SHARES_OF_RANKS
     for share in shares if problem.cluster.h2d.overlaps_compute else (0.0,):
         more_bytes = -int(share * widest_bytes)
@@ -184,14 +185,19 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
         if found is None or program.seconds(found.bound) >= tries.best.step_s:
             continue
         pool.append(found.x)
+        before_s = tries.best.step_s
         _try_nearest(tries, program, found.x, more_bytes)
+        free_bytes = more_bytes if tries.best.step_s < before_s else free_bytes
         if tries.is_good(bound_s) or tries.is_over():
             return
     if program.has_streams:
         tries.swap_streams()
-    if pool and not tries.is_good(bound_s):
+    # With the memory kept free that did best so far, copies are early enough for these answers too.
+    for more_bytes in dict.fromkeys((free_bytes, 0)) if pool else ():
+        if tries.is_good(bound_s) or tries.is_over():
+            break
         best = program.vector(tries.best.answer)
-        _try_nearest(tries, program, np.max([*pool, best], axis=0), 0, streams_whole=True)
+        _try_nearest(tries, program, np.max([*pool, best], axis=0), more_bytes, streams_whole=True)
     if program.has_streams and not tries.is_good(bound_s):
         tries.swap_streams()
 

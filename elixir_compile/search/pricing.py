@@ -35,7 +35,7 @@ _CLOSE = 1e-4
 _LARGE, _PATIENCE, _MOST_STALE = 3000, 12, 3
 """Master and bound that agree within `_CLOSE` are good enough once the bound has risen by less in so many solves: more
 where there are few columns, for the more options an optimum divides, the better it can be rounded."""
-_LEAST_S, _WORTH, _MOST_LATE = 0.5, 0.9, 8
+_LEAST_S, _WORTH, _MOST_LATE = 2.0, 0.9, 8
 """A solve may take so long even if the time is up, and so many are made until the bound is worth that share of the
 master: the first few have too few columns to say anything, and a plan without a bound proves nothing."""
 _OVER = 1e3
