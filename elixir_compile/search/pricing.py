@@ -91,7 +91,9 @@ def priced(
         columns[new_columns] = True
         if not (has_new or len(new_columns)):
             break
-        is_worthless = best < _WORTH * master.value and number < _MOST_LATE
+        # The first masters have too few rows as well: their value is below what their own x takes.
+        claimed = max(master.value, program.lower_s(master.x) * SCALE / program.reference_s)
+        is_worthless = best < _WORTH * claimed and number < _MOST_LATE
         if deadline.is_over and not is_worthless:
             break
         num_stale = num_stale + 1 if best < last + _CLOSE * abs(last) else 0
