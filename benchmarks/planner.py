@@ -93,6 +93,7 @@ def captured(model: str, batch: int, *, is_fresh: bool) -> Capture:
         device=torch.device(fields["device"]),
         numels={StorageId(name): numel for name, numel in fields["numels"].items()},
         state_bytes={StorageId(name): numel * STATE_BYTES_PER_ELEMENT for name, numel in fields["numels"].items()},
+        masters={StorageId(name): numel for name, numel in fields["masters"].items()},
         held_bytes=0,
         base_bytes=fields["base_bytes"],
     )
@@ -106,6 +107,7 @@ def capture_to(model: str, batch: int, path: Path) -> None:
         "graph": json.loads(graph_to_json(capture.graph)),
         "device": str(capture.device),
         "numels": dict(capture.numels),
+        "masters": dict(capture.masters),
         "base_bytes": capture.base_bytes,
     }
     write_cached(path, json.dumps(fields))

@@ -1,14 +1,16 @@
 """Is every plan at full choice proved within 1 % of the best, and never slower than a rule? Quartiles over a grid.
 
-    python benchmarks/planner_full.py                                        # hours on two cores; saves the table
+    python benchmarks/planner_full.py                          # hours on two cores; saves the table
     python benchmarks/planner_full.py --models gpt2-4b --batches 4 --machines a100-80g --ranks 1     # prints only
-    python benchmarks/planner_full.py --sample                               # every 24th case; saves a table of its own
+    python benchmarks/planner_full.py --models gpt2-20b --every 7 --rows FILE     # a piece: adds to the rows in FILE
+    python benchmarks/planner_full.py --rows FILE --table "which cases these are" # saves the table of these rows
+    python benchmarks/planner_full.py --small                  # four shallow models, which the tests plan too
 
 The grid: activations and updates as the planner likes, 8 and 12 bytes of optimizer state per element, GPT-2 4b to 20b
 and Llama 7b to 70b, A100s, H100s and RTX 4090s, 1 to 8 ranks, batches of 1 to 16 sequences each. What is saved are
 counted plays and solves beside CPU seconds, and the best step after 2, 5 and 10 CPU seconds of search: seconds of
-another machine are other seconds. No GPU is needed and no weight is allocated; each model is captured once per batch,
-in a process of its own, and kept in the cache folder.
+another machine are other seconds. No GPU is needed and no weight is allocated; each model is captured once, for any
+batch, in a process of its own, and kept in the cache folder.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,12 +33,13 @@ from machine import RESULTS, save
 
 from elixir_compile.api.capture import Capture, capture_step
 from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.api.shapes import model_named
 from elixir_compile.cache_dir import cache_dir, write_cached
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import preset
 from elixir_compile.ir import StorageId, graph_from_json, graph_to_json
 from elixir_compile.options import Options
-from elixir_compile.search import Problem, plan, pricing, rounding, tries
+from elixir_compile.search import Problem, milp, plan, planner, pricing, rounding, tries
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.rules import RULES
 
@@ -44,12 +48,11 @@ MACHINES = ("a100-40g", "a100-80g", "h100-80g", "rtx4090-24g")
 RANKS = (1, 2, 4, 8)
 BATCHES = (1, 4, 16)
 STATES = (8, 12)
-LENGTHS = {"gpt2": 1024, "llama": 2048}
+LENGTHS = {"gpt2": 1024, "llama": 2048, "llama-70b": 4096}
 TIMEOUT_S = 60.0
 """Counted work ends a search, so that a case is the same on every machine; the clock is for what hangs."""
 MARKS_S = (2.0, 5.0, 10.0)
 MOST_GAP = 0.01
-SAMPLE = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +62,24 @@ class Case:
     machine: str
     ranks: int
     state: int
+    layers: int = 0
+    """How many layers of the model are left; 0: all."""
+
+    @property
+    def shape(self) -> str:
+        return f"{self.model} of {self.layers} layers" if self.layers else self.model
 
     @property
     def name(self) -> str:
-        return f"{self.model} batch {self.batch} state {self.state} on {self.ranks} x {self.machine}"
+        return f"{self.shape} batch {self.batch} state {self.state} on {self.ranks} x {self.machine}"
+
+
+SMALL = tuple(
+    Case(model=model, layers=layers, batch=16, machine="rtx4090-24g", ranks=ranks, state=12)
+    for model, layers in (("gpt2-4b", 4), ("llama-7b", 2))
+    for ranks in (1, 4)
+)
+"""Planned by the tests too, which compare ratios with the saved ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +95,7 @@ class Row:
     gap: float | None = None
     unused_bytes: int = 0
     gaps_at: dict[str, float] = field(default_factory=dict)
-    """By CPU seconds of search: the gap of the best step so far, against the bound of the end."""
+    """By CPU seconds of search: the gap of the best step so far, against the final bound; 1 while there is none."""
     rules: dict[str, float] = field(default_factory=dict)
     """Simulated seconds of each rule that fits."""
 
@@ -90,6 +107,8 @@ class Row:
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """Return the cases asked for; a batch is that of each rank."""
+    if arguments.small:
+        return list(SMALL)
     every = itertools.product(
         arguments.models, arguments.batches, arguments.states, arguments.machines, arguments.ranks
     )
@@ -97,36 +116,56 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         Case(model=model, batch=batch, machine=machine, ranks=ranks, state=state)
         for model, batch, state, machine, ranks in every
     ]
-    return found[::SAMPLE] if arguments.sample else found
+    return found[:: arguments.every]
 
 
-def captured(model: str, batch: int) -> Capture:
-    """Return the step of `model`, from the cache folder where an earlier run left it."""
-    path = cache_dir() / "benchmarks" / f"full-{model}-{batch}-torch-{torch.__version__}.json"
+def captured(model: str, batch: int, layers: int = 0) -> Capture:
+    """Return the step of `model`, with all or so many `layers`, from the cache folder where an earlier run left it."""
+    path = _path(model, batch, layers)
     if not path.exists():
-        subprocess.run([sys.executable, __file__, "--capture", model, str(batch), str(path)], check=True)
+        subprocess.run([sys.executable, __file__, "--capture", model, str(layers)], check=True)
     fields = json.loads(path.read_text(encoding="utf-8"))
     return Capture(
         graph=graph_from_json(json.dumps(fields["graph"])),
         device=torch.device(fields["device"]),
         numels={StorageId(name): numel for name, numel in fields["numels"].items()},
         state_bytes={},
+        masters={StorageId(name): numel for name, numel in fields["masters"].items()},
         held_bytes=0,
         base_bytes=fields["base_bytes"],
     )
 
 
-def capture_to(model: str, batch: int, path: Path) -> None:
-    """Capture one step, its activations free to be chosen, and write it to `path`."""
-    text = TextBatch(batch=batch, seq=LENGTHS[model.partition("-")[0]], dtype=torch.bfloat16)
-    capture = capture_step(*load_model(model, text))
-    fields = {
-        "graph": json.loads(graph_to_json(capture.graph)),
-        "device": str(capture.device),
-        "numels": dict(capture.numels),
-        "base_bytes": capture.base_bytes,
-    }
-    write_cached(path, json.dumps(fields))
+def _path(model: str, batch: int, layers: int) -> Path:
+    return cache_dir() / "benchmarks" / f"full-{model}-{layers}-{batch}-torch-{torch.__version__}.json"
+
+
+def capture_of(model: str, layers: int) -> Capture:
+    """Return one step of `model`, with all or so many `layers`, for any batch, its activations free to be chosen."""
+    length = LENGTHS.get(model) or LENGTHS[model.partition("-")[0]]
+    text = TextBatch(batch=2, seq=length, dtype=torch.bfloat16)
+    if not layers:
+        return capture_step(*load_model(model, text), dynamic=True)
+    shape = model_named(model)
+    fields = {**shape.fields, **dict.fromkeys(shape.layer_fields, layers), "model_type": shape.model_type}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(fields), encoding="utf-8")
+        return capture_step(*load_model(str(path), text), dynamic=True)
+
+
+def capture_all(model: str, layers: int) -> None:
+    """Capture one step and write it to the cache folder for every batch of the grid."""
+    capture = capture_of(model, layers)
+    for batch in BATCHES:
+        fields = {
+            "graph": json.loads(graph_to_json(capture.at_batch(batch).graph)),
+            "device": str(capture.device),
+            "numels": dict(capture.numels),
+            "masters": dict(capture.masters),
+            "base_bytes": capture.base_bytes,
+        }
+        write_cached(_path(model, batch, layers), json.dumps(fields))
 
 
 @dataclass(slots=True)
@@ -142,15 +181,20 @@ class Counts:
 def counting() -> Iterator[Counts]:
     """Count what the searches inside do."""
     counts, began_s = Counts(), time.process_time()
-    play, keep = Judge.played, tries.Tries._keep
+    play, keep, place = Judge.played, tries.Tries._keep, planner.place_best
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
         (pricing, "linprog", pricing.linprog),
         (rounding, "solve_whole", rounding.solve_whole),
+        (milp, "solve_whole", milp.solve_whole),
     ]
 
     def counted_play(*arguments: Any) -> Any:
         counts.num_plays += 1
         return play(*arguments)
+
+    def counted_place(judge: Judge, first: Any, *arguments: Any, **named: Any) -> Any:
+        counts.best.append((time.process_time() - began_s, first.step_s))
+        return place(judge, first, *arguments, **named)
 
     def counted_keep(self: tries.Tries, draft: Any) -> None:
         keep(self, draft)
@@ -163,20 +207,24 @@ def counting() -> Iterator[Counts]:
 
         return solve
 
-    Judge.played, tries.Tries._keep = counted_play, counted_keep
+    Judge.played, tries.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
     for module, name, solver in solvers:
         setattr(module, name, counted(solver))
     try:
         yield counts
     finally:
-        Judge.played, tries.Tries._keep = play, keep
+        Judge.played, tries.Tries._keep, planner.place_best = play, keep, place
         for module, name, solver in solvers:
             setattr(module, name, solver)
 
 
 def problem_of(case: Case) -> Problem:
     """Return the problem of one case."""
-    capture = captured(case.model, case.batch)
+    return asked(case, captured(case.model, case.batch, case.layers))
+
+
+def asked(case: Case, capture: Capture) -> Problem:
+    """Return what the planner is asked about the step of one case."""
     state = {name: numel * case.state for name, numel in capture.numels.items()}
     return replace(capture, state_bytes=state).problem(
         preset(case.machine, case.ranks), Options(), state_bytes_per_element=case.state
@@ -209,7 +257,9 @@ def solve(case: Case, problem: Problem) -> Row:
         bound_s=found.bound_s,
         gap=found.gap,
         unused_bytes=found.budget_bytes - found.prediction.device_peak_bytes,
-        gaps_at={f"{mark_s:g} s": 1 - found.bound_s / min(steps_s) for mark_s, steps_s in bests.items() if steps_s},
+        gaps_at={
+            f"{mark_s:g} s": 1 - found.bound_s / min(steps_s) if steps_s else 1.0 for mark_s, steps_s in bests.items()
+        },
     )
 
 
@@ -218,7 +268,8 @@ def failures(row: Row) -> list[str]:
     if row.step_s is None:
         return [f"no plan or no bound, but {rule} fits" for rule in row.rules]
     slower = [f"slower than {rule}" for rule, step_s in row.rules.items() if row.step_s > step_s * (1 + 1e-9)]
-    return slower + ([] if row.gap is not None and row.gap <= MOST_GAP else [f"gap {row.gap}"])
+    below = [f"{rule} is below the bound" for rule, step_s in row.rules.items() if step_s < (row.bound_s or 0.0)]
+    return slower + below + ([] if row.gap is not None and 0.0 <= row.gap <= MOST_GAP else [f"gap {row.gap}"])
 
 
 def quartiles(values: Sequence[float]) -> str:
@@ -249,7 +300,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def line(row: Row) -> str:
     """Return one row of the table, in Markdown."""
     case = row.case
-    cells = [case.model, str(case.batch), str(case.state), f"{case.ranks} x {case.machine}"]
+    cells = [case.shape, str(case.batch), str(case.state), f"{case.ranks} x {case.machine}"]
     if row.step_s is None or row.gap is None:
         return "| " + " | ".join([*cells, "nothing fits", *[""] * 5]) + " |"
     rule = "none fits" if row.best_rule is None else f"{row.best_rule:.2f}"
@@ -257,10 +308,43 @@ def line(row: Row) -> str:
     return "| " + " | ".join([*cells, f"{row.step_s:.4g}", f"{row.gap:.2%}", rule, *counted]) + " |"
 
 
+def read_rows(path: Path) -> dict[Case, Row]:
+    """Return the rows of an earlier run, by case, from a file with one row a line; none where there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [Row(**{**fields, "case": Case(**fields["case"])}) for fields in map(json.loads, lines)]
+    return {row.case: row for row in rows}
+
+
 HEAD = (
     "| model | batch | state | machine | step in s | gap | fastest rule / step | plays | solves | CPU s |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
+
+
+def save_table(name: str, note: str, rows: Sequence[Row]) -> None:
+    """Save the figures of `rows`, and their table below a `note` that says which cases they are."""
+    wrong = [f"{row.case.name}: {why}" for row in rows for why in failures(row)]
+    path = save(name, {"note": note, "failures": wrong, "rows": [asdict(row) for row in rows]})
+    table = RESULTS / f"{name}.md"
+    table.write_text("\n".join([note, "", *summary(rows), "", HEAD, *map(line, rows)]) + "\n", encoding="utf-8")
+    print(f"saved {path} and {table}")
+
+
+def run(arguments: argparse.Namespace) -> list[Row]:
+    """Return a row for each case asked for, of which those that are new are added to the file of rows."""
+    known = {} if arguments.rows is None else read_rows(arguments.rows)
+    if arguments.table:
+        return list(known.values())
+    rows: list[Row] = []
+    print(HEAD, flush=True)
+    for case in cases(arguments):
+        row = known.get(case) or solve(case, problem_of(case))
+        if arguments.rows is not None and case not in known:
+            with arguments.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
 
 
 def main() -> int:
@@ -271,29 +355,26 @@ def main() -> int:
     parser.add_argument("--states", nargs="+", type=int, default=STATES)
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     parser.add_argument("--machines", nargs="+", default=MACHINES)
-    parser.add_argument("--sample", action="store_true", help=f"every {SAMPLE}th case")
-    parser.add_argument("--capture", nargs=3, metavar=("MODEL", "BATCH", "PATH"))
+    every = "only every so-manieth of these; best without a divisor in common with the number of values of a column"
+    parser.add_argument("--every", type=int, default=1, metavar="N", help=every)
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="rows of an earlier run, and where new ones go")
+    parser.add_argument("--table", metavar="NOTE", help="run nothing, save the table of the rows in FILE")
+    parser.add_argument("--small", action="store_true", help="shallow models, as the tests plan them")
+    parser.add_argument("--capture", nargs=2, metavar=("MODEL", "LAYERS"))
     arguments = parser.parse_args()
     if arguments.capture:
-        model, batch, path = arguments.capture
-        capture_to(model, int(batch), Path(path))
+        model, layers = arguments.capture
+        capture_all(model, int(layers))
         return 0
-    rows: list[Row] = []
-    wrong: list[str] = []
-    print(HEAD, flush=True)
-    for case in cases(arguments):
-        row = solve(case, problem_of(case))
-        rows.append(row)
-        wrong += [f"{case.name}: {why}" for why in failures(row)]
-        print(line(row), flush=True)
+    rows = run(arguments)
     print("\n" + "\n".join(summary(rows)))
-    asked = (arguments.models, arguments.batches, arguments.states, arguments.ranks, arguments.machines)
-    if tuple(map(tuple, asked)) == (MODELS, BATCHES, STATES, RANKS, MACHINES):
-        name = "planner_sample" if arguments.sample else "planner_full"
-        path = save(name, {"failures": wrong, "rows": [asdict(row) for row in rows]})
-        table = RESULTS / f"{name}.md"
-        table.write_text("\n".join([*summary(rows), "", HEAD, *map(line, rows)]) + "\n", encoding="utf-8")
-        print(f"saved {path} and {table}")
+    chosen = (arguments.models, arguments.batches, arguments.states, arguments.ranks, arguments.machines)
+    is_whole = tuple(map(tuple, chosen)) == (MODELS, BATCHES, STATES, RANKS, MACHINES) and arguments.every == 1
+    if arguments.small:
+        save_table("planner_small", "Shallow models, which the tests plan too.", rows)
+    elif arguments.table or is_whole:
+        save_table("planner_full", arguments.table or "All cases.", rows)
+    wrong = [f"{row.case.name}: {why}" for row in rows for why in failures(row)]
     for case in wrong:
         print(f"FAILS  {case}")
     return int(bool(wrong))

@@ -53,7 +53,8 @@ class Options:
     """`float32`: gradients of several micro-batches, and of several ranks, add up in fp32, of parameters that have a
     master. None: in the dtype of the parameter."""
     search_timeout: float = 10.0
-    """Seconds after which `milp` returns the best plan so far, with the gap it has proved."""
+    """Seconds of its own thread after which `milp` returns the best plan so far, with the gap it has proved; on a busy
+    machine up to four times as many by the wall."""
     hardware: str | None = None
     """The machine to plan for: a name such as `"4 x a100-40g"` or the path of a profile that `elixir-compile measure`
     wrote. None: this machine, as measured before, else a rough built-in profile."""

@@ -107,6 +107,7 @@ class Capture:
             reduce_dtypes=self._reduce_dtypes(cluster, options),
             savings=savings_of(options),
             hybrid=bool(self.numels),
+            moves_what_fits=True,
             disk=options.disk_path is not None,
             update=update_of(options),
             least_alike=least_alike_of(options),

@@ -6,14 +6,13 @@ as they are. Both are lower bounds, and quick: a plan has a thousand of such alt
 and the difference of two columns.
 """
 
-import math
-import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from elixir_compile.ir import Decision
+from elixir_compile.search.clock import Deadline
 from elixir_compile.search.draft import Draft
 from elixir_compile.search.levels import level_text
 from elixir_compile.search.modes import mode_text
@@ -26,10 +25,10 @@ _MOST_PRICED = 600
 """Alternatives of all decisions whose seconds are asked for; each takes a millisecond or more."""
 
 
-def decisions(program: Program, draft: Draft, deadline_s: float = math.inf) -> tuple[Decision, ...]:
+def decisions(program: Program, draft: Draft, deadline: Deadline | None = None) -> tuple[Decision, ...]:
     """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept.
 
-    Beyond `deadline_s`, of the clock `time.monotonic`, they say what and not why.
+    Those made once the `deadline` is over say what and not why.
     """
     facts = program.judge.facts
     changes: list[tuple[str, _Change]] = []
@@ -46,7 +45,7 @@ def decisions(program: Program, draft: Draft, deadline_s: float = math.inf) -> t
     x = program.vector(draft.answer, draft.moves.streamed)
     num_priced = max(1, min(_NUM_REJECTED, _MOST_PRICED // len(changes)))
     chosen = _Chosen(program, x, program.live_bytes(x), program.host_bytes(x), program.lower_s(x), num_priced)
-    return tuple(_decision(chosen, subject, change, deadline_s) for subject, change in changes)
+    return tuple(_decision(chosen, subject, change, deadline) for subject, change in changes)
 
 
 class _Chosen(NamedTuple):
@@ -102,7 +101,7 @@ class _Other(NamedTuple):
         return self.chosen.program.lower_s(x)
 
 
-def _decision(chosen: _Chosen, subject: str, change: _Change, deadline_s: float) -> Decision:
+def _decision(chosen: _Chosen, subject: str, change: _Change, deadline: Deadline | None) -> Decision:
     at_start = _moved(chosen, change, change.before)
     saves_bytes = at_start.peak_bytes - chosen.peak_bytes
     before = change.texts[change.before]
@@ -110,7 +109,7 @@ def _decision(chosen: _Chosen, subject: str, change: _Change, deadline_s: float)
     if saves_bytes <= 0:
         more = format_bytes(int(at_start.more_bytes.max()))
         because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
-    if time.monotonic() > deadline_s:
+    if deadline is not None and deadline.is_over:
         return Decision(
             subject=subject, choice=change.texts[change.now], because=because, cost_s=0.0, saves_bytes=saves_bytes
         )

@@ -17,7 +17,6 @@ a fast machine; the clock only cuts.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ import numpy as np
 
 from elixir_compile.search.because import decisions
 from elixir_compile.search.binding import binding
+from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.draft import Answer, Certificate, Draft
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.milp import whole
@@ -44,14 +44,21 @@ _MIN_IDLE, _IDLE_COLUMNS, _IDLE_STREAMED = 12, 20_000, 6_000
 """So many whole solutions in a row that make the step no shorter end the search: small programs may try more, and
 those with updates to stream fewer, because no row says that an early gather waits, so that the last of their gap never
 closes. GPT-2 124M with 6 GiB on an RTX 3090: half the seconds for the same plan."""
+_MOST_MISSES = 24
+"""So many whole solutions in a row that do not fit by the exact count end the search too: each forbids one answer and
+not its like, and rows against answers make the next solve longer. A small model under `torch.autocast` at its least
+budget: 73 solves in 5 s, none of which fit."""
 _MOST_COLUMNS = 600
 """Larger programs are not solved as a whole: GPT-2 20B takes 2 s each, seven of which raise the bound by 0.04 %."""
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
 """Of the time: when the solver has to stop, and when all that is played has to; the rest is for the reasons."""
-_FREE_SHARES = (0.0, 0.25, 0.5, 1.0)
-"""Memory kept free for early copies, in units of the widest bucket."""
+_FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0)
+"""Memory kept free for early copies, in units of the widest bucket; on several ranks, where every use of a bucket that
+is not kept whole is a gather, most answers without such memory do not fit, or wait."""
 _MOST_STALE = 2
 """Solves that do not raise the bound of an optimum that is only rounded."""
+_WORTH_MOVING = 0.01
+"""Where all fits, a step that is shorter by no more than this share is no reason to move anything."""
 
 
 def place_best(
@@ -60,25 +67,25 @@ def place_best(
     others: Iterable[Answer],
     timeout_s: float,
     tolerance: float = TOLERANCE,
-    began_s: float | None = None,
+    clock: Clock | None = None,
 ) -> Draft:
     """Return the best draft found in `timeout_s` seconds, with its certificate; `first` fits, `others` may.
 
-    They count from `began_s`, of the clock `time.monotonic`, or from now. `others` are not asked for where `first`
-    leaves everything where it starts.
+    They count from when `clock` was made, or from now. `others` are not asked for where `first` leaves everything where
+    it starts.
     """
     if not judge.facts.buckets:
         certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
         return replace(first, certificate=certificate)
-    # What fits stays: a machine's profile is not so exact that a faster update elsewhere is a reason to move.
+    # What fits stays: a machine's profile is not so exact that a slightly faster update elsewhere is a reason to move.
     stays = first.levels == judge.facts.start_levels and first.modes == judge.facts.modes
-    began_s = time.monotonic() if began_s is None else began_s
+    clock = Clock() if clock is None else clock
     program = Program(judge, max(first.step_s, 1e-12))
     first = replace(first, planner="milp")
     tries = Tries(
         judge=judge,
         program=program,
-        deadline_s=began_s + timeout_s * _SEARCH_SHARE,
+        deadline=clock.until(timeout_s * _SEARCH_SHARE),
         best=first,
         tolerance=tolerance,
         found={first.answer: first},
@@ -89,20 +96,27 @@ def place_best(
     seeds = [program.vector(answer) for answer in dict.fromkeys((first.answer, tries.best.answer, *rungs))]
     for seed in seeds:
         program.add_paths(seed)
-    start = priced(program, seeds, tries.deadline_s)
+    start = priced(program, seeds, tries.deadline)
     if start is None:
         _try_rules(tries, program, () if stays else others)
-        return replace(tries.best, decisions=decisions(program, tries.best, began_s + timeout_s))
+        return replace(tries.best, decisions=decisions(program, tries.best, clock.until(timeout_s)))
     proved = _certificate(program, start)
-    if stays:
+    if stays and not _is_worth_moving(judge, first, proved.bound_s):
         return replace(first, certificate=replace(proved, bound_s=min(proved.bound_s, first.step_s)))
-    bound_s = _searched(tries, program, start, seeds, others, began_s + timeout_s * _SOLVER_SHARE)
-    log.debug("searched %s in %s", judge.facts.problem.name, format_s(time.monotonic() - began_s))
+    bound_s = _searched(tries, program, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
+    log.debug("searched %s in %s", judge.facts.problem.name, format_s(clock.spent_s))
+    if stays and not _is_worth_moving(judge, first, tries.best.step_s):
+        return replace(first, certificate=replace(proved, bound_s=min(bound_s, first.step_s)))
     shortest_s = min(first.step_s, tries.best.step_s * (1 + tolerance))
     bring_back(tries, program, tries.leanest(shortest_s), shortest_s)
     best = tries.leanest(shortest_s)
     certificate = replace(proved, bound_s=min(bound_s, best.step_s))
-    return replace(best, certificate=certificate, decisions=decisions(program, best, began_s + timeout_s))
+    return replace(best, certificate=certificate, decisions=decisions(program, best, clock.until(timeout_s)))
+
+
+def _is_worth_moving(judge: Judge, stays: Draft, shorter_s: float) -> bool:
+    """Return whether a step of `shorter_s` is a reason to move what fits where it is, in the draft that `stays`."""
+    return judge.facts.problem.moves_what_fits and stays.step_s > shorter_s * (1 + _WORTH_MOVING)
 
 
 def _rungs(judge: Judge) -> list[Answer]:
@@ -137,7 +151,7 @@ def _searched(
     start: Priced,
     seeds: Sequence[Vector],
     others: Iterable[Answer],
-    solver_end_s: float,
+    solver_end: Deadline,
 ) -> float:
     """Try answers until one is good for the bound or none is left to try; return the bound in seconds."""
     bound_s = program.seconds(start.bound)
@@ -148,7 +162,7 @@ def _searched(
         _round(tries, answers, start, seeds, bound_s)
     _try_rules(tries, program, others)
     if not tries.is_good(bound_s) and program.num_choices <= _MOST_COLUMNS:
-        bound_s = max(bound_s, _solve(tries, program, solver_end_s))
+        bound_s = max(bound_s, _solve(tries, program, solver_end))
     if not tries.is_good(bound_s):
         flip(tries, answers)
         if program.has_streams:
@@ -161,31 +175,38 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
     problem = tries.judge.facts.problem
     widest_bytes = max(bucket.flat_nbytes for bucket in tries.judge.facts.buckets)
     pool: list[Vector] = []
-    for share in _FREE_SHARES if problem.cluster.h2d.overlaps_compute else _FREE_SHARES[:1]:
+    free_bytes = 0
+    shares = _FREE_SHARES if problem.cluster.num_ranks == 1 else _FREE_SHARES_OF_RANKS
+    for share in shares if problem.cluster.h2d.overlaps_compute else (0.0,):
         more_bytes = -int(share * widest_bytes)
         found: Priced | None = start
         if share or program is not tries.program:
-            found = priced(program, [start.x, *seeds], tries.deadline_s, more_bytes, _MOST_STALE)
+            found = priced(program, [start.x, *seeds], tries.deadline, more_bytes, _MOST_STALE)
         if found is None or program.seconds(found.bound) >= tries.best.step_s:
-            break
+            continue
         pool.append(found.x)
+        before_s = tries.best.step_s
         _try_nearest(tries, program, found.x, more_bytes)
+        free_bytes = more_bytes if tries.best.step_s < before_s else free_bytes
         if tries.is_good(bound_s) or tries.is_over():
             return
     if program.has_streams:
         tries.swap_streams()
-    if pool and not tries.is_good(bound_s):
+    # With the memory kept free that did best so far, copies are early enough for these answers too.
+    for more_bytes in dict.fromkeys((free_bytes, 0)) if pool else ():
+        if tries.is_good(bound_s) or tries.is_over():
+            break
         best = program.vector(tries.best.answer)
-        _try_nearest(tries, program, np.max([*pool, best], axis=0), 0, streams_whole=True)
+        _try_nearest(tries, program, np.max([*pool, best], axis=0), more_bytes, streams_whole=True)
     if program.has_streams and not tries.is_good(bound_s):
         tries.swap_streams()
 
 
 def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int, *, streams_whole: bool = False) -> None:
     also = [program.vector(tries.best.answer)]
-    found = nearest(program, x, tries.deadline_s, more_bytes=more_bytes, streams_whole=streams_whole)
+    found = nearest(program, x, tries.deadline, more_bytes=more_bytes, streams_whole=streams_whole)
     if found is None:
-        found = nearest(program, x, tries.deadline_s, more_bytes=more_bytes, also=also, streams_whole=streams_whole)
+        found = nearest(program, x, tries.deadline, more_bytes=more_bytes, also=also, streams_whole=streams_whole)
     if found is not None and tries.try_answer(found.answer) is not None and streams_whole:
         tries.try_streams(found.answer, found.streamed)
 
@@ -199,30 +220,30 @@ def _try_rules(tries: Tries, program: Program, others: Iterable[Answer]) -> None
             tries.try_answer(answer)
 
 
-def _solve(tries: Tries, program: Program, deadline_s: float) -> float:
+def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
     """Try whole solutions, best first, until nothing untried can be better; return the bound in seconds."""
     bound_s, since_s = 0.0, tries.best.step_s
     proved: dict[Answer, float] = {}
     columns = _IDLE_STREAMED if program.has_streams else _IDLE_COLUMNS
-    num_idle, max_idle = 0, max(_MIN_IDLE, columns // program.num_choices)
-    for answer, rest_s in whole(program, deadline_s, tries.tolerance / 2):
+    num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // program.num_choices), 0
+    for answer, rest_s in whole(program, deadline, tries.tolerance / 2):
         # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
         bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != answer))))
-        tries.try_answer(answer)
+        num_missed = num_missed + 1 if tries.try_answer(answer) is None else 0
         # `lower_s` holds for what is streamed in x; what the rest takes holds for the first of it however streamed.
         own_s = rest_s if program.has_streams else program.lower_s(program.vector(answer))
         proved[answer] = max(proved.get(answer, 0.0), own_s)
         # Layers that are alike have many answers that are: the program cannot tell which leaves room for prefetch.
         num_idle = num_idle + 1 if tries.best.step_s > since_s * (1 - tries.tolerance) else 0
         since_s = min(since_s, tries.best.step_s) if num_idle == 0 else since_s
-        if tries.is_good(rest_s) or num_idle >= max_idle:
+        if tries.is_good(rest_s) or num_idle >= max_idle or num_missed >= _MOST_MISSES:
             break
     return bound_s
 
 
 def _certificate(program: Program, start: Priced) -> Certificate:
     """What the relaxed optimum proves; asked before other rows come in, or one more GiB would not compare."""
-    more = priced(program, [start.x], time.monotonic() + 1.0, GIB, _MOST_STALE)
+    more = priced(program, [start.x], deadline_in(1.0), GIB, _MOST_STALE)
     bound_s = program.seconds(start.bound)
     return Certificate(
         bound_s=bound_s,

@@ -31,7 +31,7 @@ from scipy import sparse
 from elixir_compile.ir import Lane, Tier, Update
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.flow import Choice, Phase, Table
-from elixir_compile.search.phases import RunTable, forward_of, of_buckets, phases, run_table
+from elixir_compile.search.phases import RunTable, copies, forward_of, of_buckets, phases, run_table
 from elixir_compile.search.profiles import Profile
 from elixir_compile.search.update_time import asked_time
 from elixir_compile.simulate import Prices
@@ -76,6 +76,11 @@ def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
     """Return the flow shops of a step."""
     run = phases(facts, prices, options.columns, options.profiles, counts_trips=options.counts_trips)
     following = [[phase] for phase in run]
+    # A collective that is work for compute may be early, ahead of an op that waits for activations.
+    is_beside = all(prices.lane_of[lane] is lane for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
+    if facts.problem.cluster.num_ranks > 1 and is_beside and not options.counts_trips:
+        without = copies(facts, prices, options.columns, options.profiles)
+        following = [[phase, copied] for phase, copied in zip(run, without, strict=True)]
     if not facts.is_training:
         return Shops(following, [], (), [])
     whole = [_host_memory(facts, prices, options.columns)] if prices.memory.update_s else []
@@ -86,8 +91,8 @@ def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
         return Shops([*following, _updates(facts, prices, options.columns)], [], (), whole)
     own = _Work(facts, prices, options)
     # A copy that is work for compute may be early, ahead of what compute waits for: it has no place on these paths.
-    is_beside = prices.lane_of[Lane.H2D] is Lane.H2D
-    across = [own.behind_the_host(), own.round_trips(), own.all_copies()] if is_beside else []
+    is_sent_beside = prices.lane_of[Lane.H2D] is Lane.H2D
+    across = [own.behind_the_host(), own.round_trips(), own.all_copies()] if is_sent_beside else []
     return Shops([own.before_forward(), *following], across, (0, 1), whole)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from elixir_compile.ir import Lane
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import grown_bytes, leaves_beside, stay_bytes, take
@@ -54,8 +55,8 @@ class _Planned:
     free_bytes: NDArray[np.int64]
     starts: Sequence[int]
     """The first op of each region: where a gather can be issued."""
-    _issued: dict[int, int] = field(default_factory=dict)
-    """By phase, where its latest gather was issued."""
+    _issued: dict[tuple[int, Lane], int] = field(default_factory=dict)
+    """By phase and lane, where the latest transfer of the lane was issued."""
     _released: dict[int, int] = field(default_factory=dict)
 
     def gathered(self, at_use: Sequence[Stay]) -> list[Stay]:
@@ -93,16 +94,24 @@ class _Planned:
         is_sent = self.levels[stay.bucket].has_param_on_host
         return prices.gather_s[name], prices.h2d_s[name] if is_sent else 0.0
 
+    def _lanes(self, stay: Stay) -> Sequence[Lane]:
+        shared_s, copied_s = self._seconds(stay)
+        if shared_s and copied_s:
+            return (Lane.GATHER, Lane.H2D)
+        return (Lane.GATHER,) if shared_s else (Lane.H2D,)
+
     def _placed(self, stay: Stay, wanted: int) -> Stay:
         facts, segment_of = self.judge.facts, self.judge.memory.segment_of
         phase = facts.phase_start(stay.first)
-        # Lanes are first in, first out: not before the gather of what is needed earlier.
-        gather = max(wanted, self._issued.get(phase, 0), self._released.get(stay.bucket, 0))
+        # A lane is first in, first out: not before what is needed earlier on it. What other lanes carry holds up none.
+        lanes = [(phase, lane) for lane in self._lanes(stay)]
+        issued = max(self._issued.get(lane, 0) for lane in lanes)
+        gather = max(wanted, issued, self._released.get(stay.bucket, 0))
         nbytes = stay_bytes(facts, self.levels, stay)
         gather = self._first_free(gather, stay.first, nbytes)
         if gather < stay.first:
             take(self.free_bytes, segment_of(gather), segment_of(stay.gather), nbytes)
-        self._issued[phase] = min(gather, stay.first)
+        self._issued |= dict.fromkeys(lanes, min(gather, stay.first))
         self._released[stay.bucket] = stay.last + 1
         return stay._replace(gather=min(gather, stay.first))
 

@@ -17,21 +17,21 @@ while later buckets stay, on one rank, get rows of their own where a solution br
 program grants for free, is what remains of the gap.
 """
 
-import time
 from collections.abc import Iterator
 
+from elixir_compile.search.clock import Deadline
 from elixir_compile.search.draft import Answer
 from elixir_compile.search.program import Program
 from elixir_compile.search.solving import solve_whole
 
 
-def whole(program: Program, deadline_s: float, gap: float) -> Iterator[tuple[Answer, float]]:
+def whole(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Answer, float]]:
     """Yield answers, best first as far as the program can tell; end when there is none left or the time is up.
 
     Each comes with the bound in seconds of every plan that was not yielded before.
     """
-    while time.monotonic() < deadline_s:
-        solution = solve_whole(program, limit_s=deadline_s - time.monotonic(), gap=gap)
+    while not deadline.is_over:
+        solution = solve_whole(program, limit_s=deadline.wall_s, gap=gap)
         if solution is None:
             return
         answer = program.answer(solution.x)

@@ -11,8 +11,7 @@ and on the modes of layers:
     d2h      d_i   then goes to the host                        after the ops before event i
 
 The longest path (see `flow`) is a lower bound on the phase for every plan, whatever its prefetch distances, and linear
-in the decisions. Where
-a lane's work is really done by another (a CPU copies for itself), its seconds stand there.
+in the decisions. Where a lane's work is really done by another (a CPU copies for itself), its seconds stand there.
 
 What updates add is in `crossing`.
 """
@@ -44,11 +43,28 @@ def phases(
 ) -> list[Phase]:
     """Return the phases of a step that follow on one another; `choices` numbers the entries of x, `profiles` are of
     each layer's modes."""
-    spans = [forward_of(facts)]
-    if facts.num_run > facts.num_forward:
-        spans.append(Span("backward", facts.num_forward, facts.num_run))
-    tables = [run_table(span, facts, prices, choices, profiles, counts_trips=counts_trips) for span in spans]
+    tables = [run_table(span, facts, prices, choices, profiles, counts_trips=counts_trips) for span in _spans(facts)]
     return [own.table.phase() for own in tables]
+
+
+def copies(
+    facts: Facts, prices: Prices, choices: Mapping[Choice, int], profiles: Sequence[Sequence[Profile]]
+) -> list[Phase]:
+    """Return the phases of a step on several ranks without collectives, but with the copies of activations.
+
+    An op waits for every copy to the device that is needed up to it, of buckets and of activations, in whatever order
+    the link carries them; and all that leaves behind an op is on one link too. A collective waits for neither. Only for
+    machines on which all transfers run beside compute.
+    """
+    lanes = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
+    found: list[Phase] = []
+    for span in _spans(facts):
+        run = run_table(span, facts, prices, choices, profiles, counts_trips=True).table
+        table = Table(span.name, lanes, run.num_events, choices)
+        for lane in lanes:
+            run.copy_lane(lane, table)
+        found.append(table.phase())
+    return found
 
 
 class Span(NamedTuple):
@@ -65,6 +81,11 @@ class Span(NamedTuple):
 def forward_of(facts: Facts) -> Span:
     """Return the forward as a span."""
     return Span("forward", 0, facts.num_forward)
+
+
+def _spans(facts: Facts) -> list[Span]:
+    backward = [Span("backward", facts.num_forward, facts.num_run)] if facts.num_run > facts.num_forward else []
+    return [forward_of(facts), *backward]
 
 
 def of_buckets(facts: Facts, choices: Mapping[Choice, int]) -> Iterator[tuple[int, Level]]:

@@ -6,7 +6,6 @@ Nothing here decides: `best` does, or `greedy`, `exhaustive` or one of `rules` w
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
 from elixir_compile.search.buckets import with_larger_buckets
+from elixir_compile.search.clock import Clock
 from elixir_compile.search.disk import plan_with_disk
 from elixir_compile.search.draft import Answer, Draft
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
@@ -43,16 +43,16 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     """
 
     def search(asked: Problem) -> Plan:
-        began_s = time.monotonic()
+        clock = Clock()
         larger = with_larger_buckets(asked)
         if larger is not None:
             with contextlib.suppress(NoFeasiblePlan):
-                return searched(larger, began_s)
-        return searched(asked, began_s)
+                return searched(larger, clock)
+        return searched(asked, clock)
 
-    def searched(asked: Problem, began_s: float) -> Plan:
+    def searched(asked: Problem, clock: Clock) -> Plan:
         judge = Judge(gather_facts(asked))
-        return write_out(judge, _place(judge, planner, timeout_s, began_s))
+        return write_out(judge, _place(judge, planner, timeout_s, clock))
 
     def search_soon(asked: Problem) -> Plan:
         judge = Judge(gather_facts(asked))
@@ -84,12 +84,12 @@ def _without_solver(
 def _place_soon(judge: Judge, planner: Planner) -> Draft:
     """Return what `planner` finds without its solver: `milp` has an answer wherever this has one."""
     if planner != "milp":
-        return _place(judge, planner, 0.0, time.monotonic())
+        return _place(judge, planner, 0.0, Clock())
     _require_minimum(judge)
     return _first(judge, _soon)
 
 
-def _place(judge: Judge, planner: Planner, timeout_s: float, began_s: float) -> Draft:
+def _place(judge: Judge, planner: Planner, timeout_s: float, clock: Clock) -> Draft:
     if planner in RULES:
         return _by_rule(judge, planner)
     _require_minimum(judge)
@@ -101,7 +101,7 @@ def _place(judge: Judge, planner: Planner, timeout_s: float, began_s: float) -> 
     if planner == "greedy":
         return _first(judge, _greedy)
     others = (Answer(rule(judge), judge.facts.modes) for rule in RULES.values())
-    return place_best(judge, _first(judge, _soon), others, timeout_s, began_s=began_s)
+    return place_best(judge, _first(judge, _soon), others, timeout_s, clock=clock)
 
 
 def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:

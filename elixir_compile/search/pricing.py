@@ -14,7 +14,6 @@ is not solved to the end nor the solver's own tolerance weakens the proof. T_mos
 longer ones need no bound.
 """
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linprog
 
+from elixir_compile.search.clock import Deadline
 from elixir_compile.search.program import SCALE, Program, Vector
 from elixir_compile.search.solving import matrix_of, num_columns_of, one_each
 
@@ -35,7 +35,7 @@ _CLOSE = 1e-4
 _LARGE, _PATIENCE, _MOST_STALE = 3000, 12, 3
 """Master and bound that agree within `_CLOSE` are good enough once the bound has risen by less in so many solves: more
 where there are few columns, for the more options an optimum divides, the better it can be rounded."""
-_LEAST_S, _WORTH, _MOST_LATE = 0.5, 0.9, 8
+_LEAST_S, _WORTH, _MOST_LATE = 2.0, 0.9, 8
 """A solve may take so long even if the time is up, and so many are made until the bound is worth that share of the
 master: the first few have too few columns to say anything, and a plan without a bound proves nothing."""
 _OVER = 1e3
@@ -66,7 +66,7 @@ class _Master:
 
 
 def priced(
-    program: Program, seeds: Iterable[Vector], deadline_s: float, more_bytes: int = 0, patience: int = _PATIENCE
+    program: Program, seeds: Iterable[Vector], deadline: Deadline, more_bytes: int = 0, patience: int = _PATIENCE
 ) -> Priced | None:
     """Return the relaxed optimum with `more_bytes` of device memory, or so much less where they are below 0; None where
     nothing fits, or where the time is up long before there is one.
@@ -80,7 +80,7 @@ def priced(
     best, last, num_stale, found = -np.inf, -np.inf, 0, None
     patience = min(patience, _MOST_STALE) if program.num_choices > _LARGE else patience
     for number in range(_MOST_ROUNDS):
-        master = _solved(program, columns, deadline_s, more_bytes)
+        master = _solved(program, columns, deadline, more_bytes)
         if master is None:
             break
         best = max(best, master.bound)
@@ -91,8 +91,10 @@ def priced(
         columns[new_columns] = True
         if not (has_new or len(new_columns)):
             break
-        is_worthless = best < _WORTH * master.value and number < _MOST_LATE
-        if time.monotonic() > deadline_s and not is_worthless:
+        # The first masters have too few rows as well: their value is below what their own x takes.
+        claimed = max(master.value, program.lower_s(master.x) * SCALE / program.reference_s)
+        is_worthless = best < _WORTH * claimed and number < _MOST_LATE
+        if deadline.is_over and not is_worthless:
             break
         num_stale = num_stale + 1 if best < last + _CLOSE * abs(last) else 0
         if best > master.value * (1 - _CLOSE) and (not has_new or num_stale >= patience):
@@ -101,7 +103,7 @@ def priced(
     return found
 
 
-def _solved(program: Program, columns: NDArray[np.bool_], deadline_s: float, more_bytes: int) -> _Master | None:
+def _solved(program: Program, columns: NDArray[np.bool_], deadline: Deadline, more_bytes: int) -> _Master | None:
     num_choices, num_columns = program.num_choices, num_columns_of(program)
     kept = np.concatenate([np.flatnonzero(columns), np.arange(num_choices, num_columns)])
     own = int(columns.sum())
@@ -121,7 +123,7 @@ def _solved(program: Program, columns: NDArray[np.bool_], deadline_s: float, mor
         b_eq=np.ones(chosen.shape[0]),
         bounds=np.stack([np.zeros(len(most)), most], axis=1),
         method="highs",
-        options={"time_limit": max(deadline_s - time.monotonic(), _LEAST_S)},
+        options={"time_limit": max(deadline.wall_s, _LEAST_S * deadline.clock.times)},
     )
     if result.x is None or result.status != 0:
         return None

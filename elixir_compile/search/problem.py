@@ -37,6 +37,9 @@ class Problem:
     """The param group of each trainable parameter that an optimizer owns already; 0 for any other."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
+    moves_what_fits: bool = False
+    """Whether buckets and activations may move even if everything fits where it is, for a step that is more than 1 %
+    shorter: so for a machine by its name, while on the machine at hand what fits is left as it is."""
     disk: bool = False
     """Whether the hybrid optimizer may put state on disk; what is in force there stays in any case."""
     update: Update | None = None

@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from elixir_compile.search.program import Program, Vector
 
 _MOST_NODES = 20_000
-"""Of a search for a whole solution: a number, so that it ends alike on a slow and on a fast machine."""
+"""Of a search for a whole solution, unless another number is asked for: it ends alike on a slow and a fast machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ def solve_whole(
     more_bytes: int = 0,
     is_open: NDArray[np.bool_] | None = None,
     streams_whole: bool = True,
+    most_nodes: int = _MOST_NODES,
 ) -> Solution | None:
     """Return the best whole x under the rows so far, None when there is none or the time is up before one is found.
 
@@ -50,7 +51,7 @@ def solve_whole(
         ],
         bounds=Bounds(0.0, most),  # pyright: ignore[reportArgumentType] (stubs)
         integrality=whole.astype(np.int64),
-        options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "node_limit": _MOST_NODES},
+        options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "node_limit": most_nodes},
     )
     if result.x is None:
         return None

@@ -1,9 +1,9 @@
 """What a search has played so far: answers, with their transfers and streamed updates, and the best of them."""
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
+from elixir_compile.search.clock import Deadline
 from elixir_compile.search.draft import Answer, Draft
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.just_in_time import just_in_time
@@ -22,7 +22,7 @@ class Tries:
 
     judge: Judge
     program: Program
-    deadline_s: float
+    deadline: Deadline
     best: Draft
     tolerance: float
     found: dict[Answer, Draft] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Tries:
             swapped = {now ^ {i} for i in room} - seen
             ranked = sorted((self._lower_s(answer, one), tuple(sorted(one))) for one in swapped)
             for lower_s, one in ranked[:_MOST_SWAPS_PLAYED]:
-                if lower_s >= before_s * (1 - _LEAST_GAIN) or time.monotonic() > self.deadline_s:
+                if lower_s >= before_s * (1 - _LEAST_GAIN) or self.is_over():
                     break
                 seen.add(frozenset(one))
                 moves = self.best.moves._replace(streamed=frozenset(one))
@@ -113,7 +113,7 @@ class Tries:
 
     def is_over(self) -> bool:
         """Return whether the time is up."""
-        return time.monotonic() > self.deadline_s
+        return self.deadline.is_over
 
     def leanest(self, longest_s: float) -> Draft:
         """Return the draft with the fewest bytes on the host among those that are as good as the best, and no longer

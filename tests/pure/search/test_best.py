@@ -272,3 +272,21 @@ def test_a_rule_that_does_not_fit_names_what_it_needs() -> None:
         plan(replace(problem, budget_bytes=1), "zero_offload")
     assert caught.value.needed_bytes > 1
     assert math.isfinite(caught.value.needed_bytes)
+
+
+def test_what_fits_moves_only_if_asked_and_for_a_step_that_is_shorter_by_more_than_a_percent() -> None:
+    """With all the memory a plan that may move is within 1 % of the best that less memory has: memory is monotone."""
+    num_moved = num_stayed = 0
+    for _, problem in instances(8):
+        judge = Judge(gather_facts(problem))
+        kept_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)
+        roomy = replace(problem, budget_bytes=kept_bytes)
+        stays, may_move = plan(roomy), plan(replace(roomy, moves_what_fits=True))
+        assert {home.optim for home in stays.placements} == {Tier.DEVICE}
+        assert may_move.prediction.step_s <= tried_s(roomy) * 1.011
+        is_moved = may_move.placements != stays.placements or may_move.activations != stays.activations
+        assert is_moved == (may_move.prediction.step_s < stays.prediction.step_s)
+        assert not is_moved or may_move.prediction.step_s * 1.01 <= stays.prediction.step_s
+        num_moved, num_stayed = num_moved + is_moved, num_stayed + (not is_moved)
+    assert num_moved > 0
+    assert num_stayed > 0

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from elixir_compile.ir import Update
+from elixir_compile.ir import Saving, Update
 from elixir_compile.search import Problem
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Judge
@@ -54,3 +54,26 @@ def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() 
                 num_late += played.stalled_s > 0
                 assert lower_s <= played.step_s * (1 + 1e-9), f"seed {seed}"
     assert num_late > NUM_PROBLEMS
+
+
+def test_copies_of_activations_bound_a_step_on_several_ranks() -> None:
+    """Paths without collectives, with what leaves and comes back: no longer than a step, and often the longest."""
+    num_longest = 0
+    for seed in range(20):
+        draw = random.Random(seed)
+        layers = [
+            Layer(module=f"h.{i}", params=((f"p{i}", draw.randint(100, 600)),), frozen=False, act_numel=1024)
+            for i in range(6)
+        ]
+        savings = frozenset({Saving.KEEP, Saving.OFFLOAD})
+        problem = problem_of(chain(layers), machine(draw, draw.choice([2, 3])), savings=savings)
+        judge = Judge(gather_facts(problem))
+        program = Program(judge, reference_s=1.0)
+        for _ in range(10):
+            levels, modes = answer = random_answer(draw, judge)
+            here, x = judge.at(modes), program.vector(answer)
+            played_s = [here.step_s(levels, moves_at_use(here.facts, levels, ahead)) for ahead in (0, 1, 8)]
+            assert program.lower_s(x) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
+            run = [side for side in program.phases if len(side) > 1 and side[0].name in ("forward", "backward")]
+            num_longest += any(copied.longest_s(x) > phase.longest_s(x) for phase, copied in run)
+    assert num_longest > 20

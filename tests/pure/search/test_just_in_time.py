@@ -1,18 +1,22 @@
 """Copies as late as their link allows: within the budget, and no step longer for it."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 
 from elixir_compile.ir import Saving, Update
-from elixir_compile.search.facts import gather_facts
+from elixir_compile.search.facts import Facts, gather_facts
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.just_in_time import just_in_time
 from elixir_compile.search.prefetch import raise_prefetch
+from elixir_compile.search.stays import Moves, Stay
 from elixir_compile.search.streaming import best_moves
 from elixir_compile.units import GIB
-from tests.pure.search.test_best import instances, random_answer
+from tests.pure.search.test_best import instances, machine, random_answer
+from tests.pure.search.test_planner import problem_of
+from tests.pure.strategies import Layer, chain
 
 
 def test_it_keeps_the_budget_and_best_moves_are_no_longer_than_early_ones() -> None:
@@ -44,3 +48,37 @@ def test_with_all_the_memory_being_later_costs_nothing_on_one_rank() -> None:
         late_s = judge.step_s(levels, just_in_time(judge, levels))
         early_s = judge.step_s(levels, raise_prefetch(judge, levels))
         assert late_s == pytest.approx(early_s, rel=1e-9), f"seed {seed}"
+
+
+def test_what_the_links_to_the_host_carry_waits_for_no_all_gather() -> None:
+    """On two ranks the copies of activations and the gathers of what lives on the device are on links of their own."""
+    num_ahead = num_shorter = 0
+    for seed in range(120):
+        draw = random.Random(seed)
+        layers = [
+            Layer(module=f"h.{i}", params=((f"p{i}", draw.randint(100, 600)),), frozen=False, act_numel=256)
+            for i in range(6)
+        ]
+        problem = problem_of(chain(layers), machine(draw, num_ranks=2))
+        roomy = Judge(gather_facts(replace(problem, savings=frozenset({Saving.KEEP, Saving.OFFLOAD}))))
+        levels, modes = random_answer(draw, roomy)
+        judge = roomy.at(modes)
+        facts, moves = judge.facts, just_in_time(judge, levels)
+        for before, after in itertools.pairwise(moves.stays):
+            is_gather = before.bucket < len(facts.buckets) and not levels[before.bucket].has_param_on_host
+            is_later = facts.phase_start(before.first) == facts.phase_start(after.first)
+            num_ahead += is_gather and is_later and after.bucket >= len(facts.buckets) and after.gather < before.gather
+        num_shorter += judge.step_s(levels, moves) < judge.step_s(levels, in_one_line(facts, moves)) * (1 - 1e-9)
+    assert num_ahead > 10
+    assert num_shorter > 5
+
+
+def in_one_line(facts: Facts, moves: Moves) -> Moves:
+    """Return `moves` with no transfer issued before one that is needed earlier, whatever links they are on."""
+    issued: dict[int, int] = {}
+    placed: list[Stay] = []
+    for stay in moves.stays:
+        phase = facts.phase_start(stay.first)
+        issued[phase] = max(stay.gather, issued.get(phase, 0))
+        placed.append(stay._replace(gather=issued[phase]))
+    return moves._replace(stays=tuple(placed))

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import verify
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, StorageId
-from elixir_compile.search import Problem, plan
+from elixir_compile.search import Problem, milp, plan, solving
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.levels import Level
 from elixir_compile.search.program import Program
 from elixir_compile.search.rules import RULES
+from elixir_compile.search.solving import Solution
 from elixir_compile.search.stays import moves_at_use
 from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import between, problem_of
@@ -127,3 +129,18 @@ def test_it_equals_brute_force_if_levels_depend_on_modes(seed: int) -> None:
     graph = cast_chain([draw.randint(100, 600) for _ in range(2)], 64, [True, seed != 1])
     problem = between(problem_of(graph, machine(draw, 1)), draw.choice([0.2, 0.5]))
     assert_as_good_as_brute_force(problem, f"seed {seed}")
+
+
+def test_whole_solutions_that_do_not_fit_end_the_search_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the least budget the rows count a cast that is made again for too little: 150 solves, none of which fit."""
+    num_solves = 0
+
+    def solve_whole(*arguments: Any, **named: Any) -> Solution | None:
+        nonlocal num_solves
+        num_solves += 1
+        return solving.solve_whole(*arguments, **named)
+
+    monkeypatch.setattr(milp, "solve_whole", solve_whole)
+    made = plan(between(cast_problem(6), 0.0))
+    assert made.bound_s is not None
+    assert 24 <= num_solves < 40

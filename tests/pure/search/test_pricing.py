@@ -1,10 +1,10 @@
 """The bound by pricing, and whole answers near the optimum that it is of."""
 
 import random
-import time
 
 import numpy as np
 
+from elixir_compile.search.clock import deadline_in
 from elixir_compile.search.exhaustive import place_exhaustively
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Judge
@@ -26,9 +26,9 @@ def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
     for seed, problem in instances(10):
         judge = Judge(gather_facts(problem))
         program = program_of(judge)
-        draw, end_s = random.Random(seed), time.monotonic() + 20
+        draw, end = random.Random(seed), deadline_in(20)
         seeds = [program.vector(random_answer(draw, judge)) for _ in range(4)]
-        found = priced(program, seeds, end_s)
+        found = priced(program, seeds, end)
         assert found is not None
         best = place_exhaustively(judge)
         assert best is not None
@@ -63,11 +63,11 @@ def test_the_nearest_whole_answer_fits_and_is_near() -> None:
     for seed, problem in instances(12, num_layers=8):
         judge = Judge(gather_facts(problem))
         program = program_of(judge)
-        draw, end_s = random.Random(seed), time.monotonic() + 20
+        draw, end = random.Random(seed), deadline_in(20)
         seeds = [program.vector(random_answer(draw, judge)) for _ in range(4)]
-        optimum = priced(program, seeds, end_s)
+        optimum = priced(program, seeds, end)
         assert optimum is not None
-        rounded = nearest(program, optimum.x, end_s)
+        rounded = nearest(program, optimum.x, end)
         if rounded is None:  # over these options alone nothing fits
             continue
         num_found += 1

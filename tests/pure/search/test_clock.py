@@ -1,0 +1,49 @@
+"""A search counts the seconds that its own thread computes, and a quarter of the wall's."""
+
+import time
+
+import pytest
+
+from elixir_compile.search.clock import Clock, deadline_in
+
+
+class Seconds:
+    """Seconds of a thread and of the wall, as a test sets them."""
+
+    own_s = wall_s = 100.0
+
+    def thread_time(self) -> float:
+        return self.own_s
+
+    def monotonic(self) -> float:
+        return self.wall_s
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+    made = Seconds()
+    monkeypatch.setattr(time, "thread_time", made.thread_time)
+    monkeypatch.setattr(time, "monotonic", made.monotonic)
+    return made
+
+
+def test_a_busy_machine_ends_no_search_early_and_no_search_runs_for_more_than_four_times_its_seconds(
+    seconds: Seconds,
+) -> None:
+    end = deadline_in(10.0)
+    seconds.own_s, seconds.wall_s = 109.0, 130.0
+    assert not end.is_over
+    seconds.wall_s = 141.0
+    assert end.is_over
+    seconds.own_s, seconds.wall_s = 111.0, 111.0
+    assert end.is_over
+
+
+def test_a_solver_is_told_seconds_of_the_wall(seconds: Seconds) -> None:
+    end = Clock().until(10.0)
+    seconds.own_s, seconds.wall_s = 104.0, 104.0
+    assert end.wall_s == pytest.approx(6.0)
+    seconds.wall_s = 112.0
+    assert end.wall_s == pytest.approx(6.0 * 3.0)
+    seconds.own_s = 115.0
+    assert end.wall_s == 0.0

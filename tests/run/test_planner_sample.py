@@ -1,0 +1,57 @@
+"""Shallow models of the planner's grid, planned at full choice, against the ratios in `benchmarks/results`."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MOST_PLAYS, MOST_SOLVES = 400, 200
+
+
+@pytest.fixture(scope="module")
+def grid() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        patch.delitem(sys.modules, "machine", raising=False)
+        yield importlib.import_module("planner_full")
+
+
+def saved(name: str) -> dict[str, Any]:
+    """Return what the benchmark wrote."""
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ratios_are_those_of_the_saved_table(grid: Any, number: int) -> None:
+    """Gap and rules as ratios, work as counts: seconds of another machine are other seconds."""
+    model = grid.SMALL[2 * number]
+    capture = grid.capture_of(model.model, model.layers).at_batch(model.batch)
+    by_case = {json.dumps(row["case"], sort_keys=True): row for row in saved("planner_small")["rows"]}
+    for case in grid.SMALL[2 * number : 2 * number + 2]:
+        row = grid.solve(case, grid.asked(case, capture))
+        assert not grid.failures(row), case.name
+        before = by_case[json.dumps(asdict(case), sort_keys=True)]
+        assert row.gap == pytest.approx(before["gap"], abs=2e-3), case.name
+        assert row.best_rule == pytest.approx(min(before["rules"].values()) / before["step_s"], rel=5e-3), case.name
+        assert row.num_plays <= 1.5 * before["num_plays"] < MOST_PLAYS, case.name
+        assert row.num_solves <= 1.5 * before["num_solves"] < MOST_SOLVES, case.name
+
+
+@pytest.mark.parametrize(("name", "share"), [("planner_small", 1.0), ("planner_full", 0.9)])
+def test_saved_plans_are_no_slower_than_rules_and_most_are_within_a_percent_of_their_bound(
+    name: str, share: float
+) -> None:
+    planned = [row for row in saved(name)["rows"] if row["step_s"] is not None]
+    assert planned
+    for row in planned:
+        assert row["bound_s"] <= row["step_s"] <= min(row["rules"].values(), default=row["step_s"]) * (1 + 1e-9)
+        assert row["bound_s"] <= min(row["rules"].values(), default=row["step_s"])
+    assert sum(row["gap"] <= 0.01 for row in planned) >= share * len(planned)
