@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from elixir_compile.api.capture import Capture, capture_step
+from elixir_compile.api.capture import Capture
+from elixir_compile.api.few_layers import capture_model
 from elixir_compile.api.loss import Chunks
-from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.api.models import TextBatch, find_model
 from elixir_compile.api.plan import named_cluster
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, preset_of_ranks
@@ -61,8 +62,8 @@ class Request:
         # A dimension of 1 is never symbolic.
         batch = max(self.batch, 2) if dynamic else self.batch
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
-        model, inputs = load_model(self.model, text)
-        capture = capture_step(model, inputs, options=self.parsed_options(), dynamic=dynamic, chunks=chunks)
+        model, inputs = find_model(self.model, text)
+        capture = capture_model(model, inputs, options=self.parsed_options(), dynamic=dynamic, chunks=chunks)
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 
 
