@@ -5,19 +5,19 @@
 It is the step that a capture of all layers gives, op for op. Each condition that fails leads to that capture:
 
   modules    layers are modules alike, and what they differ in, as their number, is read by no trace (`same_layers`)
-  steps      the step of 4 layers is that of 3 with blocks added, and so is that of 3 to that of 2, or that of 2
-             is that of 4 with two blocks of each taken away (`analysis.linear`)
+  steps      one law gives the step of 4 layers from that of 3, and those of 2 and 3 from that of 4
+             (`analysis.linear`)
   result     its parameters are those of the model of all layers, and it is a graph whose names fit together
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
 
 from elixir_compile.analysis.graph_lines import graph_of_line, line_of
-from elixir_compile.analysis.linear import Law, Line, Record, learned, names_of, record
+from elixir_compile.analysis.linear import Line, Record, names_of, proved, record
 from elixir_compile.api.capture import Capture, Inputs, capture_step
 from elixir_compile.api.configured import Configured
 from elixir_compile.api.loss import Chunks
@@ -75,20 +75,12 @@ def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], 
     lines = [_line_of(each) for each in captures]
     if _capture_of(lines[-1], like) != like:
         raise UnsupportedModel(model.name, "names in its step cannot be told apart from their numbers")
-    law = law_of(lines)
+    law = proved(*lines)
     if law is None:
         raise UnsupportedModel(model.name, "its step is not linear in the number of its layers")
     made = _capture_of(law.at(num_layers - SIZES[-1]), like)
     _require_parameters(made, whole)
     return made
-
-
-def law_of(lines: Sequence[Line]) -> Law | None:
-    """Return how a line of 4 layers grows, learned from `lines` of 2, 3 and 4 layers; None if these do not agree."""
-    law = learned(lines[1], lines[2])
-    if law is None or not law.is_steady():
-        return None
-    return law if law.at(-1) == list(lines[1]) and law.at(-2) == list(lines[0]) else None
 
 
 def _require_parameters(made: Capture, whole: nn.Module) -> None:
