@@ -31,7 +31,7 @@ log = logging.getLogger("elixir_compile")
 SIZES = (2, 3, 4)
 """Layers of the models that are captured: 4 is the least at which Llama has two layers between its first and last two,
 which save other values than the rest."""
-LEAST_LAYERS = 10
+LEAST_LAYERS = 16
 """A model of fewer layers is captured whole: three captures of 9 layers take as long."""
 _MAPS = ("numels", "state_bytes", "masters")
 

@@ -83,7 +83,7 @@ class _Comparison:
                 continue
             if name not in mine:
                 raise UnsupportedModel(path, f"only some layers have {name}")
-            if name not in others or not self._is_same(*(_plain(name, value[name]) for value in (mine, others))):
+            if name not in others or not self._is_known_same(_plain(name, mine[name]), _plain(name, others[name])):
                 self.unlike[id(few), name] = few, name
 
     def _alike(self, number: int) -> int:
@@ -92,6 +92,12 @@ class _Comparison:
         if number == 0 or last < 2:
             return 0 if number == 0 else last
         return last if number == self._layers - 1 else 1 + (number - 1) % (last - 1)
+
+    def _is_known_same(self, mine: Any, other: Any) -> bool:
+        try:
+            return self._is_same(mine, other)
+        except (RuntimeError, TypeError, ValueError):  # arrays, for one, compare element by element
+            return False
 
     def _is_same(self, mine: Any, other: Any) -> bool:
         if mine is other:
@@ -114,7 +120,7 @@ class _Comparison:
             return mine.__code__ is other.__code__ and self._is_same(*values)
         if hasattr(mine, "to_dict"):
             return self._is_same_config(mine, other)
-        return mine == other or (mine, other) == (self._few_layers, self._layers)
+        return bool(mine == other) or (mine, other) == (self._few_layers, self._layers)
 
     def _is_same_config(self, mine: Any, other: Any) -> bool:
         key = id(mine), id(other)
