@@ -53,8 +53,10 @@ def graph_of_line(line: Line) -> StepGraph:
         kind = entry.fixed[0]
         if kind == "op":
             ops.append((entry, [], []))
-        elif kind in ("read", "write"):
-            ops[-1][1 if kind == "read" else 2].append(entry)
+        elif kind == "read":
+            ops[-1][1].append(entry)
+        elif kind == "write":
+            ops[-1][2].append(entry)
         else:
             kinds.setdefault(kind, []).append(entry)
     _, name, symbols = kinds["graph"][0].fixed

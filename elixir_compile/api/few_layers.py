@@ -19,6 +19,7 @@ from torch import nn
 from elixir_compile.analysis.graph_lines import graph_of_line, line_of
 from elixir_compile.analysis.linear import Line, Record, names_of, proved, record
 from elixir_compile.api.capture import Capture, Inputs, capture_step
+from elixir_compile.api.child import begun
 from elixir_compile.api.configured import Configured
 from elixir_compile.api.loss import Chunks
 from elixir_compile.api.same_layers import hide_unlike
@@ -44,9 +45,10 @@ def capture_model(
     dynamic: bool = False,
     chunks: Chunks | None = None,
     least_layers: int = LEAST_LAYERS,
+    may_fork: bool = False,
 ) -> Capture:
     """Return what `capture_step` returns for `model`, or for the model that a configuration describes: faster if it
-    has `least_layers` layers or more that are alike."""
+    has `least_layers` layers or more that are alike. A process that `may_fork` uses two cores for that."""
 
     def capture(model: nn.Module | Callable[[], nn.Module]) -> Capture:
         return capture_step(model, example_inputs, options=options, dynamic=dynamic, chunks=chunks)
@@ -55,13 +57,13 @@ def capture_model(
         return capture(model)
     if model.num_layers is not None and model.num_layers >= max(least_layers, SIZES[-1] + 1):
         try:
-            return _written(model, model.num_layers, capture)
+            return _written(model, model.num_layers, capture, may_fork=may_fork)
         except (InvalidPlan, UnsupportedModel) as error:
             log.info("%s is captured whole: %s", model.name, error)
     return capture(model.model())
 
 
-def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], Capture]) -> Capture:
+def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], Capture], *, may_fork: bool) -> Capture:
     """Return the capture of `num_layers` layers of `model`, of which few are captured.
 
     Raises UnsupportedModel or InvalidPlan if it does not follow from them.
@@ -70,7 +72,13 @@ def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], 
     few = {count: model.model(count) for count in SIZES}
     for count, module in few.items():
         hide_unlike(module, whole, few_layers=count, layers=num_layers)
-    captures = [capture(module) for module in few.values()]
+    *smaller, largest = few.values()
+
+    def capture_largest() -> Capture:
+        return capture(largest)
+
+    largest_captured = begun(capture_largest) if may_fork else capture_largest
+    captures = [*map(capture, smaller), largest_captured()]
     like = captures[-1]
     lines = [_line_of(each) for each in captures]
     if _capture_of(lines[-1], like) != like:

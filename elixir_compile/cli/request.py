@@ -63,7 +63,8 @@ class Request:
         batch = max(self.batch, 2) if dynamic else self.batch
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
         model, inputs = find_model(self.model, text)
-        capture = capture_model(model, inputs, options=self.parsed_options(), dynamic=dynamic, chunks=chunks)
+        options = self.parsed_options()
+        capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 
 

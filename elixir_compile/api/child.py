@@ -1,0 +1,80 @@
+"""Work that a forked process does beside this one, if that is safe and there is a core for it."""
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Value = TypeVar("Value")
+
+_PATIENCE_S = 60.0
+"""A child that has not answered so long after this process asked for its result is stopped. The captures that it makes
+take seconds, and as long as those that this process makes meanwhile."""
+
+
+def begun(work: Callable[[], Value]) -> Callable[[], Value]:
+    """Begin `work` in a forked process; return a function that waits for its result and returns it.
+
+    The result is pickled. If no process can be forked, or if it fails, that function does `work` here, and raises what
+    it raises. What the child prints is dropped.
+    """
+    if not _may_fork():
+        return work
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _answer(work, writing)
+    os.close(writing)
+
+    def result() -> Value:
+        answer = _read(reading, child)
+        return pickle.loads(answer) if answer else work()
+
+    return result
+
+
+def _may_fork() -> bool:
+    """Whether the process has one thread, as far as Python knows, no CUDA context, and a second core to use."""
+    is_alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
+    return hasattr(os, "fork") and is_alone and len(os.sched_getaffinity(0)) > 1
+
+
+def _answer(work: Callable[[], object], writing: int) -> None:
+    """Do `work` in the child, write its pickled result and end the child, whatever happens."""
+    try:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(nothing, 2)
+        torch.set_num_threads(1)  # the threads of the parent are not here
+        with open(writing, "wb") as pipe:
+            pipe.write(pickle.dumps(work()))
+    finally:
+        os._exit(0)
+
+
+def _read(reading: int, child: int) -> bytes:
+    """Return what `child` wrote, nothing if it failed or did not come to an end."""
+    ends_s = time.monotonic() + _PATIENCE_S
+    pieces: list[bytes] = []
+    with open(reading, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, ends_s - time.monotonic()))[0]:
+            piece = pipe.read(1 << 20)
+            if not piece:
+                break
+            pieces.append(piece)
+        else:
+            pieces.clear()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return b"".join(pieces)
