@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -16,18 +16,20 @@ import torch
 Value = TypeVar("Value")
 
 _PATIENCE_S = 60.0
-"""A child that has not answered so long after this process asked for its result is stopped. The captures that it makes
-take seconds, and as long as those that this process makes meanwhile."""
+"""A child that has not answered so long after this process asked for its result is not waited for. The capture that it
+makes takes seconds, as those do that this process makes meanwhile."""
 
 
-def begun(work: Callable[[], Value]) -> Callable[[], Value]:
-    """Begin `work` in a forked process; return a function that waits for its result and returns it.
+@contextlib.contextmanager
+def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
+    """Do `work` in a forked process meanwhile; yield a function that waits for its result and returns it.
 
     The result is pickled. If no process can be forked, or if it fails, that function does `work` here, and raises what
-    it raises. What the child prints is dropped.
+    it raises. What the child prints is dropped, and it ends with the context.
     """
     if not _may_fork():
-        return work
+        yield work
+        return
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -37,10 +39,15 @@ def begun(work: Callable[[], Value]) -> Callable[[], Value]:
     os.close(writing)
 
     def result() -> Value:
-        answer = _read(reading, child)
+        answer = _read(reading)
         return pickle.loads(answer) if answer else work()
 
-    return result
+    try:
+        yield result
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)  # it has ended if it was waited for
+        os.waitpid(child, 0)
 
 
 def _may_fork() -> bool:
@@ -56,25 +63,19 @@ def _answer(work: Callable[[], object], writing: int) -> None:
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
         torch.set_num_threads(1)  # the threads of the parent are not here
-        with open(writing, "wb") as pipe:
+        with os.fdopen(writing, "wb") as pipe:
             pipe.write(pickle.dumps(work()))
     finally:
         os._exit(0)
 
 
-def _read(reading: int, child: int) -> bytes:
-    """Return what `child` wrote, nothing if it failed or did not come to an end."""
+def _read(reading: int) -> bytes:
+    """Return what the child wrote, nothing if it failed or did not come to an end."""
     ends_s = time.monotonic() + _PATIENCE_S
     pieces: list[bytes] = []
-    with open(reading, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], max(0.0, ends_s - time.monotonic()))[0]:
-            piece = pipe.read(1 << 20)
-            if not piece:
-                break
-            pieces.append(piece)
-        else:
-            pieces.clear()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return b"".join(pieces)
+    while select.select([reading], [], [], max(0.0, ends_s - time.monotonic()))[0]:
+        piece = os.read(reading, 1 << 20)
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+    return b""

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,12 +37,19 @@ class Configured:
     def model(self, num_layers: int | None = None) -> nn.Module:
         """Return the model on `meta`, in training mode, of `num_layers` layers or of all.
 
-        Raises UnsupportedModel if transformers has no such model, and if layers differ by the configuration but
-        fewer of them are wanted.
+        Raises UnsupportedModel if transformers has no such model, and if fewer layers are wanted of a model that has
+        no such form, as its layers differ by the configuration.
         """
         import transformers
 
-        config = copy.deepcopy(self.config) if num_layers is None else self._of_fewer(num_layers)
+        if num_layers is not None:
+            try:
+                return replace(self, config=self._of_fewer(num_layers)).model()
+            except (
+                Exception
+            ) as error:  # whatever the code of a model says to a number that its authors did not think of
+                raise UnsupportedModel(self.name, f"it has no form with {num_layers} layers: {error}") from error
+        config = copy.deepcopy(self.config)
         config.use_cache = False  # keys and values of earlier tokens are of no use in training
         with torch.device("meta"):
             try:

@@ -12,14 +12,16 @@ It is the step that a capture of all layers gives, op for op. Each condition tha
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
 from elixir_compile.analysis.graph_lines import graph_of_line, line_of
 from elixir_compile.analysis.linear import Line, Record, names_of, proved, record
 from elixir_compile.api.capture import Capture, Inputs, capture_step
-from elixir_compile.api.child import begun
+from elixir_compile.api.child import beside
 from elixir_compile.api.configured import Configured
 from elixir_compile.api.loss import Chunks
 from elixir_compile.api.same_layers import hide_unlike
@@ -73,12 +75,9 @@ def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], 
     for count, module in few.items():
         hide_unlike(module, whole, few_layers=count, layers=num_layers)
     *smaller, largest = few.values()
-
-    def capture_largest() -> Capture:
-        return capture(largest)
-
-    largest_captured = begun(capture_largest) if may_fork else capture_largest
-    captures = [*map(capture, smaller), largest_captured()]
+    work = partial(capture, largest)
+    with beside(work) if may_fork else nullcontext(work) as largest_captured:
+        captures = [*map(capture, smaller), largest_captured()]
     like = captures[-1]
     lines = [_line_of(each) for each in captures]
     if _capture_of(lines[-1], like) != like:

@@ -64,12 +64,42 @@ def find_model(name: str, text: TextBatch) -> tuple[nn.Module | Configured, Inpu
     raise UnknownModel(name, model_names(), "there is no such file or folder" if looks_like_path else "")
 
 
+def find_described(model: Any, example_inputs: Inputs) -> Any:
+    """Return what the configuration or the name `model` describes, trained on batches like `example_inputs`; any other
+    `model` as it is.
+
+    Raises what `find_model` raises.
+    """
+    transformers = sys.modules.get("transformers")  # without which nobody has a configuration
+    if transformers is not None and isinstance(model, transformers.PretrainedConfig):
+        default = "ForConditionalGeneration" if model.is_encoder_decoder else "ForCausalLM"
+        names = (*(model.architectures or ()), default)
+        class_name = next((made for name in names for end, made in _ENDINGS.items() if name.endswith(end)))
+        return Configured(
+            name=model.model_type, config=model, class_name=class_name, dtype=model.dtype or torch.float32
+        )
+    if not isinstance(model, str):
+        return model
+    values = example_inputs.values() if isinstance(example_inputs, Mapping) else example_inputs
+    tokens = [value for value in values if isinstance(value, torch.Tensor) and value.dim() == 2]
+    batch, seq = tokens[0].shape if tokens else (1, 1)
+    return find_model(model, TextBatch(batch=batch, seq=seq, dtype=torch.bfloat16))[0]
+
+
 _CLASSES: Mapping[Head, str] = {
     Head.NEXT_TOKEN: "AutoModelForCausalLM",
     Head.MASKED_TOKEN: "AutoModelForMaskedLM",
     Head.OTHER_TEXT: "AutoModelForSeq2SeqLM",
     Head.IMAGE_CLASS: "AutoModelForImageClassification",
 }
+_ENDINGS: Mapping[str, str] = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+"""The class that makes a model of a configuration, by how the name of the architecture ends that it was made for."""
 
 
 def _hugging_face(

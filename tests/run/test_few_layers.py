@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import elixir_compile as elixir
 from elixir_compile.analysis.linear import Law
 from elixir_compile.api import few_layers
 from elixir_compile.api.capture import Capture, capture_step
@@ -18,7 +19,7 @@ from elixir_compile.api.few_layers import capture_model
 from elixir_compile.api.plan import named_cluster
 from elixir_compile.api.same_layers import hide_unlike
 from elixir_compile.cli.request import Request
-from elixir_compile.errors import UnsupportedModel
+from elixir_compile.errors import UnknownModel, UnsupportedModel
 from elixir_compile.ir import plan_to_json
 from elixir_compile.options import Options, parse_options
 from elixir_compile.search import plan
@@ -185,6 +186,40 @@ def test_the_command_line_captures_few_layers_of_a_name_and_of_a_configuration(
         with pytest.raises(Asked):
             request.capture()
     assert few == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_plan_captures_few_layers_of_a_configuration(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    depth = {name: 32 for name in ("num_hidden_layers", "num_layers", "num_decoder_layers") if name in CONFIGS[kind]}
+    asked: list[tuple[int, torch.dtype]] = []
+
+    def capture(model: nn.Module, *args: object, **kwargs: object) -> Capture:
+        asked.append((num_tensors(model), next(model.parameters()).dtype))
+        raise Asked
+
+    monkeypatch.setattr(few_layers, "capture_step", capture)
+    for dtype in (torch.float32, torch.bfloat16):
+        config = configured(kind, **depth).config
+        config.dtype = dtype
+        with pytest.raises(Asked):
+            elixir.plan(config, inputs(), hardware="a100-40g")
+    fewest = num_tensors(configured(kind).model(2))
+    assert asked == [(fewest, torch.float32), (fewest, torch.bfloat16)]
+
+
+def test_plan_knows_the_names_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def capture(model: nn.Module, *args: object, **kwargs: object) -> Capture:
+        asked.append(len(model.get_submodule("model.layers")))
+        raise Asked
+
+    monkeypatch.setattr(few_layers, "capture_step", capture)
+    with pytest.raises(Asked):
+        elixir.plan("llama-7b", inputs(), hardware="a100-40g")
+    assert asked == [2]
+    with pytest.raises(UnknownModel, match="llama-7b"):
+        elixir.plan("llama-7", inputs(), hardware="a100-40g")
 
 
 class Layer(nn.Module):
