@@ -11,6 +11,7 @@ from elixir_compile.api.few_layers import capture_model
 from elixir_compile.api.loss import Chunks
 from elixir_compile.api.models import TextBatch, find_model
 from elixir_compile.api.plan import named_cluster
+from elixir_compile.capture.collector import collector_off
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.options import Options, parse_options
@@ -62,9 +63,10 @@ class Request:
         # A dimension of 1 is never symbolic.
         batch = max(self.batch, 2) if dynamic else self.batch
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
-        model, inputs = find_model(self.model, text)
         options = self.parsed_options()
-        capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
+        with collector_off():  # transformers is imported, and models are made
+            model, inputs = find_model(self.model, text)
+            capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 
 
