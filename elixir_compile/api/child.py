@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -33,7 +34,9 @@ def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
     reading, writing = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that libraries have threads, which they stop for a fork
+        child = os.fork()
     if child == 0:
         _answer(work, writing)
     os.close(writing)
@@ -51,9 +54,10 @@ def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
 
 
 def _may_fork() -> bool:
-    """Whether the process has one thread, as far as Python knows, no CUDA context, and a second core to use."""
+    """Whether the process has one thread, as far as Python knows, no CUDA context, and a second core to use; on Linux,
+    as the libraries of other systems do not expect forks."""
     is_alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
-    return hasattr(os, "fork") and is_alone and len(os.sched_getaffinity(0)) > 1
+    return sys.platform == "linux" and is_alone and len(os.sched_getaffinity(0)) > 1
 
 
 def _answer(work: Callable[[], object], writing: int) -> None:

@@ -85,7 +85,10 @@ def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], 
     law = proved(*lines)
     if law is None:
         raise UnsupportedModel(model.name, "its step is not linear in the number of its layers")
-    made = _capture_of(law.at(num_layers - SIZES[-1]), like)
+    line = law.at(num_layers - SIZES[-1])
+    if any(number < 0 for entry in line for number in entry.numbers):
+        raise UnsupportedModel(model.name, "a number in its step falls with the layers")
+    made = _capture_of(line, like)
     _require_parameters(made, whole)
     return made
 
