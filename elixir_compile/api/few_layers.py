@@ -25,6 +25,7 @@ from elixir_compile.api.child import beside
 from elixir_compile.api.configured import Configured
 from elixir_compile.api.loss import Chunks
 from elixir_compile.api.same_layers import hide_unlike
+from elixir_compile.capture.collector import collector_off
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import StorageId
 from elixir_compile.options import Options
@@ -59,7 +60,8 @@ def capture_model(
         return capture(model)
     if model.num_layers is not None and model.num_layers >= max(least_layers, SIZES[-1] + 1):
         try:
-            return _written(model, model.num_layers, capture, may_fork=may_fork)
+            with collector_off():
+                return _written(model, model.num_layers, capture, may_fork=may_fork)
         except (InvalidPlan, UnsupportedModel) as error:
             log.info("%s is captured whole: %s", model.name, error)
     return capture(model.model())
