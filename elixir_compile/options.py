@@ -18,6 +18,7 @@ Inner = Literal["inductor", "aot_eager"]
 Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
 ReduceDtype = Literal["float32"]
+CompileBy = Literal["auto", "layer", "plan"]
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -66,8 +67,13 @@ class Options:
     """Plan again, once, where the first steps take more than 10 % longer or shorter than planned."""
     inner: Inner = "inductor"
     """What lowers each region: `inductor`, or `aot_eager` for results bitwise equal to eager kernels."""
+    compile_by: CompileBy = "auto"
+    """Where regions begin besides where the plan moves something: `layer`: at each of four or more equal layers,
+    so that the compiler gets few different regions; `plan`: nowhere else. `auto`: by layer where regions are compiled,
+    by plan where they run op by op."""
     report: bool = True
-    """Log the planned line at the first step and the measured line after some steps."""
+    """Log the planned line at the first step and the measured line after some steps; on a terminal, also how far a
+    compilation of more than ten seconds is."""
 
 
 def parse_options(options: Mapping[str, object] | None) -> Options:
@@ -167,5 +173,6 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "profile_regions": _bool,
     "replan": _bool,
     "inner": _one_of(*get_args(Inner)),
+    "compile_by": _one_of(*get_args(CompileBy)),
     "report": _bool,
 }

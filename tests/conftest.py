@@ -1,5 +1,6 @@
 """What every test needs to know about the machine."""
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -21,6 +22,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELIXIR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_structured_trace() -> None:
+    """Keep torch's structured trace out of pytest's captured log: formatting it takes as long as compiling.
+
+    torch formats it if its logger has a handler, and pytest adds one to each logger that does not propagate.
+    """
+    log = logging.getLogger("torch.__trace")
+    log.handlers.clear()
+    log.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

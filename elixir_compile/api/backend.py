@@ -31,6 +31,7 @@ from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.capture.owners import find_roots
+from elixir_compile.capture.parameter_inputs import gathers_to_inputs
 from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
@@ -228,14 +229,19 @@ def _compile_as(
     if executor.device.type == "cpu":
         warn_of_plain_state()
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
-    calls = FrontEnd(compilation, executor.regions_for(options.inner), gate)
-    compiled = front_end(gm, inputs, calls.partition, calls.lower)
+    given = gathers_to_inputs(gm, inputs)
+    repeated = given.repeated  # and not `given`: the first batch would live as long as `run`
+    calls = FrontEnd(compilation, executor.regions_for(options.inner), gate, given.keys)
+    compiled = front_end(given.module, given.example_inputs, calls.partition, calls.lower)
     executor.compilations.append(compilation)
     executor.gates.append(gate)
     call = for_compiled_code(gate.call)
 
+    def run_with_repeated(*args: Any) -> Any:
+        return compiled(*args, *(args[position] for position in repeated))
+
     def run(*args: Any) -> Any:
-        return call(compiled, op_by_op, tuple(positions), args)
+        return call(run_with_repeated if repeated else compiled, op_by_op, tuple(positions), args)
 
     return run
 

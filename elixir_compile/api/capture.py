@@ -15,7 +15,14 @@ from elixir_compile.api.backend import with_compiler
 from elixir_compile.api.budget import library_bytes, scalar_bytes
 from elixir_compile.api.loss import Chunks, chunks_of
 from elixir_compile.api.masters import torch_dtype
-from elixir_compile.api.planning import graph_of, savings_of, state_bytes_per_element, sums_of, update_of
+from elixir_compile.api.planning import (
+    graph_of,
+    least_alike_of,
+    savings_of,
+    state_bytes_per_element,
+    sums_of,
+    update_of,
+)
 from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
 from elixir_compile.api.whole import traced_whole
@@ -102,6 +109,7 @@ class Capture:
             hybrid=bool(self.numels),
             disk=options.disk_path is not None,
             update=update_of(options),
+            least_alike=least_alike_of(options),
             base_bytes=self.base_bytes,
         )
 

@@ -205,7 +205,9 @@ class Compilation:
     def _programs_of(self, graph: StepGraph, plan: Plan) -> Programs:
         # Not under a plan of one region each that follows one of several: autograd's strides are those of the first.
         may_choose = bool(self._chose_strides)
-        return Programs(self._captured, graph, plan, self._executor, self._regions, may_choose_strides=may_choose)
+        return Programs(
+            self._captured, graph, plan, self._executor, self._regions, self._progress, may_choose_strides=may_choose
+        )
 
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""

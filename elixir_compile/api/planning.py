@@ -17,6 +17,9 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ranks import Ranks
 from elixir_compile.search import Problem
 
+_LEAST_ALIKE = 4
+"""Of three layers, two are compiled anyway: the first and the last have neighbours of another kind."""
+
 
 def state_bytes_per_element(param: torch.Tensor) -> int:
     """Return the bytes of state that HybridAdamW keeps for each element of `param`; other optimizers keep less.
@@ -90,6 +93,7 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         disk=executor.disk is not None,
         update=update_of(options),
+        least_alike=least_alike_of(options),
         base_bytes=held_bytes + fixed_bytes,
         # All of them: a new bucket must not take the name of one that another graph uses.
         buckets=tuple(bucket for bucket, _ in in_force),
@@ -179,6 +183,12 @@ def savings_of(options: Options) -> frozenset[Saving]:
         "recompute": frozenset({Saving.KEEP, Saving.RECOMPUTE}),
         "offload": frozenset({Saving.KEEP, Saving.OFFLOAD}),
     }[options.activations]
+
+
+def least_alike_of(options: Options) -> int | None:
+    """Return how many equal layers make regions begin with each of them under the option `compile_by`."""
+    is_by_layer = options.compile_by == "layer" or (options.compile_by == "auto" and options.inner == "inductor")
+    return _LEAST_ALIKE if is_by_layer else None
 
 
 def update_of(options: Options) -> Update | None:

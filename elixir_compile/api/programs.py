@@ -13,6 +13,7 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis.recompute import as_run, given_bytes
+from elixir_compile.api.progress import Progress
 from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.joint import TICKET
 from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
@@ -35,6 +36,7 @@ class Programs:
         plan: Plan,
         executor: Executor,
         regions: RegionCompiler,
+        progress: Progress,
         *,
         may_choose_strides: bool,
     ) -> None:
@@ -43,6 +45,7 @@ class Programs:
         """Whether Inductor chose the strides of what the forward saves."""
         self._executor = executor
         self._regions = regions
+        self._progress = progress
         self._halves = halves_of(captured, graph, plan.activations)
         self._strides: Mapping[str, compat.Strides] = {}
         self.device_bytes = _device_bytes(graph, plan)
@@ -79,6 +82,7 @@ class Programs:
     def note(self, results: Sequence[Any], given: Set[int], owner: object) -> torch.Tensor:
         """Note that a forward of `owner`, which made `results` of inputs whose storages are `given`, waits for its
         backward; return its ticket."""
+        self._progress.compiled()
         ticket = results[self._halves.captured.num_outputs]
         kept = self.kept(results, given)
         self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, kept)
@@ -105,10 +109,13 @@ class Programs:
     def _write(self, phase: Phase) -> fx.GraphModule:
         keys = {name: key for key, name in self._halves.captured.param_names.items()}
         program = write_program(self._halves, self.plan, phase, keys, self._lower_region, self._executor)
+        self._regions.start_kernels()
         check(program, self.plan, phase)
         return program
 
     def _lower_region(self, region: RegionGraph) -> PlacedRegion:
+        ids = [own.id for own in self.plan.regions if own.phase is region.phase]
+        self._progress.compiling(region.phase, ids.index(region.id) + 1, len(ids))
         visible = list(range(len(region.outputs)))
         is_whole_forward = region.is_whole and region.phase is Phase.FORWARD
         if is_whole_forward and self.chooses_strides:

@@ -1,14 +1,16 @@
-"""Take the gathers out of a joint graph before it is partitioned, and put the parameters back after.
+"""Take what reads parameters out of a joint graph before it is partitioned, and put the parameters back after.
 
 The partitioner should see what `torch.compile` shows it: parameters that are inputs, free to save, and gradients that
 are outputs. So
 
-    before   gather(handle, ..., key) -> w;  ...;  reduce(g, key) -> output of the handle
-    during   placeholder w;                  ...;  g an extra output
-    after    parameter(key) -> w;            ...;  gradient(g, key), at the place where g is made
+    before   primal w, v, of one parameter;            ...;  gradients of the primals are outputs
+             gather(handle, ..., key) -> u;            ...;  reduce(g, key) -> gradient of the handle, an output
+    during   one placeholder for each parameter;       ...;  gradients are extra outputs, those of the primals None
+    after    parameter(key) in place of it;            ...;  gradient(g, key), at the place where g is made
 
 and the forward and backward that come back are node for node those of the same model without Elixir. `parameter` and
-`gradient` are markers: the rewriter replaces them by the actions of the schedule.
+`gradient` are markers: the rewriter replaces them by the actions of the schedule. Which inputs are parameters is what
+`capture/parameter_inputs.py` says, by their positions.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,15 +63,20 @@ def gather_keys(graph: fx.Graph) -> list[int]:
     return list(dict.fromkeys(node.args[3] for node in graph.find_nodes(op="call_function", target=GATHER)))
 
 
-def partition_hidden(
-    joint: fx.GraphModule, joint_inputs: Sequence[object], partition: Callable, **options
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition `joint` as if its parameters were inputs; the results read them through markers.
+def reads_parameters(graph: fx.Graph, keys: Mapping[int, int]) -> bool:
+    """Return whether `graph`, of AOTAutograd, reads parameters: by gathers, or from its inputs at positions `keys`."""
+    return bool(gather_keys(graph)) or any(node.users for node in compat.inputs_at(graph, keys))
 
-    `options` are the partitioner's own: `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor,
-    `compiler`.
+
+def partition_hidden(
+    joint: fx.GraphModule, joint_inputs: Sequence[object], partition: Callable, keys: Mapping[int, int], **options
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition `joint` as if each of its parameters were one input; the results read them through markers.
+
+    `keys` are those of the parameters among the inputs, by position. `options` are the partitioner's own:
+    `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
     """
-    hidden = _hide(joint, options["num_fwd_outputs"])
+    hidden = _hide(joint, options["num_fwd_outputs"], keys)
     num_primals = sum("tangents" not in str(node.target) for node in joint.graph.find_nodes(op="placeholder"))
     known = options.pop("static_lifetime_input_indices", None) or []
     static = [*known, *range(num_primals - len(hidden.keys), num_primals)]
@@ -103,50 +110,68 @@ def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
         backward.erase_node(given)
 
 
-def show_in_inference(module: fx.GraphModule) -> None:
-    """Replace every gather of an inference graph by its marker, one per parameter."""
-    for node in module.graph.find_nodes(op="call_function", target=GATHER):
-        with module.graph.inserting_before(node):
-            node.replace_all_uses_with(marker_node(module.graph, parameter, (node.args[3],), node.meta))
-        module.graph.erase_node(node)
-    merge_markers(module.graph)
+def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
+    """Let an inference graph read each parameter through one marker, where it gathers it or has it as an input; `keys`
+    are those of such inputs, by position."""
+    graph, first = module.graph, first_op(module.graph)
+    for node, position in compat.inputs_at(graph, keys).items():
+        if node.users:
+            with graph.inserting_before(first):
+                node.replace_all_uses_with(marker_node(graph, parameter, (keys[position],), node.meta))
+    for node in graph.find_nodes(op="call_function", target=GATHER):
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(marker_node(graph, parameter, (node.args[3],), node.meta))
+        graph.erase_node(node)
+    merge_markers(graph)
 
 
-def _hide(joint: fx.GraphModule, num_fwd_outputs: int) -> _Hidden:
+def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) -> _Hidden:
     graph, hidden = joint.graph, _Hidden()
     placeholders = graph.find_nodes(op="placeholder")
     primals = [node for node in placeholders if "tangents" not in str(node.target)]
+    given = compat.inputs_at(graph, keys)
     gathers = graph.find_nodes(op="call_function", target=GATHER)
+    reads = {node: keys[position] for node, position in given.items() if node.users}
+    reads |= {node: node.args[3] for node in gathers}
     inputs: dict[int, fx.Node] = {}
     last = primals[-1]
-    # In the order of the keys, so that the step does not depend on where the gathers stood.
-    for gather in sorted({node.args[3]: node for node in gathers}.values(), key=lambda node: node.args[3]):
-        key = gather.args[3]
+    # In the order of the keys, so that the step does not depend on where the reads stood.
+    for read, key in sorted({key: (read, key) for read, key in reads.items()}.values(), key=lambda found: found[1]):
         with graph.inserting_after(last):
             last = inputs[key] = graph.placeholder(f"elixir_parameter_{key}")
-        last.meta = {name: gather.meta[name] for name in ("val", "tensor_meta") if name in gather.meta}
-        hidden.strides[key] = tuple(gather.args[2])
+        last.meta = {name: read.meta[name] for name in ("val", "tensor_meta") if name in read.meta}
+        hidden.strides[key] = tuple(read.meta["val"].stride())
+    for read, key in reads.items():
+        read.replace_all_uses_with(inputs[key])
     for node in gathers:
-        node.replace_all_uses_with(inputs[node.args[3]])
         graph.erase_node(node)
     hidden.keys = {node.name: key for key, node in inputs.items()}
-    _turn_reduces_into_outputs(graph, hidden, num_fwd_outputs)
+    _turn_gradients_into_extra_outputs(graph, hidden, num_fwd_outputs, given, keys)
     return hidden
 
 
-def _turn_reduces_into_outputs(graph: fx.Graph, hidden: _Hidden, num_fwd_outputs: int) -> None:
+def _turn_gradients_into_extra_outputs(
+    graph: fx.Graph, hidden: _Hidden, num_fwd_outputs: int, given: Mapping[fx.Node, int], keys: Mapping[int, int]
+) -> None:
+    """Move the gradients of the inputs `given`, which are parameters, and those that gathers got, behind all outputs,
+    in the order in which they are made."""
     output = graph.output_node()
     outputs = list(output.args[0])
     descriptions = list(output.meta.get("desc", [None] * len(outputs)))
     reduces = graph.find_nodes(op="call_function", target=REDUCE)
     reached = _downstream(reduces)
+    found = [(node.args[0], node.args[1]) for node in reduces]
+    for place, position in compat.gradients_at(graph, given.values()).items():
+        found += [(outputs[place], keys[position])] if outputs[place] is not None else []
+        outputs[place] = None
     for index in range(num_fwd_outputs, len(outputs)):
         if outputs[index] in reached:
             outputs[index] = None
-    for node in reduces:
-        outputs.append(node.args[0])
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for grad, key in sorted(found, key=lambda pair: order[pair[0]]):
+        outputs.append(grad)
         descriptions.append(None)
-        hidden.gradient_keys.append(node.args[1])
+        hidden.gradient_keys.append(key)
     output.args = (tuple(outputs),)
     if "desc" in output.meta:
         output.meta["desc"] = descriptions

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.eager_reads import EagerReads
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
@@ -45,6 +46,7 @@ class Owner(Protocol):
 
     device: torch.device
     sites: Sites
+    eager_reads: EagerReads
 
 
 def whole_reason(module: nn.Module, name: str) -> str | None:
@@ -160,13 +162,13 @@ def _gathered(name: str, slot: Slot) -> property:
                 raise AttributeError(name)  # `nn.Module.__getattr__` looks elsewhere, and says what is missing
             slot: Slot = module.__dict__[_SLOTS][name]
             param = module._parameters[name]
-            if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
-                return param if param is None or param.device == slot.device else param.to(slot.device)
-            slot.follow_thaw()
-            if param.device == slot.device and not slot.is_shared:
+            if param is None or (param.device == slot.device and not slot.is_shared):
+                slot.follow_thaw()
                 return param  # eager code finds what it always finds, `.grad` included
-            if torch.is_grad_enabled() and param.requires_grad:
-                return _gather_with_gradient(slot, size, stride)
+            if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
+                return param if param.device == slot.device else param.to(slot.device)
+            slot.follow_thaw()
+            return _copy_for_eager_code(module.__dict__[_EXECUTOR], slot, size, stride)
         return GATHER(getattr(module, attribute), size, stride, key)
 
     def write(module: nn.Module, value: object) -> None:
@@ -179,10 +181,16 @@ def _gathered(name: str, slot: Slot) -> property:
 
 
 @torch.compiler.disable  # between the graphs of a model that breaks, Dynamo would compile the gate
-def _gather_with_gradient(slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
-    """Return the value of the slot's parameter, of `size` and `stride`, whose gradient autograd leads to the
-    parameter."""
-    return GATHER(*Gate([slot]).handles(), size, stride, slot.key)
+def _copy_for_eager_code(executor: Owner, slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
+    """Return the value of the slot's parameter, of `size` and `stride`, on the device; autograd leads its gradient, if
+    it takes one, to the parameter. Raises UnsupportedModel if eager code wrote to an earlier copy."""
+    if torch.is_grad_enabled() and slot.param.requires_grad:
+        copy = GATHER(*Gate([slot]).handles(), size, stride, slot.key)
+    else:
+        with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode does not count writes
+            copy = GATHER(slot.handles[0], size, stride, slot.key)
+    executor.eager_reads.note(slot, copy)
+    return copy
 
 
 def _register_as(base: type[nn.Module]):

@@ -15,6 +15,7 @@ from torch import fx
 from torch.nn.utils import stateless
 
 from elixir_compile import compat
+from elixir_compile.capture.examples import example_of
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
 from elixir_compile.ops.schema import GATHER
@@ -52,8 +53,8 @@ def split_gathers(gm: fx.GraphModule) -> list[int]:
 
 def handle_inputs(gm: fx.GraphModule) -> dict[int, int]:
     """Return the positions of the inputs of a Dynamo graph that are handles, with the key of each one's parameter."""
-    keys = {id(_example(gather.args[0])): gather.args[3] for gather in gathers_of(gm)}
-    examples = [id(_example(node)) for node in gm.graph.find_nodes(op="placeholder")]
+    keys = {id(example_of(gather.args[0])): gather.args[3] for gather in gathers_of(gm)}
+    examples = [id(example_of(node)) for node in gm.graph.find_nodes(op="placeholder")]
     return {index: keys[example] for index, example in enumerate(examples) if example in keys}
 
 
@@ -107,7 +108,7 @@ def _gather_no_more(gm: fx.GraphModule, slot: Slot, whole: fx.Node) -> None:
         for body in bodies_of(gm, node):
             handles = _handles_of(body, slot)
             readers += [body] if handles else []
-            for handle in [source for source in node.all_input_nodes if id(_example(source)) in handles]:
+            for handle in [source for source in node.all_input_nodes if id(example_of(source)) in handles]:
                 node.replace_input_with(handle, whole)
     for body in dict.fromkeys(readers):
         _gather_no_more(body, slot, _placeholder_of(body, slot))
@@ -117,7 +118,7 @@ def _gather_no_more(gm: fx.GraphModule, slot: Slot, whole: fx.Node) -> None:
 def _placeholder_of(gm: fx.GraphModule, slot: Slot) -> fx.Node:
     """Return an input of `gm` that is a handle by which it, or a graph that its nodes run, gathers `slot`."""
     handles = _handles_of(gm, slot)
-    found = [node for node in gm.graph.find_nodes(op="placeholder") if id(_example(node)) in handles]
+    found = [node for node in gm.graph.find_nodes(op="placeholder") if id(example_of(node)) in handles]
     if not found:
         raise UnsupportedModel(slot.name, "it is written in the forward, inside of another function of torch")
     return found[0]
@@ -126,11 +127,7 @@ def _placeholder_of(gm: fx.GraphModule, slot: Slot) -> fx.Node:
 def _handles_of(gm: fx.GraphModule, slot: Slot) -> set[int]:
     """Return the ids of the fake tensors that are handles by which `gm` gathers `slot`: outside of a graph that a node
     runs and inside it they are the same."""
-    return {id(_example(gather.args[0])) for gather in gathers_of(gm) if gather.args[3] == slot.key}
-
-
-def _example(node: fx.Node) -> object:
-    return node.meta.get("example_value")
+    return {id(example_of(gather.args[0])) for gather in gathers_of(gm) if gather.args[3] == slot.key}
 
 
 def read_functionally(gm: fx.GraphModule) -> Slot | None:

@@ -16,7 +16,8 @@ from torch import fx, nn
 from elixir_compile import compat
 from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.joint import gather_keys, parameter, partition_hidden
+from elixir_compile.capture.joint import parameter, partition_hidden, reads_parameters
+from elixir_compile.capture.parameter_inputs import gathers_to_inputs
 from elixir_compile.capture.rewire import split_gathers
 from elixir_compile.capture.views import is_number
 from elixir_compile.errors import UnsupportedModel
@@ -113,20 +114,22 @@ def _renamed(graph: fx.Graph, names: Mapping[str, str]) -> fx.Graph:
 def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:
     """Return a backend of `torch.compile` that stops where the training graph is partitioned."""
 
-    def partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
-        if not gather_keys(joint.graph):
-            raise _Stopped(UnsupportedModel(name, "its forward reads no parameter that requires a gradient"))
-        num_outputs = options["num_fwd_outputs"]
-        halves = partition_hidden(joint, joint_inputs, compat.min_cut_partition, **options)
-        raise _Stopped(captured_step(name, *halves, num_outputs=num_outputs, inner=inner))
-
     def lower(gm: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         raise _Stopped(UnsupportedModel(name, "none of its outputs depends on a parameter that requires a gradient"))
 
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         inputs = edit(gm, inputs)
         split_gathers(gm)
+        given = gathers_to_inputs(gm, inputs)
+
+        def partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+            if not reads_parameters(joint.graph, given.keys):
+                raise _Stopped(UnsupportedModel(name, "its forward reads no parameter that requires a gradient"))
+            num_outputs = options["num_fwd_outputs"]
+            halves = partition_hidden(joint, joint_inputs, compat.min_cut_partition, given.keys, **options)
+            raise _Stopped(captured_step(name, *halves, num_outputs=num_outputs, inner=inner))
+
         front_end = compat.compile_with_inductor if inner == "inductor" else compat.compile_with_aot_eager
-        return front_end(gm, inputs, partition, lower)
+        return front_end(given.module, given.example_inputs, partition, lower)
 
     return compile_graph

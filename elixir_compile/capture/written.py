@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
+from elixir_compile.capture.examples import example_of, leaves_of, storages_of, tensors_of
 from elixir_compile.capture.rewire import bodies_of, gathers_of
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
@@ -104,8 +105,8 @@ def _enter(body: fx.GraphModule, taken: Sequence[fx.Node], found: _Found) -> Non
 
 def _follow(node: fx.Node, taken: Sequence[fx.Node], found: _Found) -> None:
     """Note of which parameters among those of `taken` the result of `node` is a view."""
-    keys = _storages(node)
-    shared = [found.roots[source] for source in taken if not keys.isdisjoint(_storages(source))]
+    keys = storages_of(node)
+    shared = [found.roots[source] for source in taken if not keys.isdisjoint(storages_of(source))]
     if shared and node not in found.roots:
         found.roots[node] = frozenset().union(*shared)
 
@@ -128,14 +129,14 @@ def _may_write(node: fx.Node) -> bool:
 
 def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on: bool) -> None:
     """Call `node` on fake tensors, and note the parameters that it writes."""
-    by_object = {id(leaf): found.roots[source] for source in taken for leaf in _tensors(source)}
+    by_object = {id(leaf): found.roots[source] for source in taken for leaf in tensors_of(source)}
     by_storage: dict[int, _Roots] = {}
     for source in taken:
-        for key in _storages(source):
+        for key in storages_of(source):
             by_storage[key] = by_storage.get(key, frozenset()) | found.roots[source]
 
     def note(value: object, reason: str, *, is_write: bool) -> None:
-        for leaf in _leaves(value):
+        for leaf in leaves_of(value):
             if not isinstance(leaf, torch.Tensor) or leaf.is_sparse:
                 continue
             roots = by_object.get(id(leaf)) or by_storage.get(compat.storage_key(leaf), frozenset())
@@ -154,9 +155,9 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
         # The fake tensors stay as the capture left them: `set_` and `t_` would change their shape or memory.
         return None if not op._schema.returns else written[0] if len(op._schema.returns) == 1 else tuple(written)
 
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), example_of)
     function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
-    fakes = compat.own_fake_mode(next(iter(_tensors(taken[0]))))
+    fakes = compat.own_fake_mode(next(iter(tensors_of(taken[0]))))
     try:
         with torch.no_grad(), fakes, compat.ops_seen_by(see):
             function(*args, **kwargs)
@@ -201,22 +202,3 @@ def _reason(node: fx.Node) -> str:
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     return f"the forward writes it ({name})"
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    leaves = _leaves(node.meta.get("example_value"))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
-
-
-def _storages(node: fx.Node) -> set[int]:
-    return {compat.storage_key(leaf) for leaf in _tensors(node)}
-
-
-def _leaves(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
-
-
-def _example(node: fx.Node) -> Any:
-    return node.meta.get("example_value")

@@ -3,6 +3,10 @@
 Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
 """
 
+from elixir_compile.compat.aot_graphs import gradients_at as gradients_at
+from elixir_compile.compat.aot_graphs import inputs_at as inputs_at
+from elixir_compile.compat.aot_graphs import inputs_that_must_be_real as inputs_that_must_be_real
+from elixir_compile.compat.autograd import AccumulateNode as AccumulateNode
 from elixir_compile.compat.autograd import Asked as Asked
 from elixir_compile.compat.autograd import after_backward as after_backward
 from elixir_compile.compat.autograd import asked_for as asked_for
@@ -38,6 +42,7 @@ from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
 from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
 from elixir_compile.compat.dynamo import is_operator as is_operator
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
+from elixir_compile.compat.dynamo import new_input as new_input
 from elixir_compile.compat.dynamo import no_collection_at_end as no_collection_at_end
 from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
 from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
@@ -46,6 +51,7 @@ from elixir_compile.compat.dynamo import trace_again as trace_again
 from elixir_compile.compat.dynamo import trace_past_logging as trace_past_logging
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
+from elixir_compile.compat.kernels import Kernels as Kernels
 from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.profiling import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.profiling import is_profiling as is_profiling

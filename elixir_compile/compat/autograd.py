@@ -1,5 +1,6 @@
 """What the autograd engine is doing, and what hangs on a parameter."""
 
+import sys
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -30,6 +31,32 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     first backward.
     """
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+class AccumulateNode:
+    """The autograd node that adds to `.grad` of a leaf which requires a gradient; at most one exists for each leaf."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self._reader = leaf.view_as(leaf).grad_fn
+        # torch 2.13 holds a reference to the object of a node that other nodes lead to: `_reader` always does.
+        self._node = self._reader.next_functions[0][0]
+
+    def num_references(self) -> int:
+        """Return how many references Python code holds to the node."""
+        return sys.getrefcount(self._node)
+
+    @property
+    def is_held_by_others(self) -> bool:
+        """Whether somebody else holds the node, as whoever registers a hook on it must: torch lets go of it otherwise.
+
+        torch gives Python one object per node for as long as somebody holds that, torch 2.11 to 2.13. If it gave a new
+        one each time, hooks on the node would be called without a gradient.
+        """
+        return self.num_references() > _REFERENCES_OF_OURS
+
+
+_REFERENCES_OF_OURS = AccumulateNode(torch.zeros(1, requires_grad=True)).num_references()
 
 
 class Asked(Enum):

@@ -10,7 +10,8 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 
 from elixir_compile.compat.dynamo import fake_mode_of
-from elixir_compile.compat.kernels import kernels_together
+from elixir_compile.compat.instructions import best_instructions_only
+from elixir_compile.compat.kernels import Kernels
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
@@ -49,7 +50,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
         with inductor_config.patch(custom_partitioner_fn=None):
             return lower(graph, examples, **options)
 
-    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False), best_instructions_only():
         return compile_fx(
             gm,
             list(inputs),
@@ -101,14 +102,16 @@ def lower_with_inductor(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     visible: Sequence[int],
+    kernels: Kernels,
     *,
     repeated: Collection[str] = (),
     **options: Any,
 ) -> tuple[Callable, list[Strides]]:
     """Return the compiled form of `gm`, which takes one list of inputs and empties it, and the strides of its outputs.
 
-    Outputs at the positions `visible` keep the strides of the graph; Inductor chooses those of the others. Nodes named
-    in `repeated` share a kernel only with what reads their results. `compile_fx_inner`, `BoxedBool`, both options,
+    Outputs at the positions `visible` keep the strides of the graph; Inductor chooses those of the others. `kernels`
+    takes those in C++, which are compiled when it starts them or at their first call. Nodes named in `repeated` share a
+    kernel only with what reads their results. `compile_fx_inner`, `BoxedBool`, both options,
     `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError or AttributeError at the first region.
     """
     from torch._inductor import config
@@ -122,7 +125,7 @@ def lower_with_inductor(
     # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan. Memory that waits
     # for a later value of its size is in no plan, and how much of it would do no harm is not seen from one region.
     order = config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False)
-    with tracing(context), order, _calls_apart(), kernels_together(), apart:
+    with tracing(context), order, _calls_apart(), kernels.gathered(), best_instructions_only(), apart:
         # No CUDA graphs: they want fixed addresses.
         compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
     return compiled, context.output_strides

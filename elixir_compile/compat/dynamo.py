@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -161,8 +161,16 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
     if context is None:
         return False
     names = [_name_of(node._dynamo_source) for node in inputs if getattr(node, "_dynamo_source", None) is not None]
-    starts = {f"type({name.partition('._parameters[')[0]})." for name in names}
-    return any(start in _name_of(guard) for guard in context.guards_context.dynamo_guards for start in starts)
+    modules = {name.partition("._parameters[")[0] for name in names}
+    return any(_names_class_of(_name_of(guard), modules) for guard in context.guards_context.dynamo_guards)
+
+
+def _names_class_of(name: str, modules: Collection[str]) -> bool:
+    """Return whether `name`, of a guard, says `type(module).` of one of `modules`; hundreds of modules have thousands
+    of guards, so the guard is not compared with each module."""
+    _, *behind = name.split("type(")
+    ends = ((rest, at) for rest in behind for at in range(len(rest)) if rest.startswith(").", at))
+    return any(rest[:at] in modules for rest, at in ends)
 
 
 def _name_of(named: Any) -> str:
@@ -249,3 +257,15 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
     return copied
+
+
+def new_input(graph: fx.Graph, name: str, after: fx.Node) -> fx.Node:
+    """Return a new input of `graph`, of Dynamo, behind the input `after`; no variable of the user's program is its
+    source.
+
+    `node._dynamo_source`, torch 2.11 to 2.13. Gone: AOTAutograd does not ask for it.
+    """
+    with graph.inserting_after(after):
+        made = graph.placeholder(name)
+    made._dynamo_source = None
+    return made

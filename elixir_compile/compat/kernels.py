@@ -1,126 +1,204 @@
-"""Several C++ kernels of Inductor in one translation unit.
+"""C++ kernels of Inductor: equal ones compiled once, several in one translation unit, beside the compiling process.
 
 Inductor gives each kernel a g++ run of its own: 0.8 to 1.2 CPU seconds, of which 0.66 are the same for an empty
-function, for reading the precompiled header and for the link. A step that is cut into regions has many small kernels.
+function, for reading the precompiled header and for the link. A step that is cut into regions has many small kernels,
+and regions that differ have equal kernels.
 """
 
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
+
+from elixir_compile.compat.instructions import best_instructions_only
+from elixir_compile.compat.libraries import Place, command_line, function_at, known_place, note_place, source_key
 
 log = logging.getLogger("elixir_compile")
 
 KERNELS_PER_UNIT = 4
 """Four take about 1.3 seconds together. More in one unit would leave cores idle that could compile a second unit."""
 _INCLUDE = re.compile(r"^[ \t]*#include[^\n]*\n", re.MULTILINE)
+_C_KERNEL = 'extern "C"'
 
 
-@dataclass(slots=True)
-class _Kernel:
-    """A kernel that is yet to be compiled; called nevertheless, it is compiled alone."""
+class Kernel:
+    """A C++ kernel that may be yet to be compiled; a call waits for that."""
 
-    argtypes: Sequence[str]
-    source: str
-    compiled: Callable[..., Any] | None = field(default=None, compare=False)
+    def __init__(self, owner: "Kernels", argtypes: Sequence[str], source: str) -> None:
+        self.argtypes = tuple(argtypes)
+        self.source = source
+        self.key: str | None = None
+        """Names the kernel in the cache of code; None before the kernels are started."""
+        self.unit: _Unit | None = None
+        self._owner = owner
+        self._function: Callable[..., Any] | None = None
+        self._places: list[tuple[dict[str, Any], str]] = []
 
     def __call__(self, *args: Any) -> Any:
-        if self.compiled is None:
-            self.compiled = _alone(self)
-        return self.compiled(*args)
+        return self.function(*args)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What Inductor's own binding of the kernel is."""
+        if self._function is None and self.unit is None:
+            self._owner.start()
+        if self._function is None:
+            self.unit.finish()
+        return self._function
 
     @property
     def includes(self) -> list[str]:
         return _INCLUDE.findall(self.source)
 
+    def put(self, scope: dict[str, Any], name: str) -> None:
+        """Let `scope[name]` be the function itself, once there is one: then a call costs what Inductor's does."""
+        if self._function is None:
+            self._places.append((scope, name))
+        scope[name] = self._function or self
 
-@contextmanager
-def kernels_together() -> Iterator[None]:
-    """Compile the C++ kernels of each graph that Inductor compiles meanwhile in few translation units.
+    def settle(self, function: Callable[..., Any]) -> None:
+        """Take `function` as the compiled form."""
+        self._function = function
+        for scope, name in self._places:
+            scope[name] = function
+        self._places.clear()
 
-    Which kernels share a unit depends on the graph alone, so the unit is found again in Inductor's cache of code, by
-    its text. A kernel that includes more than Inductor's own header has a unit of its own, and so has each kernel of a
-    unit that the compiler refuses. Another thread that compiles meanwhile gets the same kernels.
 
-    `AsyncCompile.cpp_pybinding`, `.wait`, `.submit`, `get_compile_threads`; `CppPythonBindingsCodeCache.load_async`,
-    `.suffix_template`, `.call_entry_function`, `.load_pybinding`; `CppCompileError`: torch 2.13. Gone:
-    ImportError or AttributeError at the first region.
-    """
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+class Kernels:
+    """The C++ kernels of the regions of one model, equal ones once."""
 
-    usual_binding, usual_wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[str, ...], str], Kernel] = {}
+        self._waiting: list[Kernel] = []
 
-    def bind(compiler: Any, argtypes: Sequence[str], source_code: str) -> _Kernel:
-        return _Kernel(argtypes, source_code)
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Take the C++ kernels of what Inductor compiles meanwhile; none is compiled before `start`, or its first call.
 
-    def wait(compiler: Any, scope: dict[str, Any]) -> None:
-        kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
+        Another thread that compiles meanwhile gives its kernels here too.
+
+        `AsyncCompile.cpp_pybinding`, `.wait`: torch 2.13. Gone: AttributeError at the first region.
+        """
+        from torch._inductor.async_compile import AsyncCompile
+
+        usual_binding, usual_wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+
+        def bind(compiler: Any, argtypes: Sequence[str], source_code: str) -> Kernel:
+            return self._kernel(argtypes, source_code)
+
+        def wait(compiler: Any, scope: dict[str, Any]) -> None:
+            for name, value in list(scope.items()):
+                if isinstance(value, Kernel):
+                    value.put(scope, name)
+            usual_wait(compiler, scope)
+
+        AsyncCompile.cpp_pybinding, AsyncCompile.wait = bind, wait
+        try:
+            yield
+        finally:
+            AsyncCompile.cpp_pybinding, AsyncCompile.wait = usual_binding, usual_wait
+
+    def _kernel(self, argtypes: Sequence[str], source: str) -> Kernel:
+        form = (tuple(argtypes), source)
+        if form not in self._known:
+            self._known[form] = Kernel(self, argtypes, source)
+            self._waiting.append(self._known[form])
+        return self._known[form]
+
+    def start(self) -> None:
+        """Begin to compile what waits in as few translation units as keep the cores busy; return without waiting.
+
+        A kernel of an earlier process is taken from where Inductor's cache of code has it, whatever else was compiled
+        with it. A kernel that includes more than Inductor's own header has a unit of its own.
+
+        `AsyncCompile.submit`, `get_compile_threads`: torch 2.13. Gone: ImportError or AttributeError at the first
+        program.
+        """
+        from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
         num_threads = get_compile_threads()
-        scope.update(_compiled(kernels, num_threads, compiler.submit if num_threads > 1 else None))
-        usual_wait(compiler, scope)
+        submit = AsyncCompile.submit if num_threads > 1 else None
+        with best_instructions_only():
+            how = command_line()
+            for kernel in waiting:
+                kernel.key = source_key(kernel.argtypes, kernel.source, how)
+            new = [kernel for kernel in waiting if not _is_found(kernel)]
+            plain = [kernel for kernel in new if len(kernel.includes) == 1]
+            num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
+            units = [plain[index::num_units] for index in range(num_units)]
+            for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
+                _Unit(unit, submit)
 
-    AsyncCompile.cpp_pybinding, AsyncCompile.wait = bind, wait
+
+def _is_found(kernel: Kernel) -> bool:
+    """Whether an earlier process has compiled `kernel`; if so, it is settled."""
+    place = known_place(kernel.key)
+    if place is None:
+        return False
     try:
-        yield
-    finally:
-        AsyncCompile.cpp_pybinding, AsyncCompile.wait = usual_binding, usual_wait
+        kernel.settle(function_at(place))
+    except (ImportError, OSError, AttributeError) as error:
+        log.debug("compiled again, as %s cannot be loaded: %s", place.path, error)
+        return False
+    return True
 
 
-def _compiled(
-    kernels: Mapping[str, _Kernel], num_threads: int, submit: Callable[..., Any] | None
-) -> dict[str, Callable[..., Any]]:
-    """Return the compiled form of `kernels`, by name."""
-    plain = [name for name, kernel in kernels.items() if len(kernel.includes) == 1]
-    num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
-    dealt = [plain[index::num_units] for index in range(num_units)]
-    units = [[kernels[name] for name in names] for names in dealt]
-    loading = [_begin(unit, submit) for unit in units]
-    found = {name: _alone(kernel) for name, kernel in kernels.items() if name not in plain}
-    for names, unit, load in zip(dealt, units, loading, strict=True):
-        found |= zip(names, _loaded(unit, load), strict=True)
-    return found
+class _Unit:
+    """Kernels that one g++ run compiles."""
+
+    def __init__(self, kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> None:
+        """`submit` runs a function in another thread; None compiles at the first call of a kernel.
+
+        `CppPythonBindingsCodeCache.load_async`: torch 2.13. Gone: ImportError or TypeError at the first program.
+        """
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+        self._kernels = list(kernels)
+        self._lock = threading.Lock()
+        self._load = CppPythonBindingsCodeCache.load_async(_text_of(kernels), "cpu", submit_fn=submit)
+        for kernel in kernels:
+            kernel.unit = self
+
+    def finish(self) -> None:
+        """Wait until the kernels are compiled, and settle them.
+
+        `CppCompileError`: torch 2.13. Gone: ImportError at the first call.
+        """
+        from torch._inductor.exc import CppCompileError
+
+        with self._lock:
+            kernels, self._kernels = self._kernels, []
+            if not kernels:
+                return
+            try:
+                library = self._load()
+            except CppCompileError as error:
+                log.debug("%d kernels do not compile in one unit, so each is alone: %s", len(kernels), error)
+                for kernel in kernels:
+                    kernel.settle(_alone(kernel))
+                return
+            for index, kernel in enumerate(kernels):
+                place = Place(library.__file__, library.key, entry_of(index))
+                kernel.settle(function_at(place))
+                note_place(kernel.key, place)
 
 
-def _begin(unit: Sequence[_Kernel], submit: Callable[..., Any] | None) -> Callable[[], Any]:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
+def _alone(kernel: Kernel) -> Callable[..., Any]:
+    """Return `kernel` compiled as Inductor does.
 
-    return CppPythonBindingsCodeCache.load_async(_text_of(unit), "cpu", submit_fn=submit)
-
-
-def _loaded(unit: Sequence[_Kernel], load: Callable[[], Any]) -> list[Callable[..., Any]]:
-    from torch._inductor.exc import CppCompileError
-
-    try:
-        first = load()
-    except CppCompileError as error:
-        log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", len(unit), error)
-        return [_alone(kernel) for kernel in unit]
-    return [first.kernel, *(_function(first.__file__, first.key, index) for index in range(1, len(unit)))]
-
-
-def _function(path: str, key: str, index: int) -> Callable[..., Any]:
-    """Return the binding of the kernel `index` of the library at `path`, a Python module of its own in there."""
-    entry = _entry(index)
-    name = f"{key}.{entry}"
-    if name not in sys.modules:
-        spec = spec_from_file_location(name, path)
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
-    return getattr(sys.modules[name], entry)
-
-
-def _alone(kernel: _Kernel) -> Callable[..., Any]:
+    `CppPythonBindingsCodeCache.load_pybinding`: torch 2.13. Gone: AttributeError where kernels refuse to share a unit.
+    """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     return CppPythonBindingsCodeCache.load_pybinding(kernel.argtypes, kernel.source)
 
 
-def _text_of(unit: Sequence[_Kernel]) -> str:
+def _text_of(unit: Sequence[Kernel]) -> str:
     """Return one C++ source with all kernels of `unit`, each with its binding in a namespace of its own.
 
     Two kernels may define helpers of one name. What they include comes first, the precompiled header before all.
@@ -135,11 +213,12 @@ def _text_of(unit: Sequence[_Kernel]) -> str:
     return "\n".join([*includes, *spaces, ""])
 
 
-_C_KERNEL = 'extern "C"'
+def _binding_of(kernel: Kernel, index: int) -> str:
+    """Return Inductor's own binding of `kernel`, as the Python module `entry_of(index)`.
 
-
-def _binding_of(kernel: _Kernel, index: int) -> str:
-    """Return Inductor's own binding of `kernel`, as the Python module `_entry(index)`."""
+    `CppPythonBindingsCodeCache.suffix_template`, `.call_entry_function`: torch 2.13. Gone: AttributeError at the first
+    program.
+    """
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     types = enumerate(kernel.argtypes)
@@ -147,11 +226,11 @@ def _binding_of(kernel: _Kernel, index: int) -> str:
     return Bindings.suffix_template.format(
         arg_len=len(kernel.argtypes),
         call_entry_func=Bindings.call_entry_function.format(values),
-        entry_func=_entry(index),
+        entry_func=entry_of(index),
         extra_parse_arg="",
     )
 
 
-def _entry(index: int) -> str:
+def entry_of(index: int) -> str:
     """Return the name of the Python module of a kernel, and of its function; Inductor loads `kernel` of a library."""
     return f"kernel_{index}" if index else "kernel"

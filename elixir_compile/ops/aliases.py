@@ -2,11 +2,16 @@
 
 Views of one storage that do not overlap come apart only for somebody else who holds the storage, as the flat buffer of
 apex or `vector = parameters_to_vector(...)` does; without one they may move.
+
+A parameter of another model may share the memory too: `student.load_state_dict(teacher.state_dict(), assign=True)`.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import gc
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.ops.shards import is_shared
@@ -19,21 +24,61 @@ def aliases(named: Iterable[Named]) -> dict[str, str]:
 
     Tensors on `meta` and those of several ranks have no memory to share.
     """
-    groups: dict[int, dict[int, Named]] = {}
     with torch.DisableTorchFunctionSubclass():  # an update may be queued, and nobody reads here
-        for name, tensor in named:
-            if not (tensor.is_meta or is_shared(tensor)) and tensor.numel():
-                groups.setdefault(compat.storage_key(tensor), {})[id(tensor)] = (name, tensor)
+        groups = _by_storage(named)
         found: dict[str, str] = {}
         for group in groups.values():
             if len(group) > 1:
-                found |= _bound_together(list(group.values()))
+                found |= _bound_together(group)
+        held = {key: {id(tensor) for _, tensor in group} for key, group in groups.items() if _has_other_holders(group)}
+        for key in _storages_of_other_parameters(held):
+            found |= {name: "a parameter of another model" for name, _ in groups[key]}
     return found
+
+
+def held_by_others(named: Iterable[Named]) -> list[str]:
+    """Return the names of the tensors whose memory is also that of a tensor which is none of `named`."""
+    with torch.DisableTorchFunctionSubclass():
+        groups = _by_storage(named).values()
+        return [name for group in groups if _has_other_holders(group) for name, _ in group]
+
+
+def _by_storage(named: Iterable[Named]) -> dict[int, list[Named]]:
+    """Return the tensors, each once, by the key of their storage."""
+    groups: dict[int, dict[int, Named]] = {}
+    for name, tensor in named:
+        if not (tensor.is_meta or is_shared(tensor)) and tensor.numel():
+            groups.setdefault(compat.storage_key(tensor), {})[id(tensor)] = (name, tensor)
+    return {key: list(group.values()) for key, group in groups.items()}
+
+
+def _has_other_holders(group: Sequence[Named]) -> bool:
+    return compat.num_holders(group[0][1].untyped_storage()) > len(group)
+
+
+def _storages_of_other_parameters(held: Mapping[int, Collection[int]]) -> set[int]:
+    """Return the keys of the storages in `held` that a parameter uses, anywhere in the process, whose `id` is not among
+    those that `held` names for the storage."""
+
+    def found() -> set[int]:
+        keys: set[int] = set()
+        for other in gc.get_objects():
+            if issubclass(type(other), nn.Parameter) and not (other.is_meta or is_shared(other)):
+                with contextlib.suppress(RuntimeError):  # a tensor subclass without memory of its own
+                    key = compat.storage_key(other)
+                    if key in held and id(other) not in held[key]:
+                        keys.add(key)
+        return keys
+
+    if not held or not found():
+        return set()
+    gc.collect()  # it may be the parameter of a model that was deleted, and waits for the collector
+    return found()
 
 
 def _bound_together(group: Sequence[Named]) -> dict[str, str]:
     """Return those of `group`, all of one storage, that must not move one by one."""
-    if compat.num_holders(group[0][1].untyped_storage()) > len(group):
+    if _has_other_holders(group):
         return {name: next(other for other, _ in group if other != name) for name, _ in group}
     spans = sorted((*_span(tensor), name) for name, tensor in group)
     found: dict[str, str] = {}

@@ -106,6 +106,8 @@ class Gate:
         with torch.DisableTorchFunctionSubclass(), torch.enable_grad():  # nothing here reads values
             trained = [slot for slot in self.slots if slot.param.requires_grad]
             made: dict[int, torch.Tensor] = {}
+            for slot in trained:
+                slot.meet_node()
             if trained:
                 params = [slot.param for slot in trained]
                 outputs = _GateNode.apply(trained, owner.gradients, owner.gradients.sentinel, *params)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from elixir_compile import compat
 from elixir_compile.errors import NotPrepared, OptimizerTooEarly, UnsupportedModel
 from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
 
@@ -86,7 +87,7 @@ class StateOwner(Protocol):
 class Slot:
     """One parameter of a prepared model: where autograd meets it and who runs it."""
 
-    __slots__ = ("__weakref__", "_handles", "_made_as", "device", "key", "name", "param", "sink")
+    __slots__ = ("__weakref__", "_handles", "_made_as", "_node", "device", "key", "name", "param", "sink")
 
     def __init__(self, key: int, name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> None:
         self.key = key
@@ -96,6 +97,7 @@ class Slot:
         self.sink = sink
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
+        self._node: compat.AccumulateNode | None = None
 
     def check_form(self) -> None:
         """Raise UnsupportedModel when the parameter is no longer what graphs were captured for: `model.half()`."""
@@ -116,7 +118,7 @@ class Slot:
         forget(self)
         self.param = param
         if is_known:
-            _BY_PARAM[param] = weakref.ref(self)
+            _BY_PARAM[id(param)] = self
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +162,26 @@ class Slot:
         self._handles.append(handle)
         return handle
 
+    def meet_node(self) -> None:
+        """Look up the node that accumulates the gradient of the parameter, which requires one; torch makes another if
+        the parameter moves to another device."""
+        self.forget_node()  # it holds a reference to the node that the next one would count
+        self._node = compat.AccumulateNode(self.param)
+
+    def forget_node(self) -> None:
+        """Let go of the node."""
+        self._node = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether somebody hooked the gradient of the parameter, or may have by its node, which they hold."""
+        return compat.has_gradient_hooks(self.param) or self.has_node_holders
+
+    @property
+    def has_node_holders(self) -> bool:
+        """Whether somebody else holds the node of the parameter, as whoever registers a hook on it must."""
+        return self._node is not None and self._node.is_held_by_others
+
     @property
     def handles(self) -> Sequence[torch.Tensor]:
         """Every handle that was made, in order."""
@@ -170,7 +192,9 @@ class Slot:
 
         Of a parameter that was frozen the gradient is still made, and dropped: nothing has to be captured again.
         """
-        stale = [handle for handle in self._handles if self.param.requires_grad and not handle.requires_grad]
+        if not self.param.requires_grad:
+            return False
+        stale = [handle for handle in self._handles if not handle.requires_grad]
         for handle in stale:
             handle.requires_grad_()
         return bool(stale)
@@ -190,7 +214,9 @@ def _words(form: _Form) -> str:
 
 _KEYS = itertools.count()
 _BY_KEY: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
-_BY_PARAM = WeakTensorKeyDictionary()
+_BY_PARAM: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
+"""By the id of the parameter, which the slot keeps alive: a third of the time of a dictionary with weak tensors as
+keys, for every parameter in every step."""
 _HYBRID = WeakTensorKeyDictionary()
 _REPLACED = WeakTensorKeyDictionary()
 
@@ -199,7 +225,7 @@ def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: S
     """Make the slot of `param` and enter it in the registry."""
     slot = Slot(next(_KEYS), name, param, device, sink)
     _BY_KEY[slot.key] = slot
-    _BY_PARAM[param] = weakref.ref(slot)
+    _BY_PARAM[id(param)] = slot
     return slot
 
 
@@ -218,14 +244,15 @@ def slot_by_key(key: int) -> Slot:
 
 def slot_of(param: torch.Tensor) -> Slot | None:
     """Return the slot of `param`, or None when no prepared model owns it."""
-    reference = _BY_PARAM.get(param)
-    return None if reference is None else reference()
+    slot = _BY_PARAM.get(id(param))
+    return slot if slot is not None and slot.param is param else None
 
 
 def forget(slot: Slot) -> None:
     """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
+    slot.forget_node()
     if slot_of(slot.param) is slot:
-        del _BY_PARAM[slot.param]
+        del _BY_PARAM[id(slot.param)]
 
 
 def follow_all_thaws() -> None:

@@ -1,8 +1,9 @@
-"""The two words that Dynamo and AOTAutograd see: `elixir::gather` and its gradient `elixir::reduce`.
+"""What Dynamo sees for a parameter, `elixir::gather`, and its gradient `elixir::reduce`.
 
 `gather(handle, size, stride, key)` stands for the whole parameter on the compute device. `handle` is a tensor of one
 element that carries `requires_grad`, a leaf while a graph is captured (see `gate`); the parameter itself is no input of
-the graph, so its device, dtype and placement can change without a guard noticing. Both are functional as far as tracing
+Dynamo's graph, so its device, dtype and placement can change without a guard noticing. AOTAutograd gets most parameters
+as inputs (`capture/parameter_inputs.py`) and traces both of these for the rest; they are functional as far as tracing
 can tell. In a compiled graph neither survives: the rewriter replaces them by the actions of the schedule. In eager code
 (evaluation, `generate`, code outside the compiled region) they do what they say.
 """

@@ -15,6 +15,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Verb
+from elixir_compile.ops.eager_reads import EagerReads
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot, forget, let_state_follow, new_slot, slot_of
 from elixir_compile.ops.sites import Sites
@@ -23,8 +24,9 @@ from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.runtime.moving import check_move
 from elixir_compile.runtime.ranks import Ranks
-from elixir_compile.runtime.replaced import require_apart, taken_in
+from elixir_compile.runtime.replaced import taken_in
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.sharded import ShardReduce, new_bucket
 from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
@@ -64,6 +66,8 @@ class Executor:
         """What forwards left for their backward."""
         self.sites = Sites()
         """Where graphs find the parameters."""
+        self.eager_reads = EagerReads()
+        """Copies of parameters that eager code has read."""
         self.roots: tuple[weakref.ref[torch.nn.Module], ...] = ()
         """The models whose parameters these are."""
         self.gradients = GradientAccumulator(
@@ -108,11 +112,15 @@ class Executor:
         """Whether `buckets` and `placements` are in force, or, with `may_adopt`, can be put in force beside what is."""
         for spec, placement in zip(buckets, placements, strict=True):
             current = self._buckets.get(spec.id)
-            if current is not None and (current.spec, current.placement) == (spec, placement):
+            if self._is_in_force(spec, placement):
                 continue
             if not may_adopt or (current is not None and not current.is_outdated()):
                 return False
         return True
+
+    def _is_in_force(self, spec: Bucket, placement: Placement) -> bool:
+        current = self._buckets.get(spec.id)
+        return current is not None and (current.spec, current.placement) == (spec, placement)
 
     def running(self, slot: Slot) -> RunningBucket | None:
         """Return the bucket that holds `slot`, or None while no plan names it."""
@@ -151,31 +159,30 @@ class Executor:
                 bucket.settle()
             self._buckets.clear()
             self._bucket_of.clear()
-        moved: list[torch.Tensor] = []
+        new: list[tuple[Bucket, Placement, list[Slot]]] = []
         for spec, placement in zip(buckets, placements, strict=True):
-            current = self._buckets.get(spec.id)
-            if current is not None and current.spec == spec and current.placement == placement:
-                continue
-            slots = [self.slots[name] for name in spec.params]
-            self.drop_buckets_of(slots)
+            if not self._is_in_force(spec, placement):
+                new.append((spec, placement, [self.slots[name] for name in spec.params]))
+        moved = [slot for _, _, slots in new for slot in slots]
+        self.drop_buckets_of(moved)
+        self._check_move(slot for _, placement, slots in new if placement.param is Tier.HOST for slot in slots)
+        for spec, placement, slots in new:
             self._run_bucket(spec, placement, slots)
-            moved += [slot.param for slot in slots]
         if moved:
             self.saved.drop_free_slabs()
-        let_state_follow(moved)
+        let_state_follow([slot.param for slot in moved])
+
+    def _check_move(self, moving: Iterable[Slot]) -> None:
+        """Before the parameters of `moving` get other memory on the host; see `check_move`."""
+        check_move(list(moving), self.slots.values(), self.sites)
 
     def _run_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
         """Put `slots` in their home, and let a new bucket be the one of `spec`."""
         bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
-        self._settle_home(bucket)
+        bucket.settle_home(self.device)
         bucket.disk = self.disk
         self._buckets[spec.id] = bucket
         self._bucket_of.update((slot.key, bucket) for slot in slots)
-
-    def _settle_home(self, bucket: RunningBucket) -> None:
-        if bucket.is_on_host:
-            require_apart(bucket.slots, self.slots.values(), self.sites)
-        bucket.settle_home(self.device)
 
     @torch.no_grad()
     def take_in_replaced(self) -> None:
@@ -185,8 +192,11 @@ class Executor:
         if taken:
             for gate in self.gates:
                 gate.disconnect()
-            for bucket in dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of):
+            buckets = dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of)
+            for bucket in buckets:
                 bucket.settle()
+            self._check_move(slot for bucket in buckets if bucket.is_on_host for slot in bucket.slots)
+            for bucket in buckets:
                 self._run_bucket(bucket.spec, bucket.placement, bucket.slots)
             self.generation += 1
             let_state_follow([slot.param for slot in self.slots.values()])
@@ -226,15 +236,17 @@ class Executor:
             self.d2h.settle()
             self._departing.clear()
         self.saved.begin()
+        self.eager_reads.check()
         # Nothing here reads what a queued update writes.
         with torch.DisableTorchFunctionSubclass():
             for slot in self.slots.values():
                 slot.follow_thaw()
             self.check_updates()
-            for bucket in self._buckets.values():
-                if bucket.has_drifted():
-                    self._settle_home(bucket)
-                    self.generation += 1
+            drifted = [bucket for bucket in self._buckets.values() if bucket.has_drifted()]
+            self._check_move(slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots)
+            for bucket in drifted:
+                bucket.settle_home(self.device)
+                self.generation += 1
 
     def check_updates(self) -> None:
         """Raise what failed in a queued update, if that is known already."""

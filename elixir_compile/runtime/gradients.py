@@ -59,7 +59,7 @@ class _Backward:
 
     def goes_through_autograd(self, slot: Slot) -> bool:
         """Whether autograd itself takes the gradient of the slot's parameter."""
-        return self.asks_for(slot) is compat.Asked.TO_RETURN or compat.has_gradient_hooks(slot.param)
+        return self.asks_for(slot) is compat.Asked.TO_RETURN or slot.has_hooks
 
 
 class GradientAccumulator:
@@ -228,9 +228,12 @@ class GradientAccumulator:
         with torch.no_grad():
             return [None if slot is None else self._handed(now, slot) for slot in leaving]
 
-    def _handed(self, now: _Backward, slot: Slot) -> torch.Tensor:
+    def _handed(self, now: _Backward, slot: Slot) -> torch.Tensor | None:
+        """Return the gradient of `slot`, once: a gate has two handles of a parameter that two modules share."""
         self._settle(slot)
-        _, grad = now.pending.pop(slot.key)
+        _, grad = now.pending.pop(slot.key, (slot, None))
+        if grad is None:
+            return None
         grad = fitted(slot.param, grad)
         if now.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
             now.handed.append(slot)

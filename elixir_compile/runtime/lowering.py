@@ -64,6 +64,7 @@ class RegionCompiler:
     def __init__(self, inner: str) -> None:
         self._inner = inner
         self._compiled: dict[str, CompiledRegion] = {}
+        self._kernels = compat.Kernels()
 
     @property
     def num_compiled(self) -> int:
@@ -77,6 +78,10 @@ class RegionCompiler:
         if key not in self._compiled:
             self._compiled[key] = self._compile(region, visible, is_inference)
         return self._compiled[key]
+
+    def start_kernels(self) -> None:
+        """Begin to compile the C++ kernels of the regions lowered so far, without waiting for them."""
+        self._kernels.start()
 
     def lower_plain(self, gm: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
         """Return `gm`, a graph that reads no parameter, compiled as torch would."""
@@ -95,6 +100,7 @@ class RegionCompiler:
             region.module,
             examples,
             visible,
+            self._kernels,
             repeated=[node.name for node in region.module.graph.nodes if node.name.startswith(AGAIN)],
             static_input_idxs=static,
             is_backward=region.phase is Phase.BACKWARD,

@@ -1,13 +1,10 @@
 """Before a forward: parameters that were replaced since the step was captured are taken in, or refused by name."""
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
 from elixir_compile.capture.modules import retire
 from elixir_compile.errors import ParameterReplaced
-from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.sites import Sites
 
@@ -27,12 +24,3 @@ def taken_in(sites: Sites, next_forward: int) -> list[Slot]:
         retire(sites)
         raise ParameterReplaced(site.slot.name, "it is gone" if there is None else "another is in its place")
     return list(sites.take(moved, next_forward))
-
-
-def require_apart(moving: Iterable[Slot], slots: Iterable[Slot], sites: Sites) -> None:
-    """Before `moving` go to the host: ParameterReplaced where one shares memory with another of `slots`."""
-    found = aliases((slot.name, slot.param) for slot in slots)
-    for slot in moving if found else ():
-        if slot.name in found:
-            retire(sites)
-            raise ParameterReplaced(slot.name, f"it shares memory with {found[slot.name]}")

@@ -5,7 +5,7 @@ Indices are those of the step as it is run at one choice of modes: where more is
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.liveness import Liveness, liveness
 from elixir_compile.analysis.recompute import as_run, repeats
@@ -13,6 +13,14 @@ from elixir_compile.analysis.windows import Window, use_windows
 from elixir_compile.ir import Activations, Bucket, BucketId, Kind, Phase, StepGraph
 from elixir_compile.search.absences import Absence, absences
 from elixir_compile.search.buckets import form_buckets
+from elixir_compile.search.layer_starts import (
+    LayerSpan,
+    begin_of,
+    end_of,
+    layer_spans,
+    layers_alike,
+    windows_by_layer,
+)
 from elixir_compile.search.levels import Level, level_of, levels_from
 from elixir_compile.search.modes import Layer, activations_of, deepest, layers_of
 from elixir_compile.search.problem import Problem
@@ -26,7 +34,7 @@ class Gradients:
     births: tuple[tuple[int, int], ...]
     """(op index, bytes) of each allocation."""
     complete: int
-    """Index of the last backward op that writes or reads any of them."""
+    """Index of the last backward op that writes or reads any of them, or of the last of its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +65,10 @@ class Facts:
     """Ops before this index are the forward's."""
     num_run: int
     """Ops before this index run in regions; what follows is the update."""
+    alike: frozenset[str]
+    """Layers that are equal, and enough of them that regions begin with each."""
+    spans: tuple[LayerSpan, ...]
+    """Their ops. Windows, gradients and absences begin and end with them."""
 
     @property
     def is_training(self) -> bool:
@@ -84,9 +96,13 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     modes = tuple(modes) or (0,) * len(layers)
     activations = activations_of(layers, modes)
     graph = as_run(problem.graph, activations)
+    alike = base.alike if base else layers_alike(problem.graph, problem.least_alike)
     lives = liveness(graph)
     found = use_windows(graph, buckets)
-    windows = tuple(tuple(sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets)
+    spans = layer_spans(graph.ops, alike)
+    windows = tuple(
+        windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
+    )
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     streaming = {placement.bucket for placement in problem.placements if placement.streamed}
     return Facts(
@@ -95,11 +111,11 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         layers=layers,
         modes=modes,
         activations=activations,
-        absences=absences(graph, lives, activations),
+        absences=_by_layer(spans, absences(graph, lives, activations)),
         buckets=buckets,
         lives=lives,
         windows=windows,
-        gradients=_gradients(graph, buckets, lives),
+        gradients=_gradients(graph, buckets, lives, spans),
         streamed=frozenset(i for i, bucket in enumerate(buckets) if bucket.id in streaming),
         streamable=frozenset(
             i
@@ -109,7 +125,15 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         choices=base.choices if base else _choices(problem, layers, buckets, windows),
         num_forward=sum(op.phase is Phase.FORWARD for op in graph.ops),
         num_run=sum(op.phase is not Phase.UPDATE for op in graph.ops),
+        alike=alike,
+        spans=spans,
     )
+
+
+def _by_layer(spans: Sequence[LayerSpan], found: Sequence[Absence]) -> tuple[Absence, ...]:
+    """Return the absences `found`, each from and to the edge of a layer where it is near one, in order."""
+    moved = [replace(own, leave=end_of(spans, own.leave), first=begin_of(spans, own.first)) for own in found]
+    return tuple(sorted(moved, key=lambda absence: (absence.leave, absence.group)))
 
 
 def _choices(
@@ -147,7 +171,9 @@ def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Buc
     return frozenset(bucket.id for bucket in buckets if not read.isdisjoint(bucket.params))
 
 
-def _gradients(graph: StepGraph, buckets: tuple[Bucket, ...], lives: Liveness) -> tuple[Gradients | None, ...]:
+def _gradients(
+    graph: StepGraph, buckets: tuple[Bucket, ...], lives: Liveness, spans: Sequence[LayerSpan]
+) -> tuple[Gradients | None, ...]:
     owner = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
     grads = [storage for storage in graph.storages if storage.kind is Kind.GRAD]
     of = {grad.id: owner[grad.of] for grad in grads if grad.of is not None and grad.of in owner}
@@ -163,6 +189,8 @@ def _gradients(graph: StepGraph, buckets: tuple[Bucket, ...], lives: Liveness) -
             births.setdefault(of[grad.id], []).append((lives.lives[grad.id].first, grad.nbytes))
     is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
     return tuple(
-        Gradients(births=tuple(sorted(births[i])), complete=complete[i]) if is_training and i in written else None
+        Gradients(births=tuple(sorted(births[i])), complete=end_of(spans, complete[i]))
+        if is_training and i in written
+        else None
         for i in range(len(buckets))
     )

@@ -54,6 +54,9 @@ class Problem:
     """Seconds of ops that are known from this machine."""
     savings: frozenset[Saving] = frozenset(Saving)
     """What may happen to activations; keeping them always may."""
+    least_alike: int | None = None
+    """So many equal layers make regions begin with each of them, so that a compiler sees few different regions; None:
+    regions begin only where the plan acts."""
     bucket_min_bytes: int = 16 * MIB
     bucket_max_bytes: int = 128 * MIB
     buckets: tuple[Bucket, ...] = ()

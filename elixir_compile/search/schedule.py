@@ -3,9 +3,9 @@
     gather (this window's and prefetches)   wait   run   release   offload activations   wait (activations are gone)
     reduce   wait (previous gradient)   offload
 
-Regions are cut only where the schedule acts: before a host bucket's gathered copy is used, after its last use, and
-where its gradients are complete; where activations leave, are gone, and are needed again; and between forward and
-backward.
+Regions are cut where the schedule acts: before a host bucket's gathered copy is used, after its last use, and where its
+gradients are complete; where activations leave, are gone, and are needed again; and between forward and backward.
+Besides they are cut where equal layers begin, unless the schedule acts there in any case.
 """
 
 from bisect import bisect_left
@@ -40,6 +40,7 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
         spec = facts.buckets[bucket]
         if gradients is not None and (is_gathered(spec, levels[bucket]) or spec.is_packed):
             starts.add(gradients.complete + 1)
+    starts |= _layer_starts(facts, sorted(starts))
     ordered = sorted(start for start in starts if start < facts.num_run)
     cuts: list[Cut] = []
     num_forward = bisect_left(ordered, facts.num_forward)
@@ -48,6 +49,19 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
         last = ordered[i + 1] - 1 if i + 1 < len(ordered) else facts.num_run - 1
         cuts.append(Cut(RegionId(name), first, last))
     return cuts
+
+
+def _layer_starts(facts: Facts, acting: Sequence[int]) -> set[int]:
+    """Return where the regions of layers begin, of those with none of the starts `acting` on the way to their product.
+
+    A phase begins in any case; a plan that acts nowhere else leaves the kernels between two layers whole.
+    """
+    acts = any(start not in (0, facts.num_forward) for start in acting)
+    return {
+        span.first if acts else span.product
+        for span in facts.spans
+        if bisect_left(acting, span.first) == bisect_left(acting, span.product + 1)
+    }
 
 
 def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, str]]:

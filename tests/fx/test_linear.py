@@ -12,6 +12,7 @@ from elixir_compile.api.capture import capture_step
 from elixir_compile.capture import convert, joint
 from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.source import source_line
+from elixir_compile.compat import dynamo
 from tests.run.models import Stack, vectors
 
 
@@ -135,3 +136,20 @@ def test_the_line_of_an_op_is_that_of_the_innermost_frame(trace: str, line: str)
     node = fx.symbolic_trace(nn.Identity()).graph.output_node()
     node.meta["stack_trace"] = trace
     assert source_line(node) == line
+
+
+def test_the_checks_of_dynamo_are_not_gone_through_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    name_of = dynamo._name_of
+
+    def count(named: object) -> str:
+        counts[-1] += 1
+        return name_of(named)
+
+    monkeypatch.setattr(dynamo, "_name_of", count)
+    for num_blocks in (2, 8):
+        counts.append(0)
+        torch._dynamo.reset()
+        options = {"inner": "aot_eager", "report": False}
+        torch.compile(Stack(num_blocks=num_blocks), backend="elixir", options=options)(vectors(1)[0])
+    assert 0 < counts[1] <= 4 * counts[0]

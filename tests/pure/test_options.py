@@ -28,6 +28,7 @@ def test_every_option_is_parsed() -> None:
         "profile_regions": True,
         "replan": False,
         "inner": "aot_eager",
+        "compile_by": "layer",
         "report": False,
     }
     assert parse_options(options) == Options(
@@ -44,6 +45,7 @@ def test_every_option_is_parsed() -> None:
         profile_regions=True,
         replan=False,
         inner="aot_eager",
+        compile_by="layer",
         report=False,
     )
 

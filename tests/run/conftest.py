@@ -2,17 +2,10 @@
 
 import gc
 import importlib
-import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def no_structured_trace() -> None:
-    """Keep torch's structured trace out of pytest's captured log: formatting it takes longer than compiling."""
-    logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,13 +1,16 @@
 """Gradients and optimizer state between their production and where they belong."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import elixir_compile as elixir
+from elixir_compile.capture.modules import executor_of
 from elixir_compile.ops.schema import GATHER
 from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.moving import check_move
 from elixir_compile.runtime.slab import is_slab_memory
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_offloads, assert_same, by_elixir, by_torch, fused_adamw, loss_of, tight_bytes
@@ -51,6 +54,28 @@ def test_a_model_cast_after_its_capture_is_refused(dtype: torch.dtype) -> None:
         run.model.to(dtype)
         with pytest.raises(elixir.UnsupportedModel, match=f"torch.float32 .* and is {dtype}"):
             run.compiled(batches[0])
+
+
+def test_nobody_else_holds_the_autograd_nodes_of_a_model() -> None:
+    run = by_elixir(seeded(Stack), device_memory=None).train(vectors(2))
+    slots = [slot for slot in executor_of(run.model).slots.values() if slot.param.requires_grad]
+    assert not any(slot.has_node_holders for slot in slots)
+    held = slots[0].param.expand_as(slots[0].param).grad_fn.next_functions[0][0]
+    assert [slot.has_node_holders for slot in slots] == [True] + [False] * (len(slots) - 1)
+    del held
+    assert not slots[0].has_node_holders
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_hooks_on_an_autograd_node_that_a_move_would_lose_are_refused(is_held: bool) -> None:
+    executor = Executor(torch.device("cpu"), "moved")
+    param = torch.nn.Parameter(torch.ones(4, device="meta"))  # a device apart from the host
+    slot = executor.add_slot("weight", param)
+    node = param.expand_as(param).grad_fn.next_functions[0][0] if is_held else None
+    slot.meet_node()
+    with pytest.raises(elixir.UnsupportedModel, match=r"weight .* another autograd node") if is_held else nullcontext():
+        check_move([slot], [slot], executor.sites)
+    del node
 
 
 def groups(params: Any) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def test_a_repeated_op_shares_no_kernel_with_a_gradient(repeated: tuple[str, ...
     examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     metrics.reset()
     with config.patch(force_disable_caches=True):
-        run, _ = compat.lower_with_inductor(gm, examples, [0, 1], repeated=repeated)
+        run, _ = compat.lower_with_inductor(gm, examples, [0, 1], compat.Kernels(), repeated=repeated)
     assert metrics.generated_kernel_count == num_kernels
     h, product, output = (torch.randn(64, 64) for _ in range(3))
     weight, back = run([h, product, output])
@@ -55,7 +55,7 @@ def test_what_one_kernel_reads_last_is_gone_when_the_next_one_writes() -> None:
     for node, value in zip(graph.nodes, (*fakes, torch.empty(512, device="meta"), fakes[0]), strict=False):
         node.meta["val"] = value
     with config.patch(force_disable_caches=True):
-        run, _ = compat.lower_with_inductor(fx.GraphModule(torch.nn.Module(), graph), fakes, [0])
+        run, _ = compat.lower_with_inductor(fx.GraphModule(torch.nn.Module(), graph), fakes, [0], compat.Kernels())
     column = torch.randn(512, 1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         box = [torch.ones(512, 512), column]
@@ -83,7 +83,9 @@ def test_what_is_dead_does_not_wait_for_a_value_of_its_size() -> None:
     graph.output(tuple(sums))
     fakes = [node.meta["val"] for node in nodes.values()]
     with config.patch(force_disable_caches=True):
-        run, _ = compat.lower_with_inductor(fx.GraphModule(torch.nn.Module(), graph), fakes, [0, 1, 2])
+        run, _ = compat.lower_with_inductor(
+            fx.GraphModule(torch.nn.Module(), graph), fakes, [0, 1, 2], compat.Kernels()
+        )
     left, right, other, large = (torch.randn(size, size) for size in sizes.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         box = [left, right, other, large]

@@ -1,98 +1,162 @@
-"""C++ kernels of one region share a g++ run, and compute what they compute alone."""
+"""C++ kernels of several regions share g++ runs, equal ones are compiled once, and all compute what they do alone."""
 
 import contextlib
+import threading
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._inductor import codecache
+from torch._inductor import async_compile, cpp_builder
+from torch._inductor.async_compile import AsyncCompile
 
 import elixir_compile as elixir
-from elixir_compile.compat import compilers, kernels
+from elixir_compile.compat import kernels, libraries
+from elixir_compile.compat.kernels import Kernel, Kernels
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_same_tensors
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
 
-def kernel_that_adds(amount: int, *, more: str = "", helper: str = "amount") -> kernels._Kernel:
+def source_that_adds(amount: int, *, more: str = "") -> str:
     """Return a kernel that adds `amount` to one float, by a helper; no cache has it."""
-    text = f"{HEADER}{more}\n// {uuid.uuid4()}\ninline float {helper}() {{ return {amount}; }}\n"
-    return kernels._Kernel(["float*"], f'{text}extern "C" void kernel(float* value) {{ *value += {helper}(); }}\n')
+    text = f"{HEADER}{more}\n// {uuid.uuid4()}\ninline float amount() {{ return {amount}; }}\n"
+    return f'{text}extern "C" void kernel(float* value) {{ *value += amount(); }}\n'
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Yield the C++ sources that are compiled, or taken from the cache, one after the other."""
-    seen: list[str] = []
-    usual = codecache.CppPythonBindingsCodeCache.load_async.__func__
-
-    def load(cls: type, text: str, *args: object, **kwargs: object) -> object:
-        seen.append(text)
-        return usual(cls, text, *args, **kwargs)
-
-    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_async", classmethod(load))
-    return seen
+def scope_of(owner: Kernels, **sources: str) -> dict[str, Kernel]:
+    """Return the globals of a module that Inductor generates for the kernels `sources`."""
+    with owner.gathered():
+        compiler = AsyncCompile()
+        scope = {name: compiler.cpp_pybinding(["float*"], source) for name, source in sources.items()}
+        compiler.wait(scope)
+    return scope
 
 
-def added(found: dict[str, object]) -> dict[str, float]:
+def added(scope: dict[str, Kernel]) -> dict[str, float]:
     """Return what each kernel adds."""
     results: dict[str, float] = {}
-    for name, kernel in found.items():
+    for name in list(scope):
         value = torch.zeros(1)
-        kernel(value)
+        scope[name](value)
         results[name] = value.item()
     return results
 
 
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by the command of each g++ run that compiles kernels."""
+    seen: list[str] = []
+    usual = cpp_builder.run_compile_cmd
+
+    def run(command: str, cwd: str) -> None:
+        if ".main.cpp" in command:
+            seen.append(command)
+        usual(command, cwd)
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", run)
+    return seen
+
+
 def test_kernels_share_a_unit_and_helpers_of_one_name_stay_apart(runs: list[str]) -> None:
-    waiting = {f"k{amount}": kernel_that_adds(amount) for amount in (1, 2, 3)}
-    assert added(kernels._compiled(waiting, 1, None)) == {"k1": 1, "k2": 2, "k3": 3}
+    scope = scope_of(Kernels(), k1=source_that_adds(1), k2=source_that_adds(2), k3=source_that_adds(3))
+    assert added(scope) == {"k1": 1, "k2": 2, "k3": 3}
+    assert len(runs) == 1
+    assert not any(isinstance(kernel, Kernel) for kernel in scope.values()), "a call goes to the function itself"
+
+
+def test_equal_kernels_of_two_regions_are_compiled_once(runs: list[str]) -> None:
+    owner, both = Kernels(), source_that_adds(2)
+    first, second = scope_of(owner, a=source_that_adds(1), b=both), scope_of(owner, c=both, d=source_that_adds(3))
+    owner.start()
+    assert added(first) == {"a": 1, "b": 2}
+    assert added(second) == {"c": 2, "d": 3}
+    assert first["b"] is second["c"]
     assert len(runs) == 1
 
 
-def test_many_kernels_take_a_unit_per_core() -> None:
+def test_many_kernels_take_a_unit_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-
-    def note(unit: list[object], submit: object) -> object:
-        sizes.append(len(unit))
-        return lambda: None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_begin", note)
-        patch.setattr(kernels, "_loaded", lambda unit, load: [id(kernel) for kernel in unit])
-        waiting = {f"k{amount}": kernel_that_adds(amount) for amount in range(9)}
-        found = kernels._compiled(waiting, 2, None)
-        assert found == {name: id(kernel) for name, kernel in waiting.items()}
-        assert sizes == [5, 4]
+    monkeypatch.setattr(kernels, "_Unit", lambda unit, submit: sizes.append(len(unit)))
+    for num_cores, expected in ((2, [5, 4]), (64, [3, 3, 3])):
+        monkeypatch.setattr(async_compile, "get_compile_threads", lambda num_cores=num_cores: num_cores)
+        owner = Kernels()
+        scope_of(owner, **{f"k{amount}": source_that_adds(amount) for amount in range(9)})
         sizes.clear()
-        kernels._compiled(waiting, 64, None)
-        assert sizes == [3, 3, 3]
+        owner.start()
+        assert sizes == expected
 
 
 def test_a_kernel_that_includes_more_has_a_unit_of_its_own(runs: list[str]) -> None:
-    waiting = {"plain": kernel_that_adds(1), "more": kernel_that_adds(2, more="#include <vector>")}
-    assert added(kernels._compiled(waiting, 1, None)) == {"plain": 1, "more": 2}
+    scope = scope_of(Kernels(), plain=source_that_adds(1), more=source_that_adds(2, more="#include <vector>"))
+    assert added(scope) == {"plain": 1, "more": 2}
     assert len(runs) == 2
 
 
 def test_kernels_that_do_not_compile_together_are_compiled_alone(runs: list[str]) -> None:
     # A template of `std` cannot be specialised inside of another namespace.
     special = "struct Odd {};\ntemplate <> struct std::hash<Odd> { int own; };\n"
-    odd = kernel_that_adds(2)
-    odd.source = odd.source.replace(HEADER, HEADER + special)
-    assert added(kernels._compiled({"plain": kernel_that_adds(1), "odd": odd}, 1, None)) == {"plain": 1, "odd": 2}
+    scope = scope_of(Kernels(), plain=source_that_adds(1), odd=source_that_adds(2, more=special))
+    assert added(scope) == {"plain": 1, "odd": 2}
     assert len(runs) == 3
 
 
-def test_a_step_is_the_same_with_kernels_together_and_alone(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    ends, counts = [], []
+def test_a_later_process_finds_each_kernel_whatever_it_was_compiled_with(runs: list[str]) -> None:
+    one, two, three = (source_that_adds(amount) for amount in (1, 2, 3))
+    assert added(scope_of(Kernels(), a=one, b=two)) == {"a": 1, "b": 2}
+    runs.clear()
+    assert added(scope_of(Kernels(), b=two)) == {"b": 2}
+    assert not runs
+    assert added(scope_of(Kernels(), b=two, c=three)) == {"b": 2, "c": 3}
+    assert len(runs) == 1
+
+
+def test_a_kernel_whose_library_is_gone_is_compiled_again(runs: list[str]) -> None:
+    source = source_that_adds(1)
+    assert added(scope_of(Kernels(), a=source)) == {"a": 1}
+    key = libraries.source_key(["float*"], source, libraries.command_line())
+    place = libraries.known_place(key)
+    assert place is not None
+    libraries.note_place(key, place._replace(path="/nowhere.so"))
+    assert libraries.known_place(key) is None
+    # A file that is there, and is no library.
+    libraries.note_place(key, place._replace(path=__file__, key="none"))
+    assert added(scope_of(Kernels(), a=source)) == {"a": 1}
+    assert libraries.known_place(key) == place
+
+
+def test_nobody_waits_for_a_kernel_before_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, usual = threading.Event(), cpp_builder.run_compile_cmd
+
+    def run(command: str, cwd: str) -> None:
+        assert may_go_on.wait(60)
+        usual(command, cwd)
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", run)
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 2)
+    owner = Kernels()
+    scope = scope_of(owner, k1=source_that_adds(1))
+    owner.start()  # a g++ run that was waited for would never end
+    may_go_on.set()
+    assert added(scope) == {"k1": 1}
+
+
+def test_a_step_is_the_same_with_kernels_together_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[dict[str, torch.Tensor]] = []
+    settled: list[Kernel] = []
+    usual = Kernel.settle
+
+    def settle(kernel: Kernel, function: object) -> None:
+        settled.append(kernel)
+        usual(kernel, function)
+
+    monkeypatch.setattr(Kernel, "settle", settle)
     for is_together in (True, False):
         torch._dynamo.reset()
-        runs.clear()
         if not is_together:
-            monkeypatch.setattr(compilers, "kernels_together", contextlib.nullcontext)
+            assert settled
+            settled.clear()
+            monkeypatch.setattr(Kernels, "gathered", contextlib.nullcontext)
         model = seeded(Stack, num_blocks=1)
         optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
         compiled = torch.compile(model, backend="elixir", options={"report": False})
@@ -100,7 +164,6 @@ def test_a_step_is_the_same_with_kernels_together_and_alone(runs: list[str], mon
             compiled(batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        counts.append(len(runs))
         ends.append(model.state_dict())
+    assert not settled
     assert_same_tensors(*ends)
-    assert counts[0] < counts[1]

@@ -418,6 +418,33 @@ def test_a_hook_is_not_called_without_a_gradient(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
+@habit("a hook on the autograd node of `p`, which adds each gradient to a sum in another dtype", area="Gradients")
+@everywhere
+def test_a_hook_on_an_accumulate_node(place: str) -> None:
+    def loop(tools: Tools) -> list[torch.Tensor | None]:
+        model, compiled, optimizer = tools.net()
+        sums = {param: torch.zeros_like(param, dtype=torch.float64) for param in model.parameters()}
+        nodes = []  # torch lets go of a node, and of its hooks, if nobody holds it
+        for param in model.parameters():
+
+            def add(*_: object, param: torch.Tensor = param) -> None:
+                sums[param] += param.grad
+                param.grad = None
+
+            nodes.append(param.expand_as(param).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(add)
+        for x in batches():
+            for part in x.split(4):
+                loss_of(compiled(part)).backward()
+            for param, total in sums.items():
+                param.grad = total.to(param.dtype)
+                total.zero_()
+            finish(optimizer)
+        return values(model)
+
+    assert_same_in_both(loop, place)
+
+
 @habit("`p.register_post_accumulate_grad_hook`, as for an optimizer step inside the backward", area="Gradients")
 @offloaded
 def test_a_step_in_a_hook(place: str) -> None:

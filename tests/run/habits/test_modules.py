@@ -293,8 +293,10 @@ def test_known_parametrizations_between_steps(apply: str) -> None:
     assert_same_story(story, budget="offload")
 
 
-@habit("`nn.utils.weight_norm`, `nn.utils.spectral_norm` after the first step, and their removal", area="Modules")
+@habit("`nn.utils.weight_norm`, `nn.utils.spectral_norm` after the first step, and their removal", area="Modules",
+       note="a warning names parameters that move to the host while others hold the memory they leave")  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.filterwarnings("ignore:.*weight_orig move to the host, and other tensors hold")
 @pytest.mark.parametrize(
     ("apply", "remove"),
     [

@@ -272,7 +272,9 @@ class SAM(Optimizer):
         self.base.step()
 
 
-@habit("SAM: parameters are moved for a second backward, and put back", area="Optimizers")
+@habit("SAM: parameters are moved for a second backward, and put back", area="Optimizers",
+       note="a warning names parameters that move to the host while others hold the memory they leave")  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*move to the host, and other tensors hold")
 @setups("free", "offload", "across_steps")
 def test_sam(setup: str) -> None:
     plain, own = both(setup, lr=1e-2)

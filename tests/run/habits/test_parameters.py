@@ -236,6 +236,22 @@ def test_a_replaced_parameter_is_freed(width: int) -> None:
     assert old() is None
 
 
+def test_a_parameter_replaced_while_a_forward_waited_is_freed_behind_its_backward() -> None:
+    run = compiled(layers(), BUDGETS["offload"])
+    run.train(BATCHES[:1])
+    waiting = run.compiled(BATCHES[1])
+    old = weakref.ref(run.model.head.weight)
+    run.model.head.weight, run.model.head.bias = nn.Parameter(values(2, WIDTH)), nn.Parameter(values(2))
+    new_optimizer(run)
+    run.compiled(BATCHES[2]).backward()
+    assert old() is not None
+    waiting.backward()
+    del waiting
+    run.train(BATCHES[3:4])
+    gc.collect()
+    assert old() is None
+
+
 # torch.func.functional_call
 
 
@@ -413,6 +429,64 @@ def test_conversions_that_change_nothing() -> None:
         run.train(BATCHES[1:3])
 
     assert_same_story(story, budget="offload")
+
+
+@habit("`load_state_dict(other.state_dict(), assign=True)`: two models that train the same memory",
+       area="Parameters", note="after one `ParameterReplaced` if the parameters live on the host")  # fmt: skip
+@each_budget
+def test_sharing_the_memory_of_a_live_model(budget: str) -> None:
+    def story(run: Run) -> None:
+        other = layers()
+        run.train(BATCHES[:2])
+        run.model.load_state_dict(other.state_dict(), assign=True)
+        new_optimizer(run)
+        both = [*run.model.parameters(), *other.parameters()]
+        for batch in BATCHES[2:4]:
+            try:
+                loss = run.compiled(batch)
+            except ParameterReplaced as error:  # once: the next call is captured with both models in one memory
+                refusals.append(str(error))
+                loss = run.compiled(batch)
+            (loss + other(batch)).backward()
+            run.optimizer.step()
+            for param in both:
+                param.grad = None
+            run.losses += [loss.detach(), *(param.detach().sum() for param in both)]
+
+    refusals: list[str] = []
+    assert_same_story(story, budget=budget)
+    assert len(refusals) == (budget == "offload")
+    assert all("it shares memory with a parameter of another model" in text for text in refusals)
+
+
+def test_sharing_the_memory_of_a_live_model_from_the_start() -> None:
+    def story(run: Run) -> None:
+        other = layers()
+        run.model.load_state_dict(other.state_dict(), assign=True)
+        new_optimizer(run)
+        run.train(BATCHES[:2])
+        run.losses += [param.detach().sum() for param in other.parameters()]
+
+    assert_same_story(story, budget="offload")
+
+
+def test_memory_that_a_deleted_model_shared_moves_to_the_host() -> None:
+    run = compiled(layers(), BUDGETS["offload"])
+    other = layers()
+    other.cycle = [other]  # a cycle: the model waits for the collector
+    run.model.load_state_dict(other.state_dict(), assign=True)
+    del other
+    new_optimizer(run)
+    run.train(BATCHES[:2])
+    assert len(on_host(run)) == 6
+
+
+def test_tensors_that_keep_memory_which_parameters_leave_are_warned_of() -> None:
+    run = compiled(layers(), BUDGETS["offload"])
+    taken = run.model.state_dict()
+    with pytest.warns(elixir.ElixirWarning, match=r"first\.weight.* and 3 more move to the host, and other tensors"):
+        run.train(BATCHES[:1])
+    assert not torch.equal(taken["first.weight"], run.model.first.weight)
 
 
 class Summed(nn.Module):

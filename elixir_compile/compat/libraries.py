@@ -1,0 +1,97 @@
+"""Where the compiled form of each C++ kernel is, for later processes: which library of Inductor's cache has it.
+
+The libraries hold several kernels each, and which are together depends on what was compiled at once. Under another plan
+other regions are new; their kernels alone are compiled then.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from elixir_compile.cache_dir import write_cached
+
+
+class Place(NamedTuple):
+    """Where a compiled kernel is."""
+
+    path: str
+    """Of the library."""
+    key: str
+    """Inductor's name of the library."""
+    entry: str
+    """The Python module in the library, and its function."""
+
+
+def source_key(argtypes: Sequence[str], source: str, command_line: str) -> str:
+    """Return a name that differs where the kernel, or how it is compiled, does.
+
+    `torch._inductor.codecache.get_hash`: torch 2.13. Gone: ImportError at the first program.
+    """
+    from torch._inductor.codecache import get_hash
+
+    return get_hash(source, extra=f"{list(argtypes)} {command_line}")
+
+
+def command_line() -> str:
+    """Return how g++ is called for a kernel, with names of no meaning for what it reads and writes.
+
+    `CppBuilder.get_command_line`, `CppTorchDeviceOptions`, `pick_vec_isa`, `cpp_compile_command_flags`: torch 2.13.
+    Gone: ImportError, TypeError or AttributeError at the first program.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    flags = CppPythonBindingsCodeCache.cpp_compile_command_flags
+    option = CppTorchDeviceOptions(vec_isa=pick_vec_isa(), device_type="cpu", **flags)
+    return CppBuilder(name="o", sources="i", BuildOption=option).get_command_line()
+
+
+def known_place(key: str) -> Place | None:
+    """Return where an earlier process left the kernel `key`; None where none did, or where it is no more."""
+    try:
+        fields = json.loads(_path(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_place = isinstance(fields, list) and len(fields) == 3 and all(isinstance(field, str) for field in fields)
+    return Place(*fields) if is_place and os.path.exists(fields[0]) else None
+
+
+def note_place(key: str, place: Place) -> None:
+    """Let later processes know where the kernel `key` is."""
+    with suppress(OSError):  # a folder that may only be read: later processes compile it again
+        write_cached(_path(key), json.dumps(place))
+
+
+def _path(key: str) -> Path:
+    """Return the file that says where the kernel `key` is, in the cache that the libraries are in.
+
+    `torch._inductor.runtime.cache_dir_utils.cache_dir`: torch 2.13. Gone: ImportError at the first program.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "elixir_kernels" / key[1:3] / key
+
+
+def function_at(place: Place) -> Callable[..., Any]:
+    """Return the function at `place`.
+
+    `CppPythonBindingsCodeCache._load_library`, which gives the library what its bindings need: torch 2.13. Gone:
+    AttributeError at the first call of a kernel.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    name = f"{place.key}.{place.entry}"
+    if name not in sys.modules:
+        CppPythonBindingsCodeCache._load_library(place.path, place.key)
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, place.path)
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return getattr(sys.modules[name], place.entry)
