@@ -27,7 +27,7 @@ from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
 from elixir_compile.api.whole import traced_whole
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.loss import chunk_loss
+from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
 from elixir_compile.errors import InvalidOption, UnsupportedModel
 from elixir_compile.hardware import Cluster
@@ -146,7 +146,8 @@ def capture_step(
         inputs = traced_whole(gm, inputs, executor)
         could.append(chunks_of(gm, options) if chunks is None else None)
         if chunks is not None:
-            chunk_loss(gm, chunks.region, chunks.num_chunks)
+            # Found again: `chunks` may be those of a model of other layers, in whose graph nodes have other names.
+            chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)
         return inputs
 
     captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)

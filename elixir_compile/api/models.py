@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from elixir_compile.api.capture import Inputs
+from elixir_compile.api.configured import Configured, trained
 from elixir_compile.api.shapes import Head, ModelShape, model_named, model_names
 from elixir_compile.errors import InvalidOption, UnknownModel, UnsupportedModel
 
@@ -39,6 +40,15 @@ class TextBatch:
 def load_model(name: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
     """Return the model that `name` says and example inputs for it, without weights.
 
+    Raises what `find_model` raises.
+    """
+    model, inputs = find_model(name, text)
+    return model.model() if isinstance(model, Configured) else model, inputs
+
+
+def find_model(name: str, text: TextBatch) -> tuple[nn.Module | Configured, Inputs]:
+    """Return the model that `name` says, or the configuration that says what it is, and example inputs for it.
+
     Raises UnknownModel for a name that leads nowhere, and UnsupportedModel for what lies there but makes no model.
     """
     path, _, function = name.rpartition(":")
@@ -54,32 +64,55 @@ def load_model(name: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
     raise UnknownModel(name, model_names(), "there is no such file or folder" if looks_like_path else "")
 
 
+def find_described(model: Any, example_inputs: Inputs) -> Any:
+    """Return what the configuration or the name `model` describes, trained on batches like `example_inputs`; any other
+    `model` as it is.
+
+    Raises what `find_model` raises.
+    """
+    transformers = sys.modules.get("transformers")  # without which nobody has a configuration
+    if transformers is not None and isinstance(model, transformers.PretrainedConfig):
+        default = "ForConditionalGeneration" if model.is_encoder_decoder else "ForCausalLM"
+        names = (*(model.architectures or ()), default)
+        class_name = next((made for name in names for end, made in _ENDINGS.items() if name.endswith(end)))
+        return Configured(
+            name=model.model_type, config=model, class_name=class_name, dtype=model.dtype or torch.float32
+        )
+    if not isinstance(model, str):
+        return model
+    values = example_inputs.values() if isinstance(example_inputs, Mapping) else example_inputs
+    tokens = [value for value in values if isinstance(value, torch.Tensor) and value.dim() == 2]
+    batch, seq = tokens[0].shape if tokens else (1, 1)
+    return find_model(model, TextBatch(batch=batch, seq=seq, dtype=torch.bfloat16))[0]
+
+
 _CLASSES: Mapping[Head, str] = {
     Head.NEXT_TOKEN: "AutoModelForCausalLM",
     Head.MASKED_TOKEN: "AutoModelForMaskedLM",
     Head.OTHER_TEXT: "AutoModelForSeq2SeqLM",
     Head.IMAGE_CLASS: "AutoModelForImageClassification",
 }
+_ENDINGS: Mapping[str, str] = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+"""The class that makes a model of a configuration, by how the name of the architecture ends that it was made for."""
 
 
 def _hugging_face(
     name: str, configure: Callable[[], Any], text: TextBatch, head: Head = Head.NEXT_TOKEN
-) -> tuple[nn.Module, Inputs]:
+) -> tuple[Configured, Inputs]:
     try:
-        import transformers
+        import transformers  # noqa: F401 - `configure` needs it
     except ImportError as error:
         reason = "it needs the package transformers: `pip install elixir-compile[hf]`"
         raise UnsupportedModel(name, reason) from error
     config = configure()
-    config.use_cache = False  # keys and values of earlier tokens are of no use in training
-    with torch.device("meta"):
-        try:
-            model = getattr(transformers, _CLASSES[head]).from_config(config, dtype=text.dtype)
-        except ValueError as error:
-            reason = f"transformers has no causal language model for it. {str(error).splitlines()[0]}"
-            raise UnsupportedModel(name, reason) from error
-    inputs = _images(config, text) if head is Head.IMAGE_CLASS else _tokens(text)
-    return _trained(model, text), inputs
+    model = Configured(name=name, config=config, class_name=_CLASSES[head], dtype=text.dtype, recompute=text.recompute)
+    return model, _images(config, text) if head is Head.IMAGE_CLASS else _tokens(text)
 
 
 def _images(config: Any, text: TextBatch) -> Mapping[str, torch.Tensor]:
@@ -89,18 +122,6 @@ def _images(config: Any, text: TextBatch) -> Mapping[str, torch.Tensor]:
         "pixel_values": torch.empty(size, dtype=text.dtype, device="meta"),
         "labels": torch.empty(text.batch, dtype=torch.int64, device="meta"),
     }
-
-
-def _trained(model: nn.Module, text: TextBatch) -> nn.Module:
-    model.train()
-    if text.recompute:
-        # Called so since transformers 5, and `gradient_checkpointing_enable` before.
-        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-        enable = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
-        if enable is None:
-            raise UnsupportedModel(type(model).__name__, f"it has no `{names[0]}`, so it cannot be told to recompute")
-        enable({"use_reentrant": False})
-    return model
 
 
 def _tokens(text: TextBatch) -> Mapping[str, torch.Tensor]:
@@ -145,7 +166,7 @@ def _from_function(name: str, path: Path, function: str, text: TextBatch) -> tup
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, _tokens(text))
     if not isinstance(model, nn.Module):
         raise InvalidOption(f"model {name}", type(model).__name__, "a function that returns a torch.nn.Module")
-    return _trained(model.to(text.dtype), text), inputs
+    return trained(model.to(text.dtype), recompute=text.recompute), inputs
 
 
 def _module_at(name: str, path: Path) -> ModuleType:

@@ -2,23 +2,29 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, machine
 from elixir_compile.api.cache import plan_for
-from elixir_compile.api.capture import Capture, Inputs, capture_step
+from elixir_compile.api.capture import Capture, Inputs
+from elixir_compile.api.few_layers import capture_model
 from elixir_compile.api.loss import Chunks, Whole, better, is_pressed, least_short
+from elixir_compile.api.models import find_described
 from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.search import Problem
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 def plan(
-    model: "nn.Module | Callable[[], nn.Module]",
+    model: "nn.Module | Callable[[], nn.Module] | PreTrainedConfig | str",
     example_inputs: Inputs,
     *,
     hardware: "Cluster | str | None" = None,
@@ -29,7 +35,9 @@ def plan(
     """Return the plan for training `model` with HybridAdamW on batches like `example_inputs`.
 
     No weights are allocated, no GPU is needed, nothing is compiled or run, and `model` stays as it is: it may be real,
-    on `meta`, or a function that makes it. `example_inputs` are positional or by name, on any device; only their
+    on `meta`, or a function that makes it; a configuration of Hugging Face, in whose dtype it is trained; or what the
+    command line calls a model (`"llama-7b"`, a config file or folder), trained in bfloat16. With one of the last two,
+    layers that are alike are not each captured. `example_inputs` are positional or by name, on any device; only their
     shapes and dtypes count. What the model returns decides nothing: the backward starts from every output that carries
     a gradient, as in training.
 
@@ -39,18 +47,19 @@ def plan(
     `state_bytes_per_element` are bytes of optimizer state, by default what HybridAdamW keeps; 12 stands for fp32 master
     weights and moments. `dynamic` leaves the batch, the first dimension of every input, open.
 
-    Raises NoFeasiblePlan with the shortfall, UnsupportedModel, and UnknownHardware.
+    Raises NoFeasiblePlan with the shortfall, UnsupportedModel, UnknownModel, and UnknownHardware.
     """
     chosen = options if isinstance(options, Options) else parse_options(options)
     if chosen.plan is not None:
         raise InvalidOption("plan", str(chosen.plan), "None: a new plan is made here")
     cluster = named_cluster(hardware or chosen.hardware)  # before the capture, which takes seconds
+    described = find_described(model, example_inputs)
 
     def plan_of(capture: Capture) -> Plan:
         return plan_for(*question(capture, chosen, cluster, state_bytes_per_element=state_bytes_per_element))
 
     def capture_with(chunks: Chunks | None) -> Capture:
-        return capture_step(model, example_inputs, options=chosen, dynamic=dynamic, chunks=chunks)
+        return capture_model(described, example_inputs, options=chosen, dynamic=dynamic, chunks=chunks)
 
     return plan_with_loss(capture_with, plan_of)
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from elixir_compile.api.cache import plan_for
@@ -76,11 +77,12 @@ def _made(request: Request, notes: Console, *, state_bytes: int | None, is_large
 
 @contextmanager
 def _shown(notes: Console, what: str) -> Iterator[None]:
-    """Say what takes its time, where somebody watches."""
+    """Say what takes its time, where somebody watches. Nothing moves: a thread that draws would be in the way of the
+    process that captures beside this one."""
     if not notes.is_terminal:
         yield
         return
-    with notes.status(what):
+    with Live(f"{what} ...", console=notes, transient=True, auto_refresh=False):
         yield
 
 

@@ -1,15 +1,18 @@
 """What `plan` and `verify` say about a model and a machine -> the model, its inputs and the machine."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from elixir_compile.api.capture import Capture, capture_step
+from elixir_compile.api.capture import Capture
+from elixir_compile.api.few_layers import capture_model
 from elixir_compile.api.loss import Chunks
-from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.api.models import TextBatch, find_model
 from elixir_compile.api.plan import named_cluster
+from elixir_compile.capture.collector import collector_off
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.options import Options, parse_options
@@ -61,8 +64,11 @@ class Request:
         # A dimension of 1 is never symbolic.
         batch = max(self.batch, 2) if dynamic else self.batch
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
-        model, inputs = load_model(self.model, text)
-        capture = capture_step(model, inputs, options=self.parsed_options(), dynamic=dynamic, chunks=chunks)
+        options = self.parsed_options()
+        with collector_off():  # transformers is imported, and models are made
+            model, inputs = find_model(self.model, text)
+            capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
+            gc.freeze()  # the collector passes over what torch leaves: 5 MB a layer, and 1 s if looked at
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 
 

@@ -43,6 +43,7 @@ from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
 from elixir_compile.compat.dynamo import is_operator as is_operator
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
 from elixir_compile.compat.dynamo import new_input as new_input
+from elixir_compile.compat.dynamo import no_collection_at_end as no_collection_at_end
 from elixir_compile.compat.dynamo import own_fake_mode as own_fake_mode
 from elixir_compile.compat.dynamo import sets_gradients as sets_gradients
 from elixir_compile.compat.dynamo import shapes_apart as shapes_apart
