@@ -4,7 +4,7 @@
     python benchmarks/capture.py llama-7b         one of them
 
 Each capture is in a process of its own, on one thread; the two of a case follow each other, and their steps have to be
-equal. Few layers are captured by two processes, if there are two cores.
+equal. Few layers are captured by two processes, if there is a core that nobody else uses.
 Results go to benchmarks/results/capture_cpu.{json,md}; cases that were not run keep their rows.
 """
 
