@@ -1,5 +1,7 @@
 """`elixir-compile plan gpt2-4b --hardware a100-40g`: the plan for a machine that is elsewhere, shown and saved."""
 
+import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +57,7 @@ def _made(request: Request, notes: Console, *, state_bytes: int | None, is_large
     options, cluster = request.parsed_options(), request.cluster()
 
     def plan_of(capture: Capture) -> Plan:
-        with _shown(notes, "planning"):
+        with _shown(notes, "planning"), _nothing_on_stdout():
             return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes))
 
     def capture_with(chunks: Chunks | None) -> Capture:
@@ -69,10 +71,26 @@ def _made(request: Request, notes: Console, *, state_bytes: int | None, is_large
     def problem_at(size: int) -> Problem:
         return question(capture.at_batch(size), options, cluster, state_bytes_per_element=state_bytes)[0]
 
-    with _shown(notes, "looking for the largest batch"):
+    with _shown(notes, "looking for the largest batch"), _nothing_on_stdout():
         # Where not even one fits, planning for one says what is missing.
         batch = max(largest_feasible(problem_at), 1)
     return plan_of(capture.at_batch(batch)), batch
+
+
+@contextmanager
+def _nothing_on_stdout() -> Iterator[None]:
+    """Drop what is written to stdout meanwhile: HiGHS, told to be silent, prints a line of its own in some searches,
+    which would stand before the plan's JSON."""
+    sys.stdout.flush()
+    stdout, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C has not written yet
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nothing)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class _Walk:
     ahead: int
     limits_host: bool
     spares_host: bool
-    """Whether moves are ranked by the host bytes they take instead of by their seconds."""
+    """Whether moves are ranked by the host bytes they take instead of by their seconds, which nobody asks then."""
     splits_state: bool
     """Whether optimizer state may leave without its parameters."""
     levels: list[Level]
@@ -90,6 +90,8 @@ class _Walk:
         levels = self._with(bucket, level)
         if self.judge.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
             return False
+        if self.spares_host:
+            return self.judge.added_host_bytes(bucket, self.levels[bucket], level) <= 0
         is_start = level is self.judge.facts.choices[bucket][0]
         return is_start or self.judge.step_s(levels) <= self.judge.step_s(self.levels)
 
@@ -116,7 +118,7 @@ class _Walk:
             moves.sort(key=lambda move: (-move.score, move.bucket, move.level))
             best = moves[0]
             key = (best.bucket, best.level)
-            if key not in self.fresh and refreshes < _MAX_REFRESHES:
+            if not self.spares_host and key not in self.fresh and refreshes < _MAX_REFRESHES:
                 refreshes += 1
                 self._simulate(best.bucket, best.level)
                 moves[0] = self._scored(best.bucket, best.level, best.saves_bytes, excess)
@@ -141,17 +143,19 @@ class _Walk:
                     continue
                 if self.limits_host and self.judge.added_host_bytes(bucket, now, level) > host_free:
                     continue
-                if (bucket, level) not in self.cost_s:
+                if not self.spares_host and (bucket, level) not in self.cost_s:
                     self._simulate(bucket, level)
                 moves.append(self._scored(bucket, level, saves_bytes, excess))
         return moves
 
     def _scored(self, bucket: int, level: Level, saves_bytes: int, excess: int) -> _Move:
+        saved_bytes = min(saves_bytes, excess)
+        if self.spares_host:
+            # A bucket on the host already takes no more of it, however far it moves: as good as one byte.
+            added_bytes = max(self.judge.added_host_bytes(bucket, self.levels[bucket], level), 1)
+            return _Move(saved_bytes / added_bytes, bucket, level, saves_bytes, 0.0)
         cost_s = self.cost_s[bucket, level]
-        added_bytes = self.judge.added_host_bytes(bucket, self.levels[bucket], level)
-        # A bucket on the host already takes no more of it, however far it moves: as good as one byte.
-        price = max(added_bytes, 1) if self.spares_host else cost_s
-        return _Move(min(saves_bytes, excess) / price, bucket, level, saves_bytes, cost_s)
+        return _Move(saved_bytes / cost_s, bucket, level, saves_bytes, cost_s)
 
     def _simulate(self, bucket: int, level: Level) -> None:
         after_s = self.judge.step_s(self._with(bucket, level))
@@ -169,7 +173,7 @@ class _Walk:
             saves_bytes=move.saves_bytes,
             rejected=tuple(
                 f"{self.judge.facts.buckets[other.bucket].id} {level_text(other.level)} "
-                f"(saves {format_bytes(other.saves_bytes)}, costs {format_s(other.cost_s)})"
+                f"(saves {format_bytes(other.saves_bytes)}, {self._price(other)})"
                 for other in others
             ),
         )
@@ -177,6 +181,12 @@ class _Walk:
         self.fresh.clear()
         for level in Level:
             self.cost_s.pop((move.bucket, level), None)
+
+    def _price(self, move: _Move) -> str:
+        if not self.spares_host:
+            return f"costs {format_s(move.cost_s)}"
+        added_bytes = self.judge.added_host_bytes(move.bucket, self.levels[move.bucket], move.level)
+        return f"takes {format_bytes(added_bytes)} of the host"
 
     def _retreat(self) -> bool:
         """Move everything as far as it goes: what no single move could save may still be saved together."""
@@ -204,7 +214,8 @@ def place_greedily(judge: Judge, *, limits_host: bool = True, spares_host: bool 
     """
     cluster = judge.facts.problem.cluster
     # Where copies are work for the device itself, being early saves nothing that memory should be kept free for.
-    distances = range(MAX_AHEAD, -1, -1) if cluster.h2d.overlaps_compute else (0,)
+    is_early = cluster.h2d.overlaps_compute and not spares_host
+    distances = range(MAX_AHEAD, -1, -1) if is_early else (0,)
     own_bytes = judge.memory.own_bytes()
     best: tuple[tuple[float, int], Draft] | None = None
     # Moving state alone is cheap at first and can be a dead end: it leaves nothing to hide later moves under.

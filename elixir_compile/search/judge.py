@@ -38,7 +38,7 @@ class Judge:
             problem.num_copies,
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
-        self._away_bytes = sum(absence.nbytes for absence in facts.absences) + staging_bytes
+        self.away_bytes = sum(absence.nbytes for absence in facts.absences) + staging_bytes
         self.update = asked_time(problem)
         """When a bucket that the host updates is updated."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
@@ -86,7 +86,7 @@ class Judge:
 
     def host_bytes(self, levels: Sequence[Level]) -> int:
         """Return the bytes that the host holds during the whole step."""
-        return self._away_bytes + sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
+        return self.away_bytes + sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
 
     def host_bytes_of(self, bucket: int, level: Level) -> int:
         """Return the bytes that the host holds for one bucket at `level`."""

@@ -22,6 +22,7 @@ from elixir_compile.search.draft import Answer, Draft
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
+from elixir_compile.search.host_floor import host_floor_bytes
 from elixir_compile.search.judge import Judge
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
 from elixir_compile.search.least_host import with_least_host
@@ -111,12 +112,19 @@ def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
         if rung.fits(start, ahead=0) or rung.fits(rung.least_levels, ahead=0):
             return place(rung)
     # Not everything fits the host: some of it may.
-    for rung in ladder(judge):
-        with contextlib.suppress(NoFeasiblePlan):
-            return place(rung)
     fit = [rung for rung in ladder(judge) if floor_bytes(rung) <= judge.facts.problem.budget_bytes]
-    least = min(map(_least_host, fit), key=lambda draft: judge.at(draft.modes).host_bytes(draft.levels))
-    raise _no_plan(judge, least)
+    floors = {rung.facts.modes: host_floor_bytes(rung) for rung in fit}
+    for rung in fit:
+        if floors[rung.facts.modes] <= judge.facts.problem.host_budget_bytes:
+            with contextlib.suppress(NoFeasiblePlan):
+                return place(rung)
+    found: list[tuple[int, Draft]] = []
+    for rung in sorted(fit, key=lambda rung: floors[rung.facts.modes]):
+        if found and floors[rung.facts.modes] >= found[0][0]:
+            break
+        draft = _least_host(rung)
+        found = sorted([*found, (rung.host_bytes(draft.levels), draft)], key=lambda entry: entry[0])
+    raise _no_plan(judge, found[0][1])
 
 
 def _soon(judge: Judge) -> Draft:
@@ -126,7 +134,7 @@ def _soon(judge: Judge) -> Draft:
         return _drafted(judge, start, "milp")
     if len(judge.facts.buckets) > _MANY_BUCKETS and judge.fits(judge.least_levels, ahead=0):
         return _drafted(judge, judge.least_levels, "milp")
-    return _greedy(judge)
+    return _greedy(judge, is_fast=len(judge.facts.buckets) > _MANY_BUCKETS)
 
 
 def _by_rule(judge: Judge, planner: Planner) -> Draft:
@@ -136,9 +144,11 @@ def _by_rule(judge: Judge, planner: Planner) -> Draft:
     return _drafted(judge, levels, planner)
 
 
-def _greedy(judge: Judge) -> Draft:
-    # Looking one move ahead can miss what fits a small host, so host bytes are what counts in the second attempt.
-    draft = place_greedily(judge) or place_greedily(judge, spares_host=True)
+def _greedy(judge: Judge, *, is_fast: bool = False) -> Draft:
+    # Looking one move ahead can miss what fits a small host, so host bytes are what counts in the second attempt. It
+    # simulates no step, so it is the only one that is fast for many buckets.
+    draft = None if is_fast else place_greedily(judge)
+    draft = draft or place_greedily(judge, spares_host=True)
     if draft is None and num_placements(judge) <= MAX_PLACEMENTS:
         draft = place_exhaustively(judge)
     if draft is None:
@@ -179,7 +189,9 @@ def _furthest(judge: Judge) -> Draft:
 
 def _least_host(judge: Judge) -> Draft:
     """The placement found that fits the device and needs the fewest host bytes, were the host large enough."""
-    found = [place_greedily(judge, limits_host=False, spares_host=spares_host) for spares_host in (True, False)]
+    is_small = len(judge.facts.buckets) <= _MANY_BUCKETS
+    orders = (True, False) if is_small else (True,)
+    found = [place_greedily(judge, limits_host=False, spares_host=spares_host) for spares_host in orders]
     drafts = [draft for draft in found if draft is not None]
     return min(drafts, key=lambda draft: judge.host_bytes(draft.levels), default=_furthest(judge))
 

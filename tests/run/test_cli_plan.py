@@ -1,5 +1,6 @@
 """`elixir-compile plan` and `verify`: what they print, what they write, and how they fail."""
 
+import ctypes
 import json
 import re
 import sys
@@ -9,10 +10,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from elixir_compile.api.cache import plan_for
 from elixir_compile.api.models import TextBatch, load_model
 from elixir_compile.cli.main import app
 from elixir_compile.errors import UnknownModel, UnsupportedModel
-from elixir_compile.ir import Tier, Update, plan_from_json, plan_to_json
+from elixir_compile.ir import Plan, Tier, Update, plan_from_json, plan_to_json
 from tests.pure.problems import disk_staging
 
 MODEL = '''
@@ -58,6 +60,19 @@ def test_a_plan_is_shown_and_saved(net: str, tmp_path: Path) -> None:
     assert (made.cluster, made.name) == ("1 x a100-40g", "net")
     assert "net on 1 x a100-40g" in done.stdout
     assert "planned   peak" in done.stdout
+
+
+def test_what_the_solver_prints_is_no_part_of_the_json(
+    net: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def noisy(*asked: object) -> Plan:
+        ctypes.CDLL(None).puts(b"tmpSolver.run();")
+        return plan_for(*asked)
+
+    monkeypatch.setattr("elixir_compile.cli.plan.plan_for", noisy)
+    assert cli("plan", net, *FAST, "--json").exit_code == 0
+    ctypes.CDLL(None).fflush(None)
+    assert "tmpSolver" not in capfd.readouterr().out
 
 
 def test_json_is_the_plan_and_nothing_else(net: str) -> None:

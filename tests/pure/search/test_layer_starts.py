@@ -114,8 +114,11 @@ def test_a_plan_that_moves_parameters_cuts_layers_at_their_first_op(planner: Pla
     tight = replace(problem, budget_bytes=needed_bytes(problem, planner) + 600)
     made = plan(tight, planner)
     verify(problem.graph, made)
-    # Each layer is a bucket, which is there from its norm on, and goes with its last op.
-    assert starts_of(made, Phase.FORWARD) == [*(f"fwd.norm_{i}" for i in range(5)), "fwd.head"]
+    # Each layer is a bucket, which is there from its norm on, and goes with its last op. A plan of `milp` may also let
+    # activations leave in the middle of a layer.
+    starts = starts_of(made, Phase.FORWARD)
+    layers = [*(f"fwd.norm_{i}" for i in range(5)), "fwd.head"]
+    assert [start for start in starts if planner != "milp" or start in layers] == layers
 
 
 def test_the_edges_of_layers_take_little_memory() -> None:
