@@ -45,9 +45,7 @@ class Configured:
         if num_layers is not None:
             try:
                 return replace(self, config=self._of_fewer(num_layers)).model()
-            except (
-                Exception
-            ) as error:  # whatever the code of a model says to a number that its authors did not think of
+            except Exception as error:  # of a model whose authors did not think of this number
                 raise UnsupportedModel(self.name, f"it has no form with {num_layers} layers: {error}") from error
         config = copy.deepcopy(self.config)
         config.use_cache = False  # keys and values of earlier tokens are of no use in training

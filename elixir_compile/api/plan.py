@@ -104,5 +104,6 @@ def question(
             options, device_memory=problem.budget_bytes, host_memory=problem.host_budget_bytes, hardware=None
         )
     budget_bytes = device_budget_bytes(options, here, capture.device, capture.held_bytes)
-    here_bytes = {"budget_bytes": budget_bytes, "host_budget_bytes": host_budget_bytes(options)}
-    return replace(problem, moves_what_fits=False, **here_bytes), options
+    host_bytes = host_budget_bytes(options)
+    problem = replace(problem, budget_bytes=budget_bytes, host_budget_bytes=host_bytes, moves_what_fits=False)
+    return problem, options

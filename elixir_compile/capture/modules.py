@@ -162,12 +162,11 @@ def _gathered(name: str, slot: Slot) -> property:
                 raise AttributeError(name)  # `nn.Module.__getattr__` looks elsewhere, and says what is missing
             slot: Slot = module.__dict__[_SLOTS][name]
             param = module._parameters[name]
-            if param is None or (param.device == slot.device and not slot.is_shared):
-                slot.follow_thaw()
-                return param  # eager code finds what it always finds, `.grad` included
             if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
-                return param if param.device == slot.device else param.to(slot.device)
+                return param if param is None or param.device == slot.device else param.to(slot.device)
             slot.follow_thaw()
+            if param.device == slot.device and not slot.is_shared:
+                return param  # eager code finds what it always finds, `.grad` included
             return _copy_for_eager_code(module.__dict__[_EXECUTOR], slot, size, stride)
         return GATHER(getattr(module, attribute), size, stride, key)
 

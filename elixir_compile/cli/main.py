@@ -3,13 +3,13 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from elixir_compile.capture.collector import collector_off
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 
@@ -27,21 +27,6 @@ def root(
     ] = False,
 ) -> None:
     """Train models that do not fit."""
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Pause the garbage collector while modules are imported, and let it pass over them after that.
-
-    What modules define stays; looking at it again and again took 0.8 of the 4 CPU seconds that torch, transformers and
-    this package take to import.
-    """
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
 
 
 @app.command()
@@ -152,9 +137,11 @@ def plan(
 ) -> None:
     """Plan the training of MODEL on a machine that need not be there. Exits with 2 where no plan fits."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
-    with _collector_off():
+    with collector_off():
         from elixir_compile.cli.plan import run_plan
         from elixir_compile.cli.request import Request
+
+        gc.freeze()  # what modules define stays: looking at it took 0.8 of the 4 CPU seconds of these imports
 
     options = {
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
@@ -183,9 +170,11 @@ def verify(
 ) -> None:
     """Check that a saved plan is whole, and with --model that it is legal for the step of that model."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
-    with _collector_off():
+    with collector_off():
         from elixir_compile.cli.request import Request
         from elixir_compile.cli.verify import run_verify
+
+        gc.freeze()  # as `plan`
 
     request = None
     if model is not None:

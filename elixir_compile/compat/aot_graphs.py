@@ -1,4 +1,4 @@
-"""What AOTAutograd says about the graphs that it makes: which input and output is which of those that it was given."""
+"""Which inputs and outputs of a graph that AOTAutograd makes belong to which inputs of the graph that it was given."""
 
 from collections.abc import Collection
 from typing import Any

@@ -77,7 +77,7 @@ def _storages_of_other_parameters(held: Mapping[int, Collection[int]]) -> set[in
 
 
 def _bound_together(group: Sequence[Named]) -> dict[str, str]:
-    """Return those of `group`, all of one storage, that must not move one by one."""
+    """Return the tensors of `group`, which share a storage, that must not move one by one, as `aliases` does."""
     if _has_other_holders(group):
         return {name: next(other for other, _ in group if other != name) for name, _ in group}
     spans = sorted((*_span(tensor), name) for name, tensor in group)
@@ -100,7 +100,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def moved_together(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move each of `tensors` to `device` in place; those of one storage still share one there."""
+    """Move each of `tensors` to `device` in place; tensors that share a storage share one there too."""
     storages: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         if tensor.device == device:

@@ -127,7 +127,7 @@ class _GateNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.slots = [weakref.ref(slot) for slot in slots]
         ctx.gradients = weakref.ref(gradients)
-        memory: dict[torch.dtype, torch.Tensor] = {}  # nobody reads the handles: those of one dtype share an element
+        memory: dict[torch.dtype, torch.Tensor] = {}  # nobody reads handles: all of one dtype share an element
         for slot in slots:
             if slot.param.dtype not in memory:
                 memory[slot.param.dtype] = torch.zeros(1, dtype=slot.param.dtype, device=slot.device)

@@ -21,7 +21,7 @@ from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, 
 
 
 class GradientSink(Protocol):
-    """What takes the gradients of the parameters of one executor."""
+    """Takes the gradients of the parameters of one executor."""
 
     sentinel: torch.Tensor
     """A leaf that each gate of the executor leads to, and no user has: autograd runs its accumulate node only in a

@@ -111,9 +111,9 @@ class Executor:
     def agrees(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, may_adopt: bool) -> bool:
         """Whether `buckets` and `placements` are in force, or, with `may_adopt`, can be put in force beside what is."""
         for spec, placement in zip(buckets, placements, strict=True):
-            current = self._buckets.get(spec.id)
             if self._is_in_force(spec, placement):
                 continue
+            current = self._buckets.get(spec.id)
             if not may_adopt or (current is not None and not current.is_outdated()):
                 return False
         return True
@@ -165,16 +165,13 @@ class Executor:
                 new.append((spec, placement, [self.slots[name] for name in spec.params]))
         moved = [slot for _, _, slots in new for slot in slots]
         self.drop_buckets_of(moved)
-        self._check_move(slot for _, placement, slots in new if placement.param is Tier.HOST for slot in slots)
+        moving = [slot for _, placement, slots in new if placement.param is Tier.HOST for slot in slots]
+        check_move(moving, self.slots.values(), self.sites)
         for spec, placement, slots in new:
             self._run_bucket(spec, placement, slots)
         if moved:
             self.saved.drop_free_slabs()
         let_state_follow([slot.param for slot in moved])
-
-    def _check_move(self, moving: Iterable[Slot]) -> None:
-        """Before the parameters of `moving` get other memory on the host; see `check_move`."""
-        check_move(list(moving), self.slots.values(), self.sites)
 
     def _run_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
         """Put `slots` in their home, and let a new bucket be the one of `spec`."""
@@ -195,7 +192,8 @@ class Executor:
             buckets = dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of)
             for bucket in buckets:
                 bucket.settle()
-            self._check_move(slot for bucket in buckets if bucket.is_on_host for slot in bucket.slots)
+            moving = [slot for bucket in buckets if bucket.is_on_host for slot in bucket.slots]
+            check_move(moving, self.slots.values(), self.sites)
             for bucket in buckets:
                 self._run_bucket(bucket.spec, bucket.placement, bucket.slots)
             self.generation += 1
@@ -243,7 +241,8 @@ class Executor:
                 slot.follow_thaw()
             self.check_updates()
             drifted = [bucket for bucket in self._buckets.values() if bucket.has_drifted()]
-            self._check_move(slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots)
+            moving = [slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots]
+            check_move(moving, self.slots.values(), self.sites)
             for bucket in drifted:
                 bucket.settle_home(self.device)
                 self.generation += 1

@@ -39,6 +39,7 @@ class Judge:
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
         self.away_bytes = sum(absence.nbytes for absence in facts.absences) + staging_bytes
+        """Host bytes that no level changes: activations that leave, and the buffers of the disk."""
         self.update = asked_time(problem)
         """When a bucket that the host updates is updated."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]

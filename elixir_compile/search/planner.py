@@ -107,24 +107,35 @@ def _place(judge: Judge, planner: Planner, timeout_s: float, clock: Clock) -> Dr
 
 def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
     """What `place` finds on the first rung of the ladder where something fits."""
-    start = judge.facts.start_levels
+    problem, start = judge.facts.problem, judge.facts.start_levels
+    rungs: list[Judge] = []
     for rung in ladder(judge):
         if rung.fits(start, ahead=0) or rung.fits(rung.least_levels, ahead=0):
             return place(rung)
+        rungs.append(rung)
     # Not everything fits the host: some of it may.
-    fit = [rung for rung in ladder(judge) if floor_bytes(rung) <= judge.facts.problem.budget_bytes]
-    floors = {rung.facts.modes: host_floor_bytes(rung) for rung in fit}
-    for rung in fit:
-        if floors[rung.facts.modes] <= judge.facts.problem.host_budget_bytes:
+    fit = [(host_floor_bytes(rung), rung) for rung in rungs if floor_bytes(rung) <= problem.budget_bytes]
+    for host_floor, rung in fit:
+        if host_floor <= problem.host_budget_bytes:
             with contextlib.suppress(NoFeasiblePlan):
                 return place(rung)
-    found: list[tuple[int, Draft]] = []
-    for rung in sorted(fit, key=lambda rung: floors[rung.facts.modes]):
-        if found and floors[rung.facts.modes] >= found[0][0]:
+    raise _no_plan(judge, _least_of(judge, sorted(fit, key=lambda pair: pair[0])))
+
+
+def _least_of(judge: Judge, rungs: Sequence[tuple[int, Judge]]) -> Draft:
+    """Return the placement found that fits the device and needs the fewest host bytes, on any of `rungs`, one or more,
+    in order of the floor of their host bytes, which is the first of each pair."""
+
+    def host_bytes(draft: Draft) -> int:
+        return judge.at(draft.modes).host_bytes(draft.levels)
+
+    (_, first), *others = rungs
+    least = _least_host(first)
+    for host_floor, rung in others:
+        if host_floor >= host_bytes(least):
             break
-        draft = _least_host(rung)
-        found = sorted([*found, (rung.host_bytes(draft.levels), draft)], key=lambda entry: entry[0])
-    raise _no_plan(judge, found[0][1])
+        least = min(least, _least_host(rung), key=host_bytes)
+    return least
 
 
 def _soon(judge: Judge) -> Draft:

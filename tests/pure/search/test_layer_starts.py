@@ -11,13 +11,8 @@ from elixir_compile.analysis import verify
 from elixir_compile.ir import Phase, Plan, StepGraph, Verb, parse_graph
 from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.draft import Draft
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
 from elixir_compile.search.layer_starts import LayerSpan, layer_spans, layers_alike
-from elixir_compile.search.stays import moves_at_use
-from elixir_compile.search.writing import write_out
-from tests.pure.search.test_planner import needed_bytes, problem_of
+from tests.pure.search.test_planner import assert_counts_agree, needed_bytes, problem_of
 
 FORWARD = """\
   fwd.norm_{i}  aten.norm forward  reads {x} b{i}  writes n{i}  moved 96  module h.{i}  kernel reduction
@@ -129,14 +124,4 @@ def test_the_edges_of_layers_take_little_memory() -> None:
 @given(st.lists(st.integers(0, 5), min_size=20, max_size=20), st.integers(0, 2))
 @settings(max_examples=40)
 def test_the_search_and_the_timeline_count_the_same_bytes(picks: Sequence[int], ahead: int) -> None:
-    problem = asked()
-    base = Judge(gather_facts(problem))
-    modes = tuple(pick % len(layer.modes) for layer, pick in zip(base.facts.layers, reversed(picks), strict=False))
-    judge = base.at(modes)
-    levels = tuple(own[pick % len(own)] for own, pick in zip(judge.facts.choices, picks, strict=False))
-    moves = moves_at_use(judge.facts, levels, ahead)
-    made = write_out(judge, Draft(levels=levels, modes=modes, moves=moves, step_s=0.0, decisions=()))
-    made = replace(made, budget_bytes=made.prediction.device_peak_bytes)
-    verify(problem.graph, made)
-    assert judge.memory.peak_bytes(levels, ahead) == made.prediction.device_peak_bytes
-    assert judge.step_s(levels, moves) == pytest.approx(made.prediction.step_s)
+    assert_counts_agree(asked(), picks, ahead)

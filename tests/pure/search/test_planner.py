@@ -136,6 +136,12 @@ def test_the_error_names_the_smallest_budget_that_would_do(problem: Problem) -> 
 @settings(max_examples=60)
 def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
     """The search counts segments; `plan_timeline` counts ops from the actions. Any levels, any modes, any distance."""
+    assert_counts_agree(problem, picks, ahead)
+
+
+def assert_counts_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
+    """Fail unless the search counts the bytes and seconds of the plan of the levels and modes `picks`, with gathers
+    `ahead` windows early, as the plan's own prediction does."""
     from elixir_compile.search.draft import Draft
     from elixir_compile.search.writing import write_out
 
