@@ -147,7 +147,7 @@ def _settle(executor: Executor, records: Sequence["Compilation"]) -> None:
     buckets = [bucket for _, plan in planned for bucket in plan.buckets]
     executor.move(buckets, [home for _, plan in planned for home in plan.placements])
     for record in records:
-        record.is_in_force()
+        record.mark_active()
 
 
 def _planned_together(executor: Executor, records: Sequence["Compilation"]) -> Sequence[Planned]:

@@ -211,7 +211,7 @@ class Compilation:
 
     def _take(self, programs: Programs) -> None:
         """Let the next forward run `programs`."""
-        self._programs.take(programs, self._executor.saved.next_number, is_apart=self._variants.taken())
+        self._programs.take(programs, self._executor.saved.next_number, is_apart=self._variants.record_written())
         self.forward = programs.forward
         self._write_backward()
 
@@ -319,7 +319,7 @@ class Compilation:
         self._progress.planned(self.plan)
         self._take(programs)
 
-    def is_in_force(self) -> None:
+    def mark_active(self) -> None:
         """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
         self._generation = self._executor.generation
         if not self.is_inference:
@@ -343,7 +343,7 @@ class Compilation:
                 return
             self.follow(self._problem, outcome.plan, self.written(self._problem, outcome.plan))
             self._executor.move(self.plan.buckets, self.plan.placements)
-            self.is_in_force()
+            self.mark_active()
 
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan: not one that the user gave, nor that of several ranks."""
@@ -364,7 +364,7 @@ class Compilation:
         if executor.generation != self._generation:
             with _compile_lock:
                 adopt_by_all(executor, self.plan, for_training=not self.is_inference, is_new=self._generation < 0)
-                self.is_in_force()
+                self.mark_active()
 
     def _wants_plan(self, args: Sequence[Any]) -> bool:
         executor = self._executor

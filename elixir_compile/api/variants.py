@@ -96,7 +96,7 @@ class Variants:
             self._others.pop(next(iter(self._others)))
         return found
 
-    def taken(self) -> bool:
+    def record_written(self) -> bool:
         """Note that there are programs for `company`; return whether they are the first since it changed."""
         before, self._written_for, self.is_planned = self._written_for, self.company, True
         return before != self.company

@@ -269,7 +269,7 @@ class Executor:
     def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
         """Let compute issued from now on run behind `transfer`; return what it brought. Raises what failed in an update
         that it was to follow."""
-        wait_on_compute(transfer.issued(), self.device)
+        wait_on_compute(transfer.ensure_issued(), self.device)
         transfer.kept = ()
         if isinstance(transfer, ShardReduce):
             self.gradients.close(transfer.bucket, Verb.REDUCE)

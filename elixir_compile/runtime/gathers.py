@@ -43,7 +43,7 @@ class Gather(Transfer):
             if not self.is_called_off:
                 self._copy()
 
-    def issued(self) -> "torch.cuda.Event | None":
+    def ensure_issued(self) -> "torch.cuda.Event | None":
         """Return the event of the copy once it was issued; raises what failed in the update."""
         if not self._is_held:
             self.bucket.settle()
@@ -96,7 +96,7 @@ class Gathers:
         if bucket.follow(gather.begin):
             self._late.add(gather)
         else:
-            gather.issued()
+            gather.ensure_issued()
         return gather
 
     def call_off(self) -> None:

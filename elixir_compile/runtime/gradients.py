@@ -183,7 +183,7 @@ class GradientAccumulator:
             reducing = now.reducing.pop(bucket.spec.id, None)
             if reducing is not None:
                 leaving += reducing.memory()  # only `d2h` follows the collective: compute may use none of it yet
-                reducing.issued()
+                reducing.ensure_issued()
             for slot, target in zip(bucket.slots, room, strict=True):
                 pending = now.pending.get(slot.key)
                 if pending is None or pending[1].device != self._device:

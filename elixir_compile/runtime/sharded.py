@@ -177,7 +177,7 @@ class ShardGather(Transfer):
         super().__init__(label, None, kept=(own,))
         self._bucket, self._versions = bucket, bucket.versions()
 
-    def issued(self) -> None:
+    def ensure_issued(self) -> None:
         """Let what follows run behind the collective, and have the parameters in `values`."""
         if self._work is not None:
             self._work.wait()
@@ -220,7 +220,7 @@ class ShardReduce(Transfer):
         """Return what the collective reads and writes, until it is issued."""
         return self.kept if self._own is None else (*self.kept, self._own)
 
-    def issued(self) -> None:
+    def ensure_issued(self) -> None:
         """Let what follows run behind the collective, and hand out what it brought."""
         if self._work is None:
             return

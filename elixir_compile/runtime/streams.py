@@ -16,7 +16,7 @@ class Transfer:
     values: tuple[torch.Tensor, ...] = ()
     kept: tuple[torch.Tensor, ...] = ()
 
-    def issued(self) -> "torch.cuda.Event | None":
+    def ensure_issued(self) -> "torch.cuda.Event | None":
         """Return the event behind which the copy is done, once there is one; None where copies are synchronous."""
         return self.event
 
@@ -30,11 +30,11 @@ class LateTransfer(Transfer):
         super().__init__(label, None)
         self._begin = begin
 
-    def issued(self) -> "torch.cuda.Event | None":
+    def ensure_issued(self) -> "torch.cuda.Event | None":
         """Copy, and return the event behind which that is done; None where copies are synchronous."""
         copied = self._begin()
         self.values, copied.kept = copied.values, ()  # the copy is done, and others hold on to `copied`
-        return copied.issued()
+        return copied.ensure_issued()
 
 
 class CopyStream:
