@@ -225,7 +225,7 @@ def _compile_as(
     op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
     compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
     compilation.loss_chunks = num_chunks
-    compilation.company.ended_at = compat.graph_break_of(gm)
+    compilation.outstanding.ended_at = compat.graph_break_of(gm)
     if executor.device.type == "cpu":
         warn_of_plain_state()
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager

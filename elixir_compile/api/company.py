@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from elixir_compile.api.agreement import any_of_all
 from elixir_compile.api.budget import library_bytes
-from elixir_compile.api.planning import Company, outside_bytes
+from elixir_compile.api.planning import ExternalUsage, outside_bytes
 from elixir_compile.api.sharing import Planned, Turn, share_out
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.runtime.executor import Executor
@@ -29,7 +29,7 @@ log = logging.getLogger("elixir_compile")
 Answer = TypeVar("Answer")
 
 
-def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company], Answer]) -> Answer:
+def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[ExternalUsage], Answer]) -> Answer:
     """Return what `plan` makes beside what waits, or, where nothing fits there, once that has gone to the host.
 
     `reserved_bytes` are left alone where that can be. Raises NoFeasiblePlan as `plan` does.
@@ -38,16 +38,16 @@ def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[Company],
     # Of a parameter with few rows the last ranks have none, and what waits may be less on some: all take one way.
     if any_of_all(executor, reserved_bytes > 0, "room to be left"):
         try:
-            return plan(Company(waiting_bytes=waiting_bytes, reserved_bytes=reserved_bytes))
+            return plan(ExternalUsage(waiting_bytes=waiting_bytes, reserved_bytes=reserved_bytes))
         except NoFeasiblePlan:
             executor.is_crowded = True
     try:
-        return plan(Company(waiting_bytes=waiting_bytes))
+        return plan(ExternalUsage(waiting_bytes=waiting_bytes))
     except NoFeasiblePlan:
         if not any_of_all(executor, executor.saved.make_room(), "room that was made"):
             raise
     executor.is_crowded = True
-    return plan(Company(waiting_bytes=executor.saved.held_bytes()))
+    return plan(ExternalUsage(waiting_bytes=executor.saved.held_bytes()))
 
 
 def earlier_capture(record: "Compilation", executor: Executor) -> "Compilation | None":
@@ -63,7 +63,7 @@ def earlier_capture(record: "Compilation", executor: Executor) -> "Compilation |
     return None
 
 
-class Together:
+class OutstandingForwards:
     """What one record knows of the forwards beside its own."""
 
     def __init__(self, record: "Compilation", executor: Executor) -> None:
@@ -88,7 +88,7 @@ class Together:
         """Before a forward: plan anew what was crowded, once nothing waits."""
         executor = self._executor
         waiting = executor.saved.waiting()
-        records: list[Compilation] = [record for record in executor.compilations if record.company.is_part]
+        records: list[Compilation] = [record for record in executor.compilations if record.outstanding.is_part]
         if records and executor.is_crowded and not waiting:
             executor.is_crowded = False
             _settle(executor, records)
@@ -116,11 +116,11 @@ class Together:
         if before is None:
             return
         before.is_superseded = True
-        self._has_run |= before.company._has_run
+        self._has_run |= before.outstanding._has_run
         for record in (before, *self._executor.compilations):
-            own = record.company
+            own = record.outstanding
             own._beside = tuple(self._record if other is before else other for other in own._beside)
-        self._beside = before.company._beside
+        self._beside = before.outstanding._beside
 
     def beside(self, records: Sequence["Compilation"]) -> tuple[int, ...]:
         """Return which of `records` waited while this one ran, by number."""
@@ -135,9 +135,9 @@ class Together:
 def _settle(executor: Executor, records: Sequence["Compilation"]) -> None:
     """Plan the graphs of the last steps together; nothing waits."""
     planned = _planned_together(executor, records)
-    beside = [record.company.beside(records) for record in records]
+    beside = [record.outstanding.beside(records) for record in records]
     for record in records:
-        record.company.forget(takes_turns=not planned)
+        record.outstanding.forget(takes_turns=not planned)
     programs = [record.written(*answer) for record, answer in zip(records, planned, strict=False)]
     if not programs:
         return
@@ -156,7 +156,7 @@ def _planned_together(executor: Executor, records: Sequence["Compilation"]) -> S
         return ()
     read = {name for record in records for name in record.reads}
     base_bytes = outside_bytes(executor, read) + library_bytes(executor.device)
-    turns = [Turn(problem=record.question(base_bytes), beside=record.company.beside(records)) for record in records]
+    turns = [Turn(problem=record.question(base_bytes), beside=record.outstanding.beside(records)) for record in records]
     try:
         return share_out(turns, records[0].search)
     except NoFeasiblePlan as error:

@@ -13,13 +13,13 @@ from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
 from elixir_compile.api.agreement import Step, adopt_by_all, asked_by_all, plan_for_all
 from elixir_compile.api.cache import plan_for
-from elixir_compile.api.company import Together, earlier_capture, with_room
+from elixir_compile.api.company import OutstandingForwards, earlier_capture, with_room
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.disk import disk_of, require_disk
 from elixir_compile.api.in_step import planned_in_step
 from elixir_compile.api.lifetime import for_compiled_code
 from elixir_compile.api.loss import as_decided, is_pressed
-from elixir_compile.api.planning import Company, graph_of, may_move_back, named, problem_of, unread_bytes
+from elixir_compile.api.planning import ExternalUsage, graph_of, may_move_back, named, problem_of, unread_bytes
 from elixir_compile.api.profile import Profiler, RegionProfile
 from elixir_compile.api.programs import Programs, Succession, is_one_region_each, runs_as, storages_of, ticket_position
 from elixir_compile.api.progress import Progress
@@ -84,7 +84,7 @@ class Compilation:
         self._generation = -1
         self.beside_bytes = 0
         """Bytes that other forwards may hold until their backward while this one runs."""
-        self.company = Together(self, executor)
+        self.outstanding = OutstandingForwards(self, executor)
         """Which forwards wait for their backward while this one runs."""
         self._wants_backward = False
         self._programs = Succession()
@@ -131,16 +131,16 @@ class Compilation:
             self._ticket_at = ticket_position(self._captured)
         self._variants.meet(lambda: roll_key(graph_of(self._captured, self._executor, self._sizes.values)))
         before = self._replan()
-        if self._review is not None and not self._variants.company:
+        if self._review is not None and not self._variants.outstanding:
             self.plan = self._review(self.plan)
             self._reviewed = self.plan
-        self.company.take_over(before)
+        self.outstanding.take_over(before)
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
     def _replan(self) -> "Compilation | None":
         """Plan for the sizes at hand, on top of what is in force; return the earlier capture whose plan was taken."""
-        if self._variants.company:
+        if self._variants.outstanding:
             self.beside_bytes = self._executor.saved.held_bytes()
             found = planned_in_step(self._executor, self._own, self._options, self._sizes.values, self._answered)
             self._captured, self._problem, self.plan = found
@@ -151,19 +151,19 @@ class Compilation:
         self.graph = graph_of(self._captured, self._executor, self._sizes.values)
         return with_room(self._executor, unread_bytes(self._captured, self._executor), self._plan_beside)
 
-    def _plan_beside(self, company: Company) -> "Compilation | None":
-        self.beside_bytes = company.waiting_bytes
+    def _plan_beside(self, external: ExternalUsage) -> "Compilation | None":
+        self.beside_bytes = external.waiting_bytes
         before = earlier_capture(self, self._executor)
         in_force = None if before is None else self._as_in_force(before)
-        self._problem = asked_by_all(self._executor, lambda: self._asked(company, is_new=in_force is None))
+        self._problem = asked_by_all(self._executor, lambda: self._asked(external, is_new=in_force is None))
         self.plan = in_force or plan_for_all(self._executor, self._problem, self._answered, self._options)
         require_disk(self.plan, self._executor.disk)
         # What was left alone may be more than others want: that is known once they ran.
-        self._executor.is_crowded |= bool(company.reserved_bytes) and is_pressed(self.plan)
+        self._executor.is_crowded |= bool(external.reserved_bytes) and is_pressed(self.plan)
         return before
 
-    def _asked(self, company: Company, *, is_new: bool) -> Problem:
-        problem = problem_of(self._captured, self.graph, self._executor, self._options, company)
+    def _asked(self, external: ExternalUsage, *, is_new: bool) -> Problem:
+        problem = problem_of(self._captured, self.graph, self._executor, self._options, external)
         if self._correction is not None:
             return self._correction.applied_to(problem)
         if not (self._options.profile_regions and is_new) or self.is_inference:
@@ -234,7 +234,7 @@ class Compilation:
                 other._watch.restart()  # It runs the same buckets, and regions of the same labels.
         else:
             self._look_back(args)
-            self.company.begin()
+            self.outstanding.begin()
         self._keep_current(args)
         self._programs.drop_old()
         self._executor.begin()
@@ -253,7 +253,7 @@ class Compilation:
 
     def _run_backward(self, args: list[Any]) -> Any:
         ticket = args[self._ticket_at]
-        self.company.meet(self._executor.saved.waiting(leaving_out=ticket))
+        self.outstanding.meet(self._executor.saved.waiting(leaving_out=ticket))
         self._executor.saved.bring_back(ticket)
         try:
             self._variants.begin_backward(ticket)
@@ -290,7 +290,7 @@ class Compilation:
     def question(self, base_bytes: int) -> Problem:
         """Return what to plan with `base_bytes` outside; its buckets may move wherever they can."""
         graph = graph_of(self._captured, self._executor, self._sizes.with_room())
-        problem = problem_of(self._captured, graph, self._executor, self._options, Company())
+        problem = problem_of(self._captured, graph, self._executor, self._options, ExternalUsage())
         problem = replace(problem, base_bytes=base_bytes)
         if self.profile is not None and graph == self.graph:
             problem = replace(problem, measured=self.profile.measured)
@@ -323,7 +323,7 @@ class Compilation:
         """Note that the plan is in force, and tell the executor when it wants each bucket updated."""
         self._generation = self._executor.generation
         if not self.is_inference:
-            closing = closing_verbs(self.plan) if self.company.is_alone else {}
+            closing = closing_verbs(self.plan) if self.outstanding.is_alone else {}
             self._executor.schedule_updates(self.plan, closing)
 
     def _learn(self, seen: Seen) -> None:
@@ -357,7 +357,7 @@ class Compilation:
         while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
             with _compile_lock:
                 if call.step is Step.JOIN:
-                    wants_plan = not self._join(call.company) or self._wants_plan(args)
+                    wants_plan = not self._join(call.outstanding) or self._wants_plan(args)
                 else:
                     self._plan_anew(args)
                     wants_plan = False
@@ -369,7 +369,7 @@ class Compilation:
     def _wants_plan(self, args: Sequence[Any]) -> bool:
         executor = self._executor
         has_company = not self.is_inference and executor.saved.held_bytes() > self.beside_bytes
-        if has_company and self.company.takes_turns:
+        if has_company and self.outstanding.takes_turns:
             has_company = not executor.saved.make_room()
         is_moved, may_adopt = executor.generation != self._generation, self._generation < 0
         may_stay = not is_moved or executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=may_adopt)
@@ -394,7 +394,7 @@ class Compilation:
         if grown and self._correction is not None:
             # The regions were measured at other sizes; the links and the optimizer are the same.
             self._correction = replace(self._correction, measured=Measured())
-        self.company.take_over(self._replan())
+        self.outstanding.take_over(self._replan())
         self._generation = -1
         self._progress.planned(self.plan)
         self._write_forward()

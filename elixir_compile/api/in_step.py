@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.api.agreement import agreed_facts, agreed_plan, asked_by_all, ranks_at, settings_of, told
-from elixir_compile.api.planning import Company, graph_of, problem_of
+from elixir_compile.api.planning import ExternalUsage, graph_of, problem_of
 from elixir_compile.api.rank_facts import Divide, RankFacts, digest_of, leader_of
 from elixir_compile.capture.absent import trained_keys, with_absent
 from elixir_compile.capture.convert import Captured
@@ -66,8 +66,8 @@ def planned_in_step(
 
     def ask() -> tuple[Captured, Problem]:
         joint = _joined(executor, captured, uses)
-        company = Company(waiting_bytes=executor.saved.held_bytes())
-        return joint, problem_of(joint, graph_of(joint, executor, sizes), executor, options, company)
+        external = ExternalUsage(waiting_bytes=executor.saved.held_bytes())
+        return joint, problem_of(joint, graph_of(joint, executor, sizes), executor, options, external)
 
     joint, problem = asked_by_all(executor, ask)
     if all(use == uses[0] for use in uses):

@@ -50,7 +50,7 @@ def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Company:
+class ExternalUsage:
     """What is on the device besides a graph and the parameters that live there."""
 
     waiting_bytes: int = 0
@@ -59,7 +59,9 @@ class Company:
     """Room for the state and gradients of parameters that no graph has read yet."""
 
 
-def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options: Options, company: Company) -> Problem:
+def problem_of(
+    captured: Captured, graph: StepGraph, executor: Executor, options: Options, external: ExternalUsage
+) -> Problem:
     """Return the question about `graph` in `company`."""
     is_training = captured.backward is not None
     ranks = executor.ranks
@@ -70,9 +72,9 @@ def problem_of(captured: Captured, graph: StepGraph, executor: Executor, options
     in_force = executor.buckets_in_force(for_training=is_training)
     known = planned_states([slot.param for slot in trained])
     states = states_by_name(trained, known)
-    held_bytes = device_bytes(executor, leaving_out=own) + company.waiting_bytes
+    held_bytes = device_bytes(executor, leaving_out=own) + external.waiting_bytes
     if is_training:
-        held_bytes = outside_bytes(executor, own, company.waiting_bytes) + company.reserved_bytes
+        held_bytes = outside_bytes(executor, own, external.waiting_bytes) + external.reserved_bytes
     # Free memory, which is the host's budget where the user names none, does without what others hold there.
     host_held_bytes = 0 if options.host_memory is None else _outside_host_bytes(in_force, own)
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)

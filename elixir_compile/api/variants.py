@@ -51,7 +51,7 @@ class Variants:
         self._name = name
         self.key = ""
         """What the roll call of several ranks says of the graph; empty on one rank, which calls no roll."""
-        self.company = ""
+        self.outstanding = ""
         """The graphs of all ranks, as a digest; empty where they are equal."""
         self.is_planned = False
         """Whether there is a plan for `company`."""
@@ -62,7 +62,7 @@ class Variants:
     def call(self, *, wants_plan: bool) -> RollCall:
         """Return what all ranks do before the graph can run; see `roll_call`."""
         wants_plan = wants_plan or not self.is_planned
-        return call_the_roll(self._executor, self.key, self.company, wants_plan=wants_plan, doing=self._doing())
+        return call_the_roll(self._executor, self.key, self.outstanding, wants_plan=wants_plan, doing=self._doing())
 
     def begin_backward(self, ticket: torch.Tensor) -> None:
         """Before the backward of the forward of `ticket`: RanksDiffer where another rank does something else."""
@@ -71,7 +71,7 @@ class Variants:
     def _doing(self) -> str:
         """Return in words where this rank is in its step."""
         waiting = self._executor.saved.waiting()
-        before = [record.company.place for record in self._executor.compilations if record in waiting]
+        before = [record.outstanding.place for record in self._executor.compilations if record in waiting]
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
         return f"is about to run {self._name}{behind}"
 
@@ -82,14 +82,14 @@ class Variants:
             self.key = key_of_graph()
             _ = ranks.num_local  # now, as all ranks are here the first time; planning may fail on one
         while (call := self.call(wants_plan=True)).step is Step.JOIN:
-            self.company = call.company
+            self.outstanding = call.outstanding
 
     def join(self, company: str, now: Variant | None) -> Variant | None:
         """Change to `company`, and keep `now`, what the graph runs as in the one before; return what it ran as there,
         or None where it has to be planned."""
         if now is not None:
-            self._others[self.company] = now
-        self.company = company
+            self._others[self.outstanding] = now
+        self.outstanding = company
         found = self._others.pop(company, None)
         self.is_planned = found is not None
         if len(self._others) > MOST:
@@ -98,5 +98,5 @@ class Variants:
 
     def record_written(self) -> bool:
         """Note that there are programs for `company`; return whether they are the first since it changed."""
-        before, self._written_for, self.is_planned = self._written_for, self.company, True
-        return before != self.company
+        before, self._written_for, self.is_planned = self._written_for, self.outstanding, True
+        return before != self.outstanding

@@ -128,11 +128,11 @@ def calls(talk: Talk, last: bool) -> dict[str, list[str]]:
         "equal": roll_call(talk, "forward 1", "", wants_plan=False),
         "one plans": roll_call(talk, "forward 1" * 20, "", wants_plan=last),
         "other": other,
-        "other and planned": roll_call(talk, own, other.company, wants_plan=False),
-        "other and one plans": roll_call(talk, own, other.company, wants_plan=last),
-        "equal again": roll_call(talk, "forward 1", "" if last else other.company, wants_plan=False),
+        "other and planned": roll_call(talk, own, other.outstanding, wants_plan=False),
+        "other and one plans": roll_call(talk, own, other.outstanding, wants_plan=last),
+        "equal again": roll_call(talk, "forward 1", "" if last else other.outstanding, wants_plan=False),
     }
-    return {name: [call.step, call.company] for name, call in found.items()}
+    return {name: [call.step, call.outstanding] for name, call in found.items()}
 
 
 def checks(rank: int, world_size: int) -> dict[str, Any]:
