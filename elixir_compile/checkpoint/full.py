@@ -22,7 +22,7 @@ from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import sync_folder
 from elixir_compile.checkpoint.manifest import open_verified
 from elixir_compile.checkpoint.model_state import memory_of, model_state
-from elixir_compile.checkpoint.together import together_of, turn
+from elixir_compile.checkpoint.together import rank_group_of, turn
 from elixir_compile.checkpoint.values import key_of
 from elixir_compile.errors import DiskFailed
 from elixir_compile.ops.shards import is_shared, whole
@@ -66,7 +66,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     ranks have the model, all of them call this at once; the first gets the tensors, the others an empty dict.
     """
     model = compat.undo_compile(model)
-    is_first = together_of(model, "gathers the full state dict").is_first
+    is_first = rank_group_of(model, "gathers the full state dict").is_first
     copies: dict[object, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in _tensors(model).items():
@@ -107,23 +107,21 @@ def _export_model(model: nn.Module, out: Path) -> Export:
     state = _tensors(model)
     kept, tied = _kept({name: memory_of(value) if value.numel() else name for name, value in state.items()})
     with turn:
-        together = together_of(model, "exports the model")
-        (header, order), headers = together.step(
+        group = rank_group_of(model, "exports the model")
+        (header, order), headers = group.step(
             "what is exported", lambda: _header(out, {name: state[name] for name in kept}), lambda made: str(made[0])
         )
-        together.require_same(
-            [{"the names, dtypes and shapes of tensors": zlib.crc32(text.encode())} for text in headers]
-        )
+        group.require_same([{"the names, dtypes and shapes of tensors": zlib.crc32(text.encode())} for text in headers])
         tensors = (_on_host(state[name]) for name in order)
 
         def write() -> int:
             try:
-                return _write(out, header, tensors) if together.is_first else 0
+                return _write(out, header, tensors) if group.is_first else 0
             finally:
                 for _ in tensors:  # what this rank does not write: the others gather it with this one
                     pass
 
-        _, sizes = together.step("the file", write, str)
+        _, sizes = group.step("the file", write, str)
     return Export(num_tensors=len(order), nbytes=int(sizes[0]), tied=tied)
 
 

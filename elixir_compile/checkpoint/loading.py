@@ -26,7 +26,7 @@ from elixir_compile.checkpoint.manifest import Manifest, Verified, open_verified
 from elixir_compile.checkpoint.model_state import fill_rest, model_differences, model_state, model_targets
 from elixir_compile.checkpoint.optimizer_state import fill_optimizer, optimizer_differences, optimizer_targets
 from elixir_compile.checkpoint.random_state import set_random_state
-from elixir_compile.checkpoint.together import Together, together_of, turn
+from elixir_compile.checkpoint.together import RankGroup, rank_group_of, turn
 from elixir_compile.checkpoint.values import from_plain, tensor_keys
 from elixir_compile.errors import DiskFailed, NotPrepared
 
@@ -68,11 +68,11 @@ def load(
     """
     model = compat.undo_compile(model)
     with turn, ExitStack() as held:
-        together = together_of(model, "loads a checkpoint")
-        found = _look_together(Path(path), (model, optimizer, scheduler), together, held)
+        group = rank_group_of(model, "loads a checkpoint")
+        found = _look_on_all_ranks(Path(path), (model, optimizer, scheduler), group, held)
         if torch.cuda.is_initialized():  # copies of the last step may still read the parameters on the host
             torch.cuda.synchronize()
-        tensors, _ = together.step("tensors read", lambda: _fill(found, (model, optimizer, scheduler), together))
+        tensors, _ = group.step("tensors read", lambda: _fill(found, (model, optimizer, scheduler), group))
     extra = from_plain(found.plain["extra"], tensors)
     return Checkpoint(step=found.manifest.step, extra=extra, versions=found.manifest.versions)
 
@@ -90,7 +90,7 @@ class _Found:
     """Of the model."""
 
 
-def _look_together(path: Path, parts: _Parts, together: Together, held: ExitStack) -> _Found:
+def _look_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitStack) -> _Found:
     """Return what is at `path`, the same checkpoint on all ranks; `held` keeps it open.
 
     RanksDiffer if the ranks find different ones again and again, as at paths on different disks.
@@ -98,16 +98,14 @@ def _look_together(path: Path, parts: _Parts, together: Together, held: ExitStac
     for num_left in reversed(range(_NUM_TRIES)):
 
         def look(is_last_try: bool = num_left == 0) -> _Found | None:
-            verified = open_verified(
-                path, held, rank=together.rank, num_ranks=together.num_ranks, is_last_try=is_last_try
-            )
+            verified = open_verified(path, held, rank=group.rank, num_ranks=group.num_ranks, is_last_try=is_last_try)
             return None if verified is None else _compared(verified, parts)
 
-        found, crc32s = together.step("what is loaded", look, _crc32_text)
+        found, crc32s = group.step("what is loaded", look, _crc32_text)
         # A save may have replaced the checkpoint between the moments in which two ranks opened it.
         if found is not None and len(set(crc32s)) == 1:
             return found
-    together.require_same([{"the checkpoint, by its checksum": crc32} for crc32 in crc32s])
+    group.require_same([{"the checkpoint, by its checksum": crc32} for crc32 in crc32s])
     raise AssertionError("the last try found a checkpoint, or raised")
 
 
@@ -128,10 +126,10 @@ def _compared(verified: Verified, parts: _Parts) -> _Found:
     return _Found(folder=folder, manifest=verified.manifest, reader=verified.reader, plain=plain, state=state)
 
 
-def _fill(found: _Found, parts: _Parts, together: Together) -> Mapping[str, torch.Tensor]:
+def _fill(found: _Found, parts: _Parts, group: RankGroup) -> Mapping[str, torch.Tensor]:
     """Read the checkpoint into `parts` and the random number generators; return what was read into new memory."""
     model, optimizer, scheduler = parts
-    plain, reader, rank = found.plain, found.reader, str(together.rank)
+    plain, reader, rank = found.plain, found.reader, str(group.rank)
     targets = model_targets(model, found.state, plain["model"])
     random = plain["random"].get(rank)
     tensors = reader.new(

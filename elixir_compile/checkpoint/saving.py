@@ -34,7 +34,7 @@ from elixir_compile.checkpoint.optimizer_state import optimizer_plain
 from elixir_compile.checkpoint.parts import Place, keep_own
 from elixir_compile.checkpoint.random_state import random_state
 from elixir_compile.checkpoint.sums import FileRecord
-from elixir_compile.checkpoint.together import Together, together_of, turn
+from elixir_compile.checkpoint.together import RankGroup, rank_group_of, turn
 from elixir_compile.checkpoint.values import Deferred, Sources, Unfit, to_plain
 from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
 
@@ -129,23 +129,23 @@ def save(
     turn.acquire()
     is_handed_over = False
     try:
-        together = together_of(model, "saves a checkpoint")
+        group = rank_group_of(model, "saves a checkpoint")
 
         def state() -> _State:
-            return _state_of(target, (model, optimizer, scheduler), step, extra, together)
+            return _state_of(target, (model, optimizer, scheduler), step, extra, group)
 
-        own, texts = together.step("what is saved", state, lambda made: _facts_text(made, asynchronous))
+        own, texts = group.step("what is saved", state, lambda made: _facts_text(made, asynchronous))
         facts = [json.loads(text) for text in texts]
-        together.require_same([fact["same"] for fact in facts])
-        together.first("room on the disk", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
+        group.require_same([fact["same"] for fact in facts])
+        group.first("room on the disk", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
         handle = SaveHandle(str(target), own.nbytes if asynchronous else 0)
         randoms = [fact["random"] for fact in facts]
         if asynchronous:
-            together.step("snapshots", lambda: _copy_to_host(own.sources))
-            handle._begin(lambda: _write(own, randoms, together, is_spent=True))
+            group.step("snapshots", lambda: _copy_to_host(own.sources))
+            handle._begin(lambda: _write(own, randoms, group, is_spent=True))
             is_handed_over = True
         else:
-            _write(own, randoms, together, is_spent=False)
+            _write(own, randoms, group, is_spent=False)
     finally:
         if not is_handed_over:
             turn.release()
@@ -157,7 +157,7 @@ def _state_of(
     parts: tuple[nn.Module, torch.optim.Optimizer | None, Any],
     step: int,
     extra: Mapping[str, Any] | None,
-    together: Together,
+    group: RankGroup,
 ) -> _State:
     model, optimizer, scheduler = parts
     shared: Sources = {}
@@ -172,12 +172,12 @@ def _state_of(
             "scheduler": None if scheduler is None else _scheduler_plain(scheduler, rest),
             "extra": to_plain(dict(extra or {}), "extra", rest),
         }
-        random = to_plain(random_state(), f"random.{together.rank}", own)
+        random = to_plain(random_state(), f"random.{group.rank}", own)
     except Unfit as unfit:
         raise NotSavable(str(target), unfit.key, unfit.kind) from None
     crc32 = zlib.crc32(repr((plain["model"], plain["optimizer"], _forms(shared))).encode())
-    places = keep_own(shared, is_first=together.is_first)
-    sources = {**shared, **(rest if together.is_first else {}), **own}
+    places = keep_own(shared, is_first=group.is_first)
+    sources = {**shared, **(rest if group.is_first else {}), **own}
     return _State(target=target, step=step, plain=plain, random=random, sources=sources, places=places, crc32=crc32)
 
 
@@ -213,7 +213,7 @@ def _require_room(target: Path, needed_bytes: int) -> str:
     return ""
 
 
-def _write(state: _State, randoms: Sequence[Any], together: Together, *, is_spent: bool) -> None:
+def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent: bool) -> None:
     """Write the checkpoint, with the other ranks: it is in its place when this returns, and not when it raises."""
     with ExitStack() as stack:
 
@@ -221,7 +221,7 @@ def _write(state: _State, randoms: Sequence[Any], together: Together, *, is_spen
             with _disk_failures(state.target):
                 return str(stack.enter_context(new_folder(state.target)))
 
-        folder = Path(together.first("the folder", begin))
+        folder = Path(group.first("the folder", begin))
 
         def write() -> tuple[str, Mapping[str, FileRecord]]:
             with _disk_failures(state.target):
@@ -231,10 +231,10 @@ def _write(state: _State, randoms: Sequence[Any], together: Together, *, is_spen
                     state.sources,
                     is_spent=is_spent,
                     places=state.places,
-                    rank=together.rank,
+                    rank=group.rank,
                 )
 
-        _, written = together.step("tensors written", write, _written_text)
+        _, written = group.step("tensors written", write, _written_text)
 
         def finish() -> str:
             with _disk_failures(state.target):
@@ -242,7 +242,7 @@ def _write(state: _State, randoms: Sequence[Any], together: Together, *, is_spen
                 stack.close()
             return ""
 
-        together.first("the manifest", finish)
+        group.first("the manifest", finish)
 
 
 def _written_text(written: tuple[str, Mapping[str, FileRecord]]) -> str:

@@ -39,7 +39,7 @@ _CARRIED: Carried = {
 """Errors that are about the checkpoint, so they are the same on every rank, and the facts they are made of."""
 
 
-class Together:
+class RankGroup:
     """The ranks that save or load one model; this process alone where there are no others."""
 
     def __init__(self, talk: Talk) -> None:
@@ -82,7 +82,7 @@ class Together:
         raise RanksDiffer([ranks[place] for place in odd], told)
 
 
-def together_of(model: nn.Module, doing: str) -> Together:
+def rank_group_of(model: nn.Module, doing: str) -> RankGroup:
     """Return the ranks that have `model`; all of them must ask at once, where there are several.
 
     In the main thread, where training is, RanksDiffer where one goes on with that; it tells what this rank is `doing`.
@@ -91,4 +91,4 @@ def together_of(model: nn.Module, doing: str) -> Together:
     ranks = None if executor is None else executor.ranks
     if ranks is not None and threading.current_thread() is threading.main_thread():
         ranks.talk.exchange("", "a save, load or export", doing)
-    return Together(Talk(None, (0,), 0) if ranks is None else ranks.checkpoint_talk)
+    return RankGroup(Talk(None, (0,), 0) if ranks is None else ranks.checkpoint_talk)
