@@ -40,7 +40,7 @@ from elixir_compile.ir import Plan, StepGraph, Tier, fingerprint, plan_from_json
 from elixir_compile.options import Options
 from elixir_compile.runtime.errors import PeerFailed, RanksDiffer, ranks_text
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.talk import Talk
+from elixir_compile.runtime.talk import ControlChannel
 from elixir_compile.search import Problem
 
 _Made = TypeVar("_Made")
@@ -55,7 +55,7 @@ _ALIKE = "-"
 
 
 def agreed_plan(
-    talk: Talk,
+    control: ControlChannel,
     problem: Problem | None,
     search: Callable[[Problem], Plan],
     *,
@@ -69,18 +69,21 @@ def agreed_plan(
     as PeerFailed on the others. Raises RanksDiffer where parameters, settings or versions differ, or ops such that a
     rank cannot follow the plan.
     """
-    ops, facts = agreed_facts(talk, problem, settings, failure)
-    leader = talk.rank if talk.is_echo else leader_of(facts)
+    ops, facts = agreed_facts(control, problem, settings, failure)
+    leader = control.rank if control.is_echo else leader_of(facts)
 
     def own_answer() -> str:
-        return plan_to_json(search(for_all(problem, facts))) if leader == talk.rank else ""
+        return plan_to_json(search(for_all(problem, facts))) if leader == control.rank else ""
 
-    _, answers = told(talk, "the plan", own_answer, str)
-    return _taken_over(talk, problem.graph, answers[leader], ops, [fact.ops_digest for fact in facts])
+    _, answers = run_on_all_ranks(control, "the plan", own_answer, str)
+    return _taken_over(control, problem.graph, answers[leader], ops, [fact.ops_digest for fact in facts])
 
 
 def agreed_facts(
-    talk: Talk, problem: Problem | None, settings: Mapping[str, str] | None = None, failure: Exception | None = None
+    control: ControlChannel,
+    problem: Problem | None,
+    settings: Mapping[str, str] | None = None,
+    failure: Exception | None = None,
 ) -> tuple[tuple[str, ...], list[RankFacts]]:
     """Return the ops of this rank and the facts of all, once what must be equal is; see `agreed_plan`."""
     same = {**(settings or {}), **_versions()}
@@ -94,13 +97,15 @@ def agreed_facts(
         lines, ops = lines_of(problem, same), ops_of(problem.graph)
         return facts_of(problem, lines, ops)
 
-    _, texts = told(talk, "facts to plan with", own_facts, facts_to_text)
-    facts = _facts_of_all(talk, texts)
-    _require_same(talk, lines, [fact.digest for fact in facts])
+    _, texts = run_on_all_ranks(control, "facts to plan with", own_facts, facts_to_text)
+    facts = _facts_of_all(control, texts)
+    _require_same(control, lines, [fact.digest for fact in facts])
     return ops, facts
 
 
-def _taken_over(talk: Talk, graph: StepGraph, planned: str, ops: Sequence[str], ops_digests: Sequence[str]) -> Plan:
+def _taken_over(
+    control: ControlChannel, graph: StepGraph, planned: str, ops: Sequence[str], ops_digests: Sequence[str]
+) -> Plan:
     """Return the plan that `planned` is, for `graph`, once every rank has it for its own."""
 
     def own_plan() -> Plan | InvalidPlan:
@@ -111,17 +116,17 @@ def _taken_over(talk: Talk, graph: StepGraph, planned: str, ops: Sequence[str], 
                 raise
             return fault
 
-    plan, said = told(talk, "plans taken over", own_plan, _digest_or_fault)
+    plan, said = run_on_all_ranks(control, "plans taken over", own_plan, _digest_or_fault)
     faults = [
         f"{ranks_text([rank])} cannot follow the plan: {text.removeprefix(_FAULT)}"
-        for rank, text in zip(talk.ranks, said, strict=True)
+        for rank, text in zip(control.ranks, said, strict=True)
         if text.startswith(_FAULT)
     ]
     if faults:
-        _require_same(talk, ops, ops_digests, faults)
+        _require_same(control, ops, ops_digests, faults)
     divide = Divide.of(said)
     if divide.odd:
-        odd = ranks_at(talk, divide.odd)
+        odd = ranks_at(control, divide.odd)
         raise RanksDiffer(odd, [f"{ranks_text(odd)} took over other buckets, placements or actions than were planned"])
     return plan
 
@@ -133,7 +138,7 @@ def asked_by_all(executor: Executor, ask: Callable[[], _Made]) -> _Made:
     except Exception as error:
         if executor.ranks is not None:
             with suppress(ElixirError):
-                agreed_plan(executor.ranks.talk, None, _never, failure=error)
+                agreed_plan(executor.ranks.control, None, _never, failure=error)
         raise
 
 
@@ -141,7 +146,7 @@ def plan_for_all(executor: Executor, problem: Problem, search: Callable[[Problem
     """Return the plan that all ranks of `executor` follow: see `agreed_plan`; of one rank, what it finds."""
     if executor.ranks is None:
         return search(problem)
-    return agreed_plan(executor.ranks.talk, problem, search, settings=settings_of(options))
+    return agreed_plan(executor.ranks.control, problem, search, settings=settings_of(options))
 
 
 def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: bool) -> None:
@@ -154,7 +159,7 @@ def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: 
     if executor.ranks is None or not is_new or all(home.optim is not Tier.DISK for home in plan.placements):
         adopt()
     else:
-        told(executor.ranks.talk, "room on the disk", adopt, lambda _: "")
+        run_on_all_ranks(executor.ranks.control, "room on the disk", adopt, lambda _: "")
 
 
 def settings_of(options: Options) -> Mapping[str, str]:
@@ -167,7 +172,7 @@ def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
     """Return whether it `is_so` on any rank of `executor`; all of them must ask. `what` says in a few words what is."""
     if executor.ranks is None:
         return is_so
-    return "yes" in executor.ranks.talk.exchange("yes" if is_so else "no", what)
+    return "yes" in executor.ranks.control.exchange("yes" if is_so else "no", what)
 
 
 def call_the_roll(executor: Executor, key: str, company: str, *, wants_plan: bool, doing: str) -> "RollCall":
@@ -177,14 +182,14 @@ def call_the_roll(executor: Executor, key: str, company: str, *, wants_plan: boo
     """
     if executor.ranks is None:
         return RollCall(step=Step.PLAN if wants_plan else Step.RUN, company=company)
-    talk = executor.ranks.talk
+    control = executor.ranks.control
     try:
         executor.check_updates()
     except Exception as error:
         with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
-            talk.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
+            control.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
         raise
-    found = roll_call(talk, key, company, wants_plan=wants_plan, doing=doing)
+    found = roll_call(control, key, company, wants_plan=wants_plan, doing=doing)
     executor.num_calls += 1
     return found
 
@@ -195,7 +200,7 @@ def meet_in_backward(executor: Executor, name: str, ticket: torch.Tensor) -> Non
     break that others do not have."""
     if executor.ranks is not None:
         what = f"backward of {executor.saved.call_of(ticket)}"
-        executor.ranks.talk.exchange("", what, f"begins the backward of {name}")
+        executor.ranks.control.exchange("", what, f"begins the backward of {name}")
 
 
 def _never(problem: Problem) -> Plan:
@@ -220,17 +225,17 @@ class RollCall:
     """A digest of the graphs that all ranks are about to run; empty where they are equal."""
 
 
-def roll_call(talk: Talk, key: str, company: str, *, wants_plan: bool, doing: str = "") -> RollCall:
+def roll_call(control: ControlChannel, key: str, company: str, *, wants_plan: bool, doing: str = "") -> RollCall:
     """Return what all ranks of `talk` do before the graph `key` can run; all of them must call this.
 
     `company` is that for which this rank has its plan at hand. It is one collective of 96 bytes per rank. Raises
     RanksDiffer, which tells what each rank is `doing`, where one does something else.
     """
     here = company or _ALIKE
-    calls = talk.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
+    calls = control.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
     failed = [place for place, call in enumerate(calls) if call.startswith(_FAULT)]
     if failed:
-        raise PeerFailed(ranks_at(talk, failed), _ROLL, calls[failed[0]].removeprefix(_FAULT))
+        raise PeerFailed(ranks_at(control, failed), _ROLL, calls[failed[0]].removeprefix(_FAULT))
     keys = [call[1 : 1 + _DIGITS] for call in calls]
     found = "" if len(set(keys)) == 1 else digest_of(keys)[:_DIGITS]
     if any(call[1 + _DIGITS :] != (found or _ALIKE) for call in calls):
@@ -255,39 +260,41 @@ def _digest_or_fault(plan: Plan | InvalidPlan) -> str:
     return f"{_FAULT}{plan.sentence}" if isinstance(plan, InvalidPlan) else plan_digest(plan)
 
 
-def told(
-    talk: Talk, what: str, make: Callable[[], _Made], text_of: Callable[[_Made], str]
+def run_on_all_ranks(
+    control: ControlChannel, what: str, make: Callable[[], _Made], text_of: Callable[[_Made], str]
 ) -> tuple[_Made, tuple[str, ...]]:
     """Return what `make` returns, and the text of it from every rank; raise on all ranks where any of them fails."""
-    return talk.told(what, make, text_of, {NoFeasiblePlan: attrgetter("args")})
+    return control.run_on_all_ranks(what, make, text_of, {NoFeasiblePlan: attrgetter("args")})
 
 
-def _facts_of_all(talk: Talk, texts: Sequence[str]) -> list[RankFacts]:
+def _facts_of_all(control: ControlChannel, texts: Sequence[str]) -> list[RankFacts]:
     """Read the facts of every rank; RanksDiffer where another version of the package wrote them in another form."""
     found: list[RankFacts] = []
     for place, text in enumerate(texts):
         try:
             found.append(facts_from_text(text))
         except ElixirError as error:
-            odd = ranks_at(talk, [place])
+            odd = ranks_at(control, [place])
             raise RanksDiffer(odd, [f"{ranks_text(odd)} has another version of elixir_compile: {error}"]) from error
     return found
 
 
-def _require_same(talk: Talk, lines: Sequence[str], digests: Sequence[str], faults: Sequence[str] = ()) -> None:
+def _require_same(
+    control: ControlChannel, lines: Sequence[str], digests: Sequence[str], faults: Sequence[str] = ()
+) -> None:
     """Raise RanksDiffer on all ranks, with `faults` and what differs, where `lines` do; all have the same `digests`."""
     divide = Divide.of(digests)
     if not divide.odd:
         return
-    said = [json.loads(text) for text in talk.exchange(json.dumps(lines), "what differs")]
-    usual_name = ranks_text([talk.ranks[divide.usual]])
+    said = [json.loads(text) for text in control.exchange(json.dumps(lines), "what differs")]
+    usual_name = ranks_text([control.ranks[divide.usual]])
     found = dict.fromkeys(faults)
     for place in divide.odd:
-        odd_name = ranks_text([talk.ranks[place]])
+        odd_name = ranks_text([control.ranks[place]])
         found |= dict.fromkeys(differences(said[divide.usual], said[place], usual_name, odd_name))
-    raise RanksDiffer(ranks_at(talk, divide.odd), list(found))
+    raise RanksDiffer(ranks_at(control, divide.odd), list(found))
 
 
-def ranks_at(talk: Talk, places: Sequence[int]) -> tuple[int, ...]:
+def ranks_at(control: ControlChannel, places: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks at `places` of `talk`, as the default group counts them."""
-    return tuple(talk.ranks[place] for place in places)
+    return tuple(control.ranks[place] for place in places)

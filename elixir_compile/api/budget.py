@@ -104,7 +104,7 @@ def host_budget_bytes(options: Options, ranks: Ranks | None = None) -> int:
 
 def num_sharing_host(ranks: Ranks | None) -> int:
     """Return how many ranks share this host, the same on all `ranks`, where there are several hosts the most."""
-    if ranks is None or ranks.talk.is_echo:
+    if ranks is None or ranks.control.is_echo:
         return num_local_ranks()
     # Ranks of another model may be here too.
     return max(ranks.num_local, num_local_ranks(1))

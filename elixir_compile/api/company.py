@@ -93,9 +93,9 @@ class OutstandingForwards:
             executor.is_crowded = False
             _settle(executor, records)
         self._has_run = True
-        self.meet(waiting)
+        self.note_waiting(waiting)
 
-    def meet(self, waiting: Sequence[object]) -> None:
+    def note_waiting(self, waiting: Sequence[object]) -> None:
         """Remember the most forwards that waited while this one ran."""
         if len(waiting) > len(self._beside):
             self._beside = tuple(waiting)

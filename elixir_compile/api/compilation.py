@@ -129,7 +129,7 @@ class Compilation:
         if backward is not None:
             add_spares(self._captured)
             self._ticket_at = ticket_position(self._captured)
-        self._variants.meet(lambda: roll_key(graph_of(self._captured, self._executor, self._sizes.values)))
+        self._variants.find_graph_set(lambda: roll_key(graph_of(self._captured, self._executor, self._sizes.values)))
         before = self._replan()
         if self._review is not None and not self._variants.outstanding:
             self.plan = self._review(self.plan)
@@ -253,7 +253,7 @@ class Compilation:
 
     def _run_backward(self, args: list[Any]) -> Any:
         ticket = args[self._ticket_at]
-        self.outstanding.meet(self._executor.saved.waiting(leaving_out=ticket))
+        self.outstanding.note_waiting(self._executor.saved.waiting(leaving_out=ticket))
         self._executor.saved.bring_back(ticket)
         try:
             self._variants.begin_backward(ticket)

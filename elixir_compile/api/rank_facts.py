@@ -23,7 +23,7 @@ from elixir_compile.ir import Kind, Plan, StepGraph
 from elixir_compile.search import Problem
 
 _NUM_DIGITS = 32
-"""With the brackets around it a digest still fits into one short text of `runtime.talk`."""
+"""With the brackets around it a digest still fits into one short text of `runtime.control`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,7 @@ def _shared(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch
 
 def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:
     """Let the gradient of `param` be its mean over all ranks; RanksDiffer where one has that of another."""
-    ranks.talk.meet(name, "a gradient")
+    ranks.control.check_same_op(name, "a gradient")
     (mean,) = ranks.means([param.grad], param.grad.dtype)
     param.grad.copy_(mean)
 

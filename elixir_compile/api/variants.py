@@ -75,7 +75,7 @@ class Variants:
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
         return f"is about to run {self._name}{behind}"
 
-    def meet(self, key_of_graph: Callable[[], str]) -> None:
+    def find_graph_set(self, key_of_graph: Callable[[], str]) -> None:
         """Before the graph is planned for the first time: find out beside which others that is."""
         ranks = self._executor.ranks
         if ranks is not None:

@@ -21,7 +21,7 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.checkpoint.errors import CheckpointCorrupted, CheckpointMismatch, NotACheckpoint, NotSavable
 from elixir_compile.errors import DiskFailed, DiskFull
 from elixir_compile.runtime.errors import RanksDiffer, ranks_text
-from elixir_compile.runtime.talk import Carried, Talk
+from elixir_compile.runtime.talk import Carried, ControlChannel
 
 _Made = TypeVar("_Made")
 
@@ -42,10 +42,10 @@ _CARRIED: Carried = {
 class RankGroup:
     """The ranks that save or load one model; this process alone where there are no others."""
 
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
-        self.rank = talk.rank
-        self.num_ranks = len(talk.ranks)
+    def __init__(self, control: ControlChannel) -> None:
+        self._talk = control
+        self.rank = control.rank
+        self.num_ranks = len(control.ranks)
 
     @property
     def is_first(self) -> bool:
@@ -90,5 +90,5 @@ def rank_group_of(model: nn.Module, doing: str) -> RankGroup:
     executor = executor_of(model)
     ranks = None if executor is None else executor.ranks
     if ranks is not None and threading.current_thread() is threading.main_thread():
-        ranks.talk.exchange("", "a save, load or export", doing)
-    return RankGroup(Talk(None, (0,), 0) if ranks is None else ranks.checkpoint_talk)
+        ranks.control.exchange("", "a save, load or export", doing)
+    return RankGroup(ControlChannel(None, (0,), 0) if ranks is None else ranks.checkpoint_control)

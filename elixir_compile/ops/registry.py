@@ -44,7 +44,7 @@ class SlotOwner(Protocol):
     generation: int
     """Grows when parameters move."""
 
-    def meet(self, slot: "Slot") -> None:
+    def check_same_op(self, slot: "Slot") -> None:
         """Return when every rank is about to gather the slot's parameter; RanksDiffer where one does something else."""
         ...
 
@@ -151,7 +151,7 @@ class Slot:
         Every rank calls this at once where each has a part. Raises RanksDiffer where one does something else.
         """
         if is_sharded(self.param):
-            self.sink.meet(self)
+            self.sink.check_same_op(self)
         self.sink.settle(self)
         return whole(self.param, self.device)
 

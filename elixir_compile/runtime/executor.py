@@ -131,9 +131,9 @@ class Executor:
         wanted = set(buckets)
         return [bucket for bucket in self._buckets.values() if bucket in wanted]
 
-    def meet(self, slot: Slot) -> None:
+    def check_same_op(self, slot: Slot) -> None:
         """Return when every rank is about to gather this parameter; RanksDiffer where one does something else."""
-        self.ranks.talk.meet(slot.name, "a parameter")
+        self.ranks.control.check_same_op(slot.name, "a parameter")
 
     def settle(self, slot: Slot) -> None:
         """Wait for a queued update of the slot's bucket; raises what failed in it."""

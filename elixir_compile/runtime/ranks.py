@@ -29,7 +29,7 @@ from elixir_compile.runtime.errors import PeerFailed
 from elixir_compile.runtime.exchange import Exchange, messenger_of, weigh_in
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.streams import CopyStream
-from elixir_compile.runtime.talk import Talk, apart, new_talk
+from elixir_compile.runtime.talk import ControlChannel, apart, new_control_channel
 
 log = logging.getLogger("elixir_compile")
 
@@ -61,7 +61,7 @@ class Collective:
     def wait(self) -> None:
         """Let what is issued from now on run behind it; PeerFailed where a rank is dead or silent."""
         self._ranks.under_way.pop(self, None)
-        with self._ranks.talk.heard(self.what):
+        with self._ranks.control.raising_peer_failed(self.what):
             self.work.wait()
 
 
@@ -111,7 +111,7 @@ class Ranks:
         self._copy_stream = CopyStream(device_of(mesh))
         self._all_gather, self._reduce_scatter = compat.flat_collectives()
         self._messenger = messenger_of(self._shard_group, torch.device(mesh.device_type))
-        self.talk = new_talk(mesh.mesh.flatten().tolist())
+        self.control = new_control_channel(mesh.mesh.flatten().tolist())
         """How the ranks agree."""
         self.weight = 1.0
         """How often the gradients of this rank count in the mean."""
@@ -122,18 +122,20 @@ class Ranks:
         """The collectives that nobody has waited for, in their order."""
 
     @cached_property
-    def checkpoint_talk(self) -> Talk:
+    def checkpoint_control(self) -> ControlChannel:
         """How the ranks agree about checkpoints, apart from training, which goes on beside a save.
 
         All of them must ask for it at once the first time.
         """
-        return new_talk(self.mesh.mesh.flatten().tolist())
+        return new_control_channel(self.mesh.mesh.flatten().tolist())
 
     @cached_property
     def num_local(self) -> int:
         """The most ranks that share a host, by its name. All of them must ask for it at once the first time."""
         return max(
-            Counter(self.talk.exchange(platform.node(), "names of hosts", "is about to run its first graph")).values()
+            Counter(
+                self.control.exchange(platform.node(), "names of hosts", "is about to run its first graph")
+            ).values()
         )
 
     def placements_of(self, param: torch.Tensor) -> tuple[Placement, ...]:
@@ -156,7 +158,7 @@ class Ranks:
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor, what: str) -> Collective:
         """Start filling `whole` with the `own` of every part, a row each, in their order."""
-        with self.talk.heard(what):
+        with self.control.raising_peer_failed(what):
             if self._messenger is not None:
                 work = self._messenger.all_gather(whole, own)
             else:
@@ -168,11 +170,11 @@ class Ranks:
 
         Every rank calls this at once. Raises PeerFailed where one does not, ValueError where there are no samples.
         """
-        said = [int(text) for text in self.talk.exchange(str(num_samples), "samples of a batch", "weighs its batch")]
+        said = [int(text) for text in self.control.exchange(str(num_samples), "samples of a batch", "weighs its batch")]
         if min(said) < 0 or sum(said) == 0:
             raise ValueError(f"the ranks have {said} samples: needs 0 or more each, and one at least")
-        weights = {rank: own * len(said) / sum(said) for rank, own in zip(self.talk.ranks, said, strict=True)}
-        self.weight, self._is_weighed = weights[self.talk.ranks[self.talk.rank]], set(weights.values()) != {1.0}
+        weights = {rank: own * len(said) / sum(said) for rank, own in zip(self.control.ranks, said, strict=True)}
+        self.weight, self._is_weighed = weights[self.control.ranks[self.control.rank]], set(weights.values()) != {1.0}
         if self._messenger is not None:
             members = distributed.get_process_group_ranks(self._shard_group)
             self._messenger.weights = tuple(weights[rank] for rank in members)
@@ -198,7 +200,7 @@ class Ranks:
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, what: str) -> Collective:
         """Start filling `own` with this rank's row of the mean of `whole` over the ranks of the last axis; see
         `weighs`."""
-        with self.talk.heard(what):
+        with self.control.raising_peer_failed(what):
             if self._messenger is not None:
                 work = self._messenger.reduce_scatter(own, whole)
             else:
@@ -212,7 +214,7 @@ class Ranks:
         """Start letting `own`, which `reduced` brings, be its mean over the ranks that have the same part; what is
         returned is waited for in place of `reduced`."""
         self.under_way.pop(reduced, None)
-        with self.talk.heard(reduced.what):
+        with self.control.raising_peer_failed(reduced.what):
             work = _MeanOfCopies(reduced.work, own, self._copy_group, self._copy_stream)
         return Collective(work, reduced.what, self)
 
@@ -241,7 +243,7 @@ class Ranks:
         def reduce() -> None:
             distributed.all_reduce(tensor, op=distributed.ReduceOp.AVG, group=group)
 
-        with self.talk.heard("gradients"):
+        with self.control.raising_peer_failed("gradients"):
             reduce() if tensor.device.type != "cpu" else apart(reduce)
 
     def mean_sums(
@@ -265,6 +267,6 @@ class Ranks:
 
         Raises RanksDiffer where another rank has the gradient of another parameter than that called `name`.
         """
-        self.talk.meet(name, "a gradient")
+        self.control.check_same_op(name, "a gradient")
         (mean,) = self.means([grad], self.reduced_dtype(param))
         return part_like(mean, param)

@@ -49,7 +49,7 @@ _GROUP_WORDS = ("gloo", "nccl", "timeout", "timed out", "connection", "socket")
 caused pair closure`, `Wait timeout`."""
 
 
-class Talk:
+class ControlChannel:
     """The ranks that agree with each other, and how texts get from each to all."""
 
     def __init__(self, group: "distributed.ProcessGroup | None", ranks: Sequence[int], rank: int) -> None:
@@ -77,7 +77,7 @@ class Talk:
             return (text,) * len(self.ranks)
         data = text.encode(errors="surrogatepass")
         row = _ROW.pack(what.encode()[:_WHAT_BYTES], len(data), data[:_SHORT_BYTES])
-        with self.heard(what):
+        with self.raising_peer_failed(what):
             rows = [_ROW.unpack(found) for found in apart(lambda: self._gathered(row))]
         names = [name.rstrip(bytes(1)).decode(errors="replace") for name, _, _ in rows]
         if len(set(names)) > 1:
@@ -86,12 +86,12 @@ class Talk:
         long = [place for place, length in enumerate(lengths) if length > _SHORT_BYTES]
         texts = [start for _, _, start in rows]
         if long:
-            with self.heard(what):
+            with self.raising_peer_failed(what):
                 texts = apart(lambda: self._whole(texts, data, lengths, long))
         pairs = zip(texts, lengths, strict=True)
         return tuple(found[:length].decode(errors="surrogatepass") for found, length in pairs)
 
-    def told(
+    def run_on_all_ranks(
         self, what: str, make: Callable[[], _Made], text_of: Callable[[_Made], str], carried: Carried
     ) -> tuple[_Made, tuple[str, ...]]:
         """Return what `make` returns, and the text of it from every rank; `what` is as in `exchange`.
@@ -116,7 +116,7 @@ class Talk:
                 raise PeerFailed([rank], what, f"{name}: {message}") if facts is None else kinds[name](*facts)
         return made, tuple(text for (text,) in answers)
 
-    def meet(self, name: str, what: str) -> None:
+    def check_same_op(self, name: str, what: str) -> None:
         """Return when every rank is about to exchange `what`, called `name`; RanksDiffer where one exchanges another,
         before anything is mixed up."""
         names = [f"{what}, {found}" for found in self.exchange(name, what, f"exchanges {what}, {name}, in eager code")]
@@ -152,7 +152,7 @@ class Talk:
         raise RanksDiffer(odd, [f"{ranks_text([rank])} {own}" for rank, own in zip(self.ranks, told, strict=True)])
 
     @contextmanager
-    def heard(self, what: str) -> Iterator[None]:
+    def raising_peer_failed(self, what: str) -> Iterator[None]:
         """Raise PeerFailed for what a process group raises in the block, which exchanges `what`; what is raised for
         another reason, as out of memory, passes."""
         began_s = time.monotonic()
@@ -185,7 +185,7 @@ def apart(work: Callable[[], _Made]) -> _Made:
     return done.result()
 
 
-def new_talk(ranks: Sequence[int], timeout: timedelta | None = None) -> Talk:
+def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) -> ControlChannel:
     """Return how `ranks` of the default process group talk; each of them must call this.
 
     `timeout` is how long a rank waits for another; None: as long as in the default group. Raises PeerFailed where not
@@ -193,10 +193,10 @@ def new_talk(ranks: Sequence[int], timeout: timedelta | None = None) -> Talk:
     """
     members = tuple(sorted(ranks))
     if len(members) == 1:
-        return Talk(None, members, 0)
+        return ControlChannel(None, members, 0)
     rank = members.index(distributed.get_rank())
     if distributed.get_backend() == distributed.Backend.FAKE:
-        return Talk(None, members, rank)
+        return ControlChannel(None, members, rank)
     began_s = time.monotonic()
     try:
         # Only the members call this, so the others must not be waited for.
@@ -211,7 +211,7 @@ def new_talk(ranks: Sequence[int], timeout: timedelta | None = None) -> Talk:
         others = tuple(other for other in members if other != members[rank])
         because = f"{_reason(error)}. A model for several ranks is prepared on all of them, with the same mesh"
         raise PeerFailed(others, "addresses", because, time.monotonic() - began_s) from error
-    return Talk(group, members, rank)
+    return ControlChannel(group, members, rank)
 
 
 def _is_of_group(error: RuntimeError) -> bool:

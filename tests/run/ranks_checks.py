@@ -77,7 +77,7 @@ def keeps_what_the_formula_says(rank: int, world_size: int) -> dict[str, int]:
     gc.collect()
     with Resident() as resident:
         # The last texts that ranks exchanged, the plan among them, stay for a few forwards more.
-        texts_bytes = sum(text.nbytes for text in executor_of(model).ranks.talk._held)
+        texts_bytes = sum(text.nbytes for text in executor_of(model).ranks.control._held)
         held_bytes = resident.nbytes - before_bytes - texts_bytes
     device_bytes = sum(buffer.nbytes for buffer in model.buffers())
     host_bytes = 0

@@ -17,7 +17,7 @@ from elixir_compile.errors import NoFeasiblePlan, NotPrepared
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import OpId, Plan, Saving, StepGraph, fingerprint
 from elixir_compile.runtime.errors import PeerFailed, RanksDiffer
-from elixir_compile.runtime.talk import Talk, new_talk
+from elixir_compile.runtime.talk import ControlChannel, new_control_channel
 from elixir_compile.search import Problem, plan
 from tests.pure.search.test_planner import CLUSTERS, needed_bytes, problem_of
 from tests.pure.strategies import Layer, chain
@@ -94,11 +94,11 @@ def outcome(call: Callable[[], Plan]) -> dict[str, Any]:
     }
 
 
-class Garbled(Talk):
+class Garbled(ControlChannel):
     """What `source` says of the plan that it took over arrives as something else, on all ranks."""
 
-    def __init__(self, talk: Talk, source: int) -> None:
-        super().__init__(talk._group, talk.ranks, talk.rank)
+    def __init__(self, control: ControlChannel, source: int) -> None:
+        super().__init__(control._group, control.ranks, control.rank)
         self._source = source
 
     def exchange(self, text: str, what: str, doing: str = "") -> tuple[str, ...]:
@@ -120,24 +120,24 @@ def small_search(problem: Problem) -> Plan:
     return greedy(replace(problem, budget_bytes=1))
 
 
-def calls(talk: Talk, last: bool) -> dict[str, list[str]]:
+def calls(control: ControlChannel, last: bool) -> dict[str, list[str]]:
     """Roll calls of ranks that run equal graphs, or other ones, with the plan for them at hand or not."""
     own = "é" * 40 + ("b" if last else "a")
-    other = roll_call(talk, own, "", wants_plan=False)
+    other = roll_call(control, own, "", wants_plan=False)
     found = {
-        "equal": roll_call(talk, "forward 1", "", wants_plan=False),
-        "one plans": roll_call(talk, "forward 1" * 20, "", wants_plan=last),
+        "equal": roll_call(control, "forward 1", "", wants_plan=False),
+        "one plans": roll_call(control, "forward 1" * 20, "", wants_plan=last),
         "other": other,
-        "other and planned": roll_call(talk, own, other.outstanding, wants_plan=False),
-        "other and one plans": roll_call(talk, own, other.outstanding, wants_plan=last),
-        "equal again": roll_call(talk, "forward 1", "" if last else other.outstanding, wants_plan=False),
+        "other and planned": roll_call(control, own, other.outstanding, wants_plan=False),
+        "other and one plans": roll_call(control, own, other.outstanding, wants_plan=last),
+        "equal again": roll_call(control, "forward 1", "" if last else other.outstanding, wants_plan=False),
     }
     return {name: [call.step, call.outstanding] for name, call in found.items()}
 
 
 def checks(rank: int, world_size: int) -> dict[str, Any]:
-    """Every way in which ranks agree or not, one after another with one talk."""
-    talk = new_talk(range(world_size))
+    """Every way in which ranks agree or not, one after another with one control."""
+    control = new_control_channel(range(world_size))
     same = question(world_size)
     plain = question(world_size, with_plain_layers())
     kept_bytes = greedy(same).prediction.device_peak_bytes
@@ -146,13 +146,13 @@ def checks(rank: int, world_size: int) -> dict[str, Any]:
     last = rank == world_size - 1
 
     def agreed(problem: Problem | None, search: Callable[[Problem], Plan] = greedy, **more: Any) -> dict[str, Any]:
-        return outcome(lambda: agreed_plan(talk, problem, search, **more))
+        return outcome(lambda: agreed_plan(control, problem, search, **more))
 
     def renamed(number: int) -> Problem:
         return replace(plain, graph=with_op_renamed(plain.graph, number)) if last else plain
 
     def with_batches(budget_bytes: int) -> dict[str, Any]:
-        made = agreed_plan(talk, replace(batches, budget_bytes=budget_bytes), greedy)
+        made = agreed_plan(control, replace(batches, budget_bytes=budget_bytes), greedy)
         verify(batches.graph, made)
         assert made.graph == fingerprint(batches.graph)
         assert made.prediction.device_peak_bytes == plan_timeline(batches.graph, made).peak.nbytes
@@ -177,8 +177,8 @@ def checks(rank: int, world_size: int) -> dict[str, Any]:
         "another first op": agreed(renamed(0)),
         "parameters": agreed(mixed),
         "options": agreed(same, settings={"planner": "milp" if last else "greedy"}),
-        "garbled": outcome(lambda: agreed_plan(Garbled(talk, leader), same, greedy)),
-        "calls": calls(talk, last),
+        "garbled": outcome(lambda: agreed_plan(Garbled(control, leader), same, greedy)),
+        "calls": calls(control, last),
         "again": agreed(same),
     }
 
@@ -311,9 +311,9 @@ def test_ranks_agree_again_after_errors(ranks: list[dict[str, Any]]) -> None:
 
 
 def dies_searching(rank: int, world_size: int) -> list[Any]:
-    talk = new_talk(range(world_size))
+    control = new_control_channel(range(world_size))
     with pytest.raises(PeerFailed) as caught:
-        agreed_plan(talk, question(world_size), lambda problem: os._exit(1))
+        agreed_plan(control, question(world_size), lambda problem: os._exit(1))
     return [caught.value.during, caught.value.waited_s]
 
 
@@ -327,13 +327,13 @@ def test_a_leader_that_dies_stops_all(tmp_path: Path) -> None:
 def test_any_number_of_ranks_agrees_without_a_cluster(rank: int) -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1024)
     try:
-        talk = new_talk(range(1024))
+        control = new_control_channel(range(1024))
         problem = question(1024)
-        made = agreed_plan(talk, problem, greedy)
+        made = agreed_plan(control, problem, greedy)
         assert made == greedy(problem)
         assert made.num_ranks == 1024
-        assert roll_call(talk, "forward", "", wants_plan=True) == RollCall(step=Step.PLAN, company="")
+        assert roll_call(control, "forward", "", wants_plan=True) == RollCall(step=Step.PLAN, company="")
         with pytest.raises(NoFeasiblePlan):
-            agreed_plan(talk, problem, small_search)
+            agreed_plan(control, problem, small_search)
     finally:
         distributed.destroy_process_group()

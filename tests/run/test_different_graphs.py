@@ -102,9 +102,9 @@ def trains(
     uses = USES[name]
     model = elixir_compile.prepare(Branching().double(), mesh=init_device_mesh("cpu", (world_size,)))
     executor = executor_of(model)
-    talk, said = executor.ranks.talk, []
-    exchange = talk.exchange
-    talk.exchange = lambda text, what, *doing: (said.append(what), exchange(text, what, *doing))[1]
+    control, said = executor.ranks.control, []
+    exchange = control.exchange
+    control.exchange = lambda text, what, *doing: (said.append(what), exchange(text, what, *doing))[1]
     kind = elixir_compile.HybridAdamW if hybrid else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-2)
     compiled = torch.compile(model, backend="elixir", options={**OPTIONS, **ROOM, **options}, dynamic=False)

@@ -37,7 +37,7 @@ def own_peaks(rank: int, world_size: int, batches: list[list[int]]) -> list[dict
     found = []
     for sizes in batches:
         elixir.weigh(model, sizes[rank])
-        texts_bytes = sum(text.nbytes for text in executor_of(model).ranks.talk._held)
+        texts_bytes = sum(text.nbytes for text in executor_of(model).ranks.control._held)
         measured_bytes = elixir.measure_step(step, device="cpu").device_peak_bytes - before_bytes - texts_bytes
         found.append({"measured": measured_bytes, "planned": plan.prediction.device_peak_bytes})
     return found

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elixir_compile import compat
 from elixir_compile.runtime.errors import PeerFailed, RanksDiffer
-from elixir_compile.runtime.talk import Talk, new_talk
+from elixir_compile.runtime.talk import ControlChannel, new_control_channel
 from tests.run.processes import spawn
 
 LENGTHS = [0, 1, 63, 64, 65, 5000]
@@ -23,8 +23,8 @@ TIMEOUT_S = 2.0
 """Of groups that lose a rank: longer than ranks on a busy machine are apart."""
 
 
-def talk_of(world_size: int) -> Talk:
-    return new_talk(range(world_size))
+def talk_of(world_size: int) -> ControlChannel:
+    return new_control_channel(range(world_size))
 
 
 def text_of(rank: int, length: int) -> str:
@@ -33,14 +33,14 @@ def text_of(rank: int, length: int) -> str:
 
 def swaps(rank: int, world_size: int) -> list[list[str]]:
     """Texts of each length on all ranks, then a long one on one rank, then a mixture; also while tensors are fake."""
-    talk = talk_of(world_size)
+    control = talk_of(world_size)
     given = [[length] * world_size for length in LENGTHS]
     given += [[300 if place == source else source for place in range(world_size)] for source in range(world_size)]
     given += [[place * 40 for place in range(world_size)]]
-    found = [list(talk.exchange(text_of(rank, lengths[rank]), "letters")) for lengths in given]
+    found = [list(control.exchange(text_of(rank, lengths[rank]), "letters")) for lengths in given]
 
     def traced(example: torch.Tensor) -> torch.Tensor:
-        found.append(list(talk.exchange(f"rank {rank} été " * 9, "letters")))
+        found.append(list(control.exchange(f"rank {rank} été " * 9, "letters")))
         return example + 1
 
     make_fx(traced, tracing_mode="fake")(torch.ones(1))
@@ -56,10 +56,10 @@ def test_texts_of_every_length_arrive_in_the_order_of_ranks(tmp_path: Path, worl
 
 def out_of_step(rank: int, world_size: int) -> list[Any]:
     """The last rank exchanges something else; then all go on."""
-    talk = talk_of(world_size)
+    control = talk_of(world_size)
     with pytest.raises(RanksDiffer) as caught:
-        talk.exchange("x" * 100 * rank, "steps" if rank == world_size - 1 else "plans")
-    return [caught.value.ranks, str(caught.value), talk.exchange(str(rank), "steps")]
+        control.exchange("x" * 100 * rank, "steps" if rank == world_size - 1 else "plans")
+    return [caught.value.ranks, str(caught.value), control.exchange(str(rank), "steps")]
 
 
 def test_ranks_out_of_step_all_know(tmp_path: Path) -> None:
@@ -74,8 +74,8 @@ def test_ranks_out_of_step_all_know(tmp_path: Path) -> None:
 
 def some_talk(rank: int, world_size: int) -> list[Any]:
     """Ranks 1 and 3 of four talk to each other, and so do the others."""
-    talk = new_talk([3, 1] if rank % 2 else [0, 2], timedelta(seconds=5))
-    return [talk.ranks, talk.rank, talk.exchange(f"rank {rank}", "names")]
+    control = new_control_channel([3, 1] if rank % 2 else [0, 2], timedelta(seconds=5))
+    return [control.ranks, control.rank, control.exchange(f"rank {rank}", "names")]
 
 
 def test_some_of_the_ranks_can_talk(tmp_path: Path) -> None:
@@ -88,18 +88,18 @@ def test_some_of_the_ranks_can_talk(tmp_path: Path) -> None:
 def loses_one(rank: int, world_size: int, how: str, before: str) -> list[Any]:
     """Rank 1 dies or goes silent before the group is made, before an exchange, or between its two collectives."""
     timeout = timedelta(seconds=TIMEOUT_S)
-    talk = None if before == "group" else new_talk(range(world_size), timeout)
-    if talk is not None:
-        talk.exchange("here", "greetings")
+    control = None if before == "group" else new_control_channel(range(world_size), timeout)
+    if control is not None:
+        control.exchange("here", "greetings")
     began_s = time.monotonic()
     if rank == 1:
         if before == "second collective":
             # As a rank does whose text is long, up to where it would send it.
-            talk._whole = lambda *_: gone(how)
-            talk.exchange("y" * 100, "letters")
+            control._whole = lambda *_: gone(how)
+            control.exchange("y" * 100, "letters")
         gone(how)
     with pytest.raises(PeerFailed) as caught:
-        (talk or new_talk(range(world_size), timeout)).exchange("x" * 100, "letters")
+        (control or new_control_channel(range(world_size), timeout)).exchange("x" * 100, "letters")
     error = caught.value
     return [error.ranks, error.during, error.waited_s, time.monotonic() - began_s, str(error)]
 
@@ -143,37 +143,37 @@ def test_a_rank_that_is_lost_is_an_error_on_all_others_in_time(
 
 
 def test_one_rank_talks_to_itself() -> None:
-    talk = new_talk([5], timedelta(seconds=5))
-    assert talk.is_echo
-    assert (talk.ranks, talk.rank) == ((5,), 0)
-    assert talk.exchange("x" * 100, "letters") == ("x" * 100,)
+    control = new_control_channel([5], timedelta(seconds=5))
+    assert control.is_echo
+    assert (control.ranks, control.rank) == ((5,), 0)
+    assert control.exchange("x" * 100, "letters") == ("x" * 100,)
 
 
 def test_the_fake_group_answers_for_any_number_of_ranks() -> None:
     distributed.init_process_group("fake", store=FakeStore(), rank=7, world_size=1024)
     try:
-        talk = new_talk(range(1024))
+        control = new_control_channel(range(1024))
     finally:
         distributed.destroy_process_group()
-    assert talk.is_echo
-    assert talk.rank == 7
-    assert talk.exchange("alike", "words") == ("alike",) * 1024
+    assert control.is_echo
+    assert control.rank == 7
+    assert control.exchange("alike", "words") == ("alike",) * 1024
 
 
 def test_only_what_the_group_raises_is_a_failed_peer() -> None:
-    talk = new_talk([5])
+    control = new_control_channel([5])
     for error in (
         RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Read error"),
         RuntimeError("Application timeout caused pair closure"),
         distributed.DistBackendError("unhandled system error"),
     ):
-        with pytest.raises(PeerFailed), talk.heard("letters"):
+        with pytest.raises(PeerFailed), control.raising_peer_failed("letters"):
             raise error
     for error in (
         torch.OutOfMemoryError("out of memory; PyTorch and NCCL have 3 GiB"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
     ):
-        with pytest.raises(RuntimeError) as caught, talk.heard("letters"):
+        with pytest.raises(RuntimeError) as caught, control.raising_peer_failed("letters"):
             raise error
         assert caught.value is error
 
