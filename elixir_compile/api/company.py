@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from elixir_compile.api.agreement import any_of_all
 from elixir_compile.api.budget import library_bytes
 from elixir_compile.api.planning import ExternalUsage, outside_bytes
-from elixir_compile.api.sharing import Planned, Turn, share_out
+from elixir_compile.api.sharing import GraphRequest, Planned, plan_jointly
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.units import format_bytes
@@ -127,7 +127,7 @@ class OutstandingForwards:
         return tuple(records.index(other) for other in self._beside if other in records)
 
     def forget(self, *, takes_turns: bool) -> None:
-        """Look at the steps from now on, in which it runs beside others or takes turns with them."""
+        """Look at the steps from now on, in which it runs beside others or takes requests with them."""
         self._has_run, self._beside = False, ()
         self.takes_turns = takes_turns
 
@@ -156,9 +156,12 @@ def _planned_together(executor: Executor, records: Sequence["Compilation"]) -> S
         return ()
     read = {name for record in records for name in record.reads}
     base_bytes = outside_bytes(executor, read) + library_bytes(executor.device)
-    turns = [Turn(problem=record.question(base_bytes), beside=record.outstanding.beside(records)) for record in records]
+    requests = [
+        GraphRequest(problem=record.question(base_bytes), beside=record.outstanding.beside(records))
+        for record in records
+    ]
     try:
-        return share_out(turns, records[0].search)
+        return plan_jointly(requests, records[0].search)
     except NoFeasiblePlan as error:
         log.warning(
             "no plans keep the budget of %s together, where the forwards that wait need at least %s of %s memory: what "

@@ -186,7 +186,7 @@ def _module_at(name: str, path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _blaming(name: str) -> Iterator[None]:
-    """Turn what the user's code raises into an error that says so."""
+    """GraphRequest what the user's code raises into an error that says so."""
     try:
         yield
     except Exception as error:

@@ -11,7 +11,7 @@ from torch import nn
 from elixir_compile import compat
 from elixir_compile.api.masters import cast, gets_master, torch_dtype
 from elixir_compile.api.meta import materialize
-from elixir_compile.api.share import ranks_of, share
+from elixir_compile.api.share import ranks_of, shard_parameters
 from elixir_compile.capture.modules import executor_of, is_swapped, swap, undo_swap, whole_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.aliases import aliases, moved_together
@@ -68,7 +68,7 @@ def prepare(
         if ranks is None:
             materialize(model)
         else:
-            share(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
+            shard_parameters(model, ranks, None if param_dtype is None else torch_dtype(param_dtype))
         if param_dtype is not None:
             cast(model, param_dtype)
         executor = new_executor([model], target, ranks)

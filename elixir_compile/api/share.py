@@ -52,11 +52,11 @@ def weigh(model: nn.Module, num_samples: int) -> None:
     if executor is None:
         raise NotPrepared("`weigh` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
     if executor.ranks is not None:
-        executor.ranks.weigh(num_samples)
+        executor.ranks.set_gradient_weight(num_samples)
 
 
 @torch.no_grad()
-def share(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> None:
+def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> None:
     """Make the parameters of `model` DTensors over `ranks`, in `dtype` and with masters where one is named; those that
     cannot be cut are averaged as they are.
 

@@ -29,7 +29,7 @@ _EASED = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class GraphRequest:
     """One graph of the step."""
 
     problem: Problem
@@ -42,22 +42,22 @@ Planned = tuple[Problem, Plan]
 """A question and its answer."""
 
 
-def share_out(turns: Sequence[Turn], search: Callable[[Problem], Plan]) -> list[Planned]:
-    """Return what each of `turns` is asked and its plan, such that all plans keep the budget together.
+def plan_jointly(requests: Sequence[GraphRequest], search: Callable[[Problem], Plan]) -> list[Planned]:
+    """Return what each of `requests` is asked and its plan, such that all plans keep the budget together.
 
     Raises NoFeasiblePlan with the bytes that the step needs at least.
     """
-    found = [extents(turn.problem) for turn in turns]
-    share = _largest_share(turns, found)
-    budget_bytes, memory = turns[0].problem.budget_bytes, "device"
-    needed_bytes = _needed_bytes(turns, [low for low, _ in found])
+    found = [extents(request.problem) for request in requests]
+    share = _largest_share(requests, found)
+    budget_bytes, memory = requests[0].problem.budget_bytes, "device"
+    needed_bytes = _needed_bytes(requests, [low for low, _ in found])
     host_needs: dict[int, int] = {}
     shares = [] if share is None else [share * part for part in _EASED]
     while shares:
         held = [low.towards(high, shares[0]) for low, high in found]
         num_known = len(host_needs)
         try:
-            planned = _planned(turns, held, search, host_needs)
+            planned = _planned(requests, held, search, host_needs)
         except NoFeasiblePlan as error:
             budget_bytes, needed_bytes, memory = error.budget_bytes, error.needed_bytes, error.memory
             if len(host_needs) == num_known:
@@ -70,12 +70,12 @@ def share_out(turns: Sequence[Turn], search: Callable[[Problem], Plan]) -> list[
     raise NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, memory)
 
 
-def _largest_share(turns: Sequence[Turn], found: Sequence[tuple[Extent, Extent]]) -> float | None:
+def _largest_share(requests: Sequence[GraphRequest], found: Sequence[tuple[Extent, Extent]]) -> float | None:
     """None where not even the least fits."""
 
     def fits(share: float) -> bool:
         held = [low.towards(high, share) for low, high in found]
-        return _needed_bytes(turns, held) <= turns[0].problem.budget_bytes
+        return _needed_bytes(requests, held) <= requests[0].problem.budget_bytes
 
     if not fits(0.0):
         return None
@@ -88,24 +88,24 @@ def _largest_share(turns: Sequence[Turn], found: Sequence[tuple[Extent, Extent]]
     return low
 
 
-def _needed_bytes(turns: Sequence[Turn], held: Sequence[Extent]) -> int:
-    return max(_base_bytes(turns, held, number) + own.peak_bytes for number, own in enumerate(held))
+def _needed_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent]) -> int:
+    return max(_base_bytes(requests, held, number) + own.peak_bytes for number, own in enumerate(held))
 
 
-def _base_bytes(turns: Sequence[Turn], held: Sequence[Extent], number: int) -> int:
+def _base_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int) -> int:
     """Device bytes that are not of the graph `number` while it runs, or while its gradients wait for the update."""
-    beside = turns[number].beside
+    beside = requests[number].beside
     others = [own for other, own in enumerate(held) if other != number]
     done = [own for other, own in enumerate(held) if other != number and other not in beside]
     left_bytes = sum(held[other].left_bytes for other in beside)
     while_it_runs = left_bytes + sum(own.grad_bytes for own in done)
     at_the_update = sum(own.grad_bytes for own in others)
     resident_bytes = sum(own.resident_bytes for own in others)
-    return turns[number].problem.base_bytes + resident_bytes + max(while_it_runs, at_the_update)
+    return requests[number].problem.base_bytes + resident_bytes + max(while_it_runs, at_the_update)
 
 
 def _planned(
-    turns: Sequence[Turn], held: list[Extent], search: Callable[[Problem], Plan], host_needs: dict[int, int]
+    requests: Sequence[GraphRequest], held: list[Extent], search: Callable[[Problem], Plan], host_needs: dict[int, int]
 ) -> list[Planned]:
     """Plan one after another; `held` is what each is thought to hold, then what it does.
 
@@ -114,17 +114,17 @@ def _planned(
     """
     found: list[Planned] = []
     placed: dict[BucketId, Placement] = {}
-    for number, turn in enumerate(turns):
-        more_bytes = _more_host_bytes(turn.problem, placed, [plan for _, plan in found])
+    for number, request in enumerate(requests):
+        more_bytes = _more_host_bytes(request.problem, placed, [plan for _, plan in found])
         more_bytes += sum(needed for later, needed in host_needs.items() if later > number)
         problem = replace(
-            turn.problem,
-            host_budget_bytes=turn.problem.host_budget_bytes - more_bytes,
-            host_base_bytes=max(0, turn.problem.host_base_bytes + more_bytes),
-            base_bytes=_base_bytes(turns, held, number),
-            between_bytes=_more_bytes(turns, held, number, waits=True),
-            after_bytes=_more_bytes(turns, held, number, waits=False),
-            placements=tuple(placed.get(home.bucket, home) for home in turn.problem.placements),
+            request.problem,
+            host_budget_bytes=request.problem.host_budget_bytes - more_bytes,
+            host_base_bytes=max(0, request.problem.host_base_bytes + more_bytes),
+            base_bytes=_base_bytes(requests, held, number),
+            between_bytes=_more_bytes(requests, held, number, waits=True),
+            after_bytes=_more_bytes(requests, held, number, waits=False),
+            placements=tuple(placed.get(home.bucket, home) for home in request.problem.placements),
         )
         try:
             plan = search(problem)
@@ -135,7 +135,9 @@ def _planned(
         found.append((problem, plan))
         placed |= {home.bucket: home for home in plan.placements}
         held[number] = extent_of(problem.graph, plan)
-    return [(problem, _rebased(plan, _base_bytes(turns, held, number))) for number, (problem, plan) in enumerate(found)]
+    return [
+        (problem, _rebased(plan, _base_bytes(requests, held, number))) for number, (problem, plan) in enumerate(found)
+    ]
 
 
 def _more_host_bytes(problem: Problem, placed: Mapping[BucketId, Placement], plans: Sequence[Plan]) -> int:
@@ -148,25 +150,25 @@ def _more_host_bytes(problem: Problem, placed: Mapping[BucketId, Placement], pla
     return more_bytes
 
 
-def _more_bytes(turns: Sequence[Turn], held: Sequence[Extent], number: int, *, waits: bool) -> int:
+def _more_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int, *, waits: bool) -> int:
     """What others need while the graph `number` waits, or while it does not, beyond its base.
 
     It may hold what it is thought to, and what is free then, shared by as many forwards of it as wait; nothing more
     where it waits for itself, because what is free is for its own peak.
     """
-    own, budget_bytes = held[number], turns[number].problem.budget_bytes
+    own, budget_bytes = held[number], requests[number].problem.budget_bytes
     free_bytes = [
         0
         if other == number
-        else (budget_bytes - _base_bytes(turns, held, other) - held[other].peak_bytes)
+        else (budget_bytes - _base_bytes(requests, held, other) - held[other].peak_bytes)
         // max(1, later.beside.count(number))
-        for other, later in enumerate(turns)
+        for other, later in enumerate(requests)
         if (number in later.beside) == waits and (waits or other != number)
     ]
     if not free_bytes:
         return 0
     own_bytes = own.resident_bytes + (own.left_bytes if waits else own.grad_bytes)
-    return max(0, budget_bytes - _base_bytes(turns, held, number) - own_bytes - min(free_bytes))
+    return max(0, budget_bytes - _base_bytes(requests, held, number) - own_bytes - min(free_bytes))
 
 
 def _rebased(plan: Plan, base_bytes: int) -> Plan:

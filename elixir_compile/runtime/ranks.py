@@ -165,7 +165,7 @@ class Ranks:
                 work = self._all_gather(whole.view(-1), own, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
 
-    def weigh(self, num_samples: int) -> None:
+    def set_gradient_weight(self, num_samples: int) -> None:
         """Count the gradients of this rank as those of `num_samples` samples: the mean is over samples from now on.
 
         Every rank calls this at once. Raises PeerFailed where one does not, ValueError where there are no samples.

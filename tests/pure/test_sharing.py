@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.analysis.timeline import host_bytes
-from elixir_compile.api.sharing import Turn, share_out
+from elixir_compile.api.sharing import GraphRequest, plan_jointly
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, BucketId, Placement, Plan, StepGraph, StorageId, Tier
 from elixir_compile.search import Problem, extent_of, extents, plan
@@ -21,15 +21,17 @@ def greedy(problem: Problem) -> Plan:
     return plan(problem, "greedy")
 
 
-def turns_of(name: str, budget_bytes: int) -> list[Turn]:
+def turns_of(name: str, budget_bytes: int) -> list[GraphRequest]:
     graphs = [chain_of(2 + number % 2) for number in range(len(BESIDE[name]))]
     problems = [problem_of(graph, budget_bytes=budget_bytes, base_bytes=100) for graph in graphs]
-    return [Turn(problem=problem, beside=beside) for problem, beside in zip(problems, BESIDE[name], strict=True)]
+    return [
+        GraphRequest(problem=problem, beside=beside) for problem, beside in zip(problems, BESIDE[name], strict=True)
+    ]
 
 
 def least_bytes(name: str) -> int:
     with pytest.raises(NoFeasiblePlan) as caught:
-        share_out(turns_of(name, 1), greedy)
+        plan_jointly(turns_of(name, 1), greedy)
     return caught.value.needed_bytes
 
 
@@ -37,20 +39,20 @@ def least_bytes(name: str) -> int:
 @settings(max_examples=25)
 def test_plans_keep_the_budget_together(name: str, times: float) -> None:
     """What each needs while it runs, all that the others hold included, counted here once more."""
-    turns = turns_of(name, int(times * least_bytes(name)))
-    planned = share_out(turns, greedy)
+    requests = turns_of(name, int(times * least_bytes(name)))
+    planned = plan_jointly(requests, greedy)
     held = [extent_of(problem.graph, made) for problem, made in planned]
-    for number, (turn, (_, made)) in enumerate(zip(turns, planned, strict=True)):
+    for number, (request, (_, made)) in enumerate(zip(requests, planned, strict=True)):
         resident_bytes = sum(own.resident_bytes for own in held) - held[number].resident_bytes
-        left_bytes = sum(held[other].left_bytes for other in turn.beside)
-        needed_bytes = turn.problem.base_bytes + resident_bytes + left_bytes + held[number].peak_bytes
-        assert needed_bytes <= made.prediction.device_peak_bytes <= turn.problem.budget_bytes
+        left_bytes = sum(held[other].left_bytes for other in request.beside)
+        needed_bytes = request.problem.base_bytes + resident_bytes + left_bytes + held[number].peak_bytes
+        assert needed_bytes <= made.prediction.device_peak_bytes <= request.problem.budget_bytes
 
 
 def test_with_room_for_everything_nothing_moves() -> None:
-    turns = turns_of("chain", 1 << 30)
-    for turn, (_, made) in zip(turns, share_out(turns, greedy), strict=True):
-        alone = greedy(turn.problem)
+    requests = turns_of("chain", 1 << 30)
+    for request, (_, made) in zip(requests, plan_jointly(requests, greedy), strict=True):
+        alone = greedy(request.problem)
         assert (made.placements, made.activations) == (alone.placements, alone.activations)
 
 
@@ -94,7 +96,7 @@ def renamed(graph: StepGraph) -> StepGraph:
     )
 
 
-def two_in_force(host_budget_bytes: int, *, disk: bool = False) -> list[Turn]:
+def two_in_force(host_budget_bytes: int, *, disk: bool = False) -> list[GraphRequest]:
     """Two graphs with parameters of their own, in force on the device, of which little fits there."""
     alone = [problem_of(chain_of(3), hybrid=True), problem_of(renamed(chain_of(3)), hybrid=True)]
     buckets: list[Bucket] = []
@@ -108,22 +110,22 @@ def two_in_force(host_budget_bytes: int, *, disk: bool = False) -> list[Turn]:
         replace(problem, buckets=tuple(buckets), placements=homes, host_budget_bytes=host_budget_bytes, disk=disk)
         for problem in alone
     ]
-    needed = [Turn(problem=replace(problem, budget_bytes=1), beside=()) for problem in problems]
+    needed = [GraphRequest(problem=replace(problem, budget_bytes=1), beside=()) for problem in problems]
     with pytest.raises(NoFeasiblePlan) as caught:
-        share_out(needed, greedy)
+        plan_jointly(needed, greedy)
     budget_bytes = int(1.1 * caught.value.needed_bytes)
-    return [Turn(problem=replace(problem, budget_bytes=budget_bytes), beside=()) for problem in problems]
+    return [GraphRequest(problem=replace(problem, budget_bytes=budget_bytes), beside=()) for problem in problems]
 
 
 def test_plans_keep_the_budget_of_the_host_together() -> None:
-    def held_bytes(turns: list[Turn]) -> list[int]:
-        return [host_bytes(made) for _, made in share_out(turns, greedy)]
+    def held_bytes(requests: list[GraphRequest]) -> list[int]:
+        return [host_bytes(made) for _, made in plan_jointly(requests, greedy)]
 
     free = held_bytes(two_in_force(1 << 30))
     assert min(free) > 0
     assert sum(held_bytes(two_in_force(sum(free)))) <= sum(free)
     with pytest.raises(NoFeasiblePlan) as caught:
-        share_out(two_in_force(max(free)), greedy)
+        plan_jointly(two_in_force(max(free)), greedy)
     assert (caught.value.memory, caught.value.budget_bytes) == ("host", max(free))
     assert caught.value.needed_bytes > max(free)
     less = 2 * sum(free) // 3

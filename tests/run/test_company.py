@@ -84,7 +84,7 @@ def test_what_fits_no_plan_goes_to_the_host_in_every_step(rooms: list[bool], mon
     def refuse(*_: object) -> None:
         raise NoFeasiblePlan("", "", 1, 2, {})
 
-    monkeypatch.setattr(company, "share_out", refuse)
+    monkeypatch.setattr(company, "plan_jointly", refuse)
     model, batches = broken()
     budget_bytes = half_bytes("broken")
     expected = by_torch(model).train(batches)
