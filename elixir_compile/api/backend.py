@@ -130,7 +130,7 @@ def _compile_gathers(
         executor.ranks.reduces_in_fp32 = executor.gradients.sums_in_fp32
         if options.plan is not None:
             check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
-    chunks = chunks_of(gm, options, is_shared=executor.ranks is not None)
+    chunks = chunks_of(gm, options, is_dtensor=executor.ranks is not None)
     if chunks is None:
         return _compile_as(gm, inputs, options, executor)
     decided = _decided_chunks(options, executor)

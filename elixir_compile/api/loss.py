@@ -47,15 +47,15 @@ class Chunks:
     num_chunks: int
 
 
-def chunks_of(gm: fx.GraphModule, options: Options, *, is_shared: bool = False) -> Chunks | None:
+def chunks_of(gm: fx.GraphModule, options: Options, *, is_dtensor: bool = False) -> Chunks | None:
     """Return how the loss of `gm`, a graph of Dynamo, could be chunked; None where that would save little.
 
-    Where it `is_shared` by several ranks, it is the same for graphs that differ in sizes alone.
+    Where it `is_dtensor` by several ranks, it is the same for graphs that differ in sizes alone.
     """
     if options.activations not in ("any", "recompute"):
         return None
     region = find_loss(gm)
-    if region is not None and is_shared:
+    if region is not None and is_dtensor:
         is_large = region.num_classes >= _LEAST_CLASSES
         return Chunks(region=region, num_chunks=_SHARED_CHUNKS) if is_large else None
     if region is None or region.logits_bytes < _LEAST_BYTES:

@@ -15,7 +15,7 @@ from elixir_compile.errors import PlanMismatch, WrongDtype
 from elixir_compile.ir import Plan
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import is_shared, own_part
+from elixir_compile.ops.shards import is_dtensor, own_part
 from elixir_compile.optim.host.fallback import split
 from elixir_compile.options import ParamDtype
 from elixir_compile.runtime.dense import flat
@@ -41,7 +41,7 @@ def cast(model: nn.Module, name: ParamDtype) -> None:
     """Cast every fp32 parameter of `model` to the dtype called `name`, and give it a master; not what ranks share."""
     dtype = torch_dtype(name)
     for param in model.parameters():
-        if not gets_master(param, dtype) or has_master(param) or is_shared(param):
+        if not gets_master(param, dtype) or has_master(param) or is_dtensor(param):
             continue
         if param.dtype == dtype or param.numel() == 0:
             param.data = param.data.to(dtype)

@@ -17,7 +17,7 @@ from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.aliases import aliases, moved_together
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import is_shared
+from elixir_compile.ops.shards import is_dtensor
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ranks import Ranks, device_of
@@ -123,7 +123,7 @@ def prepare_again(old: Executor) -> None:
         if not roots:
             raise NotPrepared("the model whose step was captured no longer exists.")
         for name, param, reason in _with_reasons(roots):
-            if old.ranks is not None and reason is None and not is_shared(param):
+            if old.ranks is not None and reason is None and not is_dtensor(param):
                 because = "it was replaced after `prepare(model, mesh=...)`. Change the model before it is prepared"
                 raise UnsupportedModel(name, because)
         for slot in old.slots.values():

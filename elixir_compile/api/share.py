@@ -22,7 +22,7 @@ from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import add_master
 from elixir_compile.ops.registry import note_replaced
-from elixir_compile.ops.shards import as_shared, own_part
+from elixir_compile.ops.shards import as_dtensor, own_part
 from elixir_compile.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -107,14 +107,14 @@ def _shared(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch
     whole = param.detach().contiguous()
     cut = distribute_tensor(whole, ranks.mesh, ranks.placements_of(whole))
     if own_part(cut).device != whole.device:  # of the mesh, where the plan may not want it
-        cut = as_shared(own_part(cut).to(whole.device), cut)
+        cut = as_dtensor(own_part(cut).to(whole.device), cut)
     if dtype is None or not gets_master(param, dtype):
         return nn.Parameter(cut, requires_grad=param.requires_grad)
     if param.dtype == dtype:
         high, rest = cut, None
     else:
         own, rest = narrowed(own_part(cut), dtype, keeps_rest=param.requires_grad)
-        high = as_shared(own, cut)
+        high = as_dtensor(own, cut)
     now = nn.Parameter(high, requires_grad=param.requires_grad)
     add_master(now, rest)
     return now

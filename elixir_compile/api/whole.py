@@ -35,7 +35,7 @@ def let_go(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list[Slot]:
     records: list[Compilation] = [record for record in executor.compilations if not record.is_superseded]
     gathered: list[Slot] = []
     for slot, reason in whole:
-        if slot.is_shared:
+        if slot.is_dtensor:
             raise UnsupportedModel(slot.name, f"{reason}, and several ranks share it. Do that outside of the forward")
         readers = [record for record in records if slot.name in record.reads]
         if readers and executor.saved.waiting():

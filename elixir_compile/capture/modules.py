@@ -25,7 +25,7 @@ from elixir_compile.ops.eager_reads import EagerReads
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
-from elixir_compile.ops.shards import is_shared, own_part, rehome
+from elixir_compile.ops.shards import is_dtensor, own_part, rehome
 from elixir_compile.ops.sites import Sites
 
 _HANDLE = "_elixir_handle_"
@@ -59,7 +59,7 @@ def whole_reason(module: nn.Module, name: str) -> str | None:
         return f"{type(module).__name__} gets another class when its parametrization is removed"
     if not (param.is_floating_point() or param.is_complex()):
         return f"{param.dtype} parameters carry no gradient"
-    if type(param.data) is not torch.Tensor and not is_shared(param):
+    if type(param.data) is not torch.Tensor and not is_dtensor(param):
         return f"{type(param.data).__name__} is a tensor subclass"
     if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_part(param)):
         return "its elements are not dense in memory"
@@ -165,7 +165,7 @@ def _gathered(name: str, slot: Slot) -> property:
             if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
                 return param if param is None or param.device == slot.device else param.to(slot.device)
             slot.follow_thaw()
-            if param.device == slot.device and not slot.is_shared:
+            if param.device == slot.device and not slot.is_dtensor:
                 return param  # eager code finds what it always finds, `.grad` included
             return _copy_for_eager_code(module.__dict__[_EXECUTOR], slot, size, stride)
         return GATHER(getattr(module, attribute), size, stride, key)

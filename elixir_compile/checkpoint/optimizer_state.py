@@ -14,7 +14,7 @@ from elixir_compile import compat
 from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, tensor_keys, to_plain
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
-from elixir_compile.ops.shards import as_shared, is_shared, own_part
+from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.master_state import with_whole_master
 
 OPTIMIZER_KEY = "optimizer."
@@ -79,10 +79,10 @@ def optimizer_targets(
     for key, form in ((key, forms[key]) for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]):
         param = like.get(key)
         is_count = form.ndim == 0 and key.endswith(".step")  # beside a parameter of one element
-        is_part = param is not None and is_shared(param) and form.shape == param.shape and not is_count
+        is_part = param is not None and is_dtensor(param) and form.shape == param.shape and not is_count
         shape = own_part(param).shape if is_part else form.shape
         new = torch.empty(shape, dtype=form.dtype, device="cpu")
-        found[key] = as_shared(new, param) if is_part else new
+        found[key] = as_dtensor(new, param) if is_part else new
     return found
 
 
@@ -136,8 +136,8 @@ def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple
 
 def _as_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return `value`, a statistic, as a part of one where `param` is part of a parameter."""
-    is_part = is_shared(param) and not is_shared(value) and value.shape == own_part(param).shape
-    return as_shared(value, param) if is_part else value
+    is_part = is_dtensor(param) and not is_dtensor(value) and value.shape == own_part(param).shape
+    return as_dtensor(value, param) if is_part else value
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

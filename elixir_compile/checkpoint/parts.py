@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from elixir_compile.checkpoint.values import Deferred, Sources
-from elixir_compile.ops.shards import is_shared, own_part
+from elixir_compile.ops.shards import is_dtensor, own_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
     num_shared = 0
     for key, source in list(sources.items()):
         like = source.like if isinstance(source, Deferred) else source
-        if not is_shared(like):
+        if not is_dtensor(like):
             if not is_first:
                 del sources[key]
             continue

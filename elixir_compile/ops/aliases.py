@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.ops.shards import is_shared
+from elixir_compile.ops.shards import is_dtensor
 
 Named = tuple[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ def _by_storage(named: Iterable[Named]) -> dict[int, list[Named]]:
     """Return the tensors, each once, by the key of their storage."""
     groups: dict[int, dict[int, Named]] = {}
     for name, tensor in named:
-        if not (tensor.is_meta or is_shared(tensor)) and tensor.numel():
+        if not (tensor.is_meta or is_dtensor(tensor)) and tensor.numel():
             groups.setdefault(compat.storage_key(tensor), {})[id(tensor)] = (name, tensor)
     return {key: list(group.values()) for key, group in groups.items()}
 
@@ -63,7 +63,7 @@ def _storages_of_other_parameters(held: Mapping[int, Collection[int]]) -> set[in
     def found() -> set[int]:
         keys: set[int] = set()
         for other in gc.get_objects():
-            if issubclass(type(other), nn.Parameter) and not (other.is_meta or is_shared(other)):
+            if issubclass(type(other), nn.Parameter) and not (other.is_meta or is_dtensor(other)):
                 with contextlib.suppress(RuntimeError):  # a tensor subclass without memory of its own
                     key = compat.storage_key(other)
                     if key in held and id(other) not in held[key]:

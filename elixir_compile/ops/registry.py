@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile import compat
 from elixir_compile.errors import NotPrepared, OptimizerTooEarly, UnsupportedModel
-from elixir_compile.ops.shards import is_sharded, is_shared, own_part, version, whole
+from elixir_compile.ops.shards import is_dtensor, is_sharded, own_part, version, whole
 
 
 class GradientSink(Protocol):
@@ -136,9 +136,9 @@ class Slot:
         return self.own.numel() * self.param.element_size()
 
     @property
-    def is_shared(self) -> bool:
+    def is_dtensor(self) -> bool:
         """Whether several ranks have the parameter, each a part or each all of it."""
-        return is_shared(self.param)
+        return is_dtensor(self.param)
 
     @property
     def version(self) -> int:

@@ -1,7 +1,7 @@
 """Parameters that several ranks share: DTensors, each rank with a part of dimension 0, or, of a small one, with all.
 
 own_part(param)      what this rank has, a plain tensor; the parameter itself where there is one rank
-as_shared(own, p)    such a part as a DTensor laid out as `p`, in the same memory
+as_dtensor(own, p)    such a part as a DTensor laid out as `p`, in the same memory
 """
 
 import torch
@@ -16,7 +16,7 @@ else:  # a build of torch without it has no DTensors
     class DTensor(torch.Tensor): ...
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether several ranks have `tensor`, each a part or each all of it."""
     return isinstance(tensor, DTensor)
 
@@ -64,7 +64,7 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return (parts[index] if index < len(parts) else value[:0]).clone()
 
 
-def as_shared(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def as_dtensor(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the DTensor of which this rank has `own`, laid out as `like`; `own` itself where that is no DTensor."""
     return compat.dtensor_like(own, like) if isinstance(like, DTensor) else own
 
@@ -75,7 +75,7 @@ def whole(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return param.detach().to(device)
     own = own_part(param).to(device)
-    return as_shared(own, param).full_tensor() if is_sharded(param) else own
+    return as_dtensor(own, param).full_tensor() if is_sharded(param) else own
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,9 +99,9 @@ def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     if isinstance(param, DTensor):
         if data.device != param.device:
             # The DTensor itself has a device too, and torch compares that with the one of a gradient.
-            param.data = as_shared(data, param)
+            param.data = as_dtensor(data, param)
         compat.set_local_tensor(param, data)
     else:
         param.data = data
     if grad is not None:
-        param.grad = as_shared(own_part(grad).to(data.device), param)
+        param.grad = as_dtensor(own_part(grad).to(data.device), param)

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from elixir_compile import compat
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import is_shared, own_part
+from elixir_compile.ops.shards import is_dtensor, own_part
 
 _FOREACH_WRITES = compat.foreach_writes()
 
@@ -62,7 +62,7 @@ def name_of(param: torch.Tensor) -> str:
 
 def watch(grad: torch.Tensor) -> None:
     """Let every write to `grad` from now on count as a change of what this rank has of it."""
-    if is_shared(grad) and not isinstance(grad, _Watched):
+    if is_dtensor(grad) and not isinstance(grad, _Watched):
         grad.__class__ = _watched(type(grad))
 
 

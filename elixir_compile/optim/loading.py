@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ops.masters import has_master
-from elixir_compile.ops.shards import as_shared, is_shared, part_like
+from elixir_compile.ops.shards import as_dtensor, is_dtensor, part_like
 from elixir_compile.optim.master_state import with_master
 
 
@@ -48,9 +48,9 @@ def unheld(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dic
 def shared_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
     """Return the state of one parameter as a state dict has it: where ranks share the parameter, `statistics` are
     DTensors laid out as it is."""
-    if not is_shared(param):
+    if not is_dtensor(param):
         return entry
     return {
-        name: as_shared(value, param) if name in statistics and type(value) is torch.Tensor else value
+        name: as_dtensor(value, param) if name in statistics and type(value) is torch.Tensor else value
         for name, value in entry.items()
     }

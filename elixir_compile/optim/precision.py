@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ops.masters import claim_master, has_master
-from elixir_compile.ops.shards import is_shared, own_grad
+from elixir_compile.ops.shards import is_dtensor, own_grad
 from elixir_compile.optim.guard import KeptGradients
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_state import with_whole_master
@@ -73,7 +73,7 @@ class KeepsMasters(Hybrid):
         that of the gradients without it.
         """
         mixed, plain = self._by_master()
-        kinds = {is_shared(param) for param in plain}
+        kinds = {is_dtensor(param) for param in plain}
         is_as_torch = not mixed and grad_scale == 1.0 and kinds == {False}
         known = known_squares([*mixed, *plain], norm_of if is_as_torch else squares_of)
         if is_as_torch:
@@ -120,7 +120,7 @@ class KeepsMasters(Hybrid):
 def _multiply_grads(params: Sequence[nn.Parameter], factor: float) -> None:
     if params:
         torch._foreach_mul_(list(map(own_grad, params)), factor)
-        torch.autograd.graph.increment_version([param.grad for param in params if is_shared(param)])
+        torch.autograd.graph.increment_version([param.grad for param in params if is_dtensor(param)])
 
 
 def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from elixir_compile import compat
 from elixir_compile.errors import UnsupportedBackward
 from elixir_compile.ir import BucketId, Lane, Update, Verb
 from elixir_compile.ops.registry import Slot, let_update
-from elixir_compile.ops.shards import as_shared
+from elixir_compile.ops.shards import as_dtensor
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.landed import LandedGradients
 from elixir_compile.runtime.ledger import Ledger
@@ -238,7 +238,7 @@ class GradientAccumulator:
         if now.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
             now.handed.append(slot)
             widen_sum(slot.param, grad.dtype, self._total_room(slot))
-        return as_shared(grad, slot.param)
+        return as_dtensor(grad, slot.param)
 
     # The end.
 

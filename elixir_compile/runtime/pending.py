@@ -23,7 +23,7 @@ from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import is_shared
+from elixir_compile.ops.shards import is_dtensor
 
 _Tensor = torch.Tensor
 _UNCHANGED: frozenset[Any] = frozenset(
@@ -74,16 +74,16 @@ class _Pending:
 
 
 @functools.cache
-def _pending(settled: type[nn.Parameter], *, is_shared: bool) -> type[nn.Parameter]:
+def _pending(settled: type[nn.Parameter], *, is_dtensor: bool) -> type[nn.Parameter]:
     own = {"settled": settled, "__module__": settled.__module__}
-    reads = compat.awaited_local_tensor(settle) if is_shared else {}
+    reads = compat.awaited_local_tensor(settle) if is_dtensor else {}
     return type(settled.__name__, (_Pending, settled), {**own, **reads})
 
 
 def begin_update(param: nn.Parameter) -> None:
     """Let whoever reads `param` wait, from now on, until `end_update`."""
     if not isinstance(param, _Pending):
-        param.__class__ = _pending(type(param), is_shared=is_shared(param))
+        param.__class__ = _pending(type(param), is_dtensor=is_dtensor(param))
 
 
 def end_update(param: nn.Parameter) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from elixir_compile.ops.masters import has_master
-from elixir_compile.ops.shards import as_shared, is_shared, own_part
+from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.runtime.dense import flat
 
 _BLOCK = 1 << 19
@@ -32,7 +32,7 @@ def fitted(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
 def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, room: Callable[[], torch.Tensor] | None) -> None:
     """Let `param.grad` hold the sum of what is there and a gradient of `dtype`; `room` makes memory for an fp32 sum,
     None sums in the dtype of `param`."""
-    if is_shared(param):
+    if is_dtensor(param):
         if dtype != param.dtype:
             param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
     elif room is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
@@ -48,8 +48,8 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], to
     grad = fitted(param, grad)
     widen_sum(param, grad.dtype, room)
     if param.grad is None:
-        param.grad = as_shared(grad, param)
-    elif is_shared(param):
+        param.grad = as_dtensor(grad, param)
+    elif is_dtensor(param):
         own_part(param.grad).add_(grad)
         torch.autograd.graph.increment_version(param.grad)
     elif param.grad.dtype == grad.dtype:

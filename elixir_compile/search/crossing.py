@@ -207,12 +207,12 @@ class _Work:
         Copies of buckets that the host does not update are left out, and second copies: they may be early. Not so on
         several ranks, where a gather that waits holds up all that are issued behind it.
         """
-        is_shared = self._facts.problem.cluster.num_ranks > 1
+        is_dtensor = self._facts.problem.cluster.num_ranks > 1
         lanes = (Lane.HOST, Lane.H2D, Lane.GATHER, Lane.COMPUTE, Lane.REDUCE, Lane.D2H)
-        table, events = self._table(lanes, lanes[1 if is_shared else 3 :])
+        table, events = self._table(lanes, lanes[1 if is_dtensor else 3 :])
         for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
-                is_copied = home is Tier.DEVICE or not is_shared
+                is_copied = home is Tier.DEVICE or not is_dtensor
                 self._add_update(table, event, i, (choice, sign), is_copied=is_copied)
         return table.phase()
 

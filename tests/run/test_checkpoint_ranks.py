@@ -22,7 +22,7 @@ import elixir_compile as elixir
 from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.opened import open_checkpoint
 from elixir_compile.cli.main import app
-from elixir_compile.ops.shards import full, is_sharded, is_shared, own_part
+from elixir_compile.ops.shards import full, is_dtensor, is_sharded, own_part
 from elixir_compile.options import ParamDtype
 from tests.run.checkpointing import Elsewhere
 from tests.run.processes import spawn
@@ -151,7 +151,7 @@ def saves_and_goes_on(rank: int, world_size: int, folder: str) -> dict[str, Any]
 
 def checks_plain_forms(model: nn.Module, out: str, rank: int) -> None:
     state = model.state_dict()
-    assert {name for name, value in state.items() if not is_shared(value)} == {"scale"}
+    assert {name for name, value in state.items() if not is_dtensor(value)} == {"scale"}
     assert is_sharded(state["head.weight"])
     assert not is_sharded(state["steps.0.bias"])
     whole = {name: full(value) for name, value in state.items()}
