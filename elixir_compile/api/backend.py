@@ -25,7 +25,7 @@ from elixir_compile.api.masters import check_masters, check_reduces
 from elixir_compile.api.plain_state import warn_of_plain_state
 from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
 from elixir_compile.api.saved import load_plan
-from elixir_compile.api.whole import compile_whole, let_go
+from elixir_compile.api.whole import compile_unmanaged, stop_managing
 from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
@@ -79,7 +79,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
     written = written_parameters(gm, inputs)
     whole = gathered_among(gm, written)
     if whole:
-        return compile_whole(gm, inputs, whole, lambda *graph: _or_raiser(lambda: _compile_graph(*graph, options)))
+        return compile_unmanaged(gm, inputs, whole, lambda *graph: _or_raiser(lambda: _compile_graph(*graph, options)))
     return _compile_graph(gm, inputs, options, written)
 
 
@@ -99,7 +99,9 @@ def _compile_graph(
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None
     if executor is not None:
-        let_go(executor, ((slot, reason) for param, reason in whole if (slot := executor.slot_for(param)) is not None))
+        stop_managing(
+            executor, ((slot, reason) for param, reason in whole if (slot := executor.slot_for(param)) is not None)
+        )
     if executor is None or not any(executor.slot_for(param) for param in params):
         _say_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)

@@ -25,7 +25,7 @@ from elixir_compile.api.planning import (
 )
 from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
 from elixir_compile.api.stand_in import built, stand_in
-from elixir_compile.api.whole import traced_whole
+from elixir_compile.api.whole import trace_unmanaged
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
@@ -143,7 +143,7 @@ def capture_step(
     could: list[Chunks | None] = []
 
     def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-        inputs = traced_whole(gm, inputs, executor)
+        inputs = trace_unmanaged(gm, inputs, executor)
         could.append(chunks_of(gm, options) if chunks is None else None)
         if chunks is not None:
             # Found again: `chunks` may be those of a model of other layers, in whose graph nodes have other names.

@@ -12,7 +12,7 @@ from elixir_compile import compat
 from elixir_compile.api.masters import cast, gets_master, torch_dtype
 from elixir_compile.api.meta import materialize
 from elixir_compile.api.share import ranks_of, shard_parameters
-from elixir_compile.capture.modules import executor_of, is_swapped, swap, undo_swap, whole_reason
+from elixir_compile.capture.modules import executor_of, is_swapped, swap, undo_swap, unmanaged_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.aliases import aliases, moved_together
 from elixir_compile.ops.masters import has_master
@@ -94,7 +94,7 @@ def new_executor(
         if reason is None:
             executor.add_slot(name, param)
         else:
-            executor.whole_because[name] = reason
+            executor.unmanaged_because[name] = reason
     return executor
 
 
@@ -105,7 +105,7 @@ def has_unplaced(executor: Executor, params: Iterable[nn.Parameter]) -> bool:
     """
     wanted = {id(param) for param in params if executor.slot_for(param) is None}
     found = _with_reasons(_roots(executor)) if wanted else ()
-    known = executor.whole_because
+    known = executor.unmanaged_because
     new = [name for name, param, reason in found if id(param) in wanted and reason is None and name not in known]
     if new and executor.ranks is not None:
         because = "it came after `prepare(model, mesh=...)`, and is not shared. Change the model before it is prepared"
@@ -132,7 +132,7 @@ def prepare_again(old: Executor) -> None:
             if is_swapped(module):
                 undo_swap(module)
         if not old.saved.waiting():
-            old.let_go()
+            old.stop_managing()
         new = new_executor(roots, old.device, old.ranks)
         new.generation, new.disk = old.generation + 1, old.disk
         new.gradients.sums_in_fp32 = old.gradients.sums_in_fp32
@@ -156,7 +156,7 @@ def _with_reasons(
     buffers = {f"buffer {name}": buffer for root in owners for name, buffer in root.named_buffers()}
     shared = aliases([*((name, param) for name, param, _, _ in _named_parameters(owners)), *buffers.items()])
     for name, param, module, local in named:
-        reason = whole_reason(module, local)
+        reason = unmanaged_reason(module, local)
         if reason is None and name in shared:
             reason = f"it shares memory with {shared[name]}"
         yield name, param, reason
@@ -185,7 +185,7 @@ def _slots_of(module: nn.Module, executor: Executor) -> Iterable[tuple[str, nn.P
     them as gathers."""
     for name, param in module._parameters.items():
         if param is not None:
-            yield name, param, executor.slot_for(param) if whole_reason(module, name) is None else None
+            yield name, param, executor.slot_for(param) if unmanaged_reason(module, name) is None else None
 
 
 def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:

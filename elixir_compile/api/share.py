@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from elixir_compile import compat
 from elixir_compile.api.masters import gets_master, narrowed
 from elixir_compile.api.meta import materialize_module
-from elixir_compile.capture.modules import executor_of, whole_reason
+from elixir_compile.capture.modules import executor_of, unmanaged_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import add_master
@@ -99,7 +99,7 @@ def _stand_in(param: torch.Tensor) -> nn.Parameter:
 
 def _shared(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch.dtype | None) -> nn.Parameter:
     param = module._parameters[local]
-    if whole_reason(module, local) is not None:
+    if unmanaged_reason(module, local) is not None:
         _from_first(param.data, ranks)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))

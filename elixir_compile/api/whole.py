@@ -15,7 +15,7 @@ from torch import fx
 from elixir_compile.api.compilation import Compilation
 from elixir_compile.capture.modules import is_swapped, read_plainly
 from elixir_compile.capture.owners import find_roots
-from elixir_compile.capture.rewire import fake_parameter, pass_whole
+from elixir_compile.capture.rewire import fake_parameter, pass_unmanaged
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, forget, slot_by_key, slot_of
@@ -26,7 +26,7 @@ from elixir_compile.runtime.executor import Executor
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def let_go(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list[Slot]:
+def stop_managing(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list[Slot]:
     """Take the parameters of slots out of the charge of `executor`, each for a reason; return the slots that another
     graph gathers.
 
@@ -49,21 +49,21 @@ def let_go(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list[Slot]:
         if readers or executor.running(slot) is not None:
             gathered.append(slot)
             executor.drop_buckets_of([slot])
-        executor.whole_because[slot.name] = reason
+        executor.unmanaged_because[slot.name] = reason
         del executor.slots[slot.name]
         forget(slot)
     return gathered
 
 
-def compile_whole(
+def compile_unmanaged(
     gm: fx.GraphModule, inputs: Sequence[Any], whole: Mapping[Slot, str], compile_graph: Compile
 ) -> Callable[..., Any]:
     """Compile `gm`, which gathers the parameters of the slots `whole`, by `compile_graph` with these as inputs."""
-    passed = pass_whole(gm, inputs, whole)
+    passed = pass_unmanaged(gm, inputs, whole)
     gathered: list[Slot] = []
     for slot, reason in whole.items():
         if slot_of(slot.param) is slot:
-            gathered += let_go(slot.sink, [(slot, reason)])
+            gathered += stop_managing(slot.sink, [(slot, reason)])
     compiled = compile_graph(gm, passed.example_inputs)
     keys = [slot.key for slot in whole]
     passed_keys = passed.keys  # and not `passed`: the first batch would live as long as `run`
@@ -85,12 +85,12 @@ def compile_whole(
     return run
 
 
-def traced_whole(gm: fx.GraphModule, inputs: Sequence[Any], executor: Executor) -> Sequence[Any]:
+def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], executor: Executor) -> Sequence[Any]:
     """Let parameters be inputs of `gm` that can be no gathers; return the inputs to compile it with. The model is a
     stand-in, which `executor` prepared and nobody runs."""
     whole = gathered_among(gm, written_parameters(gm, inputs))
-    passed = pass_whole(gm, inputs, whole)
-    let_go(executor, whole.items())
+    passed = pass_unmanaged(gm, inputs, whole)
+    stop_managing(executor, whole.items())
     # All parameters of a stand-in are views of one memory, so a write to one would be a write to each.
     return [
         fake_parameter(gm, value, value.device) if isinstance(value, torch.nn.Parameter) else value

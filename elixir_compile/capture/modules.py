@@ -49,7 +49,7 @@ class Owner(Protocol):
     eager_reads: EagerReads
 
 
-def whole_reason(module: nn.Module, name: str) -> str | None:
+def unmanaged_reason(module: nn.Module, name: str) -> str | None:
     """Say why parameter `name` of `module` cannot become a gather and stays whole on the device, or None when it
     can."""
     param = module._parameters[name]

@@ -30,7 +30,7 @@ class Rewired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassedWhole:
+class PassedUnmanaged:
     """What changed: the example inputs with parameters in place of handles, and by position the key of the slot whose
     parameter to pass."""
 
@@ -58,7 +58,7 @@ def handle_inputs(gm: fx.GraphModule) -> dict[int, int]:
     return {index: keys[example] for index, example in enumerate(examples) if example in keys}
 
 
-def pass_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collection[Slot]) -> PassedWhole:
+def pass_unmanaged(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collection[Slot]) -> PassedUnmanaged:
     """Replace in place what `gm` gathers of the parameters of `slots` by these parameters, as inputs in place of their
     handles."""
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -74,7 +74,7 @@ def pass_whole(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collect
         if place in keys or param.device != slot.device:  # a parameter elsewhere is moved before the graph runs
             inputs[place] = placeholders[place].meta["example_value"] = fake_parameter(gm, param, slot.device)
     gm.recompile()
-    return PassedWhole(example_inputs=inputs, keys=keys)
+    return PassedUnmanaged(example_inputs=inputs, keys=keys)
 
 
 def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:

@@ -25,7 +25,7 @@ from elixir_compile.checkpoint.model_state import memory_of, model_state
 from elixir_compile.checkpoint.together import rank_group_of, turn
 from elixir_compile.checkpoint.values import key_of
 from elixir_compile.errors import DiskFailed
-from elixir_compile.ops.shards import is_dtensor, whole
+from elixir_compile.ops.shards import full_tensor, is_dtensor
 
 _NAMES = {
     torch.float64: "F64",
@@ -133,7 +133,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` whole and on the CPU; every rank calls this at once for one that they share."""
     if not is_dtensor(tensor):
         return tensor.cpu()
-    return whole(tensor, torch.device(tensor.device_mesh.device_type)).cpu()
+    return full_tensor(tensor, torch.device(tensor.device_mesh.device_type)).cpu()
 
 
 def _write(out: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> int:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile import compat
 from elixir_compile.errors import NotPrepared, OptimizerTooEarly, UnsupportedModel
-from elixir_compile.ops.shards import is_dtensor, is_sharded, own_part, version, whole
+from elixir_compile.ops.shards import full_tensor, is_dtensor, is_sharded, own_part, version
 
 
 class GradientSink(Protocol):
@@ -153,7 +153,7 @@ class Slot:
         if is_sharded(self.param):
             self.sink.check_same_op(self)
         self.sink.settle(self)
-        return whole(self.param, self.device)
+        return full_tensor(self.param, self.device)
 
     def handle(self) -> torch.Tensor:
         """Return a new one-element leaf that stands for the parameter in captured graphs."""

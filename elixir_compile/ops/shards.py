@@ -70,7 +70,7 @@ def as_dtensor(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def whole(param: torch.Tensor, device: torch.device) -> torch.Tensor:
+def full_tensor(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the values of `param` on `device`, detached; every rank calls this at once where each has a part."""
     if not isinstance(param, DTensor):
         return param.detach().to(device)

@@ -46,7 +46,7 @@ class Executor:
         """The autograd nodes between those graphs and the parameters; compiled code holds them weakly."""
         self.ledger = Ledger(device_type=device.type)
         self.slots: dict[str, Slot] = {}
-        self.whole_because: dict[str, str] = {}
+        self.unmanaged_because: dict[str, str] = {}
         """Parameters that no plan can move, by name, with the reason."""
         self.generation = 0
         """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""

@@ -253,7 +253,7 @@ def test_modules_that_read_parameters_directly_train(make: type[nn.Module]) -> N
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)
     assert_offloads(got)
     assert_same(expected, got)
-    whole = executor_of(got.model).whole_because
+    whole = executor_of(got.model).unmanaged_because
     assert not set(whole) & set(on_host(got))
     assert all(reason for reason in whole.values())
     if make in (Recurrent, Listed):

@@ -306,7 +306,7 @@ def test_two_parameters_over_one_memory() -> None:
         run.train(BATCHES[:3])
 
     got = assert_same_story(story, budget="offload")
-    whole = executor_of(got.model).whole_because
+    whole = executor_of(got.model).unmanaged_because
     assert whole["first.weight"] == "it shares memory with middle.weight"
     assert "first.weight" not in on_host(got)
     assert "head.weight" in on_host(got)
@@ -337,7 +337,7 @@ def test_parameters_that_share_memory_late_stay_whole_after_the_refusal() -> Non
     for run in runs:
         run.train(BATCHES[1:3])
     assert_same(*runs)
-    assert "first.weight" in executor_of(runs[1].model).whole_because
+    assert "first.weight" in executor_of(runs[1].model).unmanaged_because
 
 
 @habit("parameters that are views of a flat buffer, which the user keeps", area="Parameters")

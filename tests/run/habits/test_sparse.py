@@ -82,7 +82,7 @@ def test_sparse_gradients_train_as_eager(budget: str) -> None:
     train(expected)
     train(got)
     assert_same(expected, got)
-    assert set(executor_of(got.model).whole_because) == set(SPARSE)
+    assert set(executor_of(got.model).unmanaged_because) == set(SPARSE)
     assert on_host(got) == (["head.weight", "head.bias"] if budget == "offload" else [])
 
 

@@ -53,7 +53,7 @@ def assert_trains(expected: Run, got: Run, step: Callable[[Run, Any], torch.Tens
 
 def assert_whole(run: Run, *written: str) -> None:
     """Fail unless only the parameters `written` stay whole, and the others are where the budget of `run` wants them."""
-    assert set(executor_of(run.model).whole_because) == set(written)
+    assert set(executor_of(run.model).unmanaged_because) == set(written)
     assert not set(on_host(run)) & set(written)
 
 
