@@ -21,14 +21,21 @@ from elixir_compile.api.lifetime import for_compiled_code
 from elixir_compile.api.loss import as_decided, is_pressed
 from elixir_compile.api.planning import ExternalUsage, graph_of, may_move_back, named, problem_of, unread_bytes
 from elixir_compile.api.profile import Profiler, RegionProfile
-from elixir_compile.api.programs import Programs, Succession, is_one_region_each, runs_as, storages_of, ticket_position
+from elixir_compile.api.programs import (
+    Programs,
+    ProgramVersions,
+    is_one_region_each,
+    runs_as,
+    storages_of,
+    ticket_position,
+)
 from elixir_compile.api.progress import Progress
 from elixir_compile.api.rank_facts import roll_key
 from elixir_compile.api.replan import replan, with_buckets_free
 from elixir_compile.api.saved import load_plan_for
 from elixir_compile.api.sizes import PlannedSizes
-from elixir_compile.api.variants import Room, Variant, Variants
-from elixir_compile.api.watch import Seen, Watch
+from elixir_compile.api.variants import PlanLimits, PlanVariant, PlanVariants
+from elixir_compile.api.watch import StepProfiler, StepStats
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.spare import add_spares
 from elixir_compile.capture.tracing import captured_step
@@ -76,8 +83,8 @@ class Compilation:
         self._captured: Captured | None = None
         """The capture, and the same with what the graphs of other ranks use besides."""
         self._progress = Progress(is_on=options.report)
-        self._watch = Watch(executor, is_on=options.report or options.replan, records=self.may_replan())
-        self._seen: Seen | None = None
+        self._profiler = StepProfiler(executor, is_on=options.report or options.replan, records=self.may_replan())
+        self._seen: StepStats | None = None
         self._problem: Problem | None = None
         self._correction: Correction | None = None
         self._sizes = PlannedSizes()
@@ -87,10 +94,10 @@ class Compilation:
         self.outstanding = OutstandingForwards(self, executor)
         """Which forwards wait for their backward while this one runs."""
         self._wants_backward = False
-        self._programs = Succession()
+        self._programs = ProgramVersions()
         self._ticket_at = -1
         self._chose_strides: bool | None = None
-        self._variants = Variants(executor, name)
+        self._variants = PlanVariants(executor, name)
         self.loss_chunks: int | None = None
         """In how many chunks its loss is computed; None where it has none that could be."""
         self.is_superseded = False
@@ -182,7 +189,7 @@ class Compilation:
         self.profile = other.profile
         if other._correction is not None:
             self._correction = other._correction
-            self._watch.stop()
+            self._profiler.stop()
         return other.plan
 
     def _answered(self, problem: Problem) -> Plan:
@@ -231,7 +238,7 @@ class Compilation:
         self._executor.take_in_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
-                other._watch.restart()  # It runs the same buckets, and regions of the same labels.
+                other._profiler.restart()  # It runs the same buckets, and regions of the same labels.
         else:
             self._look_back(args)
             self.outstanding.begin()
@@ -266,19 +273,19 @@ class Compilation:
         """Before a forward: once enough steps went by, say what they took, and correct the plan where it was wrong."""
         for other in self._executor.compilations:
             if other is not self and not other.is_inference:
-                other._watch.stop()  # Spans of two graphs have the same labels.
+                other._profiler.stop()  # Spans of two graphs have the same labels.
         if self._sizes.differ(self._captured, args):
-            self._watch.restart()
+            self._profiler.restart()
             return
-        seen = self._watch.forward_begins()
-        if seen is not None:
-            self._progress.measured(self.plan, seen)
-            self._seen = seen if self.may_replan() else None
+        stats = self._profiler.forward_begins()
+        if stats is not None:
+            self._progress.measured(self.plan, stats)
+            self._seen = stats if self.may_replan() else None
         # Parameters do not move while a forward still waits for its backward.
         if self._seen is not None and not self._executor.saved.waiting():
-            seen, self._seen = self._seen, None
+            stats, self._seen = self._seen, None
             if self._executor.generation == self._generation:
-                self._learn(seen)
+                self._learn(stats)
 
     # Planned together with other graphs of the step.
 
@@ -326,9 +333,9 @@ class Compilation:
             closing = closing_verbs(self.plan) if self.outstanding.is_alone else {}
             self._executor.schedule_updates(self.plan, closing)
 
-    def _learn(self, seen: Seen) -> None:
+    def _learn(self, stats: StepStats) -> None:
         with _compile_lock:
-            self._correction = correct(self._problem, self.plan, seen)
+            self._correction = correct(self._problem, self.plan, stats)
             if self._correction is None:
                 return
             # No other run measures the very same seconds, so none would find a plan of this search.
@@ -379,8 +386,8 @@ class Compilation:
         """Go on with what was planned for the graphs of `company`; return whether there is anything."""
         now = None
         if self._variants.is_planned:
-            programs, room = self._programs.last, Room(dict(self._sizes.values), self.beside_bytes)
-            now = Variant(self._captured, self._problem, self.plan, programs, room, self._generation)
+            programs, room = self._programs.last, PlanLimits(dict(self._sizes.values), self.beside_bytes)
+            now = PlanVariant(self._captured, self._problem, self.plan, programs, room, self._generation)
         found = self._variants.join(company, now)
         if found is None:
             return False

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from elixir_compile.api.watch import Seen
+from elixir_compile.api.watch import StepStats
 from elixir_compile.cost import Measured, Stretch
 from elixir_compile.hardware import Cluster, DeviceProfile, HostProfile, Link
 from elixir_compile.ir import Bucket, Placement, Plan, Span, Tier
@@ -42,9 +42,9 @@ class Correction:
         return replace(problem, cluster=self.cluster, measured=self.measured, base_bytes=base_bytes)
 
 
-def correct(problem: Problem, plan: Plan, seen: Seen) -> Correction | None:
+def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None:
     """Return what `seen` says about the machine of `problem`; None when a region of `plan` was not seen running."""
-    seconds = _seconds(seen.spans)
+    seconds = _seconds(stats.spans)
     labels = [f"run {region.id}" for region in plan.regions]
     if any(label not in seconds for label in labels):
         return None
@@ -56,7 +56,7 @@ def correct(problem: Problem, plan: Plan, seen: Seen) -> Correction | None:
     return Correction(
         cluster=_with_updates(replace(problem, cluster=cluster), plan, seconds),
         measured=Measured(stretches=stretches, activations=plan.activations),
-        excess_bytes=_excess_bytes(plan, seen),
+        excess_bytes=_excess_bytes(plan, stats),
     )
 
 
@@ -72,12 +72,12 @@ def _seconds(spans: Iterable[Span]) -> Mapping[str, float]:
     }
 
 
-def _excess_bytes(plan: Plan, seen: Seen) -> int:
+def _excess_bytes(plan: Plan, stats: StepStats) -> int:
     """A peak below the planned one is no news: the plan's figure is an upper bound. What is foreign to training, a
     second model for instance, is outside the budget."""
-    if seen.device_peak_bytes is None:
+    if stats.device_peak_bytes is None:
         return 0
-    peak_bytes = seen.device_peak_bytes - seen.foreign_bytes
+    peak_bytes = stats.device_peak_bytes - stats.foreign_bytes
     planned_bytes = plan.prediction.device_peak_bytes
     allowed_bytes = min((1 + TOLERANCE) * planned_bytes, plan.budget_bytes)
     return 0 if peak_bytes <= allowed_bytes else peak_bytes - planned_bytes
@@ -98,7 +98,7 @@ def _with_links(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> C
 
 
 def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
-    """The problem's cluster, links corrected before, with the update rates that were seen."""
+    """The problem's cluster, links corrected before, with the update rates that were stats."""
     cluster = problem.cluster
     price = prices(problem.graph, plan.buckets, cluster)
     device = _ratio(_updates(plan, price, seconds, Tier.DEVICE), _labelled(price.device_update_s))
@@ -125,7 +125,7 @@ def _updates(plan: Plan, price: Prices, seconds: Mapping[str, float], tier: Tier
 
 
 def _placed(plan: Plan, seconds: Mapping[str, float]) -> list[tuple[Bucket, Placement]]:
-    """Buckets whose update was seen, with their placements."""
+    """Buckets whose update was stats, with their placements."""
     pairs = zip(plan.buckets, plan.placements, strict=True)
     return [(bucket, placement) for bucket, placement in pairs if f"update {bucket.id}" in seconds]
 

@@ -138,7 +138,7 @@ class Programs:
         return [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
 
 
-class Succession:
+class ProgramVersions:
     """The programs of one capture that save differently, each for as long as a forward of theirs may have a backward.
 
     A copy keeps what was there when it was made.

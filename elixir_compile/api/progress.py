@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from elixir_compile.api.watch import Seen
+from elixir_compile.api.watch import StepStats
 from elixir_compile.ir import Phase, Plan
 from elixir_compile.report.line import plan_line
 from elixir_compile.units import format_bytes, format_s
@@ -48,13 +48,13 @@ class Progress:
         """Log the planned line."""
         self.say(f"{plan_line(plan)}   {plan.name}")
 
-    def measured(self, plan: Plan, seen: Seen) -> None:
+    def measured(self, plan: Plan, stats: StepStats) -> None:
         """Log the measured line."""
-        if seen.device_peak_bytes is None:
+        if stats.device_peak_bytes is None:
             peak = "peak: see elixir_compile.measure_step"
         else:
-            peak = f"peak {format_bytes(seen.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
-        self.say(f"measured  {peak}   step {format_s(seen.period_s)}   {plan.name}")
+            peak = f"peak {format_bytes(stats.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+        self.say(f"measured  {peak}   step {format_s(stats.period_s)}   {plan.name}")
 
     def say(self, line: str) -> None:
         """Log `line`."""

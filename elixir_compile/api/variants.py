@@ -23,7 +23,7 @@ MOST = 32
 """Kept for one graph: each has programs of its own."""
 
 
-class Room(NamedTuple):
+class PlanLimits(NamedTuple):
     """What a plan has room for."""
 
     sizes: Mapping[str, int]
@@ -31,19 +31,19 @@ class Room(NamedTuple):
     """What other forwards may hold beside it."""
 
 
-class Variant(NamedTuple):
+class PlanVariant(NamedTuple):
     """What a graph runs as, as long as other ranks run the same graphs with it."""
 
     captured: Captured
     problem: Problem
     plan: Plan
     programs: Programs
-    room: Room
+    limits: PlanLimits
     generation: int
     """Of the executor, when the plan was in force last."""
 
 
-class Variants:
+class PlanVariants:
     """What one graph ran as until now, and for which graphs of other ranks it is planned."""
 
     def __init__(self, executor: Executor, name: str) -> None:
@@ -57,7 +57,7 @@ class Variants:
         """Whether there is a plan for `company`."""
         self._executor = executor
         self._written_for = ""
-        self._others: dict[str, Variant] = {}
+        self._others: dict[str, PlanVariant] = {}
 
     def call(self, *, wants_plan: bool) -> RollCall:
         """Return what all ranks do before the graph can run; see `roll_call`."""
@@ -84,7 +84,7 @@ class Variants:
         while (call := self.call(wants_plan=True)).step is Step.JOIN:
             self.outstanding = call.outstanding
 
-    def join(self, company: str, now: Variant | None) -> Variant | None:
+    def join(self, company: str, now: PlanVariant | None) -> PlanVariant | None:
         """Change to `company`, and keep `now`, what the graph runs as in the one before; return what it ran as there,
         or None where it has to be planned."""
         if now is not None:

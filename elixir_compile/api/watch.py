@@ -22,7 +22,7 @@ STEPS_TIMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class StepStats:
     """What the watched steps took."""
 
     period_s: float
@@ -35,7 +35,7 @@ class Seen:
     """Of these, what was there before a forward and is neither this model's nor its optimizer's."""
 
 
-class Watch:
+class StepProfiler:
     """Told of every forward of one compilation, it says once what the first ones took."""
 
     def __init__(self, executor: Executor, *, is_on: bool, records: bool) -> None:
@@ -47,7 +47,7 @@ class Watch:
         self._began_s: list[float] = []
         self._foreign_bytes = 0
 
-    def forward_begins(self) -> Seen | None:
+    def forward_begins(self) -> StepStats | None:
         """Note the beginning of a step; return what was seen once, when enough steps went by."""
         if not self._is_on:
             return None
@@ -86,12 +86,12 @@ class Watch:
         grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == self._device)
         return device_bytes(self._executor) + grads_bytes + library_bytes(self._device)
 
-    def _end(self) -> Seen:
+    def _end(self) -> StepStats:
         self._is_on = False
         spans = () if self._recording is None else self._recording.stop()
         self._recording = None
         is_cuda = self._device.type == "cuda"
-        return Seen(
+        return StepStats(
             period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
             spans=spans,
             device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if is_cuda else None,

@@ -16,7 +16,7 @@ from elixir_compile.api import compilation as compiling
 from elixir_compile.api import planning
 from elixir_compile.api.correction import Correction, correct
 from elixir_compile.api.replan import Outcome, replan
-from elixir_compile.api.watch import STEPS_SKIPPED, STEPS_TIMED, Seen, Watch
+from elixir_compile.api.watch import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, StepStats
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Lane, Plan, Span, Tier
@@ -45,7 +45,7 @@ def slowed(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, nodes=nodes)
 
 
-def seen_on(cluster: Cluster, problem: Problem, plan: Plan, *, device_peak_bytes: int | None = None) -> Seen:
+def seen_on(cluster: Cluster, problem: Problem, plan: Plan, *, device_peak_bytes: int | None = None) -> StepStats:
     """Return what two steps of `plan` would show on `cluster`."""
     price = prices(problem.graph, plan.buckets, cluster)
     index = {op.id: i for i, op in enumerate(problem.graph.ops)}
@@ -65,7 +65,7 @@ def seen_on(cluster: Cluster, problem: Problem, plan: Plan, *, device_peak_bytes
         for step in (0.0, 1000.0)
         for label, (lane, own_s) in seconds.items()
     ]
-    return Seen(period_s=1.0, spans=tuple(spans), device_peak_bytes=device_peak_bytes)
+    return StepStats(period_s=1.0, spans=tuple(spans), device_peak_bytes=device_peak_bytes)
 
 
 @dataclass
@@ -88,8 +88,8 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> Machine:
         machine.problems.append(problem)
         return real_plan_for(problem, options)
 
-    def correct_by_truth(problem: Problem, plan: Plan, seen: Seen) -> Correction | None:
-        assert {span.label for span in seen.spans} >= {f"run {region.id}" for region in plan.regions}
+    def correct_by_truth(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None:
+        assert {span.label for span in stats.spans} >= {f"run {region.id}" for region in plan.regions}
         return correct(problem, plan, seen_on(machine.truth, problem, plan))
 
     monkeypatch.setattr(planning, "machine", lambda *args: slowed(real_machine(*args), 100))
@@ -251,14 +251,14 @@ def test_an_unseen_region_corrects_nothing(mistaken: Machine, tight: int) -> Non
     by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
     (problem,) = mistaken.problems
     plan = search.plan(problem)
-    seen = seen_on(problem.cluster, problem, plan)
-    spans = tuple(span for span in seen.spans if span.label != f"run {plan.regions[-1].id}")
-    assert correct(problem, plan, replace(seen, spans=spans)) is None
+    stats = seen_on(problem.cluster, problem, plan)
+    spans = tuple(span for span in stats.spans if span.label != f"run {plan.regions[-1].id}")
+    assert correct(problem, plan, replace(stats, spans=spans)) is None
 
 
 def test_a_watch_speaks_once_and_then_records_no_more() -> None:
     executor = Executor(torch.device("cpu"), "m")
-    watch = Watch(executor, is_on=True, records=True)
+    watch = StepProfiler(executor, is_on=True, records=True)
     answers = []
     for _ in range(NUM_WATCHED + 3):
         answers.append(watch.forward_begins())
@@ -271,7 +271,7 @@ def test_a_watch_speaks_once_and_then_records_no_more() -> None:
 
 def test_a_stopped_watch_is_silent() -> None:
     executor = Executor(torch.device("cpu"), "m")
-    watch = Watch(executor, is_on=True, records=True)
+    watch = StepProfiler(executor, is_on=True, records=True)
     for _ in range(STEPS_SKIPPED + 1):
         assert watch.forward_begins() is None
     assert executor.ledger.is_recording
