@@ -15,7 +15,7 @@ from gpt2_124m import build
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.runtime.landed import LandedGradients
+from elixir_compile.runtime.landed import GradNormCache
 
 WAYS = ("landed", "read again")
 BATCH, LENGTH = 1, 128
@@ -76,11 +76,11 @@ def _measured(dtype: str | None, rounds: int) -> dict[str, Any]:
         optimizer.zero_grad()
         return clip_ended_s - clip_began_s, time.process_time() - began_s, norm
 
-    executor, landed = executor_of(model), LandedGradients()
+    executor, landed = executor_of(model), GradNormCache()
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for number in range(rounds + 2):
         for way in WAYS:
-            executor.landed = landed if way == "landed" else LandedGradients()  # which was never asked
+            executor.landed = landed if way == "landed" else GradNormCache()  # which was never asked
             figures = step()
             if number > 1:  # the first ones compile, and ask
                 found[way].append(figures)

@@ -40,9 +40,9 @@ def known_squares(params: Iterable[nn.Parameter], squares: SquaresOf) -> Mapping
     found: dict[int, Squares] = {}
     for executor in dict.fromkeys(slot.sink for slot in slots.values()):
         own = {key: slot for key, slot in slots.items() if slot.sink is executor}
-        known = executor.gradients.landed.known(squares)
+        known = executor.gradients.norm_cache.known(squares)
         found |= {key: known[slot.key] for key, slot in own.items() if slot.key in known}
-        executor.gradients.landed.ask(own.values(), squares)
+        executor.gradients.norm_cache.ask(own.values(), squares)
     return found
 
 

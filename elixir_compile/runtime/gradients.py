@@ -23,7 +23,7 @@ from elixir_compile.ir import BucketId, Lane, Update, Verb
 from elixir_compile.ops.registry import Slot, let_update
 from elixir_compile.ops.shards import as_dtensor
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.landed import LandedGradients
+from elixir_compile.runtime.landed import GradNormCache
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.publish import fitted, publish, widen_sum
 from elixir_compile.runtime.ranks import Ranks
@@ -78,7 +78,7 @@ class GradientAccumulator:
         ranks: Ranks | None,
     ) -> None:
         """`name` is the model's, `bucket_of` the buckets in force by slot, `ranks` who shares the model."""
-        self.landed = LandedGradients()
+        self.norm_cache = GradNormCache()
         self.trained_eagerly: set[int] = set()
         """Keys of slots whose gradients eager code made: no plan knows what they need."""
         self.sums_in_fp32 = False
@@ -189,7 +189,7 @@ class GradientAccumulator:
                 if pending is None or pending[1].device != self._device:
                     continue  # No gradient, or one that left when another graph of this backward was done with it.
                 target.copy_(pending[1], non_blocking=True)
-                self.landed.take(slot, pending[1], target)
+                self.norm_cache.take(slot, pending[1], target)
                 now.pending[slot.key] = (slot, target)
                 leaving.append(pending[1])
                 landing.append(target)
@@ -254,7 +254,7 @@ class GradientAccumulator:
         self._saved.end()
         slots = [slot for slot, _ in now.pending.values()]
         self._publish(now, slots)
-        self.landed.end_backward()
+        self.norm_cache.end_backward()
         slots += now.handed
         for bucket in dict.fromkeys(self._bucket_of.get(slot.key) for slot in slots):
             if bucket is not None and bucket.update is Update.IN_BACKWARD:
@@ -264,14 +264,14 @@ class GradientAccumulator:
     def abandon(self) -> None:
         """After an exception: drop what backward passes have made and not published."""
         self._backwards.clear()
-        self.landed.drop()
+        self.norm_cache.drop()
 
     def _publish(self, now: _Backward, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._settle(slot)
             _, grad = now.pending.pop(slot.key)
             publish(slot.param, grad, self._total_room(slot))
-            self.landed.keep(slot)
+            self.norm_cache.keep(slot)
 
     def _total_room(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":
         bucket = self._bucket_of.get(slot.key) if self.sums_in_fp32 else None

@@ -48,7 +48,7 @@ class _Kept:
         return own_part(grad) if is_same else None
 
 
-class LandedGradients:
+class GradNormCache:
     """The gradients of one executor, since the last time that anybody asked."""
 
     def __init__(self) -> None:
