@@ -18,7 +18,7 @@ import torch
 from neighbours import QUIET_CORES, Neighbours
 
 from elixir_compile import compat
-from elixir_compile.optim.host import Crew, accumulate, fallback, mixed_adamw, split_adamw, sum_of_squares
+from elixir_compile.optim.host import HostThreads, accumulate, fallback, mixed_adamw, split_adamw, sum_of_squares
 from elixir_compile.optim.host.build import build_command
 from elixir_compile.optim.host.flat import FlatStep, Rule
 
@@ -93,7 +93,7 @@ def limits() -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
-def limit(name: str, arrays: Arrays, crew: Crew) -> Callable[[], object]:
+def limit(name: str, arrays: Arrays, threads: HostThreads) -> Callable[[], object]:
     """Return the pass of the loop `name` over the arrays that the pass of the same name touches."""
     loop = getattr(limits(), name)
     loop.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint16]
@@ -103,7 +103,7 @@ def limit(name: str, arrays: Arrays, crew: Crew) -> Callable[[], object]:
     def part(start: int, stop: int) -> None:
         loop(*(one.data_ptr() + start * one.element_size() for one in tensors), stop - start, 1.0, 0)
 
-    return lambda: crew.run(len(weights), part)
+    return lambda: threads.run(len(weights), part)
 
 
 def optimizer_step(kind: Callable[..., Any], arrays: Arrays, step: object) -> Callable[[], object]:
@@ -136,7 +136,7 @@ def deepspeed_path(arrays: Arrays) -> Callable[[], None] | None:
     return run
 
 
-def variants(arrays: Arrays, crew: Crew) -> dict[str, Callable[[], object]]:
+def variants(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], object]]:
     """Return every variant as one call that updates all parameters once; those that are compared are neighbours."""
     a = arrays
     moments = (a.exp_avg, a.exp_avg_sq)
@@ -154,19 +154,19 @@ def variants(arrays: Arrays, crew: Crew) -> dict[str, Callable[[], object]]:
         a.param.copy_(a.master)
 
     found: dict[str, Callable[[], object] | None] = {
-        "read and write 28 B": limit("rmw_mixed", a, crew),
-        "mixed: C": lambda: mixed_adamw(a.master, *moments, a.grad, a.param, 10, crew=crew, **SCALARS),
+        "read and write 28 B": limit("rmw_mixed", a, threads),
+        "mixed: C": lambda: mixed_adamw(a.master, *moments, a.grad, a.param, 10, threads=threads, **SCALARS),
         "DeepSpeed: scale, adam, cast": deepspeed_path(a),
-        "split: C": lambda: split_adamw(a.low, *moments, a.grad, a.param, 10, crew=crew, **SCALARS),
-        "read and write 26 B": limit("rmw_split", a, crew),
+        "split: C": lambda: split_adamw(a.low, *moments, a.grad, a.param, 10, threads=threads, **SCALARS),
+        "read and write 26 B": limit("rmw_split", a, threads),
         "cast, torch fused, cast": cast_around,
         "mixed: torch in blocks": lambda: fallback.adamw(blocks),
         "fp32: fused op": lambda: compat.fused_adamw_(
             [a.master], [a.wide_grad], [a.exp_avg], [a.exp_avg_sq], [], counts, **scalars
         ),
         "fp32: torch.optim.AdamW(fused=True)": fused_step,
-        "accumulate bf16: C": lambda: accumulate(a.wide_grad, a.grad, crew),
-        "sum of squares bf16: C": lambda: sum_of_squares(a.grad, crew),
+        "accumulate bf16: C": lambda: accumulate(a.wide_grad, a.grad, threads),
+        "sum of squares bf16: C": lambda: sum_of_squares(a.grad, threads),
     }
     return {name: call for name, call in found.items() if call is not None}
 
@@ -198,7 +198,7 @@ def measured(numel: int, num_threads: int, num_rounds: int) -> dict[str, Any]:
     """Run every variant once a round, in turn; return seconds, ratios of rates and what the main thread keeps."""
     torch.set_num_threads(num_threads)
     arrays = Arrays.of(numel)
-    calls = variants(arrays, Crew(num_threads))
+    calls = variants(arrays, HostThreads(num_threads))
     times: dict[str, Times] = {name: [] for name in calls}
     neighbours = Neighbours()
     for index in range(num_rounds + 1):

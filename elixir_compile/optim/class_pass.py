@@ -18,12 +18,12 @@ import torch
 from elixir_compile import compat
 from elixir_compile.optim.class_step import ClassStep, Row
 from elixir_compile.optim.dry_step import Kept
-from elixir_compile.optim.host import Crew, crew_for
+from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.formula import is_same, samples
 from elixir_compile.optim.host.native import Pass, compiled
 from elixir_compile.optim.host.tape import Form, Recorder, TapeError
 from elixir_compile.optim.mixed import like
-from elixir_compile.optim.neighbours import runs
+from elixir_compile.optim.neighbours import coalesce
 
 log = logging.getLogger("elixir_compile")
 
@@ -45,7 +45,7 @@ class ClassPasses:
     """The passes of one optimizer."""
 
     def __init__(self) -> None:
-        self.crew: Crew | None = None
+        self.threads: HostThreads | None = None
         """Whose threads run the passes; None for those beside no device."""
         self._lock = threading.Lock()
         self._passes: dict[Form, Pass | None] = {}
@@ -72,7 +72,7 @@ class ClassPasses:
             run = self._passes[form]
             assert run is not None
             tensors = [_tensors_of(row, names) for row, _ in members]
-            _take(run, form, numbers, tensors, self.crew or crew_for())
+            _take(run, form, numbers, tensors, self.threads or host_threads_for())
             for (row, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
                 if grad is not row.grad and any(place == 1 for place, _ in form.outputs):
                     row.grad.data.copy_(grad)
@@ -173,14 +173,16 @@ def _tensors_of(row: Row, names: Sequence[str]) -> list[torch.Tensor]:
     return [row.weight, like(row.grad, row.weight), *(row.state[name] for name in names)]
 
 
-def _take(run: Pass, form: Form, numbers: Sequence[float], rows: Sequence[Sequence[torch.Tensor]], crew: Crew) -> None:
+def _take(
+    run: Pass, form: Form, numbers: Sequence[float], rows: Sequence[Sequence[torch.Tensor]], threads: HostThreads
+) -> None:
     """Run over `rows`, over neighbours in memory at once."""
-    for members, tensors in runs(rows, [0] * len(rows)):
+    for members, tensors in coalesce(rows, [0] * len(rows)):
 
         def part(start: int, stop: int, tensors: Sequence[torch.Tensor] = tensors) -> None:
             run([one.data_ptr() + start * one.element_size() for one in tensors], numbers, stop - start)
 
-        crew.run(tensors[0].numel(), part)
+        threads.run(tensors[0].numel(), part)
         # Autograd must see what changed; of gradients the class's own step shows nothing either.
         written = [rows[index][place] for index in members for place, _ in form.outputs if place != 1]
         torch.autograd.graph.increment_version(written)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from elixir_compile.optim.class_pass import ClassPasses
 from elixir_compile.optim.class_step import ClassStep, Row
 from elixir_compile.optim.dry_step import Kept, dry_step, form_of
-from elixir_compile.optim.host import crew_for
+from elixir_compile.optim.host import host_threads_for
 from elixir_compile.optim.rule import State
 from elixir_compile.optim.shadow import attributes_of
 
@@ -78,7 +78,7 @@ class ClassRule:
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
         """Note `device`; the class makes the state at its first step."""
-        self._passes.crew = crew_for(device)
+        self._passes.threads = host_threads_for(device)
 
     def update(
         self,

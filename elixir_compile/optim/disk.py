@@ -32,7 +32,7 @@ Kind = tuple[str, torch.dtype]
 """A statistic; parameters of one bucket may keep it in different dtypes."""
 
 
-class Room:
+class Extent:
     """Which elements of each file of its bucket are one parameter's, and the shape that they have."""
 
     def __init__(self, param: torch.Tensor, start: int) -> None:
@@ -59,13 +59,13 @@ class DiskHome:
     def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor]) -> None:
         self.label = label
         self._store = store
-        self._rooms: dict[int, Room] = {}
+        self._extents: dict[int, Extent] = {}
         self._numel = 0
         for param in params:
             # As a slab does it, so that neighbours are updated as one here too: see `neighbours`.
             step = max(ALIGN_BYTES // param.element_size(), 1)
-            room = Room(own_part(param).detach(), -(-self._numel // step) * step)
-            self._rooms[id(param)], self._numel = room, room.end
+            extent = Extent(own_part(param).detach(), -(-self._numel // step) * step)
+            self._extents[id(param)], self._numel = extent, extent.end
         self._regions: dict[Kind, DiskRegion] = {}
         self._written: set[tuple[int, Kind]] = set()
         self._inside: set[int] = set()
@@ -100,26 +100,26 @@ class DiskHome:
             )
             raise DiskFailed(self._store.path, operation, because) from self._failure
 
-    def room(self, param: int) -> Room:
+    def extent(self, param: int) -> Extent:
         """Return where the parameter with this id is."""
-        return self._rooms[param]
+        return self._extents[param]
 
     def read(self, kind: Kind, param: int) -> torch.Tensor:
         """Return a copy of one statistic of one parameter."""
         self.check("read")
-        room = self._rooms[param]
-        blocks, own, start_bytes = self._around(room, kind[1])
+        extent = self._extents[param]
+        blocks, own, start_bytes = self._around(extent, kind[1])
         self._regions[kind].read_into(blocks, start_bytes).wait()
-        return torch.empty_strided(room.shape, room.strides, dtype=kind[1]).copy_(room.shaped(own))
+        return torch.empty_strided(extent.shape, extent.strides, dtype=kind[1]).copy_(extent.shaped(own))
 
     def write(self, kind: Kind, param: int, value: torch.Tensor) -> None:
         """Write one statistic of one parameter."""
         self.check("write")
-        room, region = self._rooms[param], self._regions[kind]
-        blocks, own, start_bytes = self._around(room, kind[1])
+        extent, region = self._extents[param], self._regions[kind]
+        blocks, own, start_bytes = self._around(extent, kind[1])
         if blocks.nbytes > own.nbytes:
             region.read_into(blocks, start_bytes).wait()  # what else is in its first block and its last
-        room.shaped(own).copy_(value)
+        extent.shaped(own).copy_(value)
         self._written.add((param, kind))
         try:
             region.write_from(blocks, start_bytes).wait()
@@ -142,11 +142,11 @@ class DiskHome:
         order."""
         stride = max(nbytes // max(self.least_bytes, 1), 1) * self._unit
         columns = list(zip(self._regions.values(), self._sizes_bytes, strict=True))
-        rooms = [self._rooms[param] for param in params]
+        extents = [self._extents[param] for param in params]
         found: list[Piece] = []
         for start in range(0, self._numel, stride):
             end = min(start + stride, self._numel)
-            if any(room.start < end and start < room.end for room in rooms):
+            if any(extent.start < end and start < extent.end for extent in extents):
                 found.append(Piece(columns, start, end, stride))
         return tuple(found)
 
@@ -176,11 +176,11 @@ class DiskHome:
         """The fewest elements that are whole blocks in each file: sizes are powers of two."""
         return disk_file.DISK_BLOCK_BYTES // min(self._sizes_bytes, default=1)
 
-    def _around(self, room: Room, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _around(self, extent: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Return memory for the whole blocks that hold `room` in the file of a statistic, its own part of it, and the
         byte of the file that the blocks begin with."""
         block_bytes = disk_file.DISK_BLOCK_BYTES
-        first_bytes, last_bytes = room.start * dtype.itemsize, room.end * dtype.itemsize
+        first_bytes, last_bytes = extent.start * dtype.itemsize, extent.end * dtype.itemsize
         start_bytes = first_bytes // block_bytes * block_bytes
         end_bytes = min(-(-last_bytes // block_bytes) * block_bytes, self._numel * dtype.itemsize)
         nbytes = max(end_bytes - start_bytes, 0)

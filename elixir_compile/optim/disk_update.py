@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from elixir_compile.errors import UnforeseenState
-from elixir_compile.optim.disk import DiskHome, DiskState, Room
-from elixir_compile.optim.part import Part
+from elixir_compile.optim.disk import DiskHome, DiskState, Extent
+from elixir_compile.optim.part import GroupSlice
 from elixir_compile.optim.rule import State, UpdateRule
 from elixir_compile.runtime.read_ahead import Piece, ReadAhead
 
@@ -30,7 +30,7 @@ class DiskUpdate:
         self._reads = reads
         self._fail = fail
 
-    def run(self, rule: UpdateRule, parts: Sequence[Part]) -> None:
+    def run(self, rule: UpdateRule, parts: Sequence[GroupSlice]) -> None:
         """Update `parts` piece by piece; writing may go on when this returns.
 
         Raises what fails in reading or in the rule, and UnforeseenState. Then, unless nothing was updated yet, and when
@@ -102,7 +102,7 @@ class _Slice:
             if not isinstance(value, torch.Tensor) or not value.dim():
                 self._cut.rest[name] = value
             elif room is None or (room.shape, room.dtype) != (value.shape, value.dtype):
-                raise UnforeseenState(self._cut.state.home.label, name, str(value.dtype), tuple(self._cut.room.shape))
+                raise UnforeseenState(self._cut.state.home.label, name, str(value.dtype), tuple(self._cut.extent.shape))
             else:
                 self._cut.made.add(name)
                 if value is not room:
@@ -113,17 +113,17 @@ class _Cut:
     """One parameter of an update: what is in memory, flat, and where its statistics are."""
 
     def __init__(self, weight: torch.Tensor, grad: torch.Tensor, state: DiskState) -> None:
-        self.room: Room = state.home.room(state.param)
+        self.extent: Extent = state.home.extent(state.param)
         self.weight = weight
-        self.flat_weight = self.room.flat(weight)
-        self.flat_grad = self.room.flat(grad)
+        self.flat_weight = self.extent.flat(weight)
+        self.flat_grad = self.extent.flat(grad)
         self.state = state
         self.made: set[str] = set()
         self.rest: dict[str, Any] = {}
 
     def at(self, piece: Piece, views: Sequence[torch.Tensor]) -> _Slice | None:
         """Return what `piece` holds of the parameter; None where that is nothing."""
-        start, end = max(piece.start, self.room.start), min(piece.end, self.room.end)
+        start, end = max(piece.start, self.extent.start), min(piece.end, self.extent.end)
         if start >= end:
             return None
         there = slice(start - piece.start, end - piece.start)
@@ -132,7 +132,7 @@ class _Cut:
             for (name, dtype), view in zip(self.state.home.kinds, views, strict=True)
             if self.state.kinds.get(name) == dtype
         }
-        return _Slice(self, slice(start - self.room.start, end - self.room.start), room)
+        return _Slice(self, slice(start - self.extent.start, end - self.extent.start), room)
 
     def nothing(self) -> _Slice:
         """Return the slice of a parameter without elements."""
@@ -143,7 +143,7 @@ class _Cut:
         """Keep what was counted and made, and a weight that could not be updated in place."""
         self.state.finish_update(self.made, self.rest)
         if self.flat_weight.data_ptr() != self.weight.data_ptr():
-            self.weight.copy_(self.room.shaped(self.flat_weight))
+            self.weight.copy_(self.extent.shaped(self.flat_weight))
 
 
 def _update_slices(rule: UpdateRule, slices: Sequence[_Slice], group: Mapping[str, Any]) -> None:

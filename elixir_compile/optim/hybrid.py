@@ -25,10 +25,10 @@ from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.guard import watch
-from elixir_compile.optim.host.threads import Crew, at_least_threads, bind_thread, crew_for
+from elixir_compile.optim.host.threads import HostThreads, at_least_threads, bind_thread, host_threads_for
 from elixir_compile.optim.loading import held, shared_entry, unheld
 from elixir_compile.optim.overflow import Overflow
-from elixir_compile.optim.part import Part, part_of, require_dense
+from elixir_compile.optim.part import GroupSlice, group_slice_of, require_dense
 from elixir_compile.optim.rule import AdamWRule, UpdateRule, scaled
 from elixir_compile.optim.shadow import plain_step
 from elixir_compile.optim.state import StatePlacer, States
@@ -299,7 +299,7 @@ class Hybrid(torch.optim.Optimizer):
         that have a master."""
         rule = self._rule.now()
         wanted = {id(param) for param in params if param.grad is not None}
-        parts: dict[RunningBucket, list[Part]] = {}
+        parts: dict[RunningBucket, list[GroupSlice]] = {}
         executors: dict[RunningBucket, Executor] = {}
         elsewhere: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
         for group in scaled(self.param_groups, factor):
@@ -313,8 +313,8 @@ class Hybrid(torch.optim.Optimizer):
             elsewhere.append((unplanned, group))
             self._placer.place(self._states, group, buckets)
             for bucket, members in buckets.items():
-                rooms = self._placer.rooms_of(bucket, members, group)
-                parts.setdefault(bucket, []).append(part_of(members, self._states, group, rooms))
+                buffers = self._placer.buffers_of(bucket, members, group)
+                parts.setdefault(bucket, []).append(group_slice_of(members, self._states, group, buffers))
         for unplanned, group in elsewhere:  # not before it is known that no earlier update failed and no disk is full
             self._update_unplanned(unplanned, group, rule)
         updates = [
@@ -322,7 +322,7 @@ class Hybrid(torch.optim.Optimizer):
                 bucket=bucket,
                 executor=executors[bucket],
                 rule=rule,
-                rooms=self._placer.rooms,
+                buffers=self._placer.buffers,
                 parts=tuple(parts[bucket]),
                 disk=self._placer.disk.prepare(bucket, (state for part in parts[bucket] for state in part.states)),
             )
@@ -340,14 +340,14 @@ class Hybrid(torch.optim.Optimizer):
                 update.run()
 
     def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:
-        crew = crew_for(update.executor.device)
+        threads = host_threads_for(update.executor.device)
         if update.bucket.update is Update.AFTER_BACKWARD:
-            with at_least_threads(crew.num_threads):
+            with at_least_threads(threads.num_threads):
                 update.run()
             return
         for param in update.params:
             watch(param.grad)
-        queued = self._line.queue(_as_crew(update.work(arrived), crew), update.label)
+        queued = self._line.queue(_on_host_threads(update.work(arrived), threads), update.label)
         update.bucket.begin_update(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
@@ -355,16 +355,16 @@ class Hybrid(torch.optim.Optimizer):
         for param in params:
             self._placer.create(self._states, param, group)
         if params:
-            part = part_of(params, self._states, group)
+            part = group_slice_of(params, self._states, group)
             rule.update(part.weights, part.grads, part.states, part.group)
 
 
-def _as_crew(work: Work, crew: Crew) -> Work:
-    """Return `work` for the worker, with as many of torch's own threads as `crew` has, on the same cores."""
+def _on_host_threads(work: Work, threads: HostThreads) -> Work:
+    """Return `work` for the worker, with as many of torch's own threads as `threads` has, on the same cores."""
 
     def run() -> torch.cuda.Event | None:
-        bind_thread(crew.cores)  # before OpenMP starts the threads of the worker, which inherit it
-        with at_least_threads(crew.num_threads):
+        bind_thread(threads.cores)  # before OpenMP starts the threads of the worker, which inherit it
+        with at_least_threads(threads.num_threads):
             return work()
 
     return run

@@ -14,10 +14,10 @@ import torch
 
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.ops.shards import own_part
-from elixir_compile.optim.host import Crew, crew_for, fallback, mixed_adamw, split_adamw
+from elixir_compile.optim.host import HostThreads, fallback, host_threads_for, mixed_adamw, split_adamw
 from elixir_compile.optim.host.kernel import kernel
 from elixir_compile.optim.host.passes import Extras, Scalars
-from elixir_compile.optim.neighbours import runs
+from elixir_compile.optim.neighbours import coalesce
 from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
 from elixir_compile.runtime.dense import flat
 
@@ -29,7 +29,7 @@ class MixedAdamWRule(AdamWRule):
     """torch's fused AdamW, and for parameters with a master the same arithmetic on the master."""
 
     def __init__(self) -> None:
-        self._crew: Crew | None = None
+        self._threads: HostThreads | None = None
 
     def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
         """Return the statistics of `param` by name, each shaped like it: moments, and the rest of its master."""
@@ -43,9 +43,9 @@ class MixedAdamWRule(AdamWRule):
         if not has_master(param):
             return
         # On the thread that trains, once: the worker's first update would read the machine and build the kernel.
-        if self._crew is None:
+        if self._threads is None:
             kernel()
-            self._crew = crew_for(device)
+            self._threads = host_threads_for(device)
         if not is_fresh:
             return
         if REST_NAMES[param.dtype] not in state:  # the state is older than the cast
@@ -114,9 +114,9 @@ class MixedAdamWRule(AdamWRule):
             [weight, like(grad, weight), rest_of(state), *(state[name] for name in self.statistics(group))]
             for weight, grad, state in updates
         ]
-        for members, (weight, grad, rest, exp_avg, exp_avg_sq, *most) in runs(rows, steps):
+        for members, (weight, grad, rest, exp_avg, exp_avg_sq, *most) in coalesce(rows, steps):
             kernel_of = split_adamw if rest.dtype == torch.int16 else mixed_adamw
-            extras: Extras = {**scalars, "max_exp_avg_sq": most[0] if most else None, "crew": self._crew}
+            extras: Extras = {**scalars, "max_exp_avg_sq": most[0] if most else None, "threads": self._threads}
             kernel_of(rest, exp_avg, exp_avg_sq, grad, weight, steps[members[0]], **extras)
             if len(members) > 1:
                 # The pass saw tensors of its own over the same memory. It only reads gradients, which are second.

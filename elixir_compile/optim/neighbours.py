@@ -19,7 +19,7 @@ Row = Sequence[torch.Tensor]
 """What one parameter has: tensors of one size, dense, each kind at the same place; the first is the parameter."""
 
 
-def runs(rows: Sequence[Row], steps: Sequence[int]) -> Iterator[tuple[list[int], Row]]:
+def coalesce(rows: Sequence[Row], steps: Sequence[int]) -> Iterator[tuple[list[int], Row]]:
     """Yield the indices of neighbours among `rows` that are at one step, and each kind of theirs as one flat tensor."""
     order = sorted(range(len(rows)), key=lambda index: rows[index][0].data_ptr())
     members: list[int] = []

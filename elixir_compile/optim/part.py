@@ -13,7 +13,7 @@ from elixir_compile.optim.rule import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class GroupSlice:
     """What one param group has in a bucket."""
 
     params: tuple[nn.Parameter, ...]
@@ -21,7 +21,7 @@ class Part:
     """The values of `params`, where they live, or where their update has copies of them."""
     grads: tuple[torch.Tensor, ...]
     states: tuple[State, ...]
-    rooms: tuple[Mapping[str, torch.Tensor], ...]
+    buffers: tuple[Mapping[str, torch.Tensor], ...]
     """Where statistics belong that the update makes, by name."""
     group: Mapping[str, Any]
 
@@ -35,19 +35,19 @@ def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def part_of(
+def group_slice_of(
     params: Sequence[nn.Parameter],
     states: Mapping[nn.Parameter, State],
     group: Mapping[str, Any],
-    rooms: Sequence[Mapping[str, torch.Tensor]] = (),
-) -> Part:
+    buffers: Sequence[Mapping[str, torch.Tensor]] = (),
+) -> GroupSlice:
     """Return the part of `params`, which have gradients, with `group` as it is now."""
-    return Part(
+    return GroupSlice(
         params=tuple(params),
         weights=tuple(own_part(param).detach() for param in params),
         grads=tuple(own_grad(param) for param in params),
         states=tuple(states[param] for param in params),
-        rooms=tuple(rooms),
+        buffers=tuple(buffers),
         group=snapshot(group),
     )
 

@@ -11,19 +11,19 @@ from elixir_compile.runtime.bucket import RunningBucket
 _Kind = tuple[str, torch.dtype]
 
 
-class StateRooms:
+class StateBuffers:
     """The slabs of one optimizer, made when first asked for and kept as long as the bucket."""
 
     def __init__(self) -> None:
-        self._rooms: weakref.WeakKeyDictionary[RunningBucket, dict[_Kind, dict[int, torch.Tensor]]] = (
+        self._buffers: weakref.WeakKeyDictionary[RunningBucket, dict[_Kind, dict[int, torch.Tensor]]] = (
             weakref.WeakKeyDictionary()
         )
 
-    def room(
+    def buffer(
         self, bucket: RunningBucket, kind: str, param: nn.Parameter, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Return the host tensor of `kind` for `param`, in its dtype or `dtype`, zero when it was never written."""
-        kinds = self._rooms.setdefault(bucket, {})
+        kinds = self._buffers.setdefault(bucket, {})
         dtype = dtype or param.dtype
         if (kind, dtype) not in kinds:
             tensors = bucket.state_room(dtype)
@@ -36,5 +36,5 @@ class StateRooms:
         """Start copying `values`, by parameter, to the host, and return where they land."""
         landing = []
         for param, value in values.items():
-            landing.append(self.room(bucket, kind, param, value.dtype).copy_(value, non_blocking=True))
+            landing.append(self.buffer(bucket, kind, param, value.dtype).copy_(value, non_blocking=True))
         return landing

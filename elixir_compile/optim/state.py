@@ -11,7 +11,7 @@ from elixir_compile.ir import Tier
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import own_part
 from elixir_compile.optim.disk_states import DiskStates
-from elixir_compile.optim.rooms import StateRooms
+from elixir_compile.optim.rooms import StateBuffers
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 
@@ -25,7 +25,7 @@ class StatePlacer:
     def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
         self.disk = DiskStates(rule, fail)
         """State on disk."""
-        self.rooms = StateRooms()
+        self.buffers = StateBuffers()
         """Host memory of the state, one slab per bucket and statistic."""
         self._rule = rule
         self._placed: weakref.WeakKeyDictionary[RunningBucket, set[int]] = weakref.WeakKeyDictionary()
@@ -47,11 +47,11 @@ class StatePlacer:
                     continue
                 self.disk.fetch(states, param)
                 state = states.get(param)
-                rooms = self._rooms_of(bucket, param, group)
+                buffers = self._buffers_of(bucket, param, group)
                 if state:
-                    self._move(state, param, group, rooms)
+                    self._move(state, param, group, buffers)
                 else:
-                    self.create(states, param, group, rooms)
+                    self.create(states, param, group, buffers)
                 placed.add(id(param))
 
     def reserve(self, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]) -> None:
@@ -60,31 +60,31 @@ class StatePlacer:
             if bucket.placement.optim is Tier.DISK:
                 self.disk.reserve(bucket, params, group)
 
-    def rooms_of(
+    def buffers_of(
         self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], ...]:
         """Return by name where statistics of each of `params` belong that an update makes; nothing where the statistics
         are there before it, or stay beside the parameter."""
         if not self._rule.makes_state:
             return ({},) * len(params)
-        return tuple(self._rooms_of(bucket, param, group) for param in params)
+        return tuple(self._buffers_of(bucket, param, group) for param in params)
 
-    def _rooms_of(
+    def _buffers_of(
         self, bucket: RunningBucket, param: nn.Parameter, group: Mapping[str, Any]
     ) -> Mapping[str, torch.Tensor]:
         if bucket.placement.optim is not Tier.HOST:
             return {}
         kinds = self._rule.kinds(param, group)
-        return {name: self.rooms.room(bucket, name, param, dtype) for name, dtype in kinds.items()}
+        return {name: self.buffers.buffer(bucket, name, param, dtype) for name, dtype in kinds.items()}
 
     def create(
         self,
         states: States,
         param: nn.Parameter,
         group: Mapping[str, Any],
-        rooms: Mapping[str, torch.Tensor] | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Make the state of `param` where it has none, in `rooms` or beside it, unless its update will."""
+        """Make the state of `param` where it has none, in `buffers` or beside it, unless its update will."""
         if self._rule.makes_state:
             return
         state = states[param]
@@ -93,8 +93,8 @@ class StatePlacer:
             return
         like = own_part(param).detach()
         for name, dtype in self._rule.kinds(param, group).items():
-            room = rooms.get(name) if rooms else None
-            state[name] = torch.zeros_like(like, dtype=dtype) if room is None else room.zero_()
+            buffer = buffers.get(name) if buffers else None
+            state[name] = torch.zeros_like(like, dtype=dtype) if buffer is None else buffer.zero_()
         state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
         self._start(param, state, group, is_new=True)
 
@@ -110,11 +110,11 @@ class StatePlacer:
         state: MutableMapping[str, Any],
         param: nn.Parameter,
         group: Mapping[str, Any],
-        rooms: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         kinds = self._rule.kinds(param, group)
         for name in kinds:
-            value, target = state.get(name), rooms.get(name)
+            value, target = state.get(name), buffers.get(name)
             if not isinstance(value, torch.Tensor):
                 continue
             device = own_part(param).device if target is None else target.device

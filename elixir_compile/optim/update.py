@@ -18,8 +18,8 @@ from torch import nn
 from elixir_compile.ir import Lane, Tier
 from elixir_compile.optim.disk_update import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard
-from elixir_compile.optim.part import Part
-from elixir_compile.optim.rooms import StateRooms
+from elixir_compile.optim.part import GroupSlice
+from elixir_compile.optim.rooms import StateBuffers
 from elixir_compile.optim.rule import State, UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
@@ -34,8 +34,8 @@ class BucketUpdate:
     bucket: RunningBucket
     executor: Executor
     rule: UpdateRule
-    rooms: StateRooms
-    parts: tuple[Part, ...]
+    buffers: StateBuffers
+    parts: tuple[GroupSlice, ...]
     disk: DiskUpdate | None = None
     """What reads the state and writes it back, where it is on disk."""
 
@@ -70,7 +70,7 @@ class BucketUpdate:
                     self._stream(part)
                 else:
                     self.rule.update(part.weights, part.grads, part.states, part.group)
-                    _keep(part.states, part.states, part.rooms)
+                    _keep(part.states, part.states, part.buffers)
 
     def work(self, arrived: torch.cuda.Event | None) -> Work:
         """Return what updates the bucket on the host, once `arrived`; on a device, copies to the host begin here."""
@@ -95,7 +95,7 @@ class BucketUpdate:
                     disk.run(rule, parts)
                 for part in parts if disk is None else ():
                     rule.update(part.weights, part.grads, part.states, part.group)
-                    _keep(part.states, part.states, part.rooms)
+                    _keep(part.states, part.states, part.buffers)
             guard.check()
             if not pairs:
                 return None
@@ -106,18 +106,18 @@ class BucketUpdate:
 
         return work
 
-    def _leave(self, part: Part) -> Part:
+    def _leave(self, part: GroupSlice) -> GroupSlice:
         """Return `part` as the host updates it; copies to the host of what is not there begin here."""
         if part.weights[0].device.type == "cpu":
             return part
         with self.executor.d2h.behind_compute():
             weights, grads = (
-                self.rooms.copies(self.bucket, kind, dict(zip(part.params, values, strict=True)))
+                self.buffers.copies(self.bucket, kind, dict(zip(part.params, values, strict=True)))
                 for kind, values in (("landed param", part.weights), ("landed grad", part.grads))
             )
         return replace(part, weights=tuple(weights), grads=tuple(grads))
 
-    def _stream(self, part: Part) -> None:
+    def _stream(self, part: GroupSlice) -> None:
         """Update on the device, in copies of what is not there; one bucket's copies are gone before the next's."""
         device = self.executor.device
 
@@ -138,7 +138,7 @@ class BucketUpdate:
         for home, weight in zip(part.weights, weights, strict=True):
             if home is not weight:
                 home.copy_(weight, non_blocking=True)
-        _keep(part.states, states, part.rooms)
+        _keep(part.states, states, part.buffers)
         if device.type == "cuda":
             # Whoever reads the state or the parameter on the host next does not wait for the device.
             torch.cuda.current_stream(device).synchronize()
@@ -147,11 +147,11 @@ class BucketUpdate:
         return isinstance(value, torch.Tensor) and self.rule.travels(name, group)
 
 
-def _keep(homes: Sequence[State], updated: Sequence[State], rooms: Sequence[Mapping[str, torch.Tensor]]) -> None:
+def _keep(homes: Sequence[State], updated: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Bring what an update wrote home: into the tensor that was there before, or into its room."""
     for index, (home, state) in enumerate(zip(homes, updated, strict=True)):
         for name, value in list(state.items()):
-            target = rooms[index].get(name, home.get(name)) if rooms else home.get(name)
+            target = buffers[index].get(name, home.get(name)) if buffers else home.get(name)
             is_elsewhere = isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor) and target is not value
             if is_elsewhere and (target.shape, target.dtype) == (value.shape, value.dtype):
                 home[name] = target.copy_(value, non_blocking=True)

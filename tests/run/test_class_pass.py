@@ -15,7 +15,7 @@ import elixir_compile as elixir
 from elixir_compile.ir import Update
 from elixir_compile.optim import class_pass
 from elixir_compile.optim.class_step import ClassStep
-from elixir_compile.optim.host import Crew, native
+from elixir_compile.optim.host import HostThreads, native
 from elixir_compile.optim.host.tape import Form, TapeError
 from elixir_compile.optim.host.threads import GRAIN
 from tests.run import optimizers as users
@@ -301,7 +301,7 @@ def test_parts_on_several_threads_are_the_whole() -> None:
     weight, statistic = torch.randn(GRAIN * 2 + 77), torch.rand(GRAIN * 2 + 77)
     wanted = weight.add(statistic.sqrt(), alpha=-0.1)
     tensors = (weight, statistic)
-    Crew(3).run(
+    HostThreads(3).run(
         len(weight),
         lambda start, stop: run([one.data_ptr() + 4 * start for one in tensors], [-0.1], stop - start),
     )

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.errors import ElixirWarning
-from elixir_compile.optim.host import Crew, accumulate, fallback, mixed_adamw, passes, split_adamw, sum_of_squares
+from elixir_compile.optim.host import (
+    HostThreads,
+    accumulate,
+    fallback,
+    mixed_adamw,
+    passes,
+    split_adamw,
+    sum_of_squares,
+)
 from elixir_compile.optim.host.kernel import _kernel
 
 SIZES = (1, 7, 15, 16, 17, 255, 257, 1000003)
@@ -127,13 +135,13 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     results = []
     for num_threads in (1, 2, 3):
         torch.manual_seed(0)
-        crew = Crew(num_threads)
+        threads = HostThreads(num_threads)
         tensors = [weights_of(numel), torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)]
         param = torch.full((numel,), NAN, dtype=torch.float16)
         for step, grad in enumerate(gradients(numel, dtype, 3), start=1):
-            mixed_adamw(*tensors[:3], grad, param, step, total=tensors[3], crew=crew, **SCALARS)
-            accumulate(tensors[3], grad, crew)
-        results.append([*tensors, param, torch.tensor(sum_of_squares(grad, crew), dtype=torch.float64)])
+            mixed_adamw(*tensors[:3], grad, param, step, total=tensors[3], threads=threads, **SCALARS)
+            accumulate(tensors[3], grad, threads)
+        results.append([*tensors, param, torch.tensor(sum_of_squares(grad, threads), dtype=torch.float64)])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 

@@ -20,7 +20,7 @@ from elixir_compile.ir import Update
 from elixir_compile.measure.machine import allowed_cores, num_usable_cores
 from elixir_compile.measure.machine import cores as machine_cores
 from elixir_compile.optim import hybrid
-from elixir_compile.optim.host import Crew, crew_for, mixed_adamw
+from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw
 from elixir_compile.optim.host.threads import GRAIN, cores_of_node, num_host_threads, parts
 from elixir_compile.optim.rule import AdamWRule
 from elixir_compile.runtime.updates import UpdateLine
@@ -64,15 +64,15 @@ def test_the_cores_beside_a_device(tmp_path: Path) -> None:
 def test_it_is_said_once_how_many(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    crew_for.cache_clear()
+    host_threads_for.cache_clear()
     num_cores = num_usable_cores()
     with caplog.at_level(logging.INFO, "elixir_compile"):
-        crew = crew_for()
-        assert crew_for() is crew
-    assert crew.num_threads == max(num_cores - 1, 1)
+        threads = host_threads_for()
+        assert host_threads_for() is threads
+    assert threads.num_threads == max(num_cores - 1, 1)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert f"{crew.num_threads} threads of {num_cores} cores for 1 local ranks" in line
-    crew_for.cache_clear()
+    assert f"{threads.num_threads} threads of {num_cores} cores for 1 local ranks" in line
+    host_threads_for.cache_clear()
 
 
 def test_a_crew_keeps_to_the_quota(
@@ -85,19 +85,19 @@ def test_a_crew_keeps_to_the_quota(
     monkeypatch.setattr(machine_cores, "MEMBERSHIPS", memberships)
     monkeypatch.setattr(machine_cores, "GROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    crew_for.cache_clear()
+    host_threads_for.cache_clear()
     with caplog.at_level(logging.INFO, "elixir_compile"):
-        assert crew_for().num_threads == 3
+        assert host_threads_for().num_threads == 3
     assert "3 threads of 4 cores (a CPU quota: there are 64) for 1 local ranks" in caplog.text
-    crew_for.cache_clear()
+    host_threads_for.cache_clear()
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_only_the_crews_own_threads_are_bound() -> None:
     before = os.sched_getaffinity(0)
     core = min(before)
-    crew = Crew(2, [core])
-    found = crew.run(2 * GRAIN, lambda start, stop: (threading.get_ident(), os.sched_getaffinity(0)))
+    threads = HostThreads(2, [core])
+    found = threads.run(2 * GRAIN, lambda start, stop: (threading.get_ident(), os.sched_getaffinity(0)))
     assert [cores for _, cores in found] == [{core}, {core}]
     assert threading.get_ident() not in [thread for thread, _ in found]
     assert os.sched_getaffinity(0) == before
@@ -119,7 +119,7 @@ def test_the_worker_of_updates_is_bound_beside_the_crew(monkeypatch: pytest.Monk
         update(*args)
 
     monkeypatch.setattr(AdamWRule, "update", watched)
-    monkeypatch.setattr(hybrid, "crew_for", lambda device: Crew(1, [core]))
+    monkeypatch.setattr(hybrid, "host_threads_for", lambda device: HostThreads(1, [core]))
     batches = rows(2)
     try:
         with hybrid_run(ladder(), batches[0], home="host", update=Update.ACROSS_STEPS) as run:
@@ -142,18 +142,19 @@ def test_all_parts_end_before_one_raises() -> None:
         ended.append(start)
         return start
 
-    crew = Crew(3)
+    threads = HostThreads(3)
     with pytest.raises(RuntimeError, match="the first part"):
-        crew.run(3 * GRAIN, part)
+        threads.run(3 * GRAIN, part)
     assert sorted(ended) == [GRAIN, 2 * GRAIN]
-    assert crew.run(3 * GRAIN, lambda start, stop: stop) == [GRAIN, 2 * GRAIN, 3 * GRAIN]
+    assert threads.run(3 * GRAIN, lambda start, stop: stop) == [GRAIN, 2 * GRAIN, 3 * GRAIN]
 
 
 def test_two_passes_share_a_crew() -> None:
-    crew = Crew(2)
+    threads = HostThreads(2)
     found: list[list[int]] = []
     callers = [
-        threading.Thread(target=lambda: found.append(crew.run(2 * GRAIN, lambda start, stop: stop))) for _ in range(8)
+        threading.Thread(target=lambda: found.append(threads.run(2 * GRAIN, lambda start, stop: stop)))
+        for _ in range(8)
     ]
     for caller in callers:
         caller.start()
@@ -164,11 +165,11 @@ def test_two_passes_share_a_crew() -> None:
 
 def test_threads_end_with_their_crew() -> None:
     before = set(threading.enumerate())
-    crew = Crew(3)
-    crew.run(3 * GRAIN, lambda start, stop: None)
+    threads = HostThreads(3)
+    threads.run(3 * GRAIN, lambda start, stop: None)
     own = set(threading.enumerate()) - before  # others of the process may end meanwhile
     assert len(own) == 3
-    del crew
+    del threads
     gc.collect()
     for thread in own:
         thread.join(2.0)
@@ -178,10 +179,10 @@ def test_threads_end_with_their_crew() -> None:
 def test_a_forked_child_starts_its_own_and_exit_still_has_them() -> None:
     code = (
         "import atexit, os\n"
-        "from elixir_compile.optim.host import Crew\n"
+        "from elixir_compile.optim.host import HostThreads\n"
         "from elixir_compile.optim.host.threads import GRAIN\n"
-        "crew = Crew(2)\n"
-        "go = lambda: crew.run(2 * GRAIN, lambda start, stop: stop)\n"
+        "threads = HostThreads(2)\n"
+        "go = lambda: threads.run(2 * GRAIN, lambda start, stop: stop)\n"
         "atexit.register(go)\n"
         "assert go() == [GRAIN, 2 * GRAIN]\n"
         "child = os.fork()\n"
@@ -207,7 +208,7 @@ def test_the_caller_goes_on_while_a_pass_runs() -> None:
     def passes() -> None:
         for step in range(2, 6):
             began_s = time.perf_counter()
-            mixed_adamw(*tensors, step, crew=Crew(1), **SCALARS)
+            mixed_adamw(*tensors, step, threads=HostThreads(1), **SCALARS)
             spans.append((began_s, time.perf_counter()))
 
     worker = threading.Thread(target=passes)
@@ -234,7 +235,7 @@ def test_the_caller_keeps_half_of_its_rate() -> None:
         step = 1
         while not stop.is_set():
             if go.wait(0.01):
-                mixed_adamw(*tensors, step, crew=Crew(1), **SCALARS)
+                mixed_adamw(*tensors, step, threads=HostThreads(1), **SCALARS)
                 step += 1
 
     def rate_per_s() -> float:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elixir_compile.optim.neighbours import runs
+from elixir_compile.optim.neighbours import coalesce
 from elixir_compile.runtime.dense import flat
 from elixir_compile.runtime.slab import Slab, aligned_bytes
 
@@ -29,7 +29,7 @@ def rows_of(shapes: list[tuple[int, ...]] = SHAPES) -> list[list[torch.Tensor]]:
 
 def test_a_bucket_is_one_run_and_its_memory_is_that_of_its_tensors() -> None:
     rows = rows_of()
-    ((members, joined),) = runs(rows, [4] * len(rows))
+    ((members, joined),) = coalesce(rows, [4] * len(rows))
     assert members == [0, 1, 2, 3]
     for kind, tensor in enumerate(joined):
         assert tensor.dtype == KINDS[kind]
@@ -41,21 +41,21 @@ def test_a_bucket_is_one_run_and_its_memory_is_that_of_its_tensors() -> None:
 
 def test_the_order_in_which_they_come_does_not_matter() -> None:
     rows = rows_of()
-    ((members, _),) = runs([rows[index] for index in (2, 0, 3, 1)], [1] * 4)
+    ((members, _),) = coalesce([rows[index] for index in (2, 0, 3, 1)], [1] * 4)
     assert members == [1, 3, 0, 2]
 
 
 def test_another_step_or_a_gap_ends_a_run() -> None:
     rows = rows_of()
-    assert [members for members, _ in runs(rows, [4, 4, 5, 5])] == [[0, 1], [2, 3]]
-    assert [members for members, _ in runs([rows[0], rows[2], rows[3]], [1] * 3)] == [[0], [1, 2]]
+    assert [members for members, _ in coalesce(rows, [4, 4, 5, 5])] == [[0, 1], [2, 3]]
+    assert [members for members, _ in coalesce([rows[0], rows[2], rows[3]], [1] * 3)] == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_a_tensor_that_lies_elsewhere_ends_a_run(kind: int) -> None:
     rows = rows_of()
     rows[1][kind] = rows[1][kind].clone()
-    assert [members for members, _ in runs(rows, [1] * 4)] in (
+    assert [members for members, _ in coalesce(rows, [1] * 4)] in (
         [[0], [1], [2, 3]],
         [[1], [0], [2, 3]],
         [[0], [2, 3], [1]],
@@ -65,17 +65,17 @@ def test_a_tensor_that_lies_elsewhere_ends_a_run(kind: int) -> None:
 def test_memory_that_is_no_slab_is_never_joined() -> None:
     """The same offsets in memory that torch allocated, where anything may lie between."""
     rows = rows_of()
-    (_, joined), *_ = runs(rows, [1] * 4)
+    (_, joined), *_ = coalesce(rows, [1] * 4)
     copies = [tensor.clone() for tensor in joined]
     views = [
         [copies[kind][start : start + numel] for kind in range(len(KINDS))]
         for start, numel in ((0, 15), (128, 129), (384, 1), (512, 256))
     ]
-    assert len(list(runs(views, [1] * 4))) == 4
+    assert len(list(coalesce(views, [1] * 4))) == 4
 
 
 def test_a_run_of_one_keeps_its_tensors() -> None:
     transposed = torch.arange(6.0).view(2, 3).t()
-    ((_, joined),) = runs([[transposed]], [1])
+    ((_, joined),) = coalesce([[transposed]], [1])
     assert joined[0].data_ptr() == transposed.data_ptr()
     assert flat(transposed).tolist() == [0, 1, 2, 3, 4, 5]

@@ -194,7 +194,7 @@ def test_host_updates_take_their_threads_and_say_so_once(
     monkeypatch.setattr(threads, "allowed_cores", lambda: frozenset(range(8)))
     monkeypatch.setattr(threads, "num_usable_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    threads.crew_for.cache_clear()
+    threads.host_threads_for.cache_clear()
     usual = torch.get_num_threads()
     model, batches, seen = ladder(), rows(3), []
     try:
@@ -218,4 +218,4 @@ def test_host_updates_take_their_threads_and_say_so_once(
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(usual)
-        threads.crew_for.cache_clear()
+        threads.host_threads_for.cache_clear()

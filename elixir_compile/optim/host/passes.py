@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from elixir_compile.optim.host import fallback
 from elixir_compile.optim.host.flat import GRADIENT_DTYPES, FlatStep, Rule, check_tensor
 from elixir_compile.optim.host.kernel import KINDS, Coefficients, Gradient, Moments, kernel
-from elixir_compile.optim.host.threads import GRAIN, Crew, crew_for
+from elixir_compile.optim.host.threads import GRAIN, HostThreads, host_threads_for
 
 
 class Scalars(TypedDict):
@@ -39,7 +39,7 @@ class Extras(Scalars):
 
     max_exp_avg_sq: NotRequired[torch.Tensor | None]
     total: NotRequired[torch.Tensor | None]
-    crew: NotRequired[Crew | None]
+    threads: NotRequired[HostThreads | None]
 
 
 def mixed_adamw(
@@ -55,7 +55,7 @@ def mixed_adamw(
 
     `master` and the moments are fp32, `grad` bf16, fp16 or fp32, `param` bf16 or fp16. The gradient is
     `(total + grad) * grad_scale`; `total`, fp32, holds earlier micro-batches. `max_exp_avg_sq` makes it AMSGrad.
-    `crew` are the threads, by default those of this process. Raises ValueError for tensors that do not fit.
+    `threads` are the threads, by default those of this process. Raises ValueError for tensors that do not fit.
     """
     _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
 
@@ -78,7 +78,7 @@ def split_adamw(
     _step(low, exp_avg, exp_avg_sq, grad, param, step, extras)
 
 
-def accumulate(total: torch.Tensor, grad: torch.Tensor, crew: Crew | None = None) -> None:
+def accumulate(total: torch.Tensor, grad: torch.Tensor, threads: HostThreads | None = None) -> None:
     """Add `grad`, bf16, fp16 or fp32, to `total`, fp32, in place. Raises ValueError for tensors that do not fit."""
     check_tensor("total", total, (torch.float32,), total)
     check_tensor("grad", grad, GRADIENT_DTYPES, total)
@@ -86,14 +86,14 @@ def accumulate(total: torch.Tensor, grad: torch.Tensor, crew: Crew | None = None
     if library is None:
         fallback.accumulate(total, grad)
         return
-    (crew or crew_for()).run(
+    (threads or host_threads_for()).run(
         total.numel(),
         lambda start, stop: library.accumulate(_at(total, start), _gradient(grad, None, start), stop - start),
     )
     increment_version(total)
 
 
-def sum_of_squares(grad: torch.Tensor, crew: Crew | None = None) -> float:
+def sum_of_squares(grad: torch.Tensor, threads: HostThreads | None = None) -> float:
     """Return the sum of the squares of `grad`, bf16, fp16 or fp32: not finite exactly if some value is not.
 
     The same to the bit for any number of threads. Raises ValueError for a tensor that does not fit.
@@ -108,7 +108,7 @@ def sum_of_squares(grad: torch.Tensor, crew: Crew | None = None) -> float:
         own = ctypes.cast(ctypes.byref(sums, start // GRAIN * 8), ctypes.POINTER(ctypes.c_double))
         library.sums_of_squares(own, _gradient(grad, None, start), stop - start, GRAIN)
 
-    (crew or crew_for()).run(grad.numel(), part)
+    (threads or host_threads_for()).run(grad.numel(), part)
     return math.fsum(sums)
 
 
@@ -123,7 +123,7 @@ def _step(
 ) -> None:
     scalars = dict(extras)
     tensors = {name: scalars.pop(name, None) for name in ("max_exp_avg_sq", "total")}
-    crew = scalars.pop("crew", None)
+    threads = scalars.pop("threads", None)
     flat = FlatStep(
         weights=weights,
         exp_avg=exp_avg,
@@ -149,7 +149,7 @@ def _step(
             kind = 0 if flat.param is None else KINDS[flat.param.dtype]
             library.mixed_adamw(own, moments, gradient, high, kind, *last)
 
-    (crew or crew_for()).run(flat.weights.numel(), part)
+    (threads or host_threads_for()).run(flat.weights.numel(), part)
     # Autograd must see that they changed, as it does after torch's own in-place ops.
     written = (flat.weights, flat.exp_avg, flat.exp_avg_sq, flat.max_exp_avg_sq, flat.param)
     increment_version([tensor for tensor in written if tensor is not None])

@@ -32,10 +32,10 @@ GRAIN = 1 << 18
 """Parts are multiples of this many elements: 64 K in one call took 8 % longer, 256 K no longer than any more."""
 
 
-class Crew:
+class HostThreads:
     """`num_threads` threads, started at the first pass, that run the parts of one pass at once.
 
-    They are daemons: they end with the process, and earlier when nobody holds the crew. A forked child starts its own.
+    They are daemons: they end with the process, and earlier when nobody holds the threads. A forked child starts its own.
     """
 
     def __init__(self, num_threads: int, cores: Collection[int] = ()) -> None:
@@ -106,8 +106,8 @@ def parts(numel: int, num_threads: int) -> list[tuple[int, int]]:
 
 
 @cache
-def crew_for(device: torch.device | None = None) -> Crew:
-    """Return the crew of this process for passes beside `device`, one for each device; None binds no threads.
+def host_threads_for(device: torch.device | None = None) -> HostThreads:
+    """Return the threads of this process for passes beside `device`, one for each device; None binds no threads.
 
     Says in one line of the log how many threads it takes.
     """
@@ -124,7 +124,7 @@ def crew_for(device: torch.device | None = None) -> Crew:
         num_ranks,
         f", on the {len(beside)} cores beside {device}" if beside else "",
     )
-    return Crew(num_threads, beside)
+    return HostThreads(num_threads, beside)
 
 
 def bind_thread(cores: Collection[int]) -> None:
