@@ -17,7 +17,7 @@ import torch
 
 from elixir_compile import compat
 from elixir_compile.optim.class_step import ClassStep, Row
-from elixir_compile.optim.dry_step import Kept
+from elixir_compile.optim.dry_step import StateSchema
 from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.formula import is_same, samples
 from elixir_compile.optim.host.native import Pass, compiled
@@ -52,14 +52,14 @@ class ClassPasses:
         """None where a form has none."""
         self._said: set[str] = set()
 
-    def update(self, step: ClassStep, rows: Sequence[Row], kept: Kept) -> list[Row]:
+    def update(self, step: ClassStep, rows: Sequence[Row], schema: StateSchema) -> list[Row]:
         """Update those of `rows` that a pass can; return the others, untouched."""
-        names = tuple(kept.dtypes)
+        names = tuple(schema.dtypes)
         found: dict[object, Recorded | None] = {}
         ready: dict[tuple[Form, tuple[float, ...]], list[tuple[Row, Recorded]]] = {}
         left: list[Row] = []
         for row in rows:
-            is_begun = bool(row.state) or kept.is_stateless  # else the class makes the state now
+            is_begun = bool(row.state) or schema.is_stateless  # else the class makes the state now
             key = _key_of(row, names) if is_begun else None
             if key is not None and key not in found:
                 found[key] = self._recorded(step, row, names)
@@ -190,9 +190,9 @@ def _take(
 
 def _count(row: Row, counts: Mapping[str, Any]) -> None:
     for name, value in counts.items():
-        kept = row.state[name]
-        if isinstance(value, torch.Tensor) and isinstance(kept, torch.Tensor) and kept.dtype == value.dtype:
-            kept.copy_(value)
+        schema = row.state[name]
+        if isinstance(value, torch.Tensor) and isinstance(schema, torch.Tensor) and schema.dtype == value.dtype:
+            schema.copy_(value)
         else:
             row.state[name] = _own(value)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from elixir_compile.optim.class_pass import ClassPasses
 from elixir_compile.optim.class_step import ClassStep, Row
-from elixir_compile.optim.dry_step import Kept, dry_step, form_of
+from elixir_compile.optim.dry_step import StateSchema, dry_step, form_of
 from elixir_compile.optim.host import host_threads_for
 from elixir_compile.optim.rule import State
 from elixir_compile.optim.shadow import attributes_of
@@ -31,7 +31,7 @@ class ClassRule:
         self._cls = cls
         self._optimizer = weakref.ref(optimizer)
         self._attributes: Mapping[str, Any] = {}
-        self._kept: dict[tuple[object, ...], Kept] = {}
+        self._kept: dict[tuple[object, ...], StateSchema] = {}
         self._passes = ClassPasses()
         self._dtypes: dict[int, tuple[int, tuple[torch.dtype, ...]]] = {}
         """By param group, how many parameters it had when these were their dtypes: asked for at each bucket."""
@@ -44,7 +44,7 @@ class ClassRule:
         rule._attributes = self._attributes_now()
         return rule
 
-    def kept(self, group: Mapping[str, Any], dtype: torch.dtype) -> Kept:
+    def kept(self, group: Mapping[str, Any], dtype: torch.dtype) -> StateSchema:
         """Return what the class keeps for parameters of `group` in `dtype`, as a dry step shows."""
         form = (dtype, *form_of(group))
         if form not in self._kept:

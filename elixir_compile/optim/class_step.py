@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from elixir_compile import compat
 from elixir_compile.optim.rule import State
-from elixir_compile.optim.shadow import plain_step, shadow_of
+from elixir_compile.optim.shadow import plain_step, transient_optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ClassStep:
     def take(self, rows: Sequence[Row]) -> None:
         """Update weights in place and the entries of states, which a class may also replace."""
         shadows = [nn.Parameter(row.weight) for row in rows]
-        optimizer = self._shadow(shadows, rows[0].weight)
+        optimizer = self._transient(shadows, rows[0].weight)
         for shadow, row in zip(shadows, rows, strict=True):
             shadow.grad = row.grad.data  # not `detach()`, which shares the count of changes that guards the gradient
             if row.state:
@@ -48,7 +48,7 @@ class ClassStep:
     def take_dry(self, row: Row) -> tuple[torch.Tensor, State]:
         """Take the step on tensors of the device `meta`, for a host; return the weight and the state after it."""
         shadow = nn.Parameter(row.weight)
-        optimizer = self._shadow([shadow], torch.empty(0))
+        optimizer = self._transient([shadow], torch.empty(0))
         if "foreach" in self.group:  # which is another way to the same bits, or the comparison with the class shows it
             optimizer.param_groups[0]["foreach"] = False
         shadow.grad = row.grad
@@ -61,8 +61,8 @@ class ClassStep:
         with compat.outside_captures():  # the thread that trains may capture a graph while the worker is here
             plain_step(self.cls)(optimizer)
 
-    def _shadow(self, shadows: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
-        return shadow_of(self.cls, self.attributes, {**_beside(self.group, beside), "params": list(shadows)})
+    def _transient(self, shadows: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
+        return transient_optimizer(self.cls, self.attributes, {**_beside(self.group, beside), "params": list(shadows)})
 
 
 def _apart(value: Any, grad: torch.Tensor) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elixir_compile import compat
-from elixir_compile.optim.shadow import attributes_of, plain_step, shadow_of
+from elixir_compile.optim.shadow import attributes_of, plain_step, transient_optimizer
 
 _SHAPE = (16, 8)
 _SCALES = (1e-2, 1.0, 1e2)
@@ -27,7 +27,7 @@ _SCALES = (1e-2, 1.0, 1e2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class StateSchema:
     """What a class keeps for one parameter."""
 
     dtypes: Mapping[str, torch.dtype]
@@ -42,7 +42,9 @@ def form_of(group: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple((name, _form(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names"))
 
 
-def dry_step(cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype) -> Kept:
+def dry_step(
+    cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
+) -> StateSchema:
     """Return what `cls` keeps for a parameter in `dtype`, with the hyperparameters of `group`; on the host, beside the
     state of random numbers."""
     # Asked for while a step is captured, too.
@@ -59,21 +61,21 @@ def dry_step(cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping
 
 def _dry_step(
     cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
-) -> Kept:
+) -> StateSchema:
     own = {name: _on_host(value) for name, value in group.items() if name not in ("params", "param_names")}
     if own.get("capturable"):
         own["capturable"] = False
     failures: list[str] = []
-    for make in (_Shadow(cls, attributes, own), _Built(cls, own)):
+    for make in (_Transient(cls, attributes, own), _Built(cls, own)):
         try:
             return _compare(make, dtype)
         except Exception as error:
             failures.append(f"{type(error).__name__}: {error}")
-    return Kept(dtypes={}, because=f"a step of one tensor, or of half of one, fails with {failures[0]}")
+    return StateSchema(dtypes={}, because=f"a step of one tensor, or of half of one, fails with {failures[0]}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Shadow:
+class _Transient:
     """Makes optimizers as updates do."""
 
     cls: type[Optimizer]
@@ -81,7 +83,7 @@ class _Shadow:
     group: Mapping[str, Any]
 
     def __call__(self, param: nn.Parameter) -> Optimizer:
-        return shadow_of(self.cls, self.attributes, {**self.group, "params": [param]})
+        return transient_optimizer(self.cls, self.attributes, {**self.group, "params": [param]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class _Trained:
     """What the later steps changed in the optimizer or its group; empty for nothing."""
 
 
-def _compare(make: "_Shadow | _Built", dtype: torch.dtype) -> Kept:
+def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator).to(dtype)
     grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(dtype) for scale in _SCALES]
@@ -117,14 +119,14 @@ def _compare(make: "_Shadow | _Built", dtype: torch.dtype) -> Kept:
     first = _train(make, start.flatten()[:middle], [grad.flatten()[:middle] for grad in grads])
     second = _train(make, start.flatten()[middle:], [grad.flatten()[middle:] for grad in grads])
     statistics = {name: value for name, value in whole.state.items() if _shape(value) == _SHAPE}
-    return Kept(
+    return StateSchema(
         dtypes={name: value.dtype for name, value in statistics.items()},
         is_stateless=not whole.state,
         because=whole.counted or _difference(whole, first, second, list(statistics)),
     )
 
 
-def _train(make: "_Shadow | _Built", start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trained:
+def _train(make: "_Transient | _Built", start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trained:
     param = nn.Parameter(start.clone())
     optimizer = make(param)
     facts: list[Mapping[str, Any]] = []

@@ -22,7 +22,7 @@ def attributes_of(optimizer: Optimizer) -> Mapping[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in _OWN}
 
 
-def shadow_of(cls: type[Optimizer], attributes: Mapping[str, Any], group: dict[str, Any]) -> Optimizer:
+def transient_optimizer(cls: type[Optimizer], attributes: Mapping[str, Any], group: dict[str, Any]) -> Optimizer:
     """Return an instance of `cls` that holds `group` and nothing else."""
     optimizer = cls.__new__(cls)
     hooks = {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
