@@ -40,7 +40,7 @@ from elixir_compile.hardware import preset
 from elixir_compile.ir import StorageId, graph_from_json, graph_to_json
 from elixir_compile.options import Options
 from elixir_compile.search import Problem, milp, plan, planner, pricing, rounding, tries
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.rules import RULES
 
 MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b", "llama-7b", "llama-13b", "llama-70b")
@@ -181,7 +181,7 @@ class Counts:
 def counting() -> Iterator[Counts]:
     """Count what the searches inside do."""
     counts, began_s = Counts(), time.process_time()
-    play, keep, place = Judge.played, tries.Tries._keep, planner.place_best
+    play, keep, place = Evaluator.played, tries.Tries._keep, planner.place_best
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
         (pricing, "linprog", pricing.linprog),
         (rounding, "solve_whole", rounding.solve_whole),
@@ -192,9 +192,9 @@ def counting() -> Iterator[Counts]:
         counts.num_plays += 1
         return play(*arguments)
 
-    def counted_place(judge: Judge, first: Any, *arguments: Any, **named: Any) -> Any:
+    def counted_place(evaluator: Evaluator, first: Any, *arguments: Any, **named: Any) -> Any:
         counts.best.append((time.process_time() - began_s, first.step_s))
-        return place(judge, first, *arguments, **named)
+        return place(evaluator, first, *arguments, **named)
 
     def counted_keep(self: tries.Tries, draft: Any) -> None:
         keep(self, draft)
@@ -207,13 +207,13 @@ def counting() -> Iterator[Counts]:
 
         return solve
 
-    Judge.played, tries.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
+    Evaluator.played, tries.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
     for module, name, solver in solvers:
         setattr(module, name, counted(solver))
     try:
         yield counts
     finally:
-        Judge.played, tries.Tries._keep, planner.place_best = play, keep, place
+        Evaluator.played, tries.Tries._keep, planner.place_best = play, keep, place
         for module, name, solver in solvers:
             setattr(module, name, solver)
 

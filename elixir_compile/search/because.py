@@ -2,7 +2,7 @@
 seconds or in bytes over a budget.
 
 Seconds are by the longest paths (`flow`), bytes by the segments (`memory`), one bucket or layer changed and all others
-as they are. Both are lower bounds, and quick: a plan has a thousand of such alternatives. Bytes are those of the answer
+as they are. Both are lower bounds, and quick: a plan has a thousand of such alternatives. Bytes are those of the candidate
 and the difference of two columns.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from elixir_compile.ir import Decision
 from elixir_compile.search.clock import Deadline
-from elixir_compile.search.draft import Draft
+from elixir_compile.search.draft import DraftPlan
 from elixir_compile.search.levels import level_text
 from elixir_compile.search.modes import mode_text
 from elixir_compile.search.program import Program, Vector
@@ -25,12 +25,12 @@ _MOST_PRICED = 600
 """Alternatives of all decisions whose seconds are asked for; each takes a millisecond or more."""
 
 
-def decisions(program: Program, draft: Draft, deadline: Deadline | None = None) -> tuple[Decision, ...]:
+def decisions(program: Program, draft: DraftPlan, deadline: Deadline | None = None) -> tuple[Decision, ...]:
     """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept.
 
     Those made once the `deadline` is over say what and not why.
     """
-    facts = program.judge.facts
+    facts = program.evaluator.facts
     changes: list[tuple[str, _Change]] = []
     for i, (bucket, level, start) in enumerate(zip(facts.buckets, draft.levels, facts.start_levels, strict=True)):
         if level is not start:
@@ -42,7 +42,7 @@ def decisions(program: Program, draft: Draft, deadline: Deadline | None = None) 
             changes.append((layer.name or "step", _Change(i, mode, 0, texts)))
     if not changes:
         return ()
-    x = program.vector(draft.answer, draft.moves.streamed)
+    x = program.vector(draft.candidate, draft.moves.streamed)
     num_priced = max(1, min(_NUM_REJECTED, _MOST_PRICED // len(changes)))
     chosen = _Chosen(program, x, program.live_bytes(x), program.host_bytes(x), program.lower_s(x), num_priced)
     return tuple(_decision(chosen, subject, change, deadline) for subject, change in changes)
@@ -138,7 +138,7 @@ class _Alternative(NamedTuple):
 def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
     """What every other option would do; of those that fit, seconds of the ones with the most bytes, which are the
     nearest to what is there."""
-    problem, found = chosen.program.judge.facts.problem, []
+    problem, found = chosen.program.evaluator.facts.problem, []
     fitting: list[tuple[int, _Other, str]] = []
     for option, text in change.texts.items():
         if option == change.now:

@@ -5,8 +5,8 @@ played is within the tolerance of the bound:
 
     rungs       all layers at one depth, everything on the device or on the host: where to begin
     bound       the relaxed optimum, by columns and rows that are added as they are asked for      `pricing`
-    rounded     the nearest whole answers, with more and more memory kept free for early copies    `rounding`
-    streams     updates of the best answer, streamed bucket by bucket                              `tries`
+    rounded     the nearest whole candidates, with more and more memory kept free for early copies    `rounding`
+    streams     updates of the best candidate, streamed bucket by bucket                              `tries`
     pool        the nearest whole answer over all options that any of these optima used
     rules       the answers of the rule planners: the result is never slower than any of them
     flips       neighbours of the best, as the program ranks them                                  `neighbours`
@@ -25,8 +25,8 @@ import numpy as np
 from elixir_compile.search.because import decisions
 from elixir_compile.search.binding import binding
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
-from elixir_compile.search.draft import Answer, Certificate, Draft
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.draft import Candidate, Certificate, DraftPlan
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.milp import whole
 from elixir_compile.search.modes import deepest
 from elixir_compile.search.neighbours import bring_back, flip
@@ -62,38 +62,38 @@ _WORTH_MOVING = 0.01
 
 
 def place_best(
-    judge: Judge,
-    first: Draft,
-    others: Iterable[Answer],
+    evaluator: Evaluator,
+    first: DraftPlan,
+    others: Iterable[Candidate],
     timeout_s: float,
     tolerance: float = TOLERANCE,
     clock: Clock | None = None,
-) -> Draft:
+) -> DraftPlan:
     """Return the best draft found in `timeout_s` seconds, with its certificate; `first` fits, `others` may.
 
     They count from when `clock` was made, or from now. `others` are not asked for where `first` leaves everything where
     it starts.
     """
-    if not judge.facts.buckets:
+    if not evaluator.facts.buckets:
         certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
         return replace(first, certificate=certificate)
     # What fits stays: a machine's profile is not so exact that a slightly faster update elsewhere is a reason to move.
-    stays = first.levels == judge.facts.start_levels and first.modes == judge.facts.modes
+    stays = first.levels == evaluator.facts.start_levels and first.modes == evaluator.facts.modes
     clock = Clock() if clock is None else clock
-    program = Program(judge, max(first.step_s, 1e-12))
+    program = Program(evaluator, max(first.step_s, 1e-12))
     first = replace(first, planner="milp")
     tries = Tries(
-        judge=judge,
+        evaluator=evaluator,
         program=program,
         deadline=clock.until(timeout_s * _SEARCH_SHARE),
         best=first,
         tolerance=tolerance,
-        found={first.answer: first},
+        found={first.candidate: first},
     )
-    rungs = _rungs(judge)
+    rungs = _rungs(evaluator)
     if not stays:
         _try_shortest(tries, program, rungs)
-    seeds = [program.vector(answer) for answer in dict.fromkeys((first.answer, tries.best.answer, *rungs))]
+    seeds = [program.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *rungs))]
     for seed in seeds:
         program.add_paths(seed)
     start = priced(program, seeds, tries.deadline)
@@ -101,11 +101,11 @@ def place_best(
         _try_rules(tries, program, () if stays else others)
         return replace(tries.best, decisions=decisions(program, tries.best, clock.until(timeout_s)))
     proved = _certificate(program, start)
-    if stays and not _is_worth_moving(judge, first, proved.bound_s):
+    if stays and not _is_worth_moving(evaluator, first, proved.bound_s):
         return replace(first, certificate=replace(proved, bound_s=min(proved.bound_s, first.step_s)))
     bound_s = _searched(tries, program, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
-    log.debug("searched %s in %s", judge.facts.problem.name, format_s(clock.spent_s))
-    if stays and not _is_worth_moving(judge, first, tries.best.step_s):
+    log.debug("searched %s in %s", evaluator.facts.problem.name, format_s(clock.spent_s))
+    if stays and not _is_worth_moving(evaluator, first, tries.best.step_s):
         return replace(first, certificate=replace(proved, bound_s=min(bound_s, first.step_s)))
     shortest_s = min(first.step_s, tries.best.step_s * (1 + tolerance))
     bring_back(tries, program, tries.leanest(shortest_s), shortest_s)
@@ -114,34 +114,34 @@ def place_best(
     return replace(best, certificate=certificate, decisions=decisions(program, best, clock.until(timeout_s)))
 
 
-def _is_worth_moving(judge: Judge, stays: Draft, shorter_s: float) -> bool:
+def _is_worth_moving(evaluator: Evaluator, stays: DraftPlan, shorter_s: float) -> bool:
     """Return whether a step of `shorter_s` is a reason to move what fits where it is, in the draft that `stays`."""
-    return judge.facts.problem.moves_what_fits and stays.step_s > shorter_s * (1 + _WORTH_MOVING)
+    return evaluator.facts.problem.moves_what_fits and stays.step_s > shorter_s * (1 + _WORTH_MOVING)
 
 
-def _rungs(judge: Judge) -> list[Answer]:
+def _rungs(evaluator: Evaluator) -> list[Candidate]:
     """All layers at one depth, what is stored kept or sent away, all buckets at the level where they start, at the
     furthest, or where they need the fewest bytes."""
-    layers = judge.facts.layers
+    layers = evaluator.facts.layers
     depths = sorted({mode.depth for layer in layers for mode in layer.modes})
     modes = [
         tuple(deepest(layer, depth, leaves=leaves) for layer in layers) for leaves in (False, True) for depth in depths
     ] or [()]
-    levels = (judge.facts.start_levels, judge.facts.furthest_levels, judge.least_levels)
-    return list(dict.fromkeys(Answer(tuple(level), mode) for level in levels for mode in modes))
+    levels = (evaluator.facts.start_levels, evaluator.facts.furthest_levels, evaluator.least_levels)
+    return list(dict.fromkeys(Candidate(tuple(level), mode) for level in levels for mode in modes))
 
 
-def _try_shortest(tries: Tries, program: Program, rungs: Sequence[Answer]) -> None:
+def _try_shortest(tries: Tries, program: Program, rungs: Sequence[Candidate]) -> None:
     """Play the rung that the program says is the shortest of those that fit."""
-    problem = tries.judge.facts.problem
-    vectors = [(answer, program.vector(answer)) for answer in rungs]
+    problem = tries.evaluator.facts.problem
+    vectors = [(candidate, program.vector(candidate)) for candidate in rungs]
     fitting = [
-        (program.lower_s(x), answer)
-        for answer, x in vectors
+        (program.lower_s(x), candidate)
+        for candidate, x in vectors
         if program.peak_bytes(x) <= problem.budget_bytes and program.host_bytes(x) <= problem.host_budget_bytes
     ]
-    for lower_s, answer in sorted(fitting):
-        if lower_s >= tries.best.step_s or tries.try_answer(answer) is not None:
+    for lower_s, candidate in sorted(fitting):
+        if lower_s >= tries.best.step_s or tries.try_candidate(candidate) is not None:
             return
 
 
@@ -150,21 +150,21 @@ def _searched(
     program: Program,
     start: Priced,
     seeds: Sequence[Vector],
-    others: Iterable[Answer],
+    others: Iterable[Candidate],
     solver_end: Deadline,
 ) -> float:
     """Try answers until one is good for the bound or none is left to try; return the bound in seconds."""
     bound_s = program.seconds(start.bound)
-    answers = program
-    if tries.judge.facts.problem.cluster.num_ranks > 1 and not tries.is_good(bound_s):
-        answers = program.with_trips()
+    candidates = program
+    if tries.evaluator.facts.problem.cluster.num_ranks > 1 and not tries.is_good(bound_s):
+        candidates = program.with_trips()
     if not tries.is_good(bound_s):
-        _round(tries, answers, start, seeds, bound_s)
+        _round(tries, candidates, start, seeds, bound_s)
     _try_rules(tries, program, others)
     if not tries.is_good(bound_s) and program.num_choices <= _MOST_COLUMNS:
         bound_s = max(bound_s, _solve(tries, program, solver_end))
     if not tries.is_good(bound_s):
-        flip(tries, answers)
+        flip(tries, candidates)
         if program.has_streams:
             tries.swap_streams()
     return bound_s
@@ -172,8 +172,8 @@ def _searched(
 
 def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector], bound_s: float) -> None:
     """Try the nearest whole answers of relaxed optima, until one is good for `bound_s`."""
-    problem = tries.judge.facts.problem
-    widest_bytes = max(bucket.flat_nbytes for bucket in tries.judge.facts.buckets)
+    problem = tries.evaluator.facts.problem
+    widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
     pool: list[Vector] = []
     free_bytes = 0
     shares = _FREE_SHARES if problem.cluster.num_ranks == 1 else _FREE_SHARES_OF_RANKS
@@ -196,43 +196,43 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
     for more_bytes in dict.fromkeys((free_bytes, 0)) if pool else ():
         if tries.is_good(bound_s) or tries.is_over():
             break
-        best = program.vector(tries.best.answer)
+        best = program.vector(tries.best.candidate)
         _try_nearest(tries, program, np.max([*pool, best], axis=0), more_bytes, streams_whole=True)
     if program.has_streams and not tries.is_good(bound_s):
         tries.swap_streams()
 
 
 def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int, *, streams_whole: bool = False) -> None:
-    also = [program.vector(tries.best.answer)]
+    also = [program.vector(tries.best.candidate)]
     found = nearest(program, x, tries.deadline, more_bytes=more_bytes, streams_whole=streams_whole)
     if found is None:
         found = nearest(program, x, tries.deadline, more_bytes=more_bytes, also=also, streams_whole=streams_whole)
-    if found is not None and tries.try_answer(found.answer) is not None and streams_whole:
-        tries.try_streams(found.answer, found.streamed)
+    if found is not None and tries.try_candidate(found.candidate) is not None and streams_whole:
+        tries.try_streams(found.candidate, found.streamed)
 
 
-def _try_rules(tries: Tries, program: Program, others: Iterable[Answer]) -> None:
+def _try_rules(tries: Tries, program: Program, others: Iterable[Candidate]) -> None:
     """Play those of `others` that may be shorter than the best, whatever they stream; also once the time is up."""
-    all_buckets = range(len(tries.judge.facts.buckets))
-    for answer in others:
-        lower_s = min(program.lower_s(program.vector(answer, streamed)) for streamed in ((), all_buckets))
+    all_buckets = range(len(tries.evaluator.facts.buckets))
+    for candidate in others:
+        lower_s = min(program.lower_s(program.vector(candidate, streamed)) for streamed in ((), all_buckets))
         if lower_s < tries.best.step_s:
-            tries.try_answer(answer)
+            tries.try_candidate(candidate)
 
 
 def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
     """Try whole solutions, best first, until nothing untried can be better; return the bound in seconds."""
     bound_s, since_s = 0.0, tries.best.step_s
-    proved: dict[Answer, float] = {}
+    proved: dict[Candidate, float] = {}
     columns = _IDLE_STREAMED if program.has_streams else _IDLE_COLUMNS
     num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // program.num_choices), 0
-    for answer, rest_s in whole(program, deadline, tries.tolerance / 2):
+    for candidate, rest_s in whole(program, deadline, tries.tolerance / 2):
         # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
-        bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != answer))))
-        num_missed = num_missed + 1 if tries.try_answer(answer) is None else 0
+        bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != candidate))))
+        num_missed = num_missed + 1 if tries.try_candidate(candidate) is None else 0
         # `lower_s` holds for what is streamed in x; what the rest takes holds for the first of it however streamed.
-        own_s = rest_s if program.has_streams else program.lower_s(program.vector(answer))
-        proved[answer] = max(proved.get(answer, 0.0), own_s)
+        own_s = rest_s if program.has_streams else program.lower_s(program.vector(candidate))
+        proved[candidate] = max(proved.get(candidate, 0.0), own_s)
         # Layers that are alike have many answers that are: the program cannot tell which leaves room for prefetch.
         num_idle = num_idle + 1 if tries.best.step_s > since_s * (1 - tries.tolerance) else 0
         since_s = min(since_s, tries.best.step_s) if num_idle == 0 else since_s

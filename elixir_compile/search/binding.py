@@ -7,7 +7,7 @@ _FULL = 1 - 1e-3
 
 def binding(program: Program, x: Vector) -> tuple[str, ...]:
     """Return the rows that are full at x, in words, each once."""
-    facts, live_bytes = program.judge.facts, program.live_bytes(x)
+    facts, live_bytes = program.evaluator.facts, program.live_bytes(x)
     labels = _longest_labels(program, x)
     fullest = int(live_bytes.argmax())
     if live_bytes[fullest] >= facts.problem.budget_bytes * _FULL:

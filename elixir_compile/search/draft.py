@@ -20,7 +20,7 @@ class Certificate:
     """By how much the bound falls with one more GiB of device memory; None where there was no time to tell."""
 
 
-class Answer(NamedTuple):
+class Candidate(NamedTuple):
     """A level for every bucket and a mode for every layer."""
 
     levels: tuple[Level, ...]
@@ -28,8 +28,8 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """One answer: a level per bucket, a mode per layer, when things move, and why."""
+class DraftPlan:
+    """One candidate: a level per bucket, a mode per layer, when things move, and why."""
 
     levels: tuple[Level, ...]
     moves: Moves
@@ -40,5 +40,5 @@ class Draft:
     certificate: Certificate | None = None
 
     @property
-    def answer(self) -> Answer:
-        return Answer(self.levels, self.modes)
+    def candidate(self) -> Candidate:
+        return Candidate(self.levels, self.modes)

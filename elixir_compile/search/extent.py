@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.ladder import floor_bytes, ladder
 from elixir_compile.search.levels import Level, placement_of
 from elixir_compile.search.problem import Problem
@@ -37,11 +37,11 @@ class Extent:
 
 def extents(problem: Problem) -> tuple[Extent, Extent]:
     """Return the least that the graph of `problem` needs on the device, and what it takes where everything may stay."""
-    judge = Judge(gather_facts(replace(problem, base_bytes=0, between_bytes=0, after_bytes=0)))
+    evaluator = Evaluator(gather_facts(replace(problem, base_bytes=0, between_bytes=0, after_bytes=0)))
     lean = min(
-        ladder(judge), key=lambda rung: (floor_bytes(rung), _kept_bytes(rung.facts.graph, rung.facts.activations))
+        ladder(evaluator), key=lambda rung: (floor_bytes(rung), _kept_bytes(rung.facts.graph, rung.facts.activations))
     )
-    return _extent(lean, lean.least_levels), _extent(judge, judge.facts.start_levels)
+    return _extent(lean, lean.least_levels), _extent(evaluator, evaluator.facts.start_levels)
 
 
 def extent_of(graph: StepGraph, plan: Plan) -> Extent:
@@ -53,12 +53,12 @@ def extent_of(graph: StepGraph, plan: Plan) -> Extent:
     )
 
 
-def _extent(judge: Judge, levels: Sequence[Level]) -> Extent:
-    facts = judge.facts
+def _extent(evaluator: Evaluator, levels: Sequence[Level]) -> Extent:
+    facts = evaluator.facts
     homes = (placement_of(bucket, level) for bucket, level in zip(facts.buckets, levels, strict=True))
     return _of_homes(
         zip(facts.buckets, homes, strict=True),
-        peak_bytes=judge.memory.peak_bytes(levels, ahead=0),
+        peak_bytes=evaluator.memory.peak_bytes(levels, ahead=0),
         kept_bytes=_kept_bytes(facts.graph, facts.activations),
     )
 

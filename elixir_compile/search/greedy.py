@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Decision
-from elixir_compile.search.draft import Draft
-from elixir_compile.search.judge import MAX_AHEAD, Judge
+from elixir_compile.search.draft import DraftPlan
+from elixir_compile.search.judge import MAX_AHEAD, Evaluator
 from elixir_compile.search.levels import Level, level_text
 from elixir_compile.search.stays import moves_at_use
 from elixir_compile.search.streaming import best_moves
@@ -45,7 +45,7 @@ class _Move(NamedTuple):
 class _Walk:
     """One descent from the placements in force to a fit, for one prefetch distance."""
 
-    judge: Judge
+    evaluator: Evaluator
     own_bytes: NDArray[np.int64]
     ahead: int
     limits_host: bool
@@ -63,7 +63,7 @@ class _Walk:
 
     def descend(self) -> bool:
         """Move buckets off the device until the step fits; return whether it does."""
-        budget_bytes = self.judge.facts.problem.budget_bytes
+        budget_bytes = self.evaluator.facts.problem.budget_bytes
         while True:
             live_bytes = self._live_bytes(self.levels)
             segment = int(live_bytes.argmax())
@@ -78,7 +78,7 @@ class _Walk:
     def undo_needless(self) -> None:
         """Bring buckets back as far as the budget allows, the last moves, which were the dearest, first."""
         for bucket in reversed(list(self.moved)):
-            for level in self.judge.facts.choices[bucket]:
+            for level in self.evaluator.facts.choices[bucket]:
                 if level >= self.levels[bucket]:
                     break
                 if self._may_return(bucket, level):
@@ -88,22 +88,24 @@ class _Walk:
     def _may_return(self, bucket: int, level: Level) -> bool:
         """Whether the step still fits, and a bucket that does not come back entirely makes it no longer."""
         levels = self._with(bucket, level)
-        if self.judge.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
+        if self.evaluator.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
             return False
         if self.spares_host:
-            return self.judge.added_host_bytes(bucket, self.levels[bucket], level) <= 0
-        is_start = level is self.judge.facts.choices[bucket][0]
-        return is_start or self.judge.step_s(levels) <= self.judge.step_s(self.levels)
+            return self.evaluator.added_host_bytes(bucket, self.levels[bucket], level) <= 0
+        is_start = level is self.evaluator.facts.choices[bucket][0]
+        return is_start or self.evaluator.step_s(levels) <= self.evaluator.step_s(self.levels)
 
     def _fits_host(self, levels: Sequence[Level]) -> bool:
-        return not self.limits_host or self.judge.host_bytes(levels) <= self.judge.facts.problem.host_budget_bytes
+        return (
+            not self.limits_host or self.evaluator.host_bytes(levels) <= self.evaluator.facts.problem.host_budget_bytes
+        )
 
     @property
     def _budget_bytes(self) -> int:
-        return self.judge.facts.problem.budget_bytes
+        return self.evaluator.facts.problem.budget_bytes
 
     def _live_bytes(self, levels: list[Level]) -> NDArray[np.int64]:
-        return self.judge.memory.live_bytes(levels, moves_at_use(self.judge.facts, levels, self.ahead))
+        return self.evaluator.memory.live_bytes(levels, moves_at_use(self.evaluator.facts, levels, self.ahead))
 
     def _with(self, bucket: int, level: Level) -> list[Level]:
         levels = list(self.levels)
@@ -130,9 +132,9 @@ class _Walk:
         return None, []
 
     def _moves(self, segment: int, excess: int) -> list[_Move]:
-        facts = self.judge.facts
+        facts = self.evaluator.facts
         own = self.own_bytes[:, :, segment]
-        host_free = facts.problem.host_budget_bytes - self.judge.host_bytes(self.levels)
+        host_free = facts.problem.host_budget_bytes - self.evaluator.host_bytes(self.levels)
         moves: list[_Move] = []
         for bucket, now in enumerate(self.levels):
             for level in facts.choices[bucket]:
@@ -141,7 +143,7 @@ class _Walk:
                     continue
                 if level.has_state_on_host and not level.has_param_on_host and not self.splits_state:
                     continue
-                if self.limits_host and self.judge.added_host_bytes(bucket, now, level) > host_free:
+                if self.limits_host and self.evaluator.added_host_bytes(bucket, now, level) > host_free:
                     continue
                 if not self.spares_host and (bucket, level) not in self.cost_s:
                     self._simulate(bucket, level)
@@ -152,27 +154,27 @@ class _Walk:
         saved_bytes = min(saves_bytes, excess)
         if self.spares_host:
             # A bucket on the host already takes no more of it, however far it moves: as good as one byte.
-            added_bytes = max(self.judge.added_host_bytes(bucket, self.levels[bucket], level), 1)
+            added_bytes = max(self.evaluator.added_host_bytes(bucket, self.levels[bucket], level), 1)
             return _Move(saved_bytes / added_bytes, bucket, level, saves_bytes, 0.0)
         cost_s = self.cost_s[bucket, level]
         return _Move(saved_bytes / cost_s, bucket, level, saves_bytes, cost_s)
 
     def _simulate(self, bucket: int, level: Level) -> None:
-        after_s = self.judge.step_s(self._with(bucket, level))
-        self.cost_s[bucket, level] = max(after_s - self.judge.step_s(self.levels), _LEAST_COST_S)
+        after_s = self.evaluator.step_s(self._with(bucket, level))
+        self.cost_s[bucket, level] = max(after_s - self.evaluator.step_s(self.levels), _LEAST_COST_S)
         self.fresh.add((bucket, level))
 
     def _make(self, move: _Move, others: list[_Move], segment: int, excess: int) -> None:
-        op = self.judge.facts.graph.ops[self.judge.memory.highest_op(segment)]
+        op = self.evaluator.facts.graph.ops[self.evaluator.memory.highest_op(segment)]
         self.moved.pop(move.bucket, None)
         self.moved[move.bucket] = Decision(
-            subject=self.judge.facts.buckets[move.bucket].id,
+            subject=self.evaluator.facts.buckets[move.bucket].id,
             choice=level_text(move.level),
             because=f"device short by {format_bytes(excess)} at {op.id}",
             cost_s=0.0 if move.cost_s <= _LEAST_COST_S else move.cost_s,
             saves_bytes=move.saves_bytes,
             rejected=tuple(
-                f"{self.judge.facts.buckets[other.bucket].id} {level_text(other.level)} "
+                f"{self.evaluator.facts.buckets[other.bucket].id} {level_text(other.level)} "
                 f"(saves {format_bytes(other.saves_bytes)}, {self._price(other)})"
                 for other in others
             ),
@@ -185,13 +187,13 @@ class _Walk:
     def _price(self, move: _Move) -> str:
         if not self.spares_host:
             return f"costs {format_s(move.cost_s)}"
-        added_bytes = self.judge.added_host_bytes(move.bucket, self.levels[move.bucket], move.level)
+        added_bytes = self.evaluator.added_host_bytes(move.bucket, self.levels[move.bucket], move.level)
         return f"takes {format_bytes(added_bytes)} of the host"
 
     def _retreat(self) -> bool:
         """Move everything as far as it goes: what no single move could save may still be saved together."""
-        furthest = self.judge.least_levels
-        if self.judge.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
+        furthest = self.evaluator.least_levels
+        if self.evaluator.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
             return False
         if not self._fits_host(furthest):
             return False
@@ -199,7 +201,7 @@ class _Walk:
             if level != self.levels[bucket]:
                 short = format_bytes(int(self._live_bytes(self.levels).max()) - self._budget_bytes)
                 self.moved[bucket] = Decision(
-                    subject=self.judge.facts.buckets[bucket].id,
+                    subject=self.evaluator.facts.buckets[bucket].id,
                     choice=level_text(level),
                     because=f"device still short by {short}, and no single move saves at the peak: all move together",
                 )
@@ -207,54 +209,56 @@ class _Walk:
         return True
 
 
-def place_greedily(judge: Judge, *, limits_host: bool = True, spares_host: bool = False) -> Draft | None:
+def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_host: bool = False) -> DraftPlan | None:
     """Return the fastest placement found that fits the budgets; None when none was found.
 
     `limits_host` False ignores the host budget; `spares_host` saves the most bytes per host byte instead of per second.
     """
-    cluster = judge.facts.problem.cluster
+    cluster = evaluator.facts.problem.cluster
     # Where copies are work for the device itself, being early saves nothing that memory should be kept free for.
     is_early = cluster.h2d.overlaps_compute and not spares_host
     distances = range(MAX_AHEAD, -1, -1) if is_early else (0,)
-    own_bytes = judge.memory.own_bytes()
-    best: tuple[tuple[float, int], Draft] | None = None
+    own_bytes = evaluator.memory.own_bytes()
+    best: tuple[tuple[float, int], DraftPlan] | None = None
     # Moving state alone is cheap at first and can be a dead end: it leaves nothing to hide later moves under.
     splits = (
         (True, False)
-        if any({Level.STATE_OFF, Level.STATE_OFF_RELEASED}.intersection(levels[1:]) for levels in judge.facts.choices)
+        if any(
+            {Level.STATE_OFF, Level.STATE_OFF_RELEASED}.intersection(levels[1:]) for levels in evaluator.facts.choices
+        )
         else (False,)
     )
     for ahead, splits_state in itertools.product(distances, splits):
         walk = _Walk(
-            judge=judge,
+            evaluator=evaluator,
             own_bytes=own_bytes,
             ahead=ahead,
             limits_host=limits_host,
             spares_host=spares_host,
             splits_state=splits_state,
-            levels=list(judge.facts.start_levels),
+            levels=list(evaluator.facts.start_levels),
             cost_s={},
         )
         if not walk.descend():
             continue
         walk.undo_needless()
-        draft = _draft(judge, walk)
-        key = (draft.step_s, judge.host_bytes(draft.levels))
+        draft = _draft(evaluator, walk)
+        key = (draft.step_s, evaluator.host_bytes(draft.levels))
         if best is None or key < best[0]:
             best = (key, draft)
     return None if best is None else best[1]
 
 
-def _draft(judge: Judge, walk: _Walk) -> Draft:
+def _draft(evaluator: Evaluator, walk: _Walk) -> DraftPlan:
     levels = tuple(walk.levels)
-    starts = judge.facts.start_levels
+    starts = evaluator.facts.start_levels
     decisions = tuple(
         _restated(decision, levels[bucket])
         for bucket, decision in walk.moved.items()
         if levels[bucket] != starts[bucket]
     )
-    moves, step_s = best_moves(judge, levels)
-    return Draft(levels=levels, modes=judge.facts.modes, moves=moves, step_s=step_s, decisions=decisions)
+    moves, step_s = best_moves(evaluator, levels)
+    return DraftPlan(levels=levels, modes=evaluator.facts.modes, moves=moves, step_s=step_s, decisions=decisions)
 
 
 def _restated(decision: Decision, level: Level) -> Decision:

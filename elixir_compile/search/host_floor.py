@@ -8,22 +8,22 @@ device byte beyond the budget there they are chosen bucket by bucket (Lagrangian
 
 import numpy as np
 
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 
 _PRICES = np.concatenate([[0.0], np.geomspace(1 / 16, 16, 33)])
 """Host bytes per device byte. A bucket gives 1 to about 4 device bytes for each of its bytes on the host."""
 
 
-def host_floor_bytes(judge: Judge) -> int:
-    """Return host bytes below which no placement at the judge's modes fits the device."""
-    facts, own_bytes = judge.facts, judge.memory.own_bytes()
+def host_floor_bytes(evaluator: Evaluator) -> int:
+    """Return host bytes below which no placement at the evaluator's modes fits the device."""
+    facts, own_bytes = evaluator.facts, evaluator.memory.own_bytes()
     host = np.full(own_bytes.shape[:2], np.inf)  # what is no choice is never the least
     for bucket, levels in enumerate(facts.choices):
         for level in levels:
-            host[bucket, level] = judge.host_bytes_of(bucket, level)
+            host[bucket, level] = evaluator.host_bytes_of(bucket, level)
     start = sum(own_bytes[bucket, level] for bucket, level in enumerate(facts.start_levels))
-    least = sum(own_bytes[bucket, level] for bucket, level in enumerate(judge.least_levels))
-    rest_bytes = judge.memory.rest_bytes
+    least = sum(own_bytes[bucket, level] for bucket, level in enumerate(evaluator.least_levels))
+    rest_bytes = evaluator.memory.rest_bytes
     segments = {int((rest_bytes + own).argmax()) for own in (start, least)}
     floor = 0.0
     for segment in segments:
@@ -31,4 +31,4 @@ def host_floor_bytes(judge: Judge) -> int:
         # prices x buckets x levels
         priced = host + _PRICES[:, None, None] * own_bytes[None, :, :, segment]
         floor = max(floor, float((priced.min(axis=2).sum(axis=1) - _PRICES * free_bytes).max()))
-    return judge.away_bytes + int(floor)
+    return evaluator.away_bytes + int(floor)

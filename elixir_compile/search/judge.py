@@ -20,12 +20,12 @@ MAX_AHEAD = 2
 """Two windows ahead already equals unlimited where layers are alike and a transfer is shorter than a layer."""
 
 
-class Judge:
-    """Answers for one problem at one choice of modes, seconds remembered; `at` gives the judge of another choice."""
+class Evaluator:
+    """Answers for one problem at one choice of modes, seconds remembered; `at` gives the evaluator of another choice."""
 
-    def __init__(self, facts: Facts, others: "dict[tuple[int, ...], Judge] | None" = None) -> None:
+    def __init__(self, facts: Facts, others: "dict[tuple[int, ...], Evaluator] | None" = None) -> None:
         problem = facts.problem
-        self._others: dict[tuple[int, ...], Judge] = {} if others is None else others
+        self._others: dict[tuple[int, ...], Evaluator] = {} if others is None else others
         self._others[facts.modes] = self
         self.facts = facts
         self.memory = MemoryModel(facts)
@@ -56,16 +56,16 @@ class Judge:
         self._profiles: tuple[tuple[Profile, ...], ...] | None = None
         self._least_levels: tuple[Level, ...] = ()
 
-    def at(self, modes: Sequence[int]) -> "Judge":
-        """Return the judge of the same problem at `modes`, one per layer."""
+    def at(self, modes: Sequence[int]) -> "Evaluator":
+        """Return the evaluator of the same problem at `modes`, one per layer."""
         key = tuple(modes)
         if key not in self._others:
-            Judge(gather_facts(self.facts.problem, self.facts, key), self._others)  # which puts itself there
+            Evaluator(gather_facts(self.facts.problem, self.facts, key), self._others)  # which puts itself there
         return self._others[key]
 
     @property
     def profiles(self) -> tuple[tuple[Profile, ...], ...]:
-        """The profile of every mode of every layer, whatever the judge's own modes."""
+        """The profile of every mode of every layer, whatever the evaluator's own modes."""
         first = next(iter(self._others.values()))
         if first._profiles is None:
             first._profiles = profiles(self.facts.problem, self.facts.layers)

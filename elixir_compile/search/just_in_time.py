@@ -22,25 +22,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Lane
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import grown_bytes, leaves_beside, stay_bytes, take
 from elixir_compile.search.schedule import cut_regions
 from elixir_compile.search.stays import Moves, Stay
 
 
-def just_in_time(judge: Judge, levels: Sequence[Level]) -> Moves:
+def just_in_time(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
     """Return the moves of `levels`, which fit with transfers at their use, each transfer as late as its link allows."""
-    moves = judge.at_use(levels)
+    moves = evaluator.at_use(levels)
     planned = _Planned(
-        judge=judge,
+        evaluator=evaluator,
         levels=levels,
-        free_bytes=judge.facts.problem.budget_bytes - judge.memory.live_bytes(levels, moves),
-        starts=[cut.first for cut in cut_regions(judge.facts, levels, moves)],
+        free_bytes=evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves),
+        starts=[cut.first for cut in cut_regions(evaluator.facts, levels, moves)],
     )
     placed = planned.gathered(moves.stays)
     ends, leaving = dict(moves.grad_ends), dict(moves.leave_ends)
-    if leaves_beside(judge):
+    if leaves_beside(evaluator):
         planned.let_activations_leave(leaving)
         planned.let_gradients_leave(ends)
     return Moves(tuple(placed), ends, leaving, moves.streamed)
@@ -50,7 +50,7 @@ def just_in_time(judge: Judge, levels: Sequence[Level]) -> Moves:
 class _Planned:
     """The memory that is left by segment, as transfers take it."""
 
-    judge: Judge
+    evaluator: Evaluator
     levels: Sequence[Level]
     free_bytes: NDArray[np.int64]
     starts: Sequence[int]
@@ -65,7 +65,7 @@ class _Planned:
 
     def _wanted(self, at_use: Sequence[Stay]) -> list[int]:
         """The op at which each gather should be issued."""
-        facts, prices = self.judge.facts, self.judge.prices
+        facts, prices = self.evaluator.facts, self.evaluator.prices
         wanted: list[int] = []
         phase, gather_s, copy_s = -1, math.inf, math.inf
         for stay in reversed(at_use):
@@ -87,7 +87,7 @@ class _Planned:
 
     def _seconds(self, stay: Stay) -> tuple[float, float]:
         """Seconds of the all-gather before a stay, and of the copy from the host before that."""
-        facts, prices = self.judge.facts, self.judge.prices
+        facts, prices = self.evaluator.facts, self.evaluator.prices
         if stay.bucket >= len(facts.buckets):
             return 0.0, prices.h2d_s[str(facts.absences[stay.bucket - len(facts.buckets)].group)]
         name = facts.buckets[stay.bucket].id
@@ -101,7 +101,7 @@ class _Planned:
         return (Lane.GATHER,) if shared_s else (Lane.H2D,)
 
     def _placed(self, stay: Stay, wanted: int) -> Stay:
-        facts, segment_of = self.judge.facts, self.judge.memory.segment_of
+        facts, segment_of = self.evaluator.facts, self.evaluator.memory.segment_of
         phase = facts.phase_start(stay.first)
         # A lane is first in, first out: not before what is needed earlier on it. What other lanes carry holds up none.
         lanes = [(phase, lane) for lane in self._lanes(stay)]
@@ -117,7 +117,7 @@ class _Planned:
 
     def _first_free(self, gather: int, use: int, nbytes: int) -> int:
         """Return the first start of a region, not before op `gather`, from which `nbytes` are free until op `use`."""
-        segment_of = self.judge.memory.segment_of
+        segment_of = self.evaluator.memory.segment_of
         first, end = segment_of(gather), segment_of(use)
         short = np.flatnonzero(self.free_bytes[first:end] < nbytes)
         if gather >= use or not len(short):
@@ -128,7 +128,7 @@ class _Planned:
 
     def let_activations_leave(self, leaving: dict[int, int]) -> None:
         """Give each absence the time that its copy takes, or as much of it as memory is free for."""
-        facts, prices = self.judge.facts, self.judge.prices
+        facts, prices = self.evaluator.facts, self.evaluator.prices
         last = facts.num_forward - 1
         gone_s = 0.0
         for number, absence in enumerate(facts.absences):
@@ -139,7 +139,7 @@ class _Planned:
     def let_gradients_leave(self, ends: dict[int, int]) -> None:
         """Give the gradients of each bucket the time that their reduce and their copy take, or as much of it as memory
         is free for."""
-        facts, prices = self.judge.facts, self.judge.prices
+        facts, prices = self.evaluator.facts, self.evaluator.prices
         completes = [gradients.complete for i in ends if (gradients := facts.gradients[i]) is not None]
         reduced_s = gone_s = 0.0
         for place, (i, end) in enumerate(list(ends.items())):
@@ -154,7 +154,7 @@ class _Planned:
     def _latest(self, now: int, later: Sequence[int], done_s: float, nbytes: int) -> int:
         """Return the op of `later`, in order, behind which something that is over at `done_s` is waited for: the first
         that ends then, or the last before it until which `nbytes` are free."""
-        before_s, segment_of = self.judge.prices.before_s, self.judge.memory.segment_of
+        before_s, segment_of = self.evaluator.prices.before_s, self.evaluator.memory.segment_of
         wanted = next((op for op in later if before_s[op + 1] >= done_s), later[-1])
         for op in sorted({op for op in later if now < op <= wanted}, reverse=True):
             if take(self.free_bytes, segment_of(now + 1), segment_of(op + 1), nbytes):

@@ -9,49 +9,49 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.least import fullness
 from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.modes import deepest
 
 
-def ladder(judge: Judge) -> Iterator[Judge]:
-    """Yield the judge of each rung, the first with everything kept; each once."""
-    layers = judge.facts.layers
+def ladder(evaluator: Evaluator) -> Iterator[Evaluator]:
+    """Yield the evaluator of each rung, the first with everything kept; each once."""
+    layers = evaluator.facts.layers
     seen: set[tuple[int, ...]] = set()
     for leaves in (False, True):
         for depth in sorted({mode.depth for layer in layers for mode in layer.modes}):
             modes = tuple(deepest(layer, depth, leaves=leaves) for layer in layers)
             if modes not in seen:
                 seen.add(modes)
-                yield judge.at(modes)
+                yield evaluator.at(modes)
     if not layers:
-        yield judge
+        yield evaluator
         return
-    for start in (judge.at([0] * len(layers)), min(map(judge.at, seen), key=floor_bytes)):
-        modes = _layer_by_layer(judge, start)
+    for start in (evaluator.at([0] * len(layers)), min(map(evaluator.at, seen), key=floor_bytes)):
+        modes = _layer_by_layer(evaluator, start)
         if modes not in seen:
             seen.add(modes)
-            yield judge.at(modes)
+            yield evaluator.at(modes)
 
 
-def leanest(judge: Judge) -> Judge:
+def leanest(evaluator: Evaluator) -> Evaluator:
     """Return the rung that needs the fewest device bytes with every bucket as far off as it can be."""
-    return min(ladder(judge), key=floor_bytes)
+    return min(ladder(evaluator), key=floor_bytes)
 
 
-def floor_bytes(judge: Judge) -> int:
-    """Return the device bytes at the judge's modes with every bucket as far off as it can be, gathered at use."""
-    return judge.memory.peak_bytes(judge.least_levels, ahead=0)
+def floor_bytes(evaluator: Evaluator) -> int:
+    """Return the device bytes at the evaluator's modes with every bucket as far off as it can be, gathered at use."""
+    return evaluator.memory.peak_bytes(evaluator.least_levels, ahead=0)
 
 
-def _layer_by_layer(judge: Judge, start: Judge) -> tuple[int, ...]:
+def _layer_by_layer(evaluator: Evaluator, start: Evaluator) -> tuple[int, ...]:
     """Return the modes that changes of one layer after another lead to from those of `start`, each of which lowers the
     peak, or the number of segments at it, by the bytes of `profiles`."""
     now = list(start.facts.modes)
-    more_bytes = [[own.nbytes - layer[0].nbytes for own in layer] for layer in judge.profiles]
+    more_bytes = [[own.nbytes - layer[0].nbytes for own in layer] for layer in evaluator.profiles]
     changed = {int(slot) + 1 for layer in more_bytes for own in layer for slot in np.flatnonzero(np.diff(own))}
-    memory = MemoryModel(judge.at([0] * len(now)).facts, changed)
+    memory = MemoryModel(evaluator.at([0] * len(now)).facts, changed)
     own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(own) for own in layer] for layer in more_bytes]
     live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(start.least_levels))
     live_bytes += sum(layer[mode] for layer, mode in zip(more_bytes, now, strict=True))

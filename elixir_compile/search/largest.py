@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.ladder import floor_bytes as floor_of
 from elixir_compile.search.ladder import ladder, leanest
 from elixir_compile.search.planner import plan
@@ -19,7 +19,7 @@ MAX_BATCH = 1 << 30
 def floor_bytes(problem: Problem) -> int:
     """Return the fewest device bytes that a plan for `problem` needs: every bucket as far off as it can be, gathered
     at use, and of activations what the leanest rung of the ladder keeps. Nothing says that there is no lower one."""
-    return floor_of(leanest(Judge(gather_facts(problem))))
+    return floor_of(leanest(Evaluator(gather_facts(problem))))
 
 
 def is_feasible(problem: Problem) -> bool:
@@ -27,10 +27,10 @@ def is_feasible(problem: Problem) -> bool:
 
     Exact where the host can hold everything; else whether the greedy planner finds one.
     """
-    judge = Judge(gather_facts(problem))
-    if all(floor_of(rung) > problem.budget_bytes for rung in ladder(judge)):
+    evaluator = Evaluator(gather_facts(problem))
+    if all(floor_of(rung) > problem.budget_bytes for rung in ladder(evaluator)):
         return False
-    if any(rung.fits(rung.least_levels, ahead=0) for rung in ladder(judge)):
+    if any(rung.fits(rung.least_levels, ahead=0) for rung in ladder(evaluator)):
         return True
     try:
         plan(problem, planner="greedy")

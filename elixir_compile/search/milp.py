@@ -20,13 +20,13 @@ program grants for free, is what remains of the gap.
 from collections.abc import Iterator
 
 from elixir_compile.search.clock import Deadline
-from elixir_compile.search.draft import Answer
+from elixir_compile.search.draft import Candidate
 from elixir_compile.search.program import Program
 from elixir_compile.search.solving import solve_whole
 
 
-def whole(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Answer, float]]:
-    """Yield answers, best first as far as the program can tell; end when there is none left or the time is up.
+def whole(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
+    """Yield candidates, best first as far as the program can tell; end when there is none left or the time is up.
 
     Each comes with the bound in seconds of every plan that was not yielded before.
     """
@@ -34,10 +34,10 @@ def whole(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[An
         solution = solve_whole(program, limit_s=deadline.wall_s, gap=gap)
         if solution is None:
             return
-        answer = program.answer(solution.x)
+        candidate = program.candidate(solution.x)
         has_new = program.add_memory(solution.x)
         has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
-        has_new |= program.add_leaving(answer)
+        has_new |= program.add_leaving(candidate)
         if not has_new:
-            program.forbid(answer)
-        yield answer, program.seconds(solution.bound)
+            program.forbid(candidate)
+        yield candidate, program.seconds(solution.bound)

@@ -18,12 +18,12 @@ from elixir_compile.search.best import place_best
 from elixir_compile.search.buckets import with_larger_buckets
 from elixir_compile.search.clock import Clock
 from elixir_compile.search.disk import plan_with_disk
-from elixir_compile.search.draft import Answer, Draft
+from elixir_compile.search.draft import Candidate, DraftPlan
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.host_floor import host_floor_bytes
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
 from elixir_compile.search.least_host import with_least_host
 from elixir_compile.search.levels import Level, level_text
@@ -52,12 +52,12 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
         return searched(asked, clock)
 
     def searched(asked: Problem, clock: Clock) -> Plan:
-        judge = Judge(gather_facts(asked))
-        return write_out(judge, _place(judge, planner, timeout_s, clock))
+        evaluator = Evaluator(gather_facts(asked))
+        return write_out(evaluator, _place(evaluator, planner, timeout_s, clock))
 
     def search_soon(asked: Problem) -> Plan:
-        judge = Judge(gather_facts(asked))
-        return write_out(judge, _place_soon(judge, planner))
+        evaluator = Evaluator(gather_facts(asked))
+        return write_out(evaluator, _place_soon(evaluator, planner))
 
     try:
         result = plan_with_disk(problem, search)
@@ -82,34 +82,34 @@ def _without_solver(
         raise with_least_host(problem, error, search, timeout_s) from None
 
 
-def _place_soon(judge: Judge, planner: Planner) -> Draft:
+def _place_soon(evaluator: Evaluator, planner: Planner) -> DraftPlan:
     """Return what `planner` finds without its solver: `milp` has an answer wherever this has one."""
     if planner != "milp":
-        return _place(judge, planner, 0.0, Clock())
-    _require_minimum(judge)
-    return _first(judge, _soon)
+        return _place(evaluator, planner, 0.0, Clock())
+    _require_minimum(evaluator)
+    return _first(evaluator, _soon)
 
 
-def _place(judge: Judge, planner: Planner, timeout_s: float, clock: Clock) -> Draft:
+def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Clock) -> DraftPlan:
     if planner in RULES:
-        return _by_rule(judge, planner)
-    _require_minimum(judge)
+        return _by_rule(evaluator, planner)
+    _require_minimum(evaluator)
     if planner == "exhaustive":
-        draft = place_exhaustively(judge)
+        draft = place_exhaustively(evaluator)
         if draft is None:
-            raise _no_plan(judge, _least_host(judge))
+            raise _no_plan(evaluator, _least_host(evaluator))
         return draft
     if planner == "greedy":
-        return _first(judge, _greedy)
-    others = (Answer(rule(judge), judge.facts.modes) for rule in RULES.values())
-    return place_best(judge, _first(judge, _soon), others, timeout_s, clock=clock)
+        return _first(evaluator, _greedy)
+    others = (Candidate(rule(evaluator), evaluator.facts.modes) for rule in RULES.values())
+    return place_best(evaluator, _first(evaluator, _soon), others, timeout_s, clock=clock)
 
 
-def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
+def _first(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) -> DraftPlan:
     """What `place` finds on the first rung of the ladder where something fits."""
-    problem, start = judge.facts.problem, judge.facts.start_levels
-    rungs: list[Judge] = []
-    for rung in ladder(judge):
+    problem, start = evaluator.facts.problem, evaluator.facts.start_levels
+    rungs: list[Evaluator] = []
+    for rung in ladder(evaluator):
         if rung.fits(start, ahead=0) or rung.fits(rung.least_levels, ahead=0):
             return place(rung)
         rungs.append(rung)
@@ -119,15 +119,15 @@ def _first(judge: Judge, place: Callable[[Judge], Draft]) -> Draft:
         if host_floor <= problem.host_budget_bytes:
             with contextlib.suppress(NoFeasiblePlan):
                 return place(rung)
-    raise _no_plan(judge, _least_of(judge, sorted(fit, key=lambda pair: pair[0])))
+    raise _no_plan(evaluator, _least_of(evaluator, sorted(fit, key=lambda pair: pair[0])))
 
 
-def _least_of(judge: Judge, rungs: Sequence[tuple[int, Judge]]) -> Draft:
+def _least_of(evaluator: Evaluator, rungs: Sequence[tuple[int, Evaluator]]) -> DraftPlan:
     """Return the placement found that fits the device and needs the fewest host bytes, on any of `rungs`, one or more,
     in order of the floor of their host bytes, which is the first of each pair."""
 
-    def host_bytes(draft: Draft) -> int:
-        return judge.at(draft.modes).host_bytes(draft.levels)
+    def host_bytes(draft: DraftPlan) -> int:
+        return evaluator.at(draft.modes).host_bytes(draft.levels)
 
     (_, first), *others = rungs
     least = _least_host(first)
@@ -138,49 +138,49 @@ def _least_of(judge: Judge, rungs: Sequence[tuple[int, Judge]]) -> Draft:
     return least
 
 
-def _soon(judge: Judge) -> Draft:
+def _soon(evaluator: Evaluator) -> DraftPlan:
     """Something that fits: greedy is good, but simulates as many steps as the square of the buckets."""
-    start = judge.facts.start_levels
-    if judge.fits(start, ahead=0):
-        return _drafted(judge, start, "milp")
-    if len(judge.facts.buckets) > _MANY_BUCKETS and judge.fits(judge.least_levels, ahead=0):
-        return _drafted(judge, judge.least_levels, "milp")
-    return _greedy(judge, is_fast=len(judge.facts.buckets) > _MANY_BUCKETS)
+    start = evaluator.facts.start_levels
+    if evaluator.fits(start, ahead=0):
+        return _drafted(evaluator, start, "milp")
+    if len(evaluator.facts.buckets) > _MANY_BUCKETS and evaluator.fits(evaluator.least_levels, ahead=0):
+        return _drafted(evaluator, evaluator.least_levels, "milp")
+    return _greedy(evaluator, is_fast=len(evaluator.facts.buckets) > _MANY_BUCKETS)
 
 
-def _by_rule(judge: Judge, planner: Planner) -> Draft:
-    levels = RULES[planner](judge)
-    if not judge.fits(levels, ahead=0):
-        raise _no_plan(judge, _at_use(judge, levels))
-    return _drafted(judge, levels, planner)
+def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
+    levels = RULES[planner](evaluator)
+    if not evaluator.fits(levels, ahead=0):
+        raise _no_plan(evaluator, _at_use(evaluator, levels))
+    return _drafted(evaluator, levels, planner)
 
 
-def _greedy(judge: Judge, *, is_fast: bool = False) -> Draft:
+def _greedy(evaluator: Evaluator, *, is_fast: bool = False) -> DraftPlan:
     # Looking one move ahead can miss what fits a small host, so host bytes are what counts in the second attempt. It
     # simulates no step, so it is the only one that is fast for many buckets.
-    draft = None if is_fast else place_greedily(judge)
-    draft = draft or place_greedily(judge, spares_host=True)
-    if draft is None and num_placements(judge) <= MAX_PLACEMENTS:
-        draft = place_exhaustively(judge)
+    draft = None if is_fast else place_greedily(evaluator)
+    draft = draft or place_greedily(evaluator, spares_host=True)
+    if draft is None and num_placements(evaluator) <= MAX_PLACEMENTS:
+        draft = place_exhaustively(evaluator)
     if draft is None:
-        draft = _least_host(judge)
+        draft = _least_host(evaluator)
         # On a rung that needs more of the device than there is, what the host has room for is no answer either.
-        if not judge.fits(draft.levels, ahead=0):
-            raise _no_plan(judge, draft)
+        if not evaluator.fits(draft.levels, ahead=0):
+            raise _no_plan(evaluator, draft)
     return replace(draft, planner="greedy")
 
 
-def _drafted(judge: Judge, levels: Sequence[Level], planner: Planner) -> Draft:
+def _drafted(evaluator: Evaluator, levels: Sequence[Level], planner: Planner) -> DraftPlan:
     """`levels`, which fit, with gathers as early as memory allows."""
-    moves, step_s = best_moves(judge, levels)
+    moves, step_s = best_moves(evaluator, levels)
     moved = tuple(
         Decision(subject=bucket.id, choice=level_text(level), because=f"the rule {planner} puts it there")
-        for bucket, level, start in zip(judge.facts.buckets, levels, judge.facts.start_levels, strict=True)
+        for bucket, level, start in zip(evaluator.facts.buckets, levels, evaluator.facts.start_levels, strict=True)
         if level != start
     )
-    return Draft(
+    return DraftPlan(
         levels=tuple(levels),
-        modes=judge.facts.modes,
+        modes=evaluator.facts.modes,
         moves=moves,
         step_s=step_s,
         decisions=moved,
@@ -188,41 +188,43 @@ def _drafted(judge: Judge, levels: Sequence[Level], planner: Planner) -> Draft:
     )
 
 
-def _at_use(judge: Judge, levels: Sequence[Level]) -> Draft:
+def _at_use(evaluator: Evaluator, levels: Sequence[Level]) -> DraftPlan:
     """Every bucket gathered right where it is used: the fewest device bytes at these levels."""
-    return Draft(levels=tuple(levels), modes=judge.facts.modes, moves=judge.at_use(levels), step_s=0.0, decisions=())
+    return DraftPlan(
+        levels=tuple(levels), modes=evaluator.facts.modes, moves=evaluator.at_use(levels), step_s=0.0, decisions=()
+    )
 
 
-def _furthest(judge: Judge) -> Draft:
+def _furthest(evaluator: Evaluator) -> DraftPlan:
     """As far off the device as helps, gathered at use: the fewest device bytes that any plan can have."""
-    return _at_use(judge, judge.least_levels)
+    return _at_use(evaluator, evaluator.least_levels)
 
 
-def _least_host(judge: Judge) -> Draft:
+def _least_host(evaluator: Evaluator) -> DraftPlan:
     """The placement found that fits the device and needs the fewest host bytes, were the host large enough."""
-    is_small = len(judge.facts.buckets) <= _MANY_BUCKETS
+    is_small = len(evaluator.facts.buckets) <= _MANY_BUCKETS
     orders = (True, False) if is_small else (True,)
-    found = [place_greedily(judge, limits_host=False, spares_host=spares_host) for spares_host in orders]
+    found = [place_greedily(evaluator, limits_host=False, spares_host=spares_host) for spares_host in orders]
     drafts = [draft for draft in found if draft is not None]
-    return min(drafts, key=lambda draft: judge.host_bytes(draft.levels), default=_furthest(judge))
+    return min(drafts, key=lambda draft: evaluator.host_bytes(draft.levels), default=_furthest(evaluator))
 
 
-def _require_minimum(judge: Judge) -> None:
-    if all(floor_bytes(rung) > judge.facts.problem.budget_bytes for rung in ladder(judge)):
-        least = leanest(judge)
+def _require_minimum(evaluator: Evaluator) -> None:
+    if all(floor_bytes(rung) > evaluator.facts.problem.budget_bytes for rung in ladder(evaluator)):
+        least = leanest(evaluator)
         raise _no_plan(least, _furthest(least))
 
 
-def _no_plan(judge: Judge, least: Draft) -> NoFeasiblePlan:
+def _no_plan(evaluator: Evaluator, least: DraftPlan) -> NoFeasiblePlan:
     """The error for the draft that needs the least: short on the device, or else on the host."""
-    problem = judge.facts.problem
-    judge = judge.at(least.modes)
-    peak = plan_timeline(problem.graph, write_out(judge, least)).peak
-    op = next(op for op in judge.facts.graph.ops if op.id == peak.op)
+    problem = evaluator.facts.problem
+    evaluator = evaluator.at(least.modes)
+    peak = plan_timeline(problem.graph, write_out(evaluator, least)).peak
+    op = next(op for op in evaluator.facts.graph.ops if op.id == peak.op)
     by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
-    device_bytes = max(peak.nbytes, judge.memory.peak_bytes(least.levels, ahead=0))
+    device_bytes = max(peak.nbytes, evaluator.memory.peak_bytes(least.levels, ahead=0))
     if device_bytes > problem.budget_bytes:
         return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, device_bytes, by_kind)
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
-    needed_bytes = judge.host_bytes(least.levels) + problem.host_base_bytes
+    needed_bytes = evaluator.host_bytes(least.levels) + problem.host_base_bytes
     return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from elixir_compile.ir import Lane
 from elixir_compile.search.absences import leave_ends
 from elixir_compile.search.facts import Facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level
 from elixir_compile.search.stays import Moves, Stay, gradient_ends, stays
 
@@ -21,34 +21,34 @@ _ROUNDS = ((1, 0), (2, 2), (4, 0), (8, 4))
 """Windows that gathers are early, buckets that gradients lag (0: as they are)."""
 
 
-def raise_prefetch(judge: Judge, levels: Sequence[Level]) -> Moves:
+def raise_prefetch(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
     """Return the moves of `levels`, which fit with transfers at their use, spread out as far as the budget allows."""
-    moves = judge.at_use(levels)
+    moves = evaluator.at_use(levels)
     placed, ends, leaving = list(moves.stays), dict(moves.grad_ends), dict(moves.leave_ends)
-    free_bytes = judge.facts.problem.budget_bytes - judge.memory.live_bytes(levels, moves)
-    is_beside = leaves_beside(judge)
+    free_bytes = evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves)
+    is_beside = leaves_beside(evaluator)
     for ahead, lag in _ROUNDS:
-        _gather_early(judge, levels, ahead, placed, free_bytes)
+        _gather_early(evaluator, levels, ahead, placed, free_bytes)
         if is_beside:
-            _leave_late(judge, ahead, leaving, free_bytes)
+            _leave_late(evaluator, ahead, leaving, free_bytes)
         if lag and is_beside:
-            _wait_late(judge, levels, lag, ends, free_bytes)
+            _wait_late(evaluator, levels, lag, ends, free_bytes)
     return Moves(tuple(placed), ends, leaving, moves.streamed)
 
 
-def leaves_beside(judge: Judge) -> bool:
+def leaves_beside(evaluator: Evaluator) -> bool:
     """Return whether what leaves does so beside compute: else it is gone before the next op begins."""
-    return any(judge.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
+    return any(evaluator.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
 
 
 def _gather_early(
-    judge: Judge,
+    evaluator: Evaluator,
     levels: Sequence[Level],
     ahead: int,
     placed: list[Stay],
     free_bytes: NDArray[np.int64],
 ) -> None:
-    facts, segment_of = judge.facts, judge.memory.segment_of
+    facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     issued: dict[int, int] = {}
     for i, wanted in enumerate(stays(facts, levels, ahead)):
         now = placed[i]
@@ -61,8 +61,8 @@ def _gather_early(
         issued[phase] = placed[i].gather
 
 
-def _leave_late(judge: Judge, lag: int, leaving: dict[int, int], free_bytes: NDArray[np.int64]) -> None:
-    facts, segment_of = judge.facts, judge.memory.segment_of
+def _leave_late(evaluator: Evaluator, lag: int, leaving: dict[int, int], free_bytes: NDArray[np.int64]) -> None:
+    facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     for number, end in leave_ends(facts.absences, facts.num_forward, lag).items():
         now = leaving[number]
         if now < end and take(free_bytes, segment_of(now + 1), segment_of(end + 1), facts.absences[number].nbytes):
@@ -81,9 +81,9 @@ def stay_bytes(facts: Facts, levels: Sequence[Level], stay: Stay) -> int:
 
 
 def _wait_late(
-    judge: Judge, levels: Sequence[Level], lag: int, ends: dict[int, int], free_bytes: NDArray[np.int64]
+    evaluator: Evaluator, levels: Sequence[Level], lag: int, ends: dict[int, int], free_bytes: NDArray[np.int64]
 ) -> None:
-    facts, segment_of = judge.facts, judge.memory.segment_of
+    facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     for bucket, end in gradient_ends(facts, levels, lag).items():
         now, nbytes = ends[bucket], grown_bytes(facts, levels, bucket)
         if now < end and take(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):

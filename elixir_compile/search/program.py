@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Tier
 from elixir_compile.search.crossing import Options, flow_shops, stream_choices
-from elixir_compile.search.draft import Answer
+from elixir_compile.search.draft import Candidate
 from elixir_compile.search.flow import Choice, Path
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level, is_gathered
 from elixir_compile.search.memory import MemoryModel
 
@@ -43,14 +43,14 @@ class Program:
     """The program of one problem, and the rows it has so far; `reference_s`, the seconds of a known step, is the unit
     of time."""
 
-    def __init__(self, judge: Judge, reference_s: float) -> None:
-        self.judge = judge
+    def __init__(self, evaluator: Evaluator, reference_s: float) -> None:
+        self.evaluator = evaluator
         self.reference_s = reference_s
         self.rows: list[Row] = []
         self.num_extra = 0
         """Columns beyond x and T: gradients that stay because no later bucket's leave."""
-        facts = judge.facts
-        own_profiles = judge.profiles
+        facts = evaluator.facts
+        own_profiles = evaluator.profiles
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
         moded = [(number, mode) for number, own in enumerate(own_profiles) for mode in range(len(own))]
         self.choices: dict[Choice, int] = {pair: column for column, pair in enumerate(pairs)}
@@ -61,7 +61,7 @@ class Program:
         """By column: the bucket, or, from the number of buckets on, the layer, that it is an option of."""
         self._streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
         self.choices |= {choice: self.num_options + j for j, choice in enumerate(self._streams.values())}
-        shops = flow_shops(facts, judge.prices, Options(self.choices, own_profiles))
+        shops = flow_shops(facts, evaluator.prices, Options(self.choices, own_profiles))
         self.phases, self.across, self.spanned, self.whole = shops
         # Bytes on top of those with everything kept, which are in `rest_bytes`: few segments see any difference.
         more_bytes = [own_profiles[i][mode].nbytes - own_profiles[i][0].nbytes for i, mode in moded]
@@ -73,7 +73,7 @@ class Program:
         self.bytes_of = np.asfortranarray(np.stack(columns, axis=1), dtype=np.float64)
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
         self._seen: set[tuple[object, ...]] = set()
-        host_nbytes = [self.judge.host_bytes_of(i, level) for i, level in pairs]
+        host_nbytes = [self.evaluator.host_bytes_of(i, level) for i, level in pairs]
         host_nbytes += [own_profiles[i][mode].host_bytes for i, mode in moded] + [0] * len(self._streams)
         self._host_bytes = host_bytes = np.array(host_nbytes, dtype=np.float64)
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
@@ -95,8 +95,8 @@ class Program:
         other.rows += [self._stream_row(i, home) for i, home in self._streams]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = 0
-        options = Options(self.choices, self.judge.profiles, counts_trips=True)
-        shops = flow_shops(self.judge.facts, self.judge.prices, options)
+        options = Options(self.choices, self.evaluator.profiles, counts_trips=True)
+        shops = flow_shops(self.evaluator.facts, self.evaluator.prices, options)
         other.phases, other.across, other.spanned, other.whole = shops
         return other
 
@@ -116,30 +116,30 @@ class Program:
         return Row(columns, np.array([1.0, *[-1.0] * len(own)]), 0.0)
 
     def _levels_at(self, i: int, home: Tier) -> list[Level]:
-        return [level for level in self.judge.facts.choices[i] if level.has_state_on_host and level.home is home]
+        return [level for level in self.evaluator.facts.choices[i] if level.has_state_on_host and level.home is home]
 
-    def vector(self, answer: Answer, streamed: Collection[int] = ()) -> Vector:
+    def vector(self, candidate: Candidate, streamed: Collection[int] = ()) -> Vector:
         """Return x for a whole answer that streams the updates of these buckets."""
         x = np.zeros(self.num_choices)
-        x[self._columns(answer)] = 1.0
+        x[self._columns(candidate)] = 1.0
         for (i, home), choice in self._streams.items():
-            if i in streamed and answer.levels[i] in self._levels_at(i, home):
+            if i in streamed and candidate.levels[i] in self._levels_at(i, home):
                 x[self.choices[choice]] = 1.0
         return x
 
-    def answer(self, x: Vector) -> Answer:
+    def candidate(self, x: Vector) -> Candidate:
         """Return the answer that a whole x is."""
         return self._answer(lambda i, own: max(own, key=lambda option: (x[self.choices[i, option]], -option)))
 
-    def _answer(self, choose: Callable[[int, Sequence[int]], int]) -> Answer:
+    def _answer(self, choose: Callable[[int, Sequence[int]], int]) -> Candidate:
         """Return the answer with what `choose` says for each bucket or layer and its options."""
-        facts = self.judge.facts
+        facts = self.evaluator.facts
         levels = tuple(Level(choose(i, own)) for i, own in enumerate(facts.choices))
         layers = enumerate(facts.layers, start=len(facts.buckets))
-        return Answer(levels, tuple(choose(i, range(len(layer.modes))) for i, layer in layers))
+        return Candidate(levels, tuple(choose(i, range(len(layer.modes))) for i, layer in layers))
 
-    def _columns(self, answer: Answer) -> list[int]:
-        options = (*answer.levels, *answer.modes)
+    def _columns(self, candidate: Candidate) -> list[int]:
+        options = (*candidate.levels, *candidate.modes)
         return [self.choices[i, option] for i, option in enumerate(options)]
 
     def peak_bytes(self, x: Vector) -> int:
@@ -155,12 +155,12 @@ class Program:
         """Return the bytes on the host at x."""
         return int(self._host_bytes @ x)
 
-    def streamed(self, x: Vector, answer: Answer) -> frozenset[int]:
+    def streamed(self, x: Vector, candidate: Candidate) -> frozenset[int]:
         """Return the buckets whose update a whole x streams, at the levels of `answer`."""
         return frozenset(
             i
             for (i, home), choice in self._streams.items()
-            if x[self.choices[choice]] > 0.5 and answer.levels[i] in self._levels_at(i, home)
+            if x[self.choices[choice]] > 0.5 and candidate.levels[i] in self._levels_at(i, home)
         )
 
     def lower_s(self, x: Vector) -> float:
@@ -199,16 +199,16 @@ class Program:
 
     def add_memory(self, x: Vector, more_bytes: int = 0) -> bool:
         """Add the rows of the fullest segments at x that are over the budget and `more_bytes`; say whether any was."""
-        budget_bytes = self.judge.facts.problem.budget_bytes + more_bytes
+        budget_bytes = self.evaluator.facts.problem.budget_bytes + more_bytes
         live_bytes = self.live_bytes(x)
         # The fullest of each stretch: those next to one another are nearly the same.
         stretches = np.array_split(np.arange(len(live_bytes)), min(_NUM_STRETCHES, len(live_bytes)))
         fullest = [int(own[live_bytes[own].argmax()]) for own in stretches]
         over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
         has_new = sum([self._add_segment(segment) for segment in over]) > 0
-        in_update = self.memory.segment_of(self.judge.facts.num_run)
+        in_update = self.memory.segment_of(self.evaluator.facts.num_run)
         for (i, home), choice in self._streams.items() if in_update < len(live_bytes) else ():
-            column, nbytes = self.choices[choice], self.judge.memory.streamed_bytes(i, home)
+            column, nbytes = self.choices[choice], self.evaluator.memory.streamed_bytes(i, home)
             if live_bytes[in_update] + nbytes * x[column] > budget_bytes * (1 + TOLERANCE):
                 has_new |= self._add_streamed(in_update, column, nbytes)
         return has_new
@@ -233,23 +233,23 @@ class Program:
         return True
 
     def _append_memory(self, segment: int, columns: Indices, nbytes: Vector) -> None:
-        budget_bytes = max(self.judge.facts.problem.budget_bytes, 1)
+        budget_bytes = max(self.evaluator.facts.problem.budget_bytes, 1)
         limit = (budget_bytes - self.rest_bytes[segment]) / budget_bytes * SCALE
         self.rows.append(Row(columns, nbytes / budget_bytes * SCALE, limit, is_memory=True))
 
-    def add_leaving(self, answer: Answer) -> bool:
+    def add_leaving(self, candidate: Candidate) -> bool:
         """Add exact rows for the segments that `answer` breaks in truth; return whether any is new.
 
         A gradient that leaves is on the device until the next bucket whose gradients leave completes them: bucket i's
         is there in segment s when i leaves and nothing between i and s does. A column z >= leaves[i] - sum of leaves
         in between says so.
         """
-        judge = self.judge
-        levels = answer.levels
-        kept = self.vector(Answer(levels, judge.facts.modes))
-        exact_bytes = self.memory.live_bytes(levels, judge.at_use(levels)) - self.bytes_of @ kept
-        live_bytes = exact_bytes - self.rest_bytes + self.live_bytes(self.vector(answer))
-        over = np.flatnonzero(live_bytes > judge.facts.problem.budget_bytes)
+        evaluator = self.evaluator
+        levels = candidate.levels
+        kept = self.vector(Candidate(levels, evaluator.facts.modes))
+        exact_bytes = self.memory.live_bytes(levels, evaluator.at_use(levels)) - self.bytes_of @ kept
+        live_bytes = exact_bytes - self.rest_bytes + self.live_bytes(self.vector(candidate))
+        over = np.flatnonzero(live_bytes > evaluator.facts.problem.budget_bytes)
         added = False
         for segment in over[np.argsort(-live_bytes[over], kind="stable")][:4]:
             if ("leaving", int(segment)) not in self._seen:
@@ -259,7 +259,7 @@ class Program:
         return added
 
     def _add_exact_segment(self, segment: int) -> None:
-        facts = self.judge.facts
+        facts = self.evaluator.facts
         before = self.memory.completed_before(segment)
         columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
         nbytes[0] = nbytes[0][columns[0]]
@@ -284,12 +284,12 @@ class Program:
         self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
 
     def _leaving_columns(self, i: int) -> list[int]:
-        facts = self.judge.facts
+        facts = self.evaluator.facts
         return [self.choices[i, level] for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
 
     def limits(self, more_bytes: int = 0) -> Vector:
         """Return the limits of all rows, with `more_bytes` of device memory on top of the budget."""
-        budget_bytes = max(self.judge.facts.problem.budget_bytes, 1)
+        budget_bytes = max(self.evaluator.facts.problem.budget_bytes, 1)
         return np.array([row.limit + more_bytes / budget_bytes * SCALE * row.is_memory for row in self.rows])
 
     def is_short(self, x: Vector, bound: float) -> bool:
@@ -300,7 +300,7 @@ class Program:
         """Return a scaled objective in seconds, rounded down by more than the solver's tolerances."""
         return bound * self.reference_s / SCALE * (1 - 1e-6)
 
-    def forbid(self, answer: Answer) -> None:
+    def forbid(self, candidate: Candidate) -> None:
         """Add a row that no solution at exactly `answer` satisfies."""
-        columns = np.array(self._columns(answer), dtype=np.int64)
+        columns = np.array(self._columns(candidate), dtype=np.int64)
         self.rows.append(Row(columns, np.ones(len(columns)), len(columns) - 1.0))

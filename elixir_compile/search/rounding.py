@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir_compile.search.clock import Deadline
-from elixir_compile.search.draft import Answer
+from elixir_compile.search.draft import Candidate
 from elixir_compile.search.program import Program, Vector
 from elixir_compile.search.solving import solve_whole
 
@@ -19,12 +19,12 @@ _GAP = 2e-4
 _MOST_ROUNDS, _MOST_NODES = 8, 150
 """Solves, and nodes of each, of which most answers take fewer. Llama 7B on an RTX 4090 came no further in 3840."""
 _LEAST_S = 2.0
-"""Each solve may take so long even if the time is up: an answer that is far from the optimum is no answer."""
+"""Each solve may take so long even if the time is up: an answer that is far from the optimum is no candidate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    answer: Answer
+    candidate: Candidate
     streamed: frozenset[int]
     """Buckets whose updates the program streams; none where streams need not be whole."""
 
@@ -59,12 +59,12 @@ def nearest(
         )
         if solution is None:
             break
-        answer = program.answer(solution.x)
-        streamed = program.streamed(solution.x, answer) if streams_whole else frozenset[int]()
-        found = Rounded(answer, streamed)
+        candidate = program.candidate(solution.x)
+        streamed = program.streamed(solution.x, candidate) if streams_whole else frozenset[int]()
+        found = Rounded(candidate, streamed)
         has_new = program.add_memory(solution.x, more_bytes)
         has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
-        has_new |= program.add_leaving(answer)
+        has_new |= program.add_leaving(candidate)
         if not has_new or deadline.is_over:
             break
     return found

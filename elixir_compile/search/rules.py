@@ -14,7 +14,7 @@ backward, `fsdp_offload` releases them, as FSDP does.
 from collections.abc import Callable, Mapping, Sequence
 
 from elixir_compile.hardware.paper import PaperRates, paper_rates
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level
 
 Levels = tuple[Level, ...]
@@ -38,63 +38,65 @@ def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, mas
     return gathered_s > state_s
 
 
-def _everywhere(judge: Judge, wanted: Sequence[Level]) -> Levels:
+def _everywhere(evaluator: Evaluator, wanted: Sequence[Level]) -> Levels:
     """The first of `wanted` that each bucket can have; what is in force where it can have none."""
-    return tuple(next((level for level in wanted if level in choices), choices[0]) for choices in judge.facts.choices)
+    return tuple(
+        next((level for level in wanted if level in choices), choices[0]) for choices in evaluator.facts.choices
+    )
 
 
-def _keep_all(judge: Judge) -> Levels:
-    return judge.facts.start_levels
+def _keep_all(evaluator: Evaluator) -> Levels:
+    return evaluator.facts.start_levels
 
 
-def _zero_offload(judge: Judge) -> Levels:
-    return _everywhere(judge, (Level.STATE_OFF,))
+def _zero_offload(evaluator: Evaluator) -> Levels:
+    return _everywhere(evaluator, (Level.STATE_OFF,))
 
 
-def _zero3_offload(judge: Judge) -> Levels:
-    return judge.facts.furthest_levels
+def _zero3_offload(evaluator: Evaluator) -> Levels:
+    return evaluator.facts.furthest_levels
 
 
-def _fsdp_offload(judge: Judge) -> Levels:
-    kept = _everywhere(judge, (Level.KEPT_RELEASED, Level.KEPT))
-    return kept if judge.fits(kept, ahead=0) else judge.facts.furthest_levels
+def _fsdp_offload(evaluator: Evaluator) -> Levels:
+    kept = _everywhere(evaluator, (Level.KEPT_RELEASED, Level.KEPT))
+    return kept if evaluator.fits(kept, ahead=0) else evaluator.facts.furthest_levels
 
 
-def _elixir(judge: Judge) -> Levels:
+def _elixir(evaluator: Evaluator) -> Levels:
     """Fill what is left above the minimum, gathered copies or optimizer state first, in first-use order.
 
     The paper's search keeps copies in the order that Belady's rule gives for a chain that runs forward and then back:
     with room for k of K equal chunks it loads 2K - k times, which keeping any k from forward to backward does too.
     """
-    num_ranks = judge.facts.problem.num_shards
+    num_ranks = evaluator.facts.problem.num_shards
     order = (Level.RESIDENT, Level.KEPT)
     if not gathers_first(num_ranks, paper_rates(num_ranks)):
         order = (Level.KEPT, Level.RESIDENT)
-    levels = list(judge.facts.furthest_levels)
-    memory, budget_bytes = judge.memory, judge.facts.problem.budget_bytes
+    levels = list(evaluator.facts.furthest_levels)
+    memory, budget_bytes = evaluator.memory, evaluator.facts.problem.budget_bytes
     # What moves closer takes no more of the host.
-    is_exact = num_ranks > 1 and not judge.facts.streamed and judge.fits(levels, ahead=0)
+    is_exact = num_ranks > 1 and not evaluator.facts.streamed and evaluator.fits(levels, ahead=0)
     own_bytes = memory.own_bytes()
     live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(levels))
     for wanted in order:
         # The last layers are used last and first: their copies wait the shortest.
         for bucket in reversed(range(len(levels))):
             before = levels[bucket]
-            if wanted not in judge.facts.choices[bucket] or wanted >= before:
+            if wanted not in evaluator.facts.choices[bucket] or wanted >= before:
                 continue
             more_bytes = own_bytes[bucket, wanted] - own_bytes[bucket, before]
             # Never more than what is there: what is too much by this count does not fit.
             if int((live_bytes + more_bytes).max()) > budget_bytes:
                 continue
             levels[bucket] = wanted
-            if is_exact or judge.fits(levels, ahead=0):
+            if is_exact or evaluator.fits(levels, ahead=0):
                 live_bytes = live_bytes + more_bytes
             else:
                 levels[bucket] = before
     return tuple(levels)
 
 
-RULES: Mapping[str, Callable[[Judge], Levels]] = {
+RULES: Mapping[str, Callable[[Evaluator], Levels]] = {
     "elixir": _elixir,
     "zero3_offload": _zero3_offload,
     "zero_offload": _zero_offload,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from elixir_compile.ir import Decision, Lane, Update
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.just_in_time import just_in_time
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import raise_prefetch
@@ -32,7 +32,7 @@ Lower = Callable[[frozenset[int]], float]
 
 
 def best_moves(
-    judge: Judge,
+    evaluator: Evaluator,
     levels: Sequence[Level],
     limit_s: float = math.inf,
     *,
@@ -45,34 +45,34 @@ def best_moves(
     step takes no more than `good_s`. Steps that cannot be shorter than `limit_s` are not looked into either. `near` is
     how many buckets a good answer streams.
     """
-    trial = _Trial(judge, levels)
-    if not _is_any_beside(judge):
-        return _with_streams(judge, levels, trial, raise_prefetch(judge, levels), limit_s, near)
-    moves, step_s = _with_streams(judge, levels, trial, just_in_time(judge, levels), limit_s, near)
+    trial = _Trial(evaluator, levels)
+    if not _is_any_beside(evaluator):
+        return _with_streams(evaluator, levels, trial, raise_prefetch(evaluator, levels), limit_s, near)
+    moves, step_s = _with_streams(evaluator, levels, trial, just_in_time(evaluator, levels), limit_s, near)
     if good_s is not None and step_s <= good_s(moves.streamed):
         return moves, step_s
-    early = raise_prefetch(judge, levels)._replace(streamed=moves.streamed)
+    early = raise_prefetch(evaluator, levels)._replace(streamed=moves.streamed)
     early_s = trial.step_s(early)
     return (early, early_s) if early_s < step_s else (moves, step_s)
 
 
-def _is_any_beside(judge: Judge) -> bool:
+def _is_any_beside(evaluator: Evaluator) -> bool:
     """Whether some transfer runs beside compute: else all are work for it, whenever they begin."""
-    lane_of = judge.prices.lane_of
+    lane_of = evaluator.prices.lane_of
     return any(lane_of[lane] is not Lane.COMPUTE for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
 
 
 def _with_streams(
-    judge: Judge, levels: Sequence[Level], trial: "_Trial", moves: Moves, limit_s: float, near: int | None
+    evaluator: Evaluator, levels: Sequence[Level], trial: "_Trial", moves: Moves, limit_s: float, near: int | None
 ) -> tuple[Moves, float]:
     """`moves` with the updates streamed that make the step the shortest, and its seconds."""
     step_s = trial.step_s(moves)
     stalled_s = trial.stalled_s[moves.streamed]
     if stalled_s <= _LEAST_SHARE * step_s or step_s - stalled_s >= limit_s:
         return moves, step_s
-    order = may_be_streamed(judge, levels, moves)
+    order = may_be_streamed(evaluator, levels, moves)
     # One bucket streamed takes compute at least its copies, and spares it at most what it waits for.
-    if not order or judge.stream_s(order[0], levels[order[0]]) >= stalled_s:
+    if not order or evaluator.stream_s(order[0], levels[order[0]]) >= stalled_s:
         return moves, step_s
 
     @functools.cache
@@ -90,13 +90,13 @@ def _with_streams(
 class _Trial:
     """Moves of the same levels, played."""
 
-    judge: Judge
+    evaluator: Evaluator
     levels: Sequence[Level]
     stalled_s: dict[frozenset[int], float] = field(default_factory=dict)
     """Least seconds that compute waits for updates, by what is streamed."""
 
     def step_s(self, moves: Moves) -> float:
-        played = self.judge.played(self.levels, moves)
+        played = self.evaluator.played(self.levels, moves)
         least_s = self.stalled_s.get(moves.streamed, math.inf)
         self.stalled_s[moves.streamed] = min(least_s, played.stalled_s)
         return played.step_s
@@ -130,9 +130,9 @@ def _climbed(seconds: Callable[[int], float], most: int, near: int) -> int:
     return at
 
 
-def may_be_streamed(judge: Judge, levels: Sequence[Level], moves: Moves) -> list[int]:
+def may_be_streamed(evaluator: Evaluator, levels: Sequence[Level], moves: Moves) -> list[int]:
     """Return the buckets that the host updates and the device has room for, the first needed first."""
-    facts, memory = judge.facts, judge.memory
+    facts, memory = evaluator.facts, evaluator.memory
     kept = moves._replace(streamed=frozenset())
     in_update = memory.live_bytes(levels, kept)[memory.segment_of(facts.num_run) :]
     free_bytes = facts.problem.budget_bytes - int(in_update.max(initial=0))
@@ -143,31 +143,33 @@ def may_be_streamed(judge: Judge, levels: Sequence[Level], moves: Moves) -> list
     ]
 
 
-def update_decisions(judge: Judge, levels: Sequence[Level], moves: Moves, hidden_share: float) -> tuple[Decision, ...]:
+def update_decisions(
+    evaluator: Evaluator, levels: Sequence[Level], moves: Moves, hidden_share: float
+) -> tuple[Decision, ...]:
     """Return why updates of the host run when they do, and why so many of them are streamed; nothing where the host
     updates nothing, or waits for nothing.
 
     `hidden_share` of the host's seconds are under compute.
     """
-    facts = judge.facts
+    facts = evaluator.facts
     on_host = [i for i, bucket in enumerate(facts.buckets) if bucket.trainable and levels[i].has_state_on_host]
-    if not on_host or judge.update is Update.AFTER_BACKWARD:
+    if not on_host or evaluator.update is Update.AFTER_BACKWARD:
         return ()
     numel = sum(facts.buckets[i].numel for i in on_host)
     share = sum(facts.buckets[i].numel for i in moves.streamed.intersection(on_host)) / numel
-    step_s = judge.step_s(levels, moves)
+    step_s = evaluator.step_s(levels, moves)
     rejected: list[str] = []
     if moves.streamed - facts.streamed:
-        other_s = judge.step_s(levels, moves._replace(streamed=facts.streamed))
+        other_s = evaluator.step_s(levels, moves._replace(streamed=facts.streamed))
         rejected.append(f"x = 0: {format_s(other_s - step_s)} longer")
-    more = [i for i in may_be_streamed(judge, levels, moves) if i not in moves.streamed]
+    more = [i for i in may_be_streamed(evaluator, levels, moves) if i not in moves.streamed]
     if more:
-        other_s = judge.step_s(levels, moves._replace(streamed=moves.streamed | {more[0]}))
+        other_s = evaluator.step_s(levels, moves._replace(streamed=moves.streamed | {more[0]}))
         rejected.append(f"{facts.buckets[more[0]].id} streamed too: {format_s(max(other_s - step_s, 0.0))} longer")
     return (
         Decision(
             subject="update",
-            choice=f"{judge.update}, a share x = {share:.2f} of what lives on the host streamed to the device",
+            choice=f"{evaluator.update}, a share x = {share:.2f} of what lives on the host streamed to the device",
             because=f"{hidden_share:.0%} of the seconds that the host updates are under compute",
             rejected=tuple(rejected),
         ),

@@ -1,11 +1,11 @@
-"""What a search has played so far: answers, with their transfers and streamed updates, and the best of them."""
+"""What a search has played so far: candidates, with their transfers and streamed updates, and the best of them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.search.clock import Deadline
-from elixir_compile.search.draft import Answer, Draft
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.draft import Candidate, DraftPlan
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.just_in_time import just_in_time
 from elixir_compile.search.program import Program
 from elixir_compile.search.streaming import best_moves, may_be_streamed
@@ -20,92 +20,92 @@ _MOST_SWAPS_PLAYED, _MOST_SWAPS = 8, 64
 class Tries:
     """The answers of one problem that were played and fit."""
 
-    judge: Judge
+    evaluator: Evaluator
     program: Program
     deadline: Deadline
-    best: Draft
+    best: DraftPlan
     tolerance: float
-    found: dict[Answer, Draft] = field(default_factory=dict)
+    found: dict[Candidate, DraftPlan] = field(default_factory=dict)
     _num_streamed: int | None = None
     """How many of the updates that are needed first the best answer streamed when it was tried."""
 
-    def try_answer(self, answer: Answer) -> Draft | None:
+    def try_candidate(self, candidate: Candidate) -> DraftPlan | None:
         """Play `answer`, if it fits, and keep it if it is the best so far: the shortest, then the fewest bytes on the
         host. Return its draft, None if it does not fit."""
-        if answer not in self.found:
-            judge = self.judge.at(answer.modes)
-            if not judge.fits(answer.levels, ahead=0):
+        if candidate not in self.found:
+            evaluator = self.evaluator.at(candidate.modes)
+            if not evaluator.fits(candidate.levels, ahead=0):
                 return None
-            good_s, near = self._good_s(answer), self._num_streamed
-            moves, step_s = best_moves(judge, answer.levels, self.best.step_s, good_s=good_s, near=near)
+            good_s, near = self._good_s(candidate), self._num_streamed
+            moves, step_s = best_moves(evaluator, candidate.levels, self.best.step_s, good_s=good_s, near=near)
             if step_s < self.best.step_s:
                 self._num_streamed = len(moves.streamed) or None
             self._keep(
-                Draft(
-                    levels=answer.levels,
-                    modes=answer.modes,
+                DraftPlan(
+                    levels=candidate.levels,
+                    modes=candidate.modes,
                     moves=moves,
                     step_s=step_s,
                     decisions=(),
                     planner="milp",
                 )
             )
-        return self.found[answer]
+        return self.found[candidate]
 
-    def try_streams(self, answer: Answer, streamed: Collection[int]) -> None:
+    def try_streams(self, candidate: Candidate, streamed: Collection[int]) -> None:
         """Play `answer`, which was tried, with these updates streamed, as far as the device has room for them."""
-        draft = self.found.get(answer)
+        draft = self.found.get(candidate)
         if draft is None:
             return
-        judge = self.judge.at(answer.modes)
-        at_use = judge.at_use(answer.levels)
-        room = at_use.streamed.union(may_be_streamed(judge, answer.levels, at_use))
+        evaluator = self.evaluator.at(candidate.modes)
+        at_use = evaluator.at_use(candidate.levels)
+        room = at_use.streamed.union(may_be_streamed(evaluator, candidate.levels, at_use))
         chosen = at_use.streamed | room.intersection(streamed)
         if chosen == draft.moves.streamed:
             return
-        moves = just_in_time(judge, answer.levels)._replace(streamed=chosen)
-        step_s = judge.step_s(answer.levels, moves)
+        moves = just_in_time(evaluator, candidate.levels)._replace(streamed=chosen)
+        step_s = evaluator.step_s(candidate.levels, moves)
         if step_s < draft.step_s:
             self._keep(replace(draft, moves=moves, step_s=step_s))
 
     def swap_streams(self) -> None:
         """Stream the update of one bucket more or less of the best draft as long as that makes its step shorter: those
         tried first are those that the program says are the shortest."""
-        answer = self.best.answer
-        judge = self.judge.at(answer.modes)
-        room = may_be_streamed(judge, answer.levels, judge.at_use(answer.levels))
+        candidate = self.best.candidate
+        evaluator = self.evaluator.at(candidate.modes)
+        room = may_be_streamed(evaluator, candidate.levels, evaluator.at_use(candidate.levels))
         seen = {self.best.moves.streamed}
         for _ in range(_MOST_SWAPS if room else 0):
             before_s = self.best.step_s
             now = self.best.moves.streamed
             swapped = {now ^ {i} for i in room} - seen
-            ranked = sorted((self._lower_s(answer, one), tuple(sorted(one))) for one in swapped)
+            ranked = sorted((self._lower_s(candidate, one), tuple(sorted(one))) for one in swapped)
             for lower_s, one in ranked[:_MOST_SWAPS_PLAYED]:
                 if lower_s >= before_s * (1 - _LEAST_GAIN) or self.is_over():
                     break
                 seen.add(frozenset(one))
                 moves = self.best.moves._replace(streamed=frozenset(one))
-                step_s = judge.step_s(answer.levels, moves)
+                step_s = evaluator.step_s(candidate.levels, moves)
                 if step_s < before_s * (1 - _LEAST_GAIN):
                     self._keep(replace(self.best, moves=moves, step_s=step_s))
                     break
             if self.best.step_s == before_s:
                 break
 
-    def _lower_s(self, answer: Answer, streamed: Collection[int]) -> float:
-        return self.program.lower_s(self.program.vector(answer, streamed))
+    def _lower_s(self, candidate: Candidate, streamed: Collection[int]) -> float:
+        return self.program.lower_s(self.program.vector(candidate, streamed))
 
-    def _good_s(self, answer: Answer) -> Callable[[frozenset[int]], float]:
-        return lambda streamed: self._lower_s(answer, streamed) * (1 + self.tolerance)
+    def _good_s(self, candidate: Candidate) -> Callable[[frozenset[int]], float]:
+        return lambda streamed: self._lower_s(candidate, streamed) * (1 + self.tolerance)
 
-    def _keep(self, draft: Draft) -> None:
-        self.found[draft.answer] = draft
+    def _keep(self, draft: DraftPlan) -> None:
+        self.found[draft.candidate] = draft
         if (draft.step_s, self.host_bytes(draft)) < (self.best.step_s, self.host_bytes(self.best)):
             self.best = draft
 
-    def host_bytes(self, draft: Draft) -> int:
+    def host_bytes(self, draft: DraftPlan) -> int:
         """Return the bytes that the host holds under `draft`."""
-        return self.judge.at(draft.modes).host_bytes(draft.levels)
+        return self.evaluator.at(draft.modes).host_bytes(draft.levels)
 
     def is_good(self, bound_s: float) -> bool:
         """Return whether steps of `bound_s` or more are no better than the best, but for the tolerance."""
@@ -115,7 +115,7 @@ class Tries:
         """Return whether the time is up."""
         return self.deadline.is_over
 
-    def leanest(self, longest_s: float) -> Draft:
+    def leanest(self, longest_s: float) -> DraftPlan:
         """Return the draft with the fewest bytes on the host among those that are as good as the best, and no longer
         than `longest_s`: a move for less than the tolerance is none."""
         limit_s = min(longest_s, self.best.step_s * (1 + self.tolerance))

@@ -6,8 +6,8 @@ from dataclasses import replace
 from elixir_compile.analysis.formula import peak_formula
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import Decision, OpId, Plan, Prediction, fingerprint
-from elixir_compile.search.draft import Draft
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.draft import DraftPlan
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import placement_of
 from elixir_compile.search.schedule import cut_regions, program, regions, schedule
 from elixir_compile.search.stays import num_ahead
@@ -17,10 +17,10 @@ from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
 from elixir_compile.units import format_bytes, format_s
 
 
-def write_out(judge: Judge, draft: Draft) -> Plan:
+def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     """Return the draft as a plan, with its decisions and what it predicts."""
-    judge = judge.at(draft.modes)
-    facts, problem, proved = judge.facts, judge.facts.problem, draft.certificate
+    evaluator = evaluator.at(draft.modes)
+    facts, problem, proved = evaluator.facts, evaluator.facts.problem, draft.certificate
     cuts = cut_regions(facts, draft.levels, draft.moves)
     actions = program(facts, draft.levels, draft.moves, cuts)
     streamed = draft.moves.streamed
@@ -55,7 +55,7 @@ def write_out(judge: Judge, draft: Draft) -> Plan:
         decisions=(
             *_decisions(draft, unpredicted, prediction),
             *unused_memory(unpredicted, prediction),
-            *update_decisions(judge, draft.levels, draft.moves, hidden_update_share(record)),
+            *update_decisions(evaluator, draft.levels, draft.moves, hidden_update_share(record)),
         ),
         formula=peak_formula(problem.graph, unpredicted),
         symbols=problem.graph.symbols,
@@ -91,7 +91,7 @@ _NOTHING = Prediction(
 )
 
 
-def _decisions(draft: Draft, made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
+def _decisions(draft: DraftPlan, made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
     decisions = list(draft.decisions)
     if not decisions:
         fit = f"the peak of {format_bytes(prediction.device_peak_bytes)} fits {format_bytes(made.budget_bytes)}"

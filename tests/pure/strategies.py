@@ -19,7 +19,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass
-class Draft:
+class DraftPlan:
     """A step graph under construction."""
 
     dtype: str
@@ -69,7 +69,7 @@ class Layer:
 
 def chain(layers: list[Layer], dtype: str = "float32", training: bool = True, unused_numel: int = 0) -> StepGraph:
     """Return the step graph of `layers` applied one after another."""
-    draft = Draft(dtype=dtype)
+    draft = DraftPlan(dtype=dtype)
     x = draft.storage("x", Kind.INPUT, layers[0].act_numel)
     acts = [x]
     for number, layer in enumerate(layers):
@@ -94,7 +94,7 @@ def chain(layers: list[Layer], dtype: str = "float32", training: bool = True, un
     )
 
 
-def _backward(draft: Draft, layers: list[Layer], acts: list[StorageId]) -> None:
+def _backward(draft: DraftPlan, layers: list[Layer], acts: list[StorageId]) -> None:
     flowing = draft.storage("tangent", Kind.INPUT, layers[-1].act_numel)
     trained: list[StorageId] = []
     for number in reversed(range(len(layers))):

@@ -7,7 +7,7 @@ from elixir_compile.api.capture import capture_step
 from elixir_compile.api.plan import named_cluster, question
 from elixir_compile.options import Options
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,14 +30,14 @@ def test_no_mode_of_a_layer_says_more_seconds_than_it_adds(config: object) -> No
     ids = torch.empty(8, 512, dtype=torch.int64, device="meta")
     capture = capture_step(model.train(), {"input_ids": ids, "labels": ids})
     problem, _ = question(capture, Options(), named_cluster("a100-80g"), state_bytes_per_element=12)
-    judge = Judge(gather_facts(problem))
-    facts = judge.facts
-    kept_s = judge.prices.before_s[facts.num_run]
+    evaluator = Evaluator(gather_facts(problem))
+    facts = evaluator.facts
+    kept_s = evaluator.prices.before_s[facts.num_run]
     num_added = 0
-    for number, (layer, own) in enumerate(zip(facts.layers, judge.profiles, strict=True)):
+    for number, (layer, own) in enumerate(zip(facts.layers, evaluator.profiles, strict=True)):
         depths = {mode.depth: i for i, mode in reversed(list(enumerate(layer.modes))) if not mode.away}
         for mode in depths.values():
-            alone = judge.at([mode * (i == number) for i in range(len(facts.layers))])
+            alone = evaluator.at([mode * (i == number) for i in range(len(facts.layers))])
             adds_s = alone.prices.before_s[alone.facts.num_run] - kept_s
             says_s = sum(seconds for _, seconds in own[mode].added_s)
             assert says_s <= adds_s + 1e-9 * kept_s, f"{layer.name} mode {mode}"

@@ -3,9 +3,9 @@
 import random
 
 from elixir_compile.search.because import decisions
-from elixir_compile.search.draft import Draft
+from elixir_compile.search.draft import DraftPlan
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.program import Program
 from tests.pure.search.test_best import instances, random_answer
 
@@ -13,10 +13,12 @@ from tests.pure.search.test_best import instances, random_answer
 def test_a_decision_names_what_it_saves_at_the_peak_or_elsewhere() -> None:
     num_at_peak = num_elsewhere = 0
     for seed, problem in instances(20):
-        judge = Judge(gather_facts(problem))
-        levels, modes = random_answer(random.Random(seed), judge)
-        draft = Draft(levels=levels, modes=modes, moves=judge.at(modes).at_use(levels), step_s=1.0, decisions=())
-        for decision in decisions(Program(judge, reference_s=1.0), draft):
+        evaluator = Evaluator(gather_facts(problem))
+        levels, modes = random_answer(random.Random(seed), evaluator)
+        draft = DraftPlan(
+            levels=levels, modes=modes, moves=evaluator.at(modes).at_use(levels), step_s=1.0, decisions=()
+        )
+        for decision in decisions(Program(evaluator, reference_s=1.0), draft):
             assert " 0 B" not in decision.because
             if decision.saves_bytes > 0:
                 num_at_peak += 1

@@ -14,11 +14,11 @@ from elixir_compile.hardware.paper import paper_rates
 from elixir_compile.ir import Saving, Tier
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.draft import Answer
+from elixir_compile.search.draft import Candidate
 from elixir_compile.search.exhaustive import place_exhaustively
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import raise_prefetch
@@ -75,9 +75,9 @@ def instance(seed: int, num_layers: int = 4, num_ranks: int = 1) -> Problem | No
     ]
     problem = problem_of(chain(layers), machine(draw, num_ranks), hybrid=draw.random() < 0.7)
     problem = replace(problem, savings=savings)
-    judge = Judge(gather_facts(problem))
-    least = floor_bytes(leanest(judge))
-    most = judge.memory.peak_bytes(judge.facts.start_levels, 0)
+    evaluator = Evaluator(gather_facts(problem))
+    least = floor_bytes(leanest(evaluator))
+    most = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
     if least == most:
         return None
     return replace(problem, budget_bytes=least + int((most - least) * draw.choice([0.0, 0.2, 0.4, 0.6, 0.8])))
@@ -108,15 +108,15 @@ def odd_instances(count: int) -> Iterator[tuple[int, Problem]]:
         ]
         cluster = machine(draw, num_ranks=1 + seed % 2, overlap_share=0.7)
         problem = problem_of(chain(layers), cluster, bucket_max_bytes=256)
-        judge = Judge(gather_facts(problem))
-        assert len(judge.facts.buckets) == 8
-        peak_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)
+        evaluator = Evaluator(gather_facts(problem))
+        assert len(evaluator.facts.buckets) == 8
+        peak_bytes = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
         yield seed, replace(problem, budget_bytes=int(peak_bytes * draw.uniform(0.7, 0.95)))
 
 
-def random_answer(draw: random.Random, judge: Judge) -> Answer:
-    levels = tuple(draw.choice(own) for own in judge.facts.choices)
-    return Answer(levels, tuple(draw.randrange(len(layer.modes)) for layer in judge.facts.layers))
+def random_answer(draw: random.Random, evaluator: Evaluator) -> Candidate:
+    levels = tuple(draw.choice(own) for own in evaluator.facts.choices)
+    return Candidate(levels, tuple(draw.randrange(len(layer.modes)) for layer in evaluator.facts.layers))
 
 
 def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:
@@ -125,13 +125,13 @@ def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:
     It may only be shorter, and only by a set of streamed updates that brute force, which streams those that are needed
     first, does not try.
     """
-    judge = Judge(gather_facts(problem))
-    first = next(draft for rung in ladder(judge) if (draft := place_greedily(rung)) is not None)
-    best = place_best(judge, first, [], timeout_s=60.0, tolerance=0.0)
+    evaluator = Evaluator(gather_facts(problem))
+    first = next(draft for rung in ladder(evaluator) if (draft := place_greedily(rung)) is not None)
+    best = place_best(evaluator, first, [], timeout_s=60.0, tolerance=0.0)
     best_s = tried_s(problem)
     assert best.step_s <= best_s * (1 + 1e-9), what
     if best.step_s < best_s * (1 - 1e-9):
-        assert best.moves.streamed != best_moves(judge.at(best.modes), best.levels)[0].streamed, what
+        assert best.moves.streamed != best_moves(evaluator.at(best.modes), best.levels)[0].streamed, what
     assert best.certificate is not None
     assert best.certificate.bound_s <= best.step_s, what
     return best_s
@@ -139,7 +139,7 @@ def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:
 
 def tried_s(problem: Problem) -> float:
     """Seconds of the best of all answers."""
-    best = place_exhaustively(Judge(gather_facts(problem)))
+    best = place_exhaustively(Evaluator(gather_facts(problem)))
     assert best is not None
     return best.step_s
 
@@ -153,15 +153,15 @@ def test_it_equals_brute_force_on_random_instances(count: int) -> None:
 def test_the_bound_holds_for_1000_random_plans() -> None:
     num_plans = 0
     for seed, problem in (*instances(10, num_layers=8), *odd_instances(10)):
-        judge = Judge(gather_facts(problem))
+        evaluator = Evaluator(gather_facts(problem))
         bound_s = plan(problem, timeout_s=QUICK_S).bound_s
         assert bound_s is not None
         assert bound_s > 0
-        program = Program(judge, reference_s=1.0)
+        program = Program(evaluator, reference_s=1.0)
         draw = random.Random(seed)
         for _ in range(50):
-            levels, modes = answer = random_answer(draw, judge)
-            here = judge.at(modes)
+            levels, modes = answer = random_answer(draw, evaluator)
+            here = evaluator.at(modes)
             played_s = [here.step_s(levels, moves_at_use(here.facts, levels, draw.choice([0, 1, 2, 8])))]
             if here.fits(levels, ahead=0):
                 played_s.append(here.step_s(levels, raise_prefetch(here, levels)))
@@ -174,13 +174,13 @@ def test_the_bound_holds_for_1000_random_plans() -> None:
 def test_the_count_of_memory_by_rows_is_never_too_high() -> None:
     """Rows that counted a byte too many would cut off plans that fit; on several ranks they are exact."""
     for seed, problem in instances(20, num_layers=8):
-        judge = Judge(gather_facts(problem))
-        program = Program(judge, reference_s=1.0)
+        evaluator = Evaluator(gather_facts(problem))
+        program = Program(evaluator, reference_s=1.0)
         draw = random.Random(seed)
         for _ in range(20):
-            levels, modes = answer = random_answer(draw, judge)
+            levels, modes = answer = random_answer(draw, evaluator)
             counted = program.peak_bytes(program.vector(answer))
-            exact = judge.at(modes).memory.peak_bytes(levels, 0)
+            exact = evaluator.at(modes).memory.peak_bytes(levels, 0)
             assert counted <= exact
             if problem.cluster.num_ranks > 1:
                 assert counted == exact
@@ -194,8 +194,8 @@ def test_more_memory_or_bandwidth_is_never_slower() -> None:
     """
     for _, problem in instances(7):
         before_s = tried_s(problem)
-        judge = Judge(gather_facts(problem))
-        kept_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)
+        evaluator = Evaluator(gather_facts(problem))
+        kept_bytes = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
         more = replace(problem, budget_bytes=(problem.budget_bytes + kept_bytes) // 2)
         assert tried_s(more) <= before_s * (1 + 1e-9)
         assert {home.optim for home in plan(replace(problem, budget_bytes=kept_bytes)).placements} == {Tier.DEVICE}
@@ -250,19 +250,19 @@ def test_rules_do_what_their_names_say() -> None:
     problem = problem_of(
         chain([Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=8) for i in range(6)])
     )
-    judge = Judge(gather_facts(problem))
-    assert set(RULES["keep_all"](judge)) == {Level.KEPT} == set(RULES["fsdp_offload"](judge))
-    assert set(RULES["zero_offload"](judge)) == {Level.STATE_OFF}
-    assert RULES["zero3_offload"](judge) == judge.facts.furthest_levels
-    kept = judge.memory.peak_bytes(judge.facts.start_levels, 0)
-    tight = Judge(gather_facts(replace(problem, budget_bytes=kept - 1)))
+    evaluator = Evaluator(gather_facts(problem))
+    assert set(RULES["keep_all"](evaluator)) == {Level.KEPT} == set(RULES["fsdp_offload"](evaluator))
+    assert set(RULES["zero_offload"](evaluator)) == {Level.STATE_OFF}
+    assert RULES["zero3_offload"](evaluator) == evaluator.facts.furthest_levels
+    kept = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
+    tight = Evaluator(gather_facts(replace(problem, budget_bytes=kept - 1)))
     assert RULES["fsdp_offload"](tight) == tight.facts.furthest_levels
     # One GPU: gathered copies first, and with what is left whole buckets on the device.
     levels = RULES["elixir"](tight)
     assert tight.fits(levels, ahead=0)
     assert Level.KEPT in levels
     least = tight.memory.peak_bytes(tight.facts.furthest_levels, 0)
-    least_judge = Judge(gather_facts(replace(problem, budget_bytes=least)))
+    least_judge = Evaluator(gather_facts(replace(problem, budget_bytes=least)))
     assert Level.KEPT not in RULES["elixir"](least_judge)
 
 
@@ -278,8 +278,8 @@ def test_what_fits_moves_only_if_asked_and_for_a_step_that_is_shorter_by_more_th
     """With all the memory a plan that may move is within 1 % of the best that less memory has: memory is monotone."""
     num_moved = num_stayed = 0
     for _, problem in instances(8):
-        judge = Judge(gather_facts(problem))
-        kept_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)
+        evaluator = Evaluator(gather_facts(problem))
+        kept_bytes = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
         roomy = replace(problem, budget_bytes=kept_bytes)
         stays, may_move = plan(roomy), plan(replace(roomy, moves_what_fits=True))
         assert {home.optim for home in stays.placements} == {Tier.DEVICE}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from elixir_compile.ir import Saving, Update
 from elixir_compile.search import Problem
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.program import Program
 from elixir_compile.search.stays import moves_at_use
 from tests.pure.search.test_best import machine, random_answer
@@ -40,11 +40,11 @@ def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() 
     num_late = 0
     for seed in range(NUM_PROBLEMS):
         draw = random.Random(seed)
-        judge = Judge(gather_facts(mixed_problem(draw)))
-        program = Program(judge, reference_s=1.0)
+        evaluator = Evaluator(gather_facts(mixed_problem(draw)))
+        program = Program(evaluator, reference_s=1.0)
         for _ in range(NUM_ANSWERS):
-            levels, modes = answer = random_answer(draw, judge)
-            here = judge.at(modes)
+            levels, modes = answer = random_answer(draw, evaluator)
+            here = evaluator.at(modes)
             may_stream = [i for i in sorted(here.facts.streamable) if levels[i].has_state_on_host]
             streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
             lower_s = program.lower_s(program.vector(answer, streamed))
@@ -67,11 +67,11 @@ def test_copies_of_activations_bound_a_step_on_several_ranks() -> None:
         ]
         savings = frozenset({Saving.KEEP, Saving.OFFLOAD})
         problem = problem_of(chain(layers), machine(draw, draw.choice([2, 3])), savings=savings)
-        judge = Judge(gather_facts(problem))
-        program = Program(judge, reference_s=1.0)
+        evaluator = Evaluator(gather_facts(problem))
+        program = Program(evaluator, reference_s=1.0)
         for _ in range(10):
-            levels, modes = answer = random_answer(draw, judge)
-            here, x = judge.at(modes), program.vector(answer)
+            levels, modes = answer = random_answer(draw, evaluator)
+            here, x = evaluator.at(modes), program.vector(answer)
             played_s = [here.step_s(levels, moves_at_use(here.facts, levels, ahead)) for ahead in (0, 1, 8)]
             assert program.lower_s(x) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
             run = [side for side in program.phases if len(side) > 1 and side[0].name in ("forward", "backward")]

@@ -11,7 +11,7 @@ from elixir_compile.hardware.paper import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir import Tier, Update
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.program import Program
 from elixir_compile.search.stays import moves_at_use
 from tests.pure.cost.test_cost import bucket
@@ -57,12 +57,12 @@ def test_a_step_is_no_shorter_than_its_bytes_take() -> None:
     problem = layers_of(8, 100_000_000, 8)
     free = replace(problem, cluster=on(A100, host_per_s=1e9, link_bytes_per_s=20e9))
     tight = replace(problem, cluster=scarce(free.cluster, 0.1))
-    judge, levels, moves = split(tight)
+    evaluator, levels, moves = split(tight)
     bytes_per_element = ADAM_BYTES_PER_ELEMENT + 4
     needed_s = 8 * 100_000_000 * bytes_per_element / (ADAM_BYTES_PER_ELEMENT * 1e9)
-    played = judge.played(levels, moves)
+    played = evaluator.played(levels, moves)
     assert played.step_s == pytest.approx(needed_s, rel=1e-3)
-    assert judge.at_use(levels) == moves
+    assert evaluator.at_use(levels) == moves
     alone = split(free)
     assert alone[0].played(alone[1], alone[2]).step_s < played.step_s
 
@@ -87,11 +87,11 @@ def test_the_bound_is_no_longer_than_a_step_that_is_played(update: Update) -> No
     num_binding = 0
     for seed in range(40):
         draw = random.Random(seed)
-        judge = Judge(gather_facts(mixed_problem(draw, update)))
-        program = Program(judge, reference_s=1.0)
+        evaluator = Evaluator(gather_facts(mixed_problem(draw, update)))
+        program = Program(evaluator, reference_s=1.0)
         for _ in range(8):
-            levels, modes = answer = random_answer(draw, judge)
-            here = judge.at(modes)
+            levels, modes = answer = random_answer(draw, evaluator)
+            here = evaluator.at(modes)
             may_stream = [i for i in sorted(here.facts.streamable) if levels[i].has_state_on_host]
             streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
             x = program.vector(answer, streamed)

@@ -8,7 +8,7 @@ import pytest
 
 from elixir_compile.ir import Saving, Update
 from elixir_compile.search.facts import Facts, gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.just_in_time import just_in_time
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.stays import Moves, Stay
@@ -22,10 +22,10 @@ from tests.pure.strategies import Layer, chain
 def test_it_keeps_the_budget_and_best_moves_are_no_longer_than_early_ones() -> None:
     num_played = num_late = 0
     for seed, problem in instances(40, num_layers=8):
-        judge, draw = Judge(gather_facts(problem)), random.Random(seed)
+        evaluator, draw = Evaluator(gather_facts(problem)), random.Random(seed)
         for _ in range(6):
-            levels, modes = random_answer(draw, judge)
-            here = judge.at(modes)
+            levels, modes = random_answer(draw, evaluator)
+            here = evaluator.at(modes)
             if not here.fits(levels, ahead=0):
                 continue
             moves, early = just_in_time(here, levels), raise_prefetch(here, levels)
@@ -43,10 +43,10 @@ def test_with_all_the_memory_being_later_costs_nothing_on_one_rank() -> None:
         if problem.cluster.num_ranks > 1:
             continue
         roomy = replace(problem, budget_bytes=GIB, update=Update.AFTER_BACKWARD, savings=frozenset({Saving.KEEP}))
-        judge = Judge(gather_facts(roomy))
-        levels, _ = random_answer(random.Random(seed), judge)
-        late_s = judge.step_s(levels, just_in_time(judge, levels))
-        early_s = judge.step_s(levels, raise_prefetch(judge, levels))
+        evaluator = Evaluator(gather_facts(roomy))
+        levels, _ = random_answer(random.Random(seed), evaluator)
+        late_s = evaluator.step_s(levels, just_in_time(evaluator, levels))
+        early_s = evaluator.step_s(levels, raise_prefetch(evaluator, levels))
         assert late_s == pytest.approx(early_s, rel=1e-9), f"seed {seed}"
 
 
@@ -60,15 +60,17 @@ def test_what_the_links_to_the_host_carry_waits_for_no_all_gather() -> None:
             for i in range(6)
         ]
         problem = problem_of(chain(layers), machine(draw, num_ranks=2))
-        roomy = Judge(gather_facts(replace(problem, savings=frozenset({Saving.KEEP, Saving.OFFLOAD}))))
+        roomy = Evaluator(gather_facts(replace(problem, savings=frozenset({Saving.KEEP, Saving.OFFLOAD}))))
         levels, modes = random_answer(draw, roomy)
-        judge = roomy.at(modes)
-        facts, moves = judge.facts, just_in_time(judge, levels)
+        evaluator = roomy.at(modes)
+        facts, moves = evaluator.facts, just_in_time(evaluator, levels)
         for before, after in itertools.pairwise(moves.stays):
             is_gather = before.bucket < len(facts.buckets) and not levels[before.bucket].has_param_on_host
             is_later = facts.phase_start(before.first) == facts.phase_start(after.first)
             num_ahead += is_gather and is_later and after.bucket >= len(facts.buckets) and after.gather < before.gather
-        num_shorter += judge.step_s(levels, moves) < judge.step_s(levels, in_one_line(facts, moves)) * (1 - 1e-9)
+        num_shorter += evaluator.step_s(levels, moves) < evaluator.step_s(levels, in_one_line(facts, moves)) * (
+            1 - 1e-9
+        )
     assert num_ahead > 10
     assert num_shorter > 5
 

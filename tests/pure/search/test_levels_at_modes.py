@@ -13,7 +13,7 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, StorageId
 from elixir_compile.search import Problem, milp, plan, solving
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level
 from elixir_compile.search.program import Program
 from elixir_compile.search.rules import RULES
@@ -21,7 +21,7 @@ from elixir_compile.search.solving import Solution
 from elixir_compile.search.stays import moves_at_use
 from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import between, problem_of
-from tests.pure.strategies import Draft
+from tests.pure.strategies import DraftPlan
 
 
 def cast_chain(numels: list[int], act_numel: int, has_cast: list[bool]) -> StepGraph:
@@ -30,7 +30,7 @@ def cast_chain(numels: list[int], act_numel: int, has_cast: list[bool]) -> StepG
     Layer i has a weight of `numels[i]` elements. If `has_cast[i]`, the forward casts it and saves the cast for the
     backward, which does not read the weight.
     """
-    draft = Draft(dtype="float32")
+    draft = DraftPlan(dtype="float32")
     flowing = draft.storage("x", Kind.INPUT, act_numel)
     used: list[tuple[StorageId, StorageId]] = []
     for i, numel in enumerate(numels):
@@ -77,15 +77,15 @@ SHARES = st.sampled_from([0.0, 0.05, 0.1, 0.1, 0.15, 0.2, 0.4, 0.7])
 
 def test_a_cast_weight_may_stay_resident_if_its_cast_may_be_made_again() -> None:
     problem = problem_of(cast_chain([400, 400], 64, [True, False]))
-    judge = Judge(gather_facts(problem))
-    cast, plain = judge.facts.choices
-    assert len(judge.facts.windows[0]) == 1
+    evaluator = Evaluator(gather_facts(problem))
+    cast, plain = evaluator.facts.choices
+    assert len(evaluator.facts.windows[0]) == 1
     assert Level.RESIDENT in cast
     assert cast == plain
-    recomputed = judge.at([len(layer.modes) - 1 for layer in judge.facts.layers])
+    recomputed = evaluator.at([len(layer.modes) - 1 for layer in evaluator.facts.layers])
     assert len(recomputed.facts.windows[0]) == 2
-    assert recomputed.facts.choices == judge.facts.choices
-    kept_only = Judge(gather_facts(replace(problem, savings=frozenset())))
+    assert recomputed.facts.choices == evaluator.facts.choices
+    kept_only = Evaluator(gather_facts(replace(problem, savings=frozenset())))
     assert Level.RESIDENT not in kept_only.facts.choices[0]
 
 
@@ -110,14 +110,14 @@ def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float
 @given(SEEDS)
 @settings(max_examples=25)
 def test_any_answer_has_a_place_in_the_program_and_is_bounded_by_it(seed: int) -> None:
-    judge = Judge(gather_facts(cast_problem(seed)))
-    program = Program(judge, reference_s=1.0)
+    evaluator = Evaluator(gather_facts(cast_problem(seed)))
+    program = Program(evaluator, reference_s=1.0)
     draw = random.Random(seed)
     for _ in range(10):
-        levels, modes = answer = random_answer(draw, judge)
-        here = judge.at(modes)
+        levels, modes = answer = random_answer(draw, evaluator)
+        here = evaluator.at(modes)
         x = program.vector(answer)
-        assert program.answer(x) == answer
+        assert program.candidate(x) == answer
         step_s = here.step_s(levels, moves_at_use(here.facts, levels, draw.choice([0, 1, 8])))
         assert program.lower_s(x) <= step_s * (1 + 1e-9)
         assert program.peak_bytes(x) <= here.memory.peak_bytes(levels, 0)

@@ -18,7 +18,7 @@ from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.stays import moves_at_use, stays
 from elixir_compile.units import GIB
@@ -142,32 +142,32 @@ def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequenc
 def assert_counts_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
     """Fail unless the search counts the bytes and seconds of the plan of the levels and modes `picks`, with gathers
     `ahead` windows early, as the plan's own prediction does."""
-    from elixir_compile.search.draft import Draft
+    from elixir_compile.search.draft import DraftPlan
     from elixir_compile.search.writing import write_out
 
-    base = Judge(gather_facts(problem))
+    base = Evaluator(gather_facts(problem))
     modes = tuple(pick % len(layer.modes) for layer, pick in zip(base.facts.layers, reversed(picks), strict=False))
-    judge = base.at(modes)
-    levels = tuple(own[pick % len(own)] for own, pick in zip(judge.facts.choices, picks, strict=False))
-    moves = moves_at_use(judge.facts, levels, ahead)
-    made = write_out(judge, Draft(levels=levels, modes=modes, moves=moves, step_s=0.0, decisions=()))
+    evaluator = base.at(modes)
+    levels = tuple(own[pick % len(own)] for own, pick in zip(evaluator.facts.choices, picks, strict=False))
+    moves = moves_at_use(evaluator.facts, levels, ahead)
+    made = write_out(evaluator, DraftPlan(levels=levels, modes=modes, moves=moves, step_s=0.0, decisions=()))
     made = replace(made, budget_bytes=made.prediction.device_peak_bytes)
     verify(problem.graph, made)
-    assert judge.memory.peak_bytes(levels, ahead) == made.prediction.device_peak_bytes
-    assert judge.host_bytes(levels) == made.prediction.host_peak_bytes
-    assert judge.step_s(levels, moves) == pytest.approx(made.prediction.step_s)
+    assert evaluator.memory.peak_bytes(levels, ahead) == made.prediction.device_peak_bytes
+    assert evaluator.host_bytes(levels) == made.prediction.host_peak_bytes
+    assert evaluator.step_s(levels, moves) == pytest.approx(made.prediction.step_s)
 
 
 @given(problems(), SHARES)
 @settings(max_examples=30)
 def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> None:
     problem = between(problem, share)
-    judge = Judge(gather_facts(problem))
-    levels = judge.facts.furthest_levels
-    assume(judge.fits(levels, 0))
-    moves = raise_prefetch(judge, levels)
-    assert int(judge.memory.live_bytes(levels, moves).max()) <= problem.budget_bytes
-    roomy = Judge(gather_facts(replace(problem, budget_bytes=GIB)))
+    evaluator = Evaluator(gather_facts(problem))
+    levels = evaluator.facts.furthest_levels
+    assume(evaluator.fits(levels, 0))
+    moves = raise_prefetch(evaluator, levels)
+    assert int(evaluator.memory.live_bytes(levels, moves).max()) <= problem.budget_bytes
+    roomy = Evaluator(gather_facts(replace(problem, budget_bytes=GIB)))
     assert list(raise_prefetch(roomy, levels).stays) == stays(roomy.facts, levels, 8)
 
 
@@ -175,9 +175,9 @@ def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> Non
 @settings(max_examples=25)
 def test_greedy_is_near_the_best_placement(problem: Problem, share: float) -> None:
     problem = between(problem, share)
-    judge = Judge(gather_facts(problem))
+    evaluator = Evaluator(gather_facts(problem))
     # What fits stays, though something else could be faster.
-    assume(num_placements(judge) <= MAX_PLACEMENTS and not judge.fits(judge.facts.start_levels, ahead=0))
+    assume(num_placements(evaluator) <= MAX_PLACEMENTS and not evaluator.fits(evaluator.facts.start_levels, ahead=0))
     best, made = plan(problem, "exhaustive"), plan(problem)
     verify(problem.graph, best)
     assert best.prediction.device_peak_bytes <= problem.budget_bytes

@@ -7,7 +7,7 @@ import numpy as np
 from elixir_compile.search.clock import deadline_in
 from elixir_compile.search.exhaustive import place_exhaustively
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.ladder import leanest
 from elixir_compile.search.pricing import bound_of, priced
 from elixir_compile.search.program import SCALE, Program
@@ -16,21 +16,21 @@ from elixir_compile.search.solving import matrix_of, solve_whole
 from tests.pure.search.test_best import instances, random_answer
 
 
-def program_of(judge: Judge) -> Program:
-    """Return the program of `judge` whose unit is the step with the fewest bytes."""
-    least = leanest(judge)
-    return Program(judge, least.step_s(least.least_levels, least.at_use(least.least_levels)))
+def program_of(evaluator: Evaluator) -> Program:
+    """Return the program of `evaluator` whose unit is the step with the fewest bytes."""
+    least = leanest(evaluator)
+    return Program(evaluator, least.step_s(least.least_levels, least.at_use(least.least_levels)))
 
 
 def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
     for seed, problem in instances(10):
-        judge = Judge(gather_facts(problem))
-        program = program_of(judge)
+        evaluator = Evaluator(gather_facts(problem))
+        program = program_of(evaluator)
         draw, end = random.Random(seed), deadline_in(20)
-        seeds = [program.vector(random_answer(draw, judge)) for _ in range(4)]
+        seeds = [program.vector(random_answer(draw, evaluator)) for _ in range(4)]
         found = priced(program, seeds, end)
         assert found is not None
-        best = place_exhaustively(judge)
+        best = place_exhaustively(evaluator)
         assert best is not None
         assert 0 < program.seconds(found.bound) <= best.step_s, f"seed {seed}"
         whole = solve_whole(program, limit_s=10, gap=0.0)
@@ -41,14 +41,14 @@ def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
 def test_any_multipliers_make_a_bound() -> None:
     """Weak duality: it does not matter where they come from."""
     for seed, problem in instances(6):
-        judge = Judge(gather_facts(problem))
-        program, draw = program_of(judge), random.Random(seed)
-        answers = [random_answer(draw, judge) for _ in range(12)]
+        evaluator = Evaluator(gather_facts(problem))
+        program, draw = program_of(evaluator), random.Random(seed)
+        answers = [random_answer(draw, evaluator) for _ in range(12)]
         vectors = [program.vector(answer) for answer in answers]
         for x in vectors:
             program.add_paths(x)
             program.add_memory(x)
-        best = place_exhaustively(judge)
+        best = place_exhaustively(evaluator)
         assert best is not None
         numbers = np.random.default_rng(seed)
         matrix, limits = matrix_of(program).tocsc(), program.limits()
@@ -61,19 +61,19 @@ def test_any_multipliers_make_a_bound() -> None:
 def test_the_nearest_whole_answer_fits_and_is_near() -> None:
     num_found = 0
     for seed, problem in instances(12, num_layers=8):
-        judge = Judge(gather_facts(problem))
-        program = program_of(judge)
+        evaluator = Evaluator(gather_facts(problem))
+        program = program_of(evaluator)
         draw, end = random.Random(seed), deadline_in(20)
-        seeds = [program.vector(random_answer(draw, judge)) for _ in range(4)]
+        seeds = [program.vector(random_answer(draw, evaluator)) for _ in range(4)]
         optimum = priced(program, seeds, end)
         assert optimum is not None
         rounded = nearest(program, optimum.x, end)
         if rounded is None:  # over these options alone nothing fits
             continue
         num_found += 1
-        assert judge.at(rounded.answer.modes).fits(rounded.answer.levels, ahead=0), f"seed {seed}"
+        assert evaluator.at(rounded.candidate.modes).fits(rounded.candidate.levels, ahead=0), f"seed {seed}"
         # Streams are divided at this optimum, so all that can be said of a whole answer is that all of it is no less.
-        every = program.vector(rounded.answer, range(len(judge.facts.buckets)))
-        none = program.vector(rounded.answer)
+        every = program.vector(rounded.candidate, range(len(evaluator.facts.buckets)))
+        none = program.vector(rounded.candidate)
         assert max(program.lower_s(every), program.lower_s(none)) >= program.seconds(optimum.bound), f"seed {seed}"
     assert num_found >= 6

@@ -31,12 +31,12 @@ from elixir_compile.ir import (
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
 from elixir_compile.search.buckets import form_buckets
-from elixir_compile.search.draft import Draft
+from elixir_compile.search.draft import DraftPlan
 from elixir_compile.search.exhaustive import place_exhaustively
 from elixir_compile.search.extent import extent_of
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.ladder import floor_bytes, ladder, leanest
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import raise_prefetch
@@ -89,25 +89,27 @@ def shared_problems(draw: st.DrawFn, fewest: int = 1) -> Problem:
     return problem_of(graph, ranks(num_ranks * num_copies), hybrid, **more)
 
 
-def drawn(problem: Problem, seed: int, *, is_spread: bool) -> tuple[Judge, Draft]:
+def drawn(problem: Problem, seed: int, *, is_spread: bool) -> tuple[Evaluator, DraftPlan]:
     """Any levels, any modes, any moves."""
     draw = random.Random(seed)
-    judge = Judge(gather_facts(problem))
-    levels, modes = random_answer(draw, judge)
-    judge = judge.at(modes)
-    moves = raise_prefetch(judge, levels) if is_spread else moves_at_use(judge.facts, levels, draw.randint(0, 2))
-    return judge, Draft(levels=levels, moves=moves, step_s=0.0, modes=modes, decisions=())
+    evaluator = Evaluator(gather_facts(problem))
+    levels, modes = random_answer(draw, evaluator)
+    evaluator = evaluator.at(modes)
+    moves = (
+        raise_prefetch(evaluator, levels) if is_spread else moves_at_use(evaluator.facts, levels, draw.randint(0, 2))
+    )
+    return evaluator, DraftPlan(levels=levels, moves=moves, step_s=0.0, modes=modes, decisions=())
 
 
 @given(shared_problems(), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60)
 def test_three_counts_agree_with_uneven_shards(problem: Problem, seed: int, is_spread: bool) -> None:
-    judge, draft = drawn(problem, seed, is_spread=is_spread)
-    made = write_out(judge, draft)
+    evaluator, draft = drawn(problem, seed, is_spread=is_spread)
+    made = write_out(evaluator, draft)
     timeline, walk = plan_timeline(problem.graph, made), walk_memory(problem.graph, made)
     assert walk.live_bytes == timeline.live_bytes
-    assert walk.host_bytes == timeline.host_bytes == judge.host_bytes(draft.levels)
-    assert int(judge.memory.live_bytes(draft.levels, draft.moves).max()) == timeline.peak.nbytes
+    assert walk.host_bytes == timeline.host_bytes == evaluator.host_bytes(draft.levels)
+    assert int(evaluator.memory.live_bytes(draft.levels, draft.moves).max()) == timeline.peak.nbytes
     made = replace(made, budget_bytes=timeline.peak.nbytes)
     verify(problem.graph, made)
     assert parse_plan(str(made)) == made
@@ -183,26 +185,28 @@ def real_peak_bytes(graph: StepGraph, made: Plan) -> int:
 @given(shared_problems(fewest=2), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60)
 def test_the_count_is_never_below_what_is_there(problem: Problem, seed: int, is_spread: bool) -> None:
-    judge, draft = drawn(replace(problem, savings=frozenset({Saving.KEEP})), seed, is_spread=is_spread)
-    made = write_out(judge, draft)
+    evaluator, draft = drawn(replace(problem, savings=frozenset({Saving.KEEP})), seed, is_spread=is_spread)
+    made = write_out(evaluator, draft)
     assert real_peak_bytes(problem.graph, made) <= made.prediction.device_peak_bytes
 
 
-def pair_of_layers() -> tuple[Problem, Judge]:
+def pair_of_layers() -> tuple[Problem, Evaluator]:
     """Two layers of weights of 10 and 6 elements, 40 and 24 bytes, on 3 ranks: one bucket each. Each rank has 4 + 2
     elements of it: flat shards of 24 bytes, flat buffers of 72 for 64 of parameters."""
     weights = [(("a0", 10), ("c0", 6)), (("a1", 10), ("c1", 6))]
     graph = chain([Layer(module=f"h.{i}", params=own, frozen=False, act_numel=1) for i, own in enumerate(weights)])
     shards = {StorageId("a0"): (4, 4, 2), StorageId("a1"): (4, 4, 2)}
     problem = problem_of(graph, ranks(3), shards=shards, bucket_min_bytes=8, bucket_max_bytes=64)
-    return problem, Judge(gather_facts(problem))
+    return problem, Evaluator(gather_facts(problem))
 
 
-def at_use(problem: Problem, judge: Judge, level: Level) -> Mapping[Kind, tuple[int, ...]]:
+def at_use(problem: Problem, evaluator: Evaluator, level: Level) -> Mapping[Kind, tuple[int, ...]]:
     """Live bytes by kind with both buckets at `level`."""
     levels = (level,) * 2
-    moves = moves_at_use(judge.facts, levels)
-    made = write_out(judge, Draft(levels=levels, moves=moves, step_s=0.0, modes=judge.facts.modes, decisions=()))
+    moves = moves_at_use(evaluator.facts, levels)
+    made = write_out(
+        evaluator, DraftPlan(levels=levels, moves=moves, step_s=0.0, modes=evaluator.facts.modes, decisions=())
+    )
     return plan_timeline(problem.graph, made).live_bytes_by_kind
 
 
@@ -213,18 +217,18 @@ def test_what_a_bucket_of_two_parameters_takes_and_when() -> None:
     op 5: 64 + 72. They are under way, 72 and a shard of 24, while ops 6 to 8 produce those of layer 0 (at 7 and 8),
     which are packed the same way. Then the first shard is there with 72 + 24, and at the update two shards.
     """
-    problem, judge = pair_of_layers()
-    assert [bucket.shard_numels for bucket in judge.facts.buckets] == [(6, 6, 4)] * 2
-    assert [(b.nbytes, b.flat_nbytes, b.flat_shard_nbytes) for b in judge.facts.buckets] == [(64, 72, 24)] * 2
-    live = at_use(problem, judge, Level.KEPT_RELEASED)
+    problem, evaluator = pair_of_layers()
+    assert [bucket.shard_numels for bucket in evaluator.facts.buckets] == [(6, 6, 4)] * 2
+    assert [(b.nbytes, b.flat_nbytes, b.flat_shard_nbytes) for b in evaluator.facts.buckets] == [(64, 72, 24)] * 2
+    live = at_use(problem, evaluator, Level.KEPT_RELEASED)
     assert live[Kind.GATHERED] == (144, 0, 144, 0, 0, 0, 144, 0, 0, 144, 0)
     assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64 + 72, 24 + 96, 48)
     assert live[Kind.PARAM] == (48,) * 11
     # Resident, layer 1's copy is there from op 2 to op 6, layer 0's from op 0 to op 9.
-    live = at_use(problem, judge, Level.KEPT)
+    live = at_use(problem, evaluator, Level.KEPT)
     assert live[Kind.GATHERED] == (144, 72, 72 + 144, 144, 144, 144, 144, 72, 72, 72, 0)
     # Shards from the host go where copies are made; reduced gradients leave with the flat buffer.
-    live = at_use(problem, judge, Level.STREAMED)
+    live = at_use(problem, evaluator, Level.STREAMED)
     assert live[Kind.GATHERED] == (144, 0, 144, 0, 0, 0, 144, 0, 0, 144, 0)
     assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64 + 72, 96, 0)
 
@@ -239,13 +243,13 @@ def test_gradients_of_16_bits_that_are_reduced_in_fp32() -> None:
     graph = chain([Layer(module="h", params=(("w", 12), ("b", 6)), frozen=False, act_numel=1)], dtype="bfloat16")
     wide = {StorageId("w"): "float32", StorageId("b"): "float32"}
     problem = problem_of(graph, ranks(2), shards={StorageId("b"): (6, 6)}, reduce_dtypes=wide)
-    judge = Judge(gather_facts(problem))
-    weight, bias = judge.facts.buckets
+    evaluator = Evaluator(gather_facts(problem))
+    weight, bias = evaluator.facts.buckets
     assert [weight.is_sharded, bias.is_sharded] == [True, False]
     assert [(b.nbytes, b.flat_grad_nbytes, b.reduced_nbytes) for b in (weight, bias)] == [(24, 48, 24), (12, 24, 24)]
     found = prices(graph, (weight, bias), problem.cluster)
     assert found.reduce_s[weight.id] == collective_s(48, problem.cluster) > found.gather_s[weight.id]
-    live = at_use(problem, judge, Level.KEPT)
+    live = at_use(problem, evaluator, Level.KEPT)
     assert [op.writes for op in graph.ops[2:5]] == [("w.grad",), ("b.grad",), ("d0",)]
     assert live[Kind.GRAD] == (0, 0, 24 + 48, 48 + 24 + 12 + 24, 48 + 24 + 24, 24 + 24)
 
@@ -256,23 +260,25 @@ def test_one_parameter_is_used_where_it_was_gathered() -> None:
     gather is for."""
     graph = chain([Layer(module="h", params=(("w", 20),), frozen=False, act_numel=1)])
     problem = problem_of(graph, ranks(2))
-    judge = Judge(gather_facts(problem))
+    evaluator = Evaluator(gather_facts(problem))
     levels = (Level.STREAMED,)
-    draft = Draft(levels=levels, moves=judge.at_use(levels), step_s=0.0, modes=judge.facts.modes, decisions=())
-    live = plan_timeline(graph, write_out(judge, draft)).live_bytes_by_kind
+    draft = DraftPlan(
+        levels=levels, moves=evaluator.at_use(levels), step_s=0.0, modes=evaluator.facts.modes, decisions=()
+    )
+    live = plan_timeline(graph, write_out(evaluator, draft)).live_bytes_by_kind
     assert [op.reads for op in graph.ops[2:4]] == [("x", "tangent"), ("tangent", "w")]
     assert live[Kind.GATHERED] == (80 + 40, 0, 0, 80 + 40, 0)
     assert live[Kind.GRAD] == (0, 0, 80, 80 + 40, 0)
 
 
 def test_what_is_told_of_shards_adds_up_in_buckets() -> None:
-    problem, judge = pair_of_layers()
-    assert form_buckets(problem) == judge.facts.buckets
-    bucket = judge.facts.buckets[0]
+    problem, evaluator = pair_of_layers()
+    assert form_buckets(problem) == evaluator.facts.buckets
+    bucket = evaluator.facts.buckets[0]
     assert [bucket.shard_nbytes(rank) for rank in range(3)] == [24, 24, 16]
     assert [bucket.shard_state_nbytes(rank) for rank in range(3)] == [48, 48, 32]
     assert problem.shards.keys() == {"a0", "a1"}  # 6 elements are cut evenly
-    found = prices(problem.graph, judge.facts.buckets, problem.cluster)
+    found = prices(problem.graph, evaluator.facts.buckets, problem.cluster)
     assert found.gather_s[bucket.id] == found.reduce_s[bucket.id] == collective_s(72, problem.cluster)
     assert not found.average_s
     for numels in ((4, 4), (2, 4, 4), (12, -1, -1)):
@@ -288,7 +294,7 @@ def test_two_copies_of_each_part_cost_an_all_reduce_of_it() -> None:
     assert (made.num_ranks, made.num_copies, made.buckets) == (3, 2, alone.buckets)
     assert made.prediction.device_peak_bytes == alone.prediction.device_peak_bytes
     assert parse_plan(str(made)) == plan_from_json(plan_to_json(made)) == made
-    price = Judge(gather_facts(problem)).prices
+    price = Evaluator(gather_facts(problem)).prices
     each_s = average_s(24, problem.cluster, 2)
     assert dict(price.average_s) == {bucket.id: each_s for bucket in made.buckets}
     spans = simulate(problem.graph, made, problem.cluster).spans
@@ -344,8 +350,8 @@ def uneven_instance(seed: int) -> Problem:
     problem = problem_of(graph, machine(draw, num_ranks), shards=shards, savings=frozenset({Saving.KEEP}))
     # Streamed updates have no rows of memory, and take long to prove: `test_streaming` is about them.
     problem = replace(problem, update=Update.AFTER_BACKWARD)
-    judge = Judge(gather_facts(problem))
-    least, most = floor_bytes(leanest(judge)), judge.memory.peak_bytes(judge.facts.start_levels, 0)
+    evaluator = Evaluator(gather_facts(problem))
+    least, most = floor_bytes(leanest(evaluator)), evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
     return replace(problem, budget_bytes=least + int(max(0, most - least) * draw.choice([0.0, 0.3, 0.6, 0.8])))
 
 
@@ -354,15 +360,15 @@ def test_the_search_is_as_good_as_trying_everything() -> None:
     num_unpacked = 0
     for seed in range(6):
         problem = uneven_instance(seed)
-        judge = Judge(gather_facts(problem))
-        num_unpacked += sum(bucket.is_unpacked for bucket in judge.facts.buckets)
-        program, draw = Program(judge, reference_s=1.0), random.Random(seed)
+        evaluator = Evaluator(gather_facts(problem))
+        num_unpacked += sum(bucket.is_unpacked for bucket in evaluator.facts.buckets)
+        program, draw = Program(evaluator, reference_s=1.0), random.Random(seed)
         for _ in range(10):
-            answer = random_answer(draw, judge)
-            exact_bytes = judge.at(answer.modes).memory.peak_bytes(answer.levels, 0)
+            answer = random_answer(draw, evaluator)
+            exact_bytes = evaluator.at(answer.modes).memory.peak_bytes(answer.levels, 0)
             assert program.peak_bytes(program.vector(answer)) == exact_bytes
-        first = next(draft for rung in ladder(judge) if (draft := place_greedily(rung)) is not None)
-        best, tried = place_best(judge, first, [], timeout_s=20.0, tolerance=0.0), place_exhaustively(judge)
+        first = next(draft for rung in ladder(evaluator) if (draft := place_greedily(rung)) is not None)
+        best, tried = place_best(evaluator, first, [], timeout_s=20.0, tolerance=0.0), place_exhaustively(evaluator)
         assert tried is not None
         assert best.step_s == pytest.approx(tried.step_s, rel=1e-9), f"seed {seed}"
     assert num_unpacked > 3

@@ -12,7 +12,7 @@ from elixir_compile.ir import Tier, Update, parse_plan
 from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level
 from elixir_compile.search.stays import Moves
 from elixir_compile.simulate import hidden_update_share, simulate
@@ -50,11 +50,11 @@ def on(cluster: Cluster, *, host_per_s: float, link_bytes_per_s: float, device_p
     return Cluster(nodes=(replace(node, host=host, h2d=link, d2h=link, device=device),))
 
 
-def split(problem: Problem) -> tuple[Judge, tuple[Level, ...], Moves]:
+def split(problem: Problem) -> tuple[Evaluator, tuple[Level, ...], Moves]:
     """Parameters on the device, all state on the host: ZeRO-Offload."""
-    judge = Judge(gather_facts(problem))
-    levels = tuple(Level.STATE_OFF for _ in judge.facts.buckets)
-    return judge, levels, judge.at_use(levels)
+    evaluator = Evaluator(gather_facts(problem))
+    levels = tuple(Level.STATE_OFF for _ in evaluator.facts.buckets)
+    return evaluator, levels, evaluator.at_use(levels)
 
 
 @pytest.mark.parametrize(("host_per_s", "link_bytes_per_s"), [(1e9, 50e9), (0.5e9, 25e9), (1e9, 12e9)])
@@ -68,12 +68,12 @@ def test_the_step_follows_the_closed_form_for_every_share(host_per_s: float, lin
     """
     problem = layers_of(NUM_LAYERS, NUMEL, 8)
     problem = replace(problem, cluster=on(preset("a100-80g"), host_per_s=host_per_s, link_bytes_per_s=link_bytes_per_s))
-    judge, levels, moves = split(problem)
+    evaluator, levels, moves = split(problem)
     total, device_per_s = NUM_LAYERS * NUMEL, 1e12
-    compute_s = judge.prices.run_s(0, judge.facts.num_run - 1)
+    compute_s = evaluator.prices.run_s(0, evaluator.facts.num_run - 1)
     for count in range(NUM_LAYERS):
         x = count / NUM_LAYERS
-        got_s = judge.step_s(levels, moves._replace(streamed=frozenset(range(count))))
+        got_s = evaluator.step_s(levels, moves._replace(streamed=frozenset(range(count))))
         host_s = total * (1 - x) / host_per_s + 4 * NUMEL / link_bytes_per_s
         stream_s = total * x * (24 / link_bytes_per_s + 1 / device_per_s)
         # What the forward and the backward compute can be under the host's part, or not.
@@ -154,21 +154,21 @@ def test_the_bound_holds_whenever_updates_run() -> None:
         draw = random.Random(seed)
         layers = [Layer(module=f"h.{i}", params=((f"p{i}", 200),), frozen=False, act_numel=64) for i in range(5)]
         problem = problem_of(chain(layers), machine(draw, 1 + seed % 2, 0.8), update=list(Update)[seed % 3])
-        judge = Judge(gather_facts(problem))
-        peak_bytes = judge.memory.peak_bytes(judge.facts.start_levels, 0)
+        evaluator = Evaluator(gather_facts(problem))
+        peak_bytes = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
         problem = replace(problem, budget_bytes=int(peak_bytes * 0.7))
         made = plan(problem, timeout_s=0.4)
         verify(problem.graph, made)
         assert made.bound_s is not None
-        judge = Judge(gather_facts(problem))
+        evaluator = Evaluator(gather_facts(problem))
         for _ in range(20):
-            levels = tuple(draw.choice(own) for own in judge.facts.choices)
-            if judge.fits(levels, ahead=0):
-                moves = judge.at_use(levels)
+            levels = tuple(draw.choice(own) for own in evaluator.facts.choices)
+            if evaluator.fits(levels, ahead=0):
+                moves = evaluator.at_use(levels)
                 streamed = frozenset(
-                    i for i in judge.facts.streamable if levels[i].has_state_on_host and draw.random() < 0.5
+                    i for i in evaluator.facts.streamable if levels[i].has_state_on_host and draw.random() < 0.5
                 )
                 streaming = moves._replace(streamed=streamed)
-                assert made.bound_s <= judge.step_s(levels, moves)
-                if int(judge.memory.live_bytes(levels, streaming).max()) <= problem.budget_bytes:
-                    assert made.bound_s <= judge.step_s(levels, streaming)
+                assert made.bound_s <= evaluator.step_s(levels, moves)
+                if int(evaluator.memory.live_bytes(levels, streaming).max()) <= problem.budget_bytes:
+                    assert made.bound_s <= evaluator.step_s(levels, streaming)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.ir import Plan, Schedule, StepGraph, Verb
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.draft import Draft
+from elixir_compile.search.draft import DraftPlan
 from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Judge
+from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.stays import moves_at_use
 from elixir_compile.search.writing import write_out
@@ -36,12 +36,14 @@ def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan
 def test_they_agree_for_any_levels_modes_and_moves(problem: Problem, seed: int, is_spread: bool) -> None:
     """On one rank and on two, transfers at their use and as far out as memory allows; every such plan is legal."""
     draw = random.Random(seed)
-    judge = Judge(gather_facts(problem))
-    modes = tuple(draw.randrange(len(layer.modes)) for layer in judge.facts.layers)
-    judge = judge.at(modes)
-    levels = tuple(draw.choice(own) for own in judge.facts.choices)
-    moves = raise_prefetch(judge, levels) if is_spread else moves_at_use(judge.facts, levels, draw.randint(0, 2))
-    made = write_out(judge, Draft(levels=levels, moves=moves, step_s=0.0, modes=modes, decisions=()))
+    evaluator = Evaluator(gather_facts(problem))
+    modes = tuple(draw.randrange(len(layer.modes)) for layer in evaluator.facts.layers)
+    evaluator = evaluator.at(modes)
+    levels = tuple(draw.choice(own) for own in evaluator.facts.choices)
+    moves = (
+        raise_prefetch(evaluator, levels) if is_spread else moves_at_use(evaluator.facts, levels, draw.randint(0, 2))
+    )
+    made = write_out(evaluator, DraftPlan(levels=levels, moves=moves, step_s=0.0, modes=modes, decisions=()))
     walk = walk_memory(problem.graph, made)
     assert walk.live_bytes == plan_timeline(problem.graph, made).live_bytes
     assert walk.host_bytes == made.prediction.host_peak_bytes

@@ -261,13 +261,13 @@ def test_gradients_per_sample(place: str) -> None:
 @offloaded
 def test_gan_by_inputs(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
-        (generator, generate, generated), (critic, judge, judged) = tools.net(), tools.net()
+        (generator, generate, generated), (critic, evaluator, judged) = tools.net(), tools.net()
         seen: list[torch.Tensor | None] = []
         for real, noise in zip(batches(), batches(6)[3:], strict=True):
-            loss = loss_of(judge(real)) - loss_of(judge(generate(noise).detach()))
+            loss = loss_of(evaluator(real)) - loss_of(evaluator(generate(noise).detach()))
             loss.backward()
             finish(judged)
-            loss_of(judge(generate(noise))).backward(inputs=list(generator.parameters()))
+            loss_of(evaluator(generate(noise))).backward(inputs=list(generator.parameters()))
             seen += gradients(critic) + gradients(generator)
             finish(generated)
         return seen + values(generator, critic)
@@ -281,15 +281,15 @@ def test_gan_by_inputs(place: str) -> None:
 @everywhere
 def test_gan_by_freezing(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
-        (generator, generate, generated), (critic, judge, judged) = tools.net(), tools.net()
+        (generator, generate, generated), (critic, evaluator, judged) = tools.net(), tools.net()
         seen: list[torch.Tensor | None] = []
         for real, noise in zip(batches(), batches(6)[3:], strict=True):
             critic.requires_grad_(False)
-            loss_of(judge(generate(noise))).backward()
+            loss_of(evaluator(generate(noise))).backward()
             seen += gradients(critic) + gradients(generator)
             finish(generated)
             critic.requires_grad_(True)
-            (loss_of(judge(real)) - loss_of(judge(generate(noise).detach()))).backward()
+            (loss_of(evaluator(real)) - loss_of(evaluator(generate(noise).detach()))).backward()
             seen += gradients(critic)
             finish(judged)
         return seen + values(generator, critic)
