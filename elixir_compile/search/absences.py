@@ -8,7 +8,7 @@ from elixir_compile.ir import Activations, GroupId, Phase, Saving, StepGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Absence:
+class OffloadInterval:
     """One group of activations that goes to the host and comes back."""
 
     group: GroupId
@@ -25,7 +25,9 @@ class Absence:
     """(op index, bytes) of the last use of each in the backward."""
 
 
-def absences(step: StepGraph, lives: Liveness, activations: Iterable[Activations]) -> tuple[Absence, ...]:
+def offload_intervals(
+    step: StepGraph, lives: Liveness, activations: Iterable[Activations]
+) -> tuple[OffloadInterval, ...]:
     """Return the absences under `activations`, in the order in which they begin."""
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
     owner = {name: i for i, group in enumerate(away) for name in group.storages}
@@ -41,23 +43,23 @@ def absences(step: StepGraph, lives: Liveness, activations: Iterable[Activations
                 first[number] = min(first[number], i)
     nbytes = {storage.id: storage.nbytes for storage in step.storages}
     found = [
-        _absence(group, lives, nbytes, leave[number], first[number])
+        _offload_interval(group, lives, nbytes, leave[number], first[number])
         for number, group in enumerate(away)
         if first[number] < len(step.ops)
     ]
     return tuple(sorted(found, key=lambda absence: (absence.leave, absence.group)))
 
 
-def leave_ends(found: Sequence[Absence], num_forward: int, lag: int) -> dict[int, int]:
+def leave_ends(found: Sequence[OffloadInterval], num_forward: int, lag: int) -> dict[int, int]:
     """Return, per absence, the last op at which it is still on the device: its own `leave`, or, with a `lag`, that of
     so many later ones; all are gone when the forward ends."""
     ends = [absence.leave for absence in found[lag:]] + [num_forward - 1] * min(lag, len(found))
     return dict(enumerate(ends))
 
 
-def _absence(group: Activations, lives: Liveness, nbytes: dict, leave: int, first: int) -> Absence:
+def _offload_interval(group: Activations, lives: Liveness, nbytes: dict, leave: int, first: int) -> OffloadInterval:
     own = [(lives.lives[name], nbytes[name]) for name in group.storages if name in lives.lives]
-    return Absence(
+    return OffloadInterval(
         group=group.id,
         nbytes=sum(size for _, size in own),
         num_copies=len(own),

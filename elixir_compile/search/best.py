@@ -3,7 +3,7 @@
 Buckets have levels, layers of activations have modes; an answer has one of each. In this order, until the best step
 played is within the tolerance of the bound:
 
-    rungs       all layers at one depth, everything on the device or on the host: where to begin
+    starts       all layers at one depth, everything on the device or on the host: where to begin
     bound       the relaxed optimum, by columns and rows that are added as they are asked for      `pricing`
     rounded     the nearest whole candidates, with more and more memory kept free for early copies    `rounding`
     streams     updates of the best candidate, streamed bucket by bucket                              `tries`
@@ -90,10 +90,10 @@ def place_best(
         tolerance=tolerance,
         found={first.candidate: first},
     )
-    rungs = _rungs(evaluator)
+    starts = _rungs(evaluator)
     if not stays:
-        _try_shortest(tries, program, rungs)
-    seeds = [program.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *rungs))]
+        _try_shortest(tries, program, starts)
+    seeds = [program.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *starts))]
     for seed in seeds:
         program.add_paths(seed)
     start = priced(program, seeds, tries.deadline)
@@ -127,14 +127,14 @@ def _rungs(evaluator: Evaluator) -> list[Candidate]:
     modes = [
         tuple(deepest(layer, depth, leaves=leaves) for layer in layers) for leaves in (False, True) for depth in depths
     ] or [()]
-    levels = (evaluator.facts.start_levels, evaluator.facts.furthest_levels, evaluator.least_levels)
+    levels = (evaluator.facts.start_levels, evaluator.facts.furthest_levels, evaluator.min_memory_levels)
     return list(dict.fromkeys(Candidate(tuple(level), mode) for level in levels for mode in modes))
 
 
-def _try_shortest(tries: Tries, program: Program, rungs: Sequence[Candidate]) -> None:
+def _try_shortest(tries: Tries, program: Program, starts: Sequence[Candidate]) -> None:
     """Play the rung that the program says is the shortest of those that fit."""
     problem = tries.evaluator.facts.problem
-    vectors = [(candidate, program.vector(candidate)) for candidate in rungs]
+    vectors = [(candidate, program.vector(candidate)) for candidate in starts]
     fitting = [
         (program.lower_s(x), candidate)
         for candidate, x in vectors

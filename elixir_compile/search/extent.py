@@ -7,7 +7,7 @@ from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import floor_bytes, ladder
+from elixir_compile.search.ladder import floor_bytes, uniform_modes
 from elixir_compile.search.levels import Level, placement_of
 from elixir_compile.search.problem import Problem
 
@@ -39,9 +39,10 @@ def extents(problem: Problem) -> tuple[Extent, Extent]:
     """Return the least that the graph of `problem` needs on the device, and what it takes where everything may stay."""
     evaluator = Evaluator(gather_facts(replace(problem, base_bytes=0, between_bytes=0, after_bytes=0)))
     lean = min(
-        ladder(evaluator), key=lambda rung: (floor_bytes(rung), _kept_bytes(rung.facts.graph, rung.facts.activations))
+        uniform_modes(evaluator),
+        key=lambda rung: (floor_bytes(rung), _kept_bytes(rung.facts.graph, rung.facts.activations)),
     )
-    return _extent(lean, lean.least_levels), _extent(evaluator, evaluator.facts.start_levels)
+    return _extent(lean, lean.min_memory_levels), _extent(evaluator, evaluator.facts.start_levels)
 
 
 def extent_of(graph: StepGraph, plan: Plan) -> Extent:

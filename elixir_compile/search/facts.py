@@ -11,7 +11,7 @@ from elixir_compile.analysis.liveness import Liveness, liveness
 from elixir_compile.analysis.recompute import as_run, repeats
 from elixir_compile.analysis.windows import Window, use_windows
 from elixir_compile.ir import Activations, Bucket, BucketId, Kind, Phase, StepGraph
-from elixir_compile.search.absences import Absence, absences
+from elixir_compile.search.absences import OffloadInterval, offload_intervals
 from elixir_compile.search.buckets import form_buckets
 from elixir_compile.search.layer_starts import (
     LayerSpan,
@@ -49,7 +49,7 @@ class Facts:
     modes: tuple[int, ...]
     """The mode of each layer."""
     activations: tuple[Activations, ...]
-    absences: tuple[Absence, ...]
+    offload_intervals: tuple[OffloadInterval, ...]
     buckets: tuple[Bucket, ...]
     lives: Liveness
     windows: tuple[tuple[Window, ...], ...]
@@ -111,7 +111,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         layers=layers,
         modes=modes,
         activations=activations,
-        absences=_by_layer(spans, absences(graph, lives, activations)),
+        offload_intervals=_by_layer(spans, offload_intervals(graph, lives, activations)),
         buckets=buckets,
         lives=lives,
         windows=windows,
@@ -130,7 +130,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     )
 
 
-def _by_layer(spans: Sequence[LayerSpan], found: Sequence[Absence]) -> tuple[Absence, ...]:
+def _by_layer(spans: Sequence[LayerSpan], found: Sequence[OffloadInterval]) -> tuple[OffloadInterval, ...]:
     """Return the absences `found`, each from and to the edge of a layer where it is near one, in order."""
     moved = [replace(own, leave=end_of(spans, own.leave), first=begin_of(spans, own.first)) for own in found]
     return tuple(sorted(moved, key=lambda absence: (absence.leave, absence.group)))

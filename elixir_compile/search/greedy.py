@@ -192,7 +192,7 @@ class _Walk:
 
     def _retreat(self) -> bool:
         """Move everything as far as it goes: what no single move could save may still be saved together."""
-        furthest = self.evaluator.least_levels
+        furthest = self.evaluator.min_memory_levels
         if self.evaluator.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
             return False
         if not self._fits_host(furthest):

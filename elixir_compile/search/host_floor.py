@@ -22,7 +22,7 @@ def host_floor_bytes(evaluator: Evaluator) -> int:
         for level in levels:
             host[bucket, level] = evaluator.host_bytes_of(bucket, level)
     start = sum(own_bytes[bucket, level] for bucket, level in enumerate(facts.start_levels))
-    least = sum(own_bytes[bucket, level] for bucket, level in enumerate(evaluator.least_levels))
+    least = sum(own_bytes[bucket, level] for bucket, level in enumerate(evaluator.min_memory_levels))
     rest_bytes = evaluator.memory.rest_bytes
     segments = {int((rest_bytes + own).argmax()) for own in (start, least)}
     floor = 0.0

@@ -7,7 +7,7 @@ from elixir_compile.analysis.closing import closing_of
 from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.ir import BucketId, Placement, RegionId, Update, Verb
 from elixir_compile.search.facts import Facts, gather_facts
-from elixir_compile.search.least import least_levels
+from elixir_compile.search.least import min_memory_levels
 from elixir_compile.search.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
 from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.profiles import Profile, profiles
@@ -38,7 +38,7 @@ class Evaluator:
             problem.num_copies,
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
-        self.away_bytes = sum(absence.nbytes for absence in facts.absences) + staging_bytes
+        self.away_bytes = sum(absence.nbytes for absence in facts.offload_intervals) + staging_bytes
         """Host bytes that no level changes: activations that leave, and the buffers of the disk."""
         self.update = asked_time(problem)
         """When a bucket that the host updates is updated."""
@@ -72,9 +72,9 @@ class Evaluator:
         return first._profiles
 
     @property
-    def least_levels(self) -> tuple[Level, ...]:
+    def min_memory_levels(self) -> tuple[Level, ...]:
         """The levels that need the fewest device bytes, gathered at use."""
-        self._least_levels = self._least_levels or least_levels(self.facts, self.memory)
+        self._least_levels = self._least_levels or min_memory_levels(self.facts, self.memory)
         return self._least_levels
 
     def fits(self, levels: Sequence[Level], ahead: int) -> bool:

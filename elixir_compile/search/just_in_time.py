@@ -26,7 +26,7 @@ from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import grown_bytes, leaves_beside, stay_bytes, take
 from elixir_compile.search.schedule import cut_regions
-from elixir_compile.search.stays import Moves, Stay
+from elixir_compile.search.stays import Moves, Residency
 
 
 def just_in_time(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
@@ -38,7 +38,7 @@ def just_in_time(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
         free_bytes=evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves),
         starts=[cut.first for cut in cut_regions(evaluator.facts, levels, moves)],
     )
-    placed = planned.gathered(moves.stays)
+    placed = planned.gathered(moves.residencies)
     ends, leaving = dict(moves.grad_ends), dict(moves.leave_ends)
     if leaves_beside(evaluator):
         planned.let_activations_leave(leaving)
@@ -59,11 +59,11 @@ class _Planned:
     """By phase and lane, where the latest transfer of the lane was issued."""
     _released: dict[int, int] = field(default_factory=dict)
 
-    def gathered(self, at_use: Sequence[Stay]) -> list[Stay]:
+    def gathered(self, at_use: Sequence[Residency]) -> list[Residency]:
         """Return the stays with each gather where it should be issued, or later where memory is short."""
         return [self._placed(stay, wanted) for stay, wanted in zip(at_use, self._wanted(at_use), strict=True)]
 
-    def _wanted(self, at_use: Sequence[Stay]) -> list[int]:
+    def _wanted(self, at_use: Sequence[Residency]) -> list[int]:
         """The op at which each gather should be issued."""
         facts, prices = self.evaluator.facts, self.evaluator.prices
         wanted: list[int] = []
@@ -85,22 +85,22 @@ class _Planned:
             wanted.append(max(start, min(stay.first, region)))
         return wanted[::-1]
 
-    def _seconds(self, stay: Stay) -> tuple[float, float]:
+    def _seconds(self, stay: Residency) -> tuple[float, float]:
         """Seconds of the all-gather before a stay, and of the copy from the host before that."""
         facts, prices = self.evaluator.facts, self.evaluator.prices
         if stay.bucket >= len(facts.buckets):
-            return 0.0, prices.h2d_s[str(facts.absences[stay.bucket - len(facts.buckets)].group)]
+            return 0.0, prices.h2d_s[str(facts.offload_intervals[stay.bucket - len(facts.buckets)].group)]
         name = facts.buckets[stay.bucket].id
         is_sent = self.levels[stay.bucket].has_param_on_host
         return prices.gather_s[name], prices.h2d_s[name] if is_sent else 0.0
 
-    def _lanes(self, stay: Stay) -> Sequence[Lane]:
+    def _lanes(self, stay: Residency) -> Sequence[Lane]:
         shared_s, copied_s = self._seconds(stay)
         if shared_s and copied_s:
             return (Lane.GATHER, Lane.H2D)
         return (Lane.GATHER,) if shared_s else (Lane.H2D,)
 
-    def _placed(self, stay: Stay, wanted: int) -> Stay:
+    def _placed(self, stay: Residency, wanted: int) -> Residency:
         facts, segment_of = self.evaluator.facts, self.evaluator.memory.segment_of
         phase = facts.phase_start(stay.first)
         # A lane is first in, first out: not before what is needed earlier on it. What other lanes carry holds up none.
@@ -131,9 +131,9 @@ class _Planned:
         facts, prices = self.evaluator.facts, self.evaluator.prices
         last = facts.num_forward - 1
         gone_s = 0.0
-        for number, absence in enumerate(facts.absences):
+        for number, absence in enumerate(facts.offload_intervals):
             gone_s = max(gone_s, prices.before_s[absence.leave + 1]) + prices.d2h_s[str(absence.group)]
-            later = [other.leave for other in facts.absences[number:]] + [last]
+            later = [other.leave for other in facts.offload_intervals[number:]] + [last]
             leaving[number] = self._latest(leaving[number], later, gone_s, absence.nbytes)
 
     def let_gradients_leave(self, ends: dict[int, int]) -> None:

@@ -15,7 +15,7 @@ from elixir_compile.search.memory import MemoryModel
 from elixir_compile.search.modes import deepest
 
 
-def ladder(evaluator: Evaluator) -> Iterator[Evaluator]:
+def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
     """Yield the evaluator of each rung, the first with everything kept; each once."""
     layers = evaluator.facts.layers
     seen: set[tuple[int, ...]] = set()
@@ -37,12 +37,12 @@ def ladder(evaluator: Evaluator) -> Iterator[Evaluator]:
 
 def leanest(evaluator: Evaluator) -> Evaluator:
     """Return the rung that needs the fewest device bytes with every bucket as far off as it can be."""
-    return min(ladder(evaluator), key=floor_bytes)
+    return min(uniform_modes(evaluator), key=floor_bytes)
 
 
 def floor_bytes(evaluator: Evaluator) -> int:
     """Return the device bytes at the evaluator's modes with every bucket as far off as it can be, gathered at use."""
-    return evaluator.memory.peak_bytes(evaluator.least_levels, ahead=0)
+    return evaluator.memory.peak_bytes(evaluator.min_memory_levels, ahead=0)
 
 
 def _layer_by_layer(evaluator: Evaluator, start: Evaluator) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def _layer_by_layer(evaluator: Evaluator, start: Evaluator) -> tuple[int, ...]:
     changed = {int(slot) + 1 for layer in more_bytes for own in layer for slot in np.flatnonzero(np.diff(own))}
     memory = MemoryModel(evaluator.at([0] * len(now)).facts, changed)
     own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(own) for own in layer] for layer in more_bytes]
-    live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(start.least_levels))
+    live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(start.min_memory_levels))
     live_bytes += sum(layer[mode] for layer, mode in zip(more_bytes, now, strict=True))
     while True:
         key, fullest = fullness(live_bytes), int(live_bytes.argmax())

@@ -9,7 +9,7 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.ladder import floor_bytes as floor_of
-from elixir_compile.search.ladder import ladder, leanest
+from elixir_compile.search.ladder import leanest, uniform_modes
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
 
@@ -28,9 +28,9 @@ def is_feasible(problem: Problem) -> bool:
     Exact where the host can hold everything; else whether the greedy planner finds one.
     """
     evaluator = Evaluator(gather_facts(problem))
-    if all(floor_of(rung) > problem.budget_bytes for rung in ladder(evaluator)):
+    if all(floor_of(rung) > problem.budget_bytes for rung in uniform_modes(evaluator)):
         return False
-    if any(rung.fits(rung.least_levels, ahead=0) for rung in ladder(evaluator)):
+    if any(rung.fits(rung.min_memory_levels, ahead=0) for rung in uniform_modes(evaluator)):
         return True
     try:
         plan(problem, planner="greedy")

@@ -21,7 +21,7 @@ from elixir_compile.search.memory import MemoryModel
 _Levels = tuple[Level, ...]
 
 
-def least_levels(facts: Facts, memory: MemoryModel) -> _Levels:
+def min_memory_levels(facts: Facts, memory: MemoryModel) -> _Levels:
     """Return the levels found to need the fewest device bytes, gathered at use; of equals the furthest ones."""
     furthest = facts.furthest_levels
     resident = tuple(

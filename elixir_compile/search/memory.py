@@ -18,7 +18,7 @@ from elixir_compile.cost import streamed_bytes
 from elixir_compile.ir import Bucket, Kind, Tier, averaged_bytes
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, is_gathered
-from elixir_compile.search.stays import Moves, Stay, moves_at_use, spans
+from elixir_compile.search.stays import Moves, Residency, moves_at_use, spans
 
 
 class MemoryModel:
@@ -47,7 +47,7 @@ class MemoryModel:
         """Return the highest bytes of each segment at these levels with these moves."""
         facts, segment = self._facts, self._segment_of
         changes = np.zeros(len(self._starts) + 1, dtype=np.int64)
-        for stay in moves.stays:
+        for stay in moves.residencies:
             if stay.bucket >= len(facts.buckets):
                 self._add_absence(changes, stay.bucket - len(facts.buckets), stay.gather, moves)
                 continue
@@ -57,7 +57,7 @@ class MemoryModel:
             if sizes.is_sharded:
                 self._add_opening(changes, stay, levels[stay.bucket])
         ends = moves.grad_ends
-        lasts = {(stay.bucket, stay.last) for stay in moves.stays} if self._is_shared else set[tuple[int, int]]()
+        lasts = {(stay.bucket, stay.last) for stay in moves.residencies} if self._is_shared else set[tuple[int, int]]()
         for bucket, level in enumerate(levels):
             changes[0] += _resting_bytes(facts.buckets[bucket], level)
             gradients = facts.gradients[bucket]
@@ -81,7 +81,7 @@ class MemoryModel:
         `home`."""
         return streamed_bytes(self._facts.buckets[bucket], home)
 
-    def _add_opening(self, changes: NDArray[np.int64], stay: Stay, level: Level) -> None:
+    def _add_opening(self, changes: NDArray[np.int64], stay: Residency, level: Level) -> None:
         """What a gather on several ranks takes until its copy can be used: the shard that came from the host, and then
         a second copy where parameters are copied out."""
         sizes, segment = self._sizes[stay.bucket], self._segment_of
@@ -118,7 +118,7 @@ class MemoryModel:
 
     def _add_absence(self, changes: NDArray[np.int64], number: int, back: int, moves: Moves) -> None:
         """Activations that are on the device until they have left, and again from op `back` to their last use."""
-        absence, segment = self._facts.absences[number], self._segment_of
+        absence, segment = self._facts.offload_intervals[number], self._segment_of
         for birth, nbytes in absence.births:
             changes[segment[birth]] += nbytes
         changes[segment[moves.leave_ends[number] + 1]] -= absence.nbytes
@@ -151,7 +151,7 @@ class MemoryModel:
             changes[segment[first]] += sizes.flat_bytes
             changes[segment[last + 1]] -= sizes.flat_bytes
             if sizes.is_sharded:
-                self._add_opening(changes, Stay(first, first, last, i), level)
+                self._add_opening(changes, Residency(first, first, last, i), level)
 
     def _add_gradients(self, changes: NDArray[np.int64], i: int, level: Level, next_complete: int) -> None:
         bucket, gradients, segment = self._facts.buckets[i], self._facts.gradients[i], self._segment_of
@@ -233,7 +233,7 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
         if gradients is not None
         for param in bucket.params
     }
-    names = {absence.group for absence in facts.absences}
+    names = {absence.group for absence in facts.offload_intervals}
     away = {name for group in facts.activations if group.id in names for name in group.storages}
     changes = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     changes[0] = facts.problem.base_bytes
@@ -274,7 +274,7 @@ def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int6
             starts.update(window.first + 1 for window in windows)
         if (bucket.is_sharded or bucket.is_packed) and gradients is not None:
             starts.add(gradients.complete)
-    for absence in facts.absences:
+    for absence in facts.offload_intervals:
         starts |= {absence.leave + 1, absence.first, *(birth for birth, _ in absence.births)}
         starts.update(last + 1 for last, _ in absence.lasts)
     return np.array(sorted(start for start in starts if start < num_ops), dtype=np.int64)

@@ -24,7 +24,7 @@ from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.host_floor import host_floor_bytes
 from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import floor_bytes, ladder, leanest
+from elixir_compile.search.ladder import floor_bytes, leanest, uniform_modes
 from elixir_compile.search.least_host import with_least_host
 from elixir_compile.search.levels import Level, level_text
 from elixir_compile.search.problem import Problem
@@ -108,13 +108,13 @@ def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Cloc
 def _first(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) -> DraftPlan:
     """What `place` finds on the first rung of the ladder where something fits."""
     problem, start = evaluator.facts.problem, evaluator.facts.start_levels
-    rungs: list[Evaluator] = []
-    for rung in ladder(evaluator):
-        if rung.fits(start, ahead=0) or rung.fits(rung.least_levels, ahead=0):
+    starts: list[Evaluator] = []
+    for rung in uniform_modes(evaluator):
+        if rung.fits(start, ahead=0) or rung.fits(rung.min_memory_levels, ahead=0):
             return place(rung)
-        rungs.append(rung)
+        starts.append(rung)
     # Not everything fits the host: some of it may.
-    fit = [(host_floor_bytes(rung), rung) for rung in rungs if floor_bytes(rung) <= problem.budget_bytes]
+    fit = [(host_floor_bytes(rung), rung) for rung in starts if floor_bytes(rung) <= problem.budget_bytes]
     for host_floor, rung in fit:
         if host_floor <= problem.host_budget_bytes:
             with contextlib.suppress(NoFeasiblePlan):
@@ -122,14 +122,14 @@ def _first(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) -> Dra
     raise _no_plan(evaluator, _least_of(evaluator, sorted(fit, key=lambda pair: pair[0])))
 
 
-def _least_of(evaluator: Evaluator, rungs: Sequence[tuple[int, Evaluator]]) -> DraftPlan:
-    """Return the placement found that fits the device and needs the fewest host bytes, on any of `rungs`, one or more,
+def _least_of(evaluator: Evaluator, starts: Sequence[tuple[int, Evaluator]]) -> DraftPlan:
+    """Return the placement found that fits the device and needs the fewest host bytes, on any of `starts`, one or more,
     in order of the floor of their host bytes, which is the first of each pair."""
 
     def host_bytes(draft: DraftPlan) -> int:
         return evaluator.at(draft.modes).host_bytes(draft.levels)
 
-    (_, first), *others = rungs
+    (_, first), *others = starts
     least = _least_host(first)
     for host_floor, rung in others:
         if host_floor >= host_bytes(least):
@@ -143,8 +143,8 @@ def _soon(evaluator: Evaluator) -> DraftPlan:
     start = evaluator.facts.start_levels
     if evaluator.fits(start, ahead=0):
         return _drafted(evaluator, start, "milp")
-    if len(evaluator.facts.buckets) > _MANY_BUCKETS and evaluator.fits(evaluator.least_levels, ahead=0):
-        return _drafted(evaluator, evaluator.least_levels, "milp")
+    if len(evaluator.facts.buckets) > _MANY_BUCKETS and evaluator.fits(evaluator.min_memory_levels, ahead=0):
+        return _drafted(evaluator, evaluator.min_memory_levels, "milp")
     return _greedy(evaluator, is_fast=len(evaluator.facts.buckets) > _MANY_BUCKETS)
 
 
@@ -197,7 +197,7 @@ def _at_use(evaluator: Evaluator, levels: Sequence[Level]) -> DraftPlan:
 
 def _furthest(evaluator: Evaluator) -> DraftPlan:
     """As far off the device as helps, gathered at use: the fewest device bytes that any plan can have."""
-    return _at_use(evaluator, evaluator.least_levels)
+    return _at_use(evaluator, evaluator.min_memory_levels)
 
 
 def _least_host(evaluator: Evaluator) -> DraftPlan:
@@ -210,7 +210,7 @@ def _least_host(evaluator: Evaluator) -> DraftPlan:
 
 
 def _require_minimum(evaluator: Evaluator) -> None:
-    if all(floor_bytes(rung) > evaluator.facts.problem.budget_bytes for rung in ladder(evaluator)):
+    if all(floor_bytes(rung) > evaluator.facts.problem.budget_bytes for rung in uniform_modes(evaluator)):
         least = leanest(evaluator)
         raise _no_plan(least, _furthest(least))
 

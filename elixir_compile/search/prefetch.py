@@ -15,7 +15,7 @@ from elixir_compile.search.absences import leave_ends
 from elixir_compile.search.facts import Facts
 from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.levels import Level
-from elixir_compile.search.stays import Moves, Stay, gradient_ends, stays
+from elixir_compile.search.stays import Moves, Residency, gradient_ends, residencies
 
 _ROUNDS = ((1, 0), (2, 2), (4, 0), (8, 4))
 """Windows that gathers are early, buckets that gradients lag (0: as they are)."""
@@ -24,7 +24,7 @@ _ROUNDS = ((1, 0), (2, 2), (4, 0), (8, 4))
 def raise_prefetch(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
     """Return the moves of `levels`, which fit with transfers at their use, spread out as far as the budget allows."""
     moves = evaluator.at_use(levels)
-    placed, ends, leaving = list(moves.stays), dict(moves.grad_ends), dict(moves.leave_ends)
+    placed, ends, leaving = list(moves.residencies), dict(moves.grad_ends), dict(moves.leave_ends)
     free_bytes = evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves)
     is_beside = leaves_beside(evaluator)
     for ahead, lag in _ROUNDS:
@@ -45,12 +45,12 @@ def _gather_early(
     evaluator: Evaluator,
     levels: Sequence[Level],
     ahead: int,
-    placed: list[Stay],
+    placed: list[Residency],
     free_bytes: NDArray[np.int64],
 ) -> None:
     facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     issued: dict[int, int] = {}
-    for i, wanted in enumerate(stays(facts, levels, ahead)):
+    for i, wanted in enumerate(residencies(facts, levels, ahead)):
         now = placed[i]
         phase = facts.phase_start(now.first)
         # Lanes are first in, first out: not before the gather of what is needed earlier.
@@ -63,18 +63,20 @@ def _gather_early(
 
 def _leave_late(evaluator: Evaluator, lag: int, leaving: dict[int, int], free_bytes: NDArray[np.int64]) -> None:
     facts, segment_of = evaluator.facts, evaluator.memory.segment_of
-    for number, end in leave_ends(facts.absences, facts.num_forward, lag).items():
+    for number, end in leave_ends(facts.offload_intervals, facts.num_forward, lag).items():
         now = leaving[number]
-        if now < end and take(free_bytes, segment_of(now + 1), segment_of(end + 1), facts.absences[number].nbytes):
+        if now < end and take(
+            free_bytes, segment_of(now + 1), segment_of(end + 1), facts.offload_intervals[number].nbytes
+        ):
             leaving[number] = end
 
 
-def stay_bytes(facts: Facts, levels: Sequence[Level], stay: Stay) -> int:
+def stay_bytes(facts: Facts, levels: Sequence[Level], stay: Residency) -> int:
     """Return the bytes on the device from a gather to its wait; on several ranks with the shard that came from the
     host."""
     num_buckets = len(facts.buckets)
     if stay.bucket >= num_buckets:
-        return facts.absences[stay.bucket - num_buckets].nbytes
+        return facts.offload_intervals[stay.bucket - num_buckets].nbytes
     bucket = facts.buckets[stay.bucket]
     is_sent = bucket.is_sharded and levels[stay.bucket].has_param_on_host
     return bucket.flat_nbytes + (bucket.flat_shard_nbytes if is_sent else 0)

@@ -25,7 +25,7 @@ from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import Repeat, as_run, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.ir import Activations, GroupId, Kind, OpId, Saving, StepGraph, StorageId
 from elixir_compile.ir.layers import layer_of
-from elixir_compile.search.absences import absences
+from elixir_compile.search.absences import offload_intervals
 from elixir_compile.search.modes import Layer, Mode, activations_of, deepest, saving_of
 from elixir_compile.search.problem import Problem
 from elixir_compile.simulate import op_seconds
@@ -166,7 +166,7 @@ class _Count:
                 leave=int(self._slot_of[absence.leave]),
                 first=int(self._slot_of[absence.first]),
             )
-            for absence in absences(self._step, self._lives, could)
+            for absence in offload_intervals(self._step, self._lives, could)
         }
 
 

@@ -30,12 +30,12 @@ class Cut(NamedTuple):
 def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut]:
     """Return the regions, covering every op of the forward and the backward once, in order."""
     starts = {0, facts.num_forward}
-    for stay in moves.stays:
+    for stay in moves.residencies:
         starts.add(stay.first)
         if stay.bucket < len(facts.buckets):
             starts.add(stay.last + 1)
     for number, end in moves.leave_ends.items():
-        starts |= {facts.absences[number].leave + 1, end + 1}
+        starts |= {facts.offload_intervals[number].leave + 1, end + 1}
     for bucket, gradients in enumerate(facts.gradients):
         spec = facts.buckets[bucket]
         if gradients is not None and (is_gathered(spec, levels[bucket]) or spec.is_packed):
@@ -67,12 +67,15 @@ def _layer_starts(facts: Facts, acting: Sequence[int]) -> set[int]:
 def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, str]]:
     """Return the actions of one step as (verb, what) pairs."""
     num_buckets = len(facts.buckets)
-    names = [*(str(bucket.id) for bucket in facts.buckets), *(str(absence.group) for absence in facts.absences)]
+    names = [
+        *(str(bucket.id) for bucket in facts.buckets),
+        *(str(absence.group) for absence in facts.offload_intervals),
+    ]
     leaving = _leaving_activations(facts, moves)
     gathers: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
     waits: defaultdict[int, list[str]] = defaultdict(list)
     releases: defaultdict[int, list[str]] = defaultdict(list)
-    for stay in moves.stays:
+    for stay in moves.residencies:
         is_bucket = stay.bucket < num_buckets
         gathers[stay.gather].append((Verb.GATHER if is_bucket else Verb.PREFETCH, names[stay.bucket]))
         waits[stay.first].append(names[stay.bucket])
@@ -107,10 +110,10 @@ def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[
 def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[Verb, str]]]:
     """Per op, what begins to leave behind it, and then what is gone."""
     found: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
-    for absence in facts.absences:
+    for absence in facts.offload_intervals:
         found[absence.leave].append((Verb.OFFLOAD, str(absence.group)))
     for number, end in moves.leave_ends.items():
-        found[end].append((Verb.WAIT, str(facts.absences[number].group)))
+        found[end].append((Verb.WAIT, str(facts.offload_intervals[number].group)))
     return found
 
 

@@ -19,7 +19,7 @@ from elixir_compile.search.facts import Facts
 from elixir_compile.search.levels import Level, is_gathered
 
 
-class Stay(NamedTuple):
+class Residency(NamedTuple):
     """Op indices of one gathered copy. A tuple, because the search makes hundreds of thousands of them."""
 
     gather: int
@@ -36,7 +36,7 @@ class Moves(NamedTuple):
     """When things are on the device: what is gathered or comes back, by first op, and what is on its way out: gradients
     (`gradient_ends`) and activations (`leave_ends`)."""
 
-    stays: tuple[Stay, ...]
+    residencies: tuple[Residency, ...]
     grad_ends: Mapping[int, int]
     leave_ends: Mapping[int, int]
     """Last op at which each absence's activations are still on the device."""
@@ -46,23 +46,23 @@ class Moves(NamedTuple):
 
 def moves_at_use(facts: Facts, levels: Sequence[Level], ahead: int = 0) -> Moves:
     """Return the moves with every gather `ahead` windows early and gradients waited for soonest."""
-    ends = leave_ends(facts.absences, facts.num_forward, 0)
+    ends = leave_ends(facts.offload_intervals, facts.num_forward, 0)
     streamed = frozenset(i for i in facts.streamed if levels[i].has_state_on_host)
-    return Moves(tuple(stays(facts, levels, ahead)), gradient_ends(facts, levels), ends, streamed)
+    return Moves(tuple(residencies(facts, levels, ahead)), gradient_ends(facts, levels), ends, streamed)
 
 
-def stays(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Stay]:
+def residencies(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Residency]:
     """Return every stay at these levels, by first op, each gathered `ahead` windows early."""
     unplaced = [
         (first, bucket, last) for bucket, level in enumerate(levels) for first, last in spans(facts, bucket, level)
     ]
-    for number, absence in enumerate(facts.absences, start=len(facts.buckets)):
+    for number, absence in enumerate(facts.offload_intervals, start=len(facts.buckets)):
         unplaced.append((absence.first, number, max(last for last, _ in absence.lasts)))
     unplaced.sort()
     firsts: dict[int, list[int]] = {}
     issued: dict[int, int] = {}
     released: dict[int, int] = {}
-    placed: list[Stay] = []
+    placed: list[Residency] = []
     for first, bucket, last in unplaced:
         start = facts.phase_start(first)
         earlier = firsts.setdefault(start, [])
@@ -73,14 +73,14 @@ def stays(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Stay]:
         else:
             gather = earlier[-ahead]
         gather = max(gather, released.get(bucket, 0), issued.get(start, 0))
-        placed.append(Stay(gather, first, last, bucket))
+        placed.append(Residency(gather, first, last, bucket))
         issued[start] = gather
         earlier.append(first)
         released[bucket] = last + 1
     return placed
 
 
-def num_ahead(placed: Sequence[Stay]) -> list[int]:
+def num_ahead(placed: Sequence[Residency]) -> list[int]:
     """Return how many windows each of `placed`, sorted by first op, is gathered early."""
     firsts = [stay.first for stay in placed]
     return [bisect_left(firsts, stay.first) - bisect_left(firsts, stay.gather) for stay in placed]

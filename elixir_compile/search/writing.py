@@ -96,10 +96,10 @@ def _decisions(draft: DraftPlan, made: Plan, prediction: Prediction) -> tuple[De
     if not decisions:
         fit = f"the peak of {format_bytes(prediction.device_peak_bytes)} fits {format_bytes(made.budget_bytes)}"
         decisions.append(Decision(subject="every bucket", choice="stays where it is", because=fit))
-    distances = Counter(num_ahead(draft.moves.stays))
-    if draft.moves.stays:
+    distances = Counter(num_ahead(draft.moves.residencies))
+    if draft.moves.residencies:
         choice = ", ".join(
-            f"{distances[ahead]} of {len(draft.moves.stays)} copies {ahead} windows early"
+            f"{distances[ahead]} of {len(draft.moves.residencies)} copies {ahead} windows early"
             for ahead in sorted(distances, reverse=True)
         )
         because = "as far as memory allows"

@@ -19,7 +19,7 @@ from elixir_compile.search.exhaustive import place_exhaustively
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.greedy import place_greedily
 from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import floor_bytes, ladder, leanest
+from elixir_compile.search.ladder import floor_bytes, leanest, uniform_modes
 from elixir_compile.search.levels import Level
 from elixir_compile.search.prefetch import raise_prefetch
 from elixir_compile.search.program import Program
@@ -126,7 +126,7 @@ def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:
     first, does not try.
     """
     evaluator = Evaluator(gather_facts(problem))
-    first = next(draft for rung in ladder(evaluator) if (draft := place_greedily(rung)) is not None)
+    first = next(draft for rung in uniform_modes(evaluator) if (draft := place_greedily(rung)) is not None)
     best = place_best(evaluator, first, [], timeout_s=60.0, tolerance=0.0)
     best_s = tried_s(problem)
     assert best.step_s <= best_s * (1 + 1e-9), what

@@ -11,7 +11,7 @@ from elixir_compile.search.facts import Facts, gather_facts
 from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.just_in_time import just_in_time
 from elixir_compile.search.prefetch import raise_prefetch
-from elixir_compile.search.stays import Moves, Stay
+from elixir_compile.search.stays import Moves, Residency
 from elixir_compile.search.streaming import best_moves
 from elixir_compile.units import GIB
 from tests.pure.search.test_best import instances, machine, random_answer
@@ -33,7 +33,7 @@ def test_it_keeps_the_budget_and_best_moves_are_no_longer_than_early_ones() -> N
             _, step_s = best_moves(here, levels)
             assert step_s <= here.step_s(levels, early) * (1 + 1e-9), f"seed {seed}"
             num_played += 1
-            num_late += sum(a.gather for a in moves.stays) > sum(b.gather for b in early.stays)
+            num_late += sum(a.gather for a in moves.residencies) > sum(b.gather for b in early.residencies)
     assert num_played > 40
     assert num_late > 10
 
@@ -64,7 +64,7 @@ def test_what_the_links_to_the_host_carry_waits_for_no_all_gather() -> None:
         levels, modes = random_answer(draw, roomy)
         evaluator = roomy.at(modes)
         facts, moves = evaluator.facts, just_in_time(evaluator, levels)
-        for before, after in itertools.pairwise(moves.stays):
+        for before, after in itertools.pairwise(moves.residencies):
             is_gather = before.bucket < len(facts.buckets) and not levels[before.bucket].has_param_on_host
             is_later = facts.phase_start(before.first) == facts.phase_start(after.first)
             num_ahead += is_gather and is_later and after.bucket >= len(facts.buckets) and after.gather < before.gather
@@ -78,9 +78,9 @@ def test_what_the_links_to_the_host_carry_waits_for_no_all_gather() -> None:
 def in_one_line(facts: Facts, moves: Moves) -> Moves:
     """Return `moves` with no transfer issued before one that is needed earlier, whatever links they are on."""
     issued: dict[int, int] = {}
-    placed: list[Stay] = []
-    for stay in moves.stays:
+    placed: list[Residency] = []
+    for stay in moves.residencies:
         phase = facts.phase_start(stay.first)
         issued[phase] = max(stay.gather, issued.get(phase, 0))
         placed.append(stay._replace(gather=issued[phase]))
-    return moves._replace(stays=tuple(placed))
+    return moves._replace(residencies=tuple(placed))

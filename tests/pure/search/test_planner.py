@@ -20,7 +20,7 @@ from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements
 from elixir_compile.search.facts import gather_facts
 from elixir_compile.search.judge import Evaluator
 from elixir_compile.search.prefetch import raise_prefetch
-from elixir_compile.search.stays import moves_at_use, stays
+from elixir_compile.search.stays import moves_at_use, residencies
 from elixir_compile.units import GIB
 from tests.pure.strategies import Layer, chain, step_graphs
 
@@ -168,7 +168,7 @@ def test_prefetch_stays_within_the_budget(problem: Problem, share: float) -> Non
     moves = raise_prefetch(evaluator, levels)
     assert int(evaluator.memory.live_bytes(levels, moves).max()) <= problem.budget_bytes
     roomy = Evaluator(gather_facts(replace(problem, budget_bytes=GIB)))
-    assert list(raise_prefetch(roomy, levels).stays) == stays(roomy.facts, levels, 8)
+    assert list(raise_prefetch(roomy, levels).residencies) == residencies(roomy.facts, levels, 8)
 
 
 @given(problems(), SHARES)

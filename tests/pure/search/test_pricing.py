@@ -19,7 +19,7 @@ from tests.pure.search.test_best import instances, random_answer
 def program_of(evaluator: Evaluator) -> Program:
     """Return the program of `evaluator` whose unit is the step with the fewest bytes."""
     least = leanest(evaluator)
-    return Program(evaluator, least.step_s(least.least_levels, least.at_use(least.least_levels)))
+    return Program(evaluator, least.step_s(least.min_memory_levels, least.at_use(least.min_memory_levels)))
 
 
 def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
