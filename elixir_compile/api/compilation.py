@@ -37,7 +37,7 @@ from elixir_compile.api.sizes import PlannedSizes
 from elixir_compile.api.variants import PlanLimits, PlanVariant, PlanVariants
 from elixir_compile.api.watch import StepProfiler, StepStats
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.spare import add_spares
+from elixir_compile.capture.spare import add_extra_saved
 from elixir_compile.capture.tracing import captured_step
 from elixir_compile.cost import Measured
 from elixir_compile.ir import Plan, StepGraph
@@ -134,7 +134,7 @@ class Compilation:
         self._own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
         self._captured = self._own
         if backward is not None:
-            add_spares(self._captured)
+            add_extra_saved(self._captured)
             self._ticket_at = ticket_position(self._captured)
         self._variants.find_graph_set(lambda: roll_key(graph_of(self._captured, self._executor, self._sizes.values)))
         before = self._replan()

@@ -27,7 +27,7 @@ from elixir_compile.cost import Measured, Stretch
 from elixir_compile.ir import OpId, Phase, Region, StepGraph
 from elixir_compile.measure.regions import RegionTime, measure_region
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
-from elixir_compile.rewrite.repeat import Halves, halves_of
+from elixir_compile.rewrite.repeat import Partition, partition_of
 from elixir_compile.runtime.lowering import RegionCompiler, region_key
 from elixir_compile.search import Problem
 from elixir_compile.search.facts import gather_facts
@@ -108,7 +108,7 @@ class Profiler:
         found: list[ProfiledRegion] = []
         finest = _finest_regions(problem)
         step = as_run(problem.graph)
-        for region, graph in _with_graphs(halves_of(captured, problem.graph, ()), finest):
+        for region, graph in _with_graphs(partition_of(captured, problem.graph, ()), finest):
             key = hashlib.sha256(f"{self._machine}\n{sorted(sizes.items())}\n{region_key(graph)}".encode()).hexdigest()
             if self._is_known(key) or (time.perf_counter() - began_s < LIMIT_S and self._measure(key, graph, sizes)):
                 took = self._known[key]
@@ -201,7 +201,7 @@ def _finest_regions(problem: Problem) -> tuple[Region, ...]:
     return regions(facts, cut_regions(facts, levels, moves_at_use(facts, levels)))
 
 
-def _with_graphs(halves: Halves, spans: tuple[Region, ...]) -> Iterator[tuple[Region, RegionGraph]]:
+def _with_graphs(halves: Partition, spans: tuple[Region, ...]) -> Iterator[tuple[Region, RegionGraph]]:
     captured = halves.captured
     for phase, source in ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward)):
         if source is not None:

@@ -20,7 +20,7 @@ from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.rewrite.check import check
 from elixir_compile.rewrite.program import actions_of, write_program
 from elixir_compile.rewrite.regions import RegionGraph
-from elixir_compile.rewrite.repeat import halves_of
+from elixir_compile.rewrite.repeat import partition_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
 from elixir_compile.runtime.saved import number_of
@@ -46,7 +46,7 @@ class Programs:
         self._executor = executor
         self._regions = regions
         self._progress = progress
-        self._halves = halves_of(captured, graph, plan.activations)
+        self._halves = partition_of(captured, graph, plan.activations)
         self._strides: Mapping[str, compat.Strides] = {}
         self.device_bytes = _device_bytes(graph, plan)
         """What a forward leaves on the device."""

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.views import is_number, looks_of
+from elixir_compile.capture.views import is_number, view_chain
 
 _aten = torch.ops.aten
 _RESHAPES = {
@@ -47,13 +47,13 @@ def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Co
     `there` lists, by the node whose memory they look at, the nodes whose values are there; `numbers` names the dynamic
     sizes that are.
     """
-    looks = looks_of(wanted)
+    looks = view_chain(wanted)
     for at, common in enumerate(looks):
         redo = tuple(reversed(looks[:at]))
         if not all(number.name in numbers for view in redo for number in view.all_input_nodes if is_number(number)):
             return None
         for source in there.get(looks[-1], ()):
-            chain = looks_of(source)
+            chain = view_chain(source)
             if common not in chain:
                 continue
             undo = tuple(chain[: chain.index(common)])
@@ -66,7 +66,7 @@ def by_owner(nodes: "list[fx.Node] | tuple[fx.Node, ...]") -> dict[fx.Node, list
     """Return `nodes` by the node whose memory each looks at."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
-        found.setdefault(looks_of(node)[-1], []).append(node)
+        found.setdefault(view_chain(node)[-1], []).append(node)
     return found
 
 

@@ -21,11 +21,11 @@ from elixir_compile.analysis.recompute import saved_storages
 from elixir_compile.capture.convert import Captured, op_id, ops_of, step_graph, storages_behind
 from elixir_compile.capture.joint import TICKET
 from elixir_compile.capture.rebuild import by_owner, example_of, path_to
-from elixir_compile.capture.views import is_number, is_view, looks_of
+from elixir_compile.capture.views import is_number, is_view, view_chain
 from elixir_compile.ir import Phase, StepGraph
 
 
-def add_spares(captured: Captured) -> None:
+def add_extra_saved(captured: Captured) -> None:
     """Let the forward of `captured` save, and its backward take, what a plan may want besides."""
     graph = step_graph(captured, {}, [])
     saved = [node for node in _saved_positions(captured)[1:] if isinstance(node, fx.Node)]
@@ -58,9 +58,9 @@ def _spare_values(captured: Captured, graph: StepGraph, saved: list[fx.Node], nu
     there = by_owner([node for node in (*saved, *spares) if node in tensors])
     for node in _read_by_repeats(captured, graph):
         if tensors.get(node) in may_be_there and path_to(node, there, numbers) is None:
-            spare = [look for look in looks_of(node) if tensors.get(look) == tensors[node]][-1]
+            spare = [look for look in view_chain(node) if tensors.get(look) == tensors[node]][-1]
             spares[spare] = None
-            there.setdefault(looks_of(spare)[-1], []).append(spare)
+            there.setdefault(view_chain(spare)[-1], []).append(spare)
     return list(spares)
 
 

@@ -25,7 +25,7 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def looks_of(node: fx.Node) -> list[fx.Node]:
+def view_chain(node: fx.Node) -> list[fx.Node]:
     """Return `node`, what it looks at, what that looks at, and so on."""
     found = [node]
     while (base := viewed(found[-1])) is not None:

@@ -28,7 +28,7 @@ from elixir_compile.capture.views import is_number
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb, grad_of
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
-from elixir_compile.rewrite.repeat import Halves
+from elixir_compile.rewrite.repeat import Partition
 
 
 def boxed(*values: object) -> list[object]:
@@ -43,7 +43,7 @@ Lower = Callable[[RegionGraph], torch.nn.Module]
 class _Writer:
     """What is known while a program is written."""
 
-    halves: Halves
+    halves: Partition
     plan: Plan
     phase: Phase
     keys: Mapping[str, int]
@@ -57,7 +57,7 @@ class _Writer:
 
 
 def write_program(
-    halves: Halves, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
+    halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
 ) -> fx.GraphModule:
     """Return the program of `phase`; its `forward` takes one list of inputs and returns a list.
 

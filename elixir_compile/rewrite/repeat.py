@@ -23,13 +23,13 @@ from elixir_compile.analysis.recompute import AGAIN, carried_out, repeats, store
 from elixir_compile.capture.convert import Captured, op_id, ops_of, storages_behind
 from elixir_compile.capture.joint import marker_node, merge_markers, parameter, ticket
 from elixir_compile.capture.rebuild import by_owner, example_of, inverse, path_to
-from elixir_compile.capture.views import is_number, looks_of
+from elixir_compile.capture.views import is_number, view_chain
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGraph, StorageId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Halves:
+class Partition:
     """The two halves that a program is written from.
 
     At each position that the forward saves and the backward does not read, the forward returns None.
@@ -47,13 +47,13 @@ class Halves:
         return frozenset(name for names in self.away.values() for name in names)
 
 
-def halves_of(captured: Captured, graph: StepGraph, activations: Sequence[Activations]) -> Halves:
+def partition_of(captured: Captured, graph: StepGraph, activations: Sequence[Activations]) -> Partition:
     """Return copies of the halves of `captured`, whose step is `graph`, that obey `activations`.
 
     Raises `InvalidPlan` where something has to be computed again that must not be.
     """
     if captured.backward is None:
-        return Halves(captured=captured, away={})
+        return Partition(captured=captured, away={})
     forward, backward = _copied(captured.forward), _copied(captured.backward)
     result = replace(captured, forward=forward, backward=backward)
     behind = {node: names[0] for node, names in storages_behind(result).items() if len(names) == 1}
@@ -61,7 +61,7 @@ def halves_of(captured: Captured, graph: StepGraph, activations: Sequence[Activa
     away = _save_what_is_read(result, behind, activations)
     for half in (forward, backward):
         half.graph.lint()
-    return Halves(captured=result, away=away, inline=_inline(graph, activations) if captured.fused else frozenset())
+    return Partition(captured=result, away=away, inline=_inline(graph, activations) if captured.fused else frozenset())
 
 
 def _inline(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[OpId]:
@@ -104,7 +104,7 @@ class _Repeater:
             with backward.inserting_before(ops[repeat.before]):
                 self.copies[node] = self._copy(node)
         for node in saved:
-            owner = looks_of(node)[-1]
+            owner = view_chain(node)[-1]
             is_dropped = owner in placed and self.behind.get(node) not in self.stored
             if is_dropped and self.there[node.name].users:
                 with backward.inserting_before(placed[owner]):
@@ -126,7 +126,7 @@ class _Repeater:
             return marker_node(self.captured.backward.graph, parameter, node.args, node.meta)
         if node.op == "get_attr":
             return self._constant(node)
-        looks = looks_of(node)
+        looks = view_chain(node)
         path = path_to(node, self.sources, self.there)
         if path is None:
             is_made = looks[-1] in self.copies or looks[-1].target is parameter or looks[-1].op == "get_attr"
@@ -142,7 +142,7 @@ class _Repeater:
 
     def _copy(self, node: fx.Node, base: fx.Node | None = None) -> fx.Node:
         """Write `node` again; `base` takes the place of what it looks at."""
-        graph, looked_at = self.captured.backward.graph, looks_of(node)[1:2]
+        graph, looked_at = self.captured.backward.graph, view_chain(node)[1:2]
 
         def read(source: fx.Node) -> fx.Node:
             return base if base is not None and source in looked_at else self._value(source)

@@ -13,11 +13,11 @@ from elixir_compile.analysis import Depth, as_run, fused, repeats
 from elixir_compile.capture.convert import Captured, step_graph
 from elixir_compile.capture.joint import TICKET, parameter, ticket
 from elixir_compile.capture.rebuild import by_owner, path_to
-from elixir_compile.capture.spare import add_spares
+from elixir_compile.capture.spare import add_extra_saved
 from elixir_compile.capture.tracing import trace_step
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, Saving, StepGraph, StorageId, fingerprint
-from elixir_compile.rewrite.repeat import halves_of
+from elixir_compile.rewrite.repeat import partition_of
 from tests.fx.handmade import CHOICES, activations, from_host, to_depth
 from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 
@@ -60,7 +60,7 @@ def traced(name: str, inner: str) -> Captured:
 
 def spared(name: str, inner: str = "aot_eager") -> tuple[Captured, StepGraph]:
     captured = traced(name, inner)
-    add_spares(captured)
+    add_extra_saved(captured)
     return captured, step_graph(captured, {}, [])
 
 
@@ -70,7 +70,7 @@ def test_spares_leave_the_step_as_it_is(name: str, inner: str) -> None:
     captured = traced(name, inner)
     before = step_graph(captured, {}, [])
     num_before = len(captured.forward.graph.output_node().args[0])
-    add_spares(captured)
+    add_extra_saved(captured)
     after = step_graph(captured, {}, [])
     has_spares = len(captured.forward.graph.output_node().args[0]) > num_before
     assert has_spares == ((name, inner) != ("stack", "aot_eager"))  # which saves all that a layer can be made from
@@ -96,7 +96,7 @@ def test_the_program_is_the_step_that_was_counted(name: str, inner: str) -> None
     for choose in CHOICES.values():
         chosen = activations(graph, choose)
         planned = as_run(graph, chosen)
-        written = fused(step_graph(halves_of(captured, graph, chosen).captured, {}, []))
+        written = fused(step_graph(partition_of(captured, graph, chosen).captured, {}, []))
         assert [op.id for op in written.ops] == [op.id for op in planned.ops]
         for ours, theirs in zip(written.ops, planned.ops, strict=True):
             assert (ours.reads, ours.writes, ours.moved_bytes) == (theirs.reads, theirs.writes, theirs.moved_bytes)
@@ -106,7 +106,7 @@ def test_the_program_is_the_step_that_was_counted(name: str, inner: str) -> None
 
 def test_the_forward_hands_out_only_what_the_backward_reads() -> None:
     captured, graph = spared("stack")
-    halves = halves_of(captured, graph, activations(graph, to_depth(Depth.MATMUL)))
+    halves = partition_of(captured, graph, activations(graph, to_depth(Depth.MATMUL)))
     outputs = halves.captured.forward.graph.output_node().args[0][captured.num_outputs :]
     placeholders = halves.captured.backward.graph.find_nodes(op="placeholder")
     read = {str(node.target) for node in placeholders if node.users}
@@ -116,7 +116,7 @@ def test_the_forward_hands_out_only_what_the_backward_reads() -> None:
 
 def test_the_ticket_names_the_parameters_that_repeated_ops_read() -> None:
     captured, graph = spared("stack")
-    halves = halves_of(captured, graph, activations(graph, to_depth(Depth.MATMUL))).captured
+    halves = partition_of(captured, graph, activations(graph, to_depth(Depth.MATMUL))).captured
     keys = [half.forward.graph.find_nodes(op="call_function", target=ticket)[0].args[0] for half in (captured, halves)]
     read = {node.args[0] for node in halves.backward.graph.find_nodes(op="call_function", target=parameter)}
     assert set(keys[0]) < set(keys[1])
@@ -127,7 +127,7 @@ def test_rewriting_leaves_the_capture_as_it_is() -> None:
     captured, graph = spared("gpt2")
     graphs = captured.forward.graph, captured.backward.graph
     code = [each.python_code("self").src for each in graphs]
-    halves_of(captured, graph, activations(graph, from_host))
+    partition_of(captured, graph, activations(graph, from_host))
     assert [each.python_code("self").src for each in graphs] == code
 
 
@@ -143,7 +143,7 @@ def test_what_must_run_once_is_refused() -> None:
     captured = trace_step(
         elixir.prepare(Dropping()), (torch.randn(3, 4),), {}, name="d", inner="aot_eager", edit=as_it_is
     )
-    add_spares(captured)
+    add_extra_saved(captured)
     graph = step_graph(captured, {}, [])
     mask = next(op for op in graph.ops if op.once)
     size = sum(storage.nbytes for storage in graph.storages if storage.id in mask.writes)
@@ -151,7 +151,7 @@ def test_what_must_run_once_is_refused() -> None:
     assert saved
     group = Activations(id=GroupId("mask"), storages=tuple(map(StorageId, saved)), nbytes=size, saving=Saving.RECOMPUTE)
     with pytest.raises(InvalidPlan, match="must not run twice"):
-        halves_of(captured, graph, (group,))
+        partition_of(captured, graph, (group,))
 
 
 def graph_of_views() -> dict[str, fx.Node]:

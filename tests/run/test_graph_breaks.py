@@ -33,7 +33,7 @@ class Layers(nn.Module):
         return self.second(x).square().mean()
 
 
-class Halves(Layers):
+class Partition(Layers):
     """Two losses, each of a graph of its own."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +45,7 @@ class Halves(Layers):
 def trains_other_halves(rank: int, world_size: int) -> str:
     """Train both halves, then another one on each rank, and return what that says."""
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-    model = elixir.prepare(Halves(), mesh=init_device_mesh("cpu", (world_size,)))
+    model = elixir.prepare(Partition(), mesh=init_device_mesh("cpu", (world_size,)))
     compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "report": False})
     sum(compiled(torch.ones(4, 160))).backward()
     with pytest.raises(elixir.RanksDiffer) as caught:
@@ -55,8 +55,8 @@ def trains_other_halves(rank: int, world_size: int) -> str:
 
 def test_gradients_of_different_graphs_are_not_mixed(tmp_path: Path) -> None:
     for said in spawn(trains_other_halves, 2, folder=tmp_path, timeout_s=TIMEOUT_S):
-        assert "rank 0 begins the backward of Halves" in said
-        assert "rank 1 begins the backward of Halves.1" in said
+        assert "rank 0 begins the backward of Partition" in said
+        assert "rank 1 begins the backward of Partition.1" in said
 
 
 def differs(rank: int, world_size: int, how: str, first: int) -> list[object]:

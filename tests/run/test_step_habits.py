@@ -148,7 +148,7 @@ def test_a_kept_gradient_that_nobody_changes_is_no_matter(waiting: Any) -> None:
     assert not torch.equal(weights_of(run)["steps.0.weight"], before["steps.0.weight"])
 
 
-class Halves(nn.Module):
+class Partition(nn.Module):
     """Two graphs, one behind the other, and one layer that both use."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("update", list(Update))
 def test_two_graphs_in_one_step(update: Update) -> None:
     torch.manual_seed(0)
-    model, batches = Halves(), rows(5)
+    model, batches = Partition(), rows(5)
     expected = eager_run(model).train(batches)
     with nan_staging(), hybrid_run(model, batches[0], home="device", update=update) as run:
         run.train(batches)
