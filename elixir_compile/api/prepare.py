@@ -127,7 +127,7 @@ def prepare_again(old: Executor) -> None:
                 because = "it was replaced after `prepare(model, mesh=...)`. Change the model before it is prepared"
                 raise UnsupportedModel(name, because)
         for slot in old.slots.values():
-            old.settle(slot)
+            old.await_update(slot)
         for module in (*old.sites.modules(), *(module for root in roots for module in root.modules())):
             if is_swapped(module):
                 undo_swap(module)

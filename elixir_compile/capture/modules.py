@@ -142,7 +142,7 @@ def _give_back(module: nn.Module) -> None:
     slots: list[Slot] = list(module.__dict__[_SLOTS].values())
     undo_swap(module)
     for slot in slots:
-        slot.sink.settle(slot)
+        slot.sink.await_update(slot)
         if slot.own.device != executor.device:
             rehome(slot.param, slot.own.detach().to(executor.device))
     retire(executor.sites)

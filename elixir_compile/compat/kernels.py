@@ -58,7 +58,7 @@ class Kernel:
             self._places.append((scope, name))
         scope[name] = self._function or self
 
-    def settle(self, function: Callable[..., Any]) -> None:
+    def install(self, function: Callable[..., Any]) -> None:
         """Take `function` as the compiled form."""
         self._function = function
         for scope, name in self._places:
@@ -141,7 +141,7 @@ def _is_found(kernel: Kernel) -> bool:
     if place is None:
         return False
     try:
-        kernel.settle(function_at(place))
+        kernel.install(function_at(place))
     except (ImportError, OSError, AttributeError) as error:
         log.debug("compiled again, as %s cannot be loaded: %s", place.path, error)
         return False
@@ -165,7 +165,7 @@ class _Unit:
             kernel.unit = self
 
     def finish(self) -> None:
-        """Wait until the kernels are compiled, and settle them.
+        """Wait until the kernels are compiled, and install them.
 
         `CppCompileError`: torch 2.13. Gone: ImportError at the first call.
         """
@@ -180,11 +180,11 @@ class _Unit:
             except CppCompileError as error:
                 log.debug("%d kernels do not compile in one unit, so each is alone: %s", len(kernels), error)
                 for kernel in kernels:
-                    kernel.settle(_alone(kernel))
+                    kernel.install(_alone(kernel))
                 return
             for index, kernel in enumerate(kernels):
                 place = Place(library.__file__, library.key, entry_of(index))
-                kernel.settle(function_at(place))
+                kernel.install(function_at(place))
                 note_place(kernel.key, place)
 
 

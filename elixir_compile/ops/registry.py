@@ -48,7 +48,7 @@ class SlotOwner(Protocol):
         """Return when every rank is about to gather the slot's parameter; RanksDiffer where one does something else."""
         ...
 
-    def settle(self, slot: "Slot") -> None:
+    def await_update(self, slot: "Slot") -> None:
         """Wait for a queued update of the slot's bucket, and let everybody read its parameters again."""
         ...
 
@@ -152,7 +152,7 @@ class Slot:
         """
         if is_sharded(self.param):
             self.sink.check_same_op(self)
-        self.sink.settle(self)
+        self.sink.await_update(self)
         return full_tensor(self.param, self.device)
 
     def handle(self) -> torch.Tensor:

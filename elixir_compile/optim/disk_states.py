@@ -93,17 +93,17 @@ class DiskStates:
             return None
         home = own[0].home
         if self._reads is None or self._reads.nbytes < home.least_bytes:
-            self.settle()
+            self.wait_for_writes()
             self._reads = None  # whose memory goes before there is more
             self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
         pieces = home.pieces([state.param for state in own], self._reads.nbytes)
         self._reads.announce(pieces)
         return DiskUpdate(home, pieces, self._reads, self._fail)
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Return when nothing is being written."""
         if self._reads is not None:
-            self._reads.settle()
+            self._reads.wait_for_writes()
 
     def _start(self, there: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
         there.rest.setdefault("step", torch.zeros((), dtype=torch.float32))
@@ -161,4 +161,4 @@ def _finish(states: "weakref.ref[DiskStates]") -> None:
     finish_updates()
     found = states()
     if found is not None:
-        found.settle()
+        found.wait_for_writes()

@@ -108,7 +108,7 @@ class Hybrid(torch.optim.Optimizer):
     def wait(self) -> None:
         """Return when every queued update is done; raises what failed in one."""
         self._line.wait()
-        self._placer.disk.settle()
+        self._placer.disk.wait_for_writes()
         self._line.check()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ class Hybrid(torch.optim.Optimizer):
             buckets, unplanned, found = _by_bucket(own)
             executors |= found
             for bucket in buckets:
-                bucket.settle()
+                bucket.await_update()
             if isinstance(rule, AdamWRule):
                 require_dense(unplanned)
             elsewhere.append((unplanned, group))

@@ -19,11 +19,11 @@ from elixir_compile.runtime.pending import begin_update, end_update
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
 from elixir_compile.runtime.updates import QueuedUpdate
 
-_settling = threading.Lock()
+_queued_lock = threading.Lock()
 
 
 class RunningBucket:
-    """One bucket of an executor. Not thread-safe but for `settle`: the executor calls it from the thread that runs the
+    """One bucket of an executor. Not thread-safe but for `await_update`: the executor calls it from the thread that runs the
     step."""
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
@@ -68,7 +68,7 @@ class RunningBucket:
     def begin_update(self, update: QueuedUpdate, params: Iterable[torch.nn.Parameter]) -> None:
         """Let whoever reads `params` wait for `update`."""
         params = list(params)
-        with _settling:
+        with _queued_lock:
             self._queued = (*self._queued, update)
             for param in params:
                 begin_update(param)
@@ -76,7 +76,7 @@ class RunningBucket:
     def check_update(self) -> None:
         """Raise what failed in a queued update, if that is known already."""
         if self._queued and all(update.is_done for update in self._queued):
-            self.settle()
+            self.await_update()
 
     def follow(self, work: Callable[[], None]) -> bool:
         """Let the worker do `work` behind what it does for this bucket, and count as part of that; return False where
@@ -84,14 +84,14 @@ class RunningBucket:
         queued = self._queued
         return bool(queued) and queued[-1].then(work)
 
-    def settle(self) -> None:
+    def await_update(self) -> None:
         """Return when no update is queued; raises what failed in one."""
         while queued := self._queued:
             try:
                 for update in queued:
                     update.wait()
             finally:
-                with _settling:
+                with _queued_lock:
                     # Another thread may have settled it already, and the next step may have queued another update.
                     if self._queued is queued and all(update.is_done for update in queued):
                         self._queued = ()
@@ -102,14 +102,14 @@ class RunningBucket:
         """Whether a parameter of a frozen bucket is trained by now."""
         return not self.spec.trainable and any(slot.param.requires_grad for slot in self.slots)
 
-    def settle_home(self, device: torch.device) -> None:
+    def move_home(self, device: torch.device) -> None:
         """Move parameters, and their gradients with them, to where the placement says; UnsupportedModel for one that
         was cast."""
-        self.settle()
+        self.await_update()
         for slot in self.slots:
             slot.check_form()
         if self.is_on_host:
-            self._settle_on_host()
+            self._move_to_host()
         else:
             for slot in self.slots:
                 rehome(slot.param, on_device(slot.own.detach(), device))
@@ -196,7 +196,7 @@ class RunningBucket:
         """Return the versions of the parameters in bucket order."""
         return [slot.version for slot in self.slots]
 
-    def _settle_on_host(self) -> None:
+    def _move_to_host(self) -> None:
         slab = Slab(self._total_bytes, pin=self.pin)
         for slot, home in zip(self.slots, self._cut_slab(slab), strict=True):
             home.copy_(slot.own.detach())

@@ -57,7 +57,7 @@ class DiskTransfer:
                 return
         callback(self)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Let go of the buffer and the owner, and wake who waits."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
@@ -127,7 +127,7 @@ class DiskQueue:
         with self._lock:
             left, self._unfinished = self._unfinished, set()
         for transfer in left:
-            transfer.settle()
+            transfer.finish()
         return not any(thread.is_alive() for thread in self._threads)
 
     def is_worker(self) -> bool:
@@ -165,7 +165,7 @@ class DiskQueue:
                         finished.append(later)
                 done.later.clear()
         for done in finished:
-            done.settle()
+            done.finish()
 
     def _serve(self) -> None:
         page = scratch_page()

@@ -135,10 +135,10 @@ class Executor:
         """Return when every rank is about to gather this parameter; RanksDiffer where one does something else."""
         self.ranks.control.check_same_op(slot.name, "a parameter")
 
-    def settle(self, slot: Slot) -> None:
+    def await_update(self, slot: Slot) -> None:
         """Wait for a queued update of the slot's bucket; raises what failed in it."""
         if (bucket := self._bucket_of.get(slot.key)) is not None:
-            bucket.settle()
+            bucket.await_update()
 
     def keep_until_gone(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep `tensors`, which `d2h` reads, until the next forward, which waits for that: their memory is its own."""
@@ -156,7 +156,7 @@ class Executor:
         if for_training and not self._serves_training:
             self._serves_training = True
             for bucket in self._buckets.values():
-                bucket.settle()
+                bucket.await_update()
             self._buckets.clear()
             self._bucket_of.clear()
         new: list[tuple[Bucket, Placement, list[Slot]]] = []
@@ -176,7 +176,7 @@ class Executor:
     def _run_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
         """Put `slots` in their home, and let a new bucket be the one of `spec`."""
         bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
-        bucket.settle_home(self.device)
+        bucket.move_home(self.device)
         bucket.disk = self.disk
         self._buckets[spec.id] = bucket
         self._bucket_of.update((slot.key, bucket) for slot in slots)
@@ -191,7 +191,7 @@ class Executor:
                 gate.disconnect()
             buckets = dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of)
             for bucket in buckets:
-                bucket.settle()
+                bucket.await_update()
             moving = [slot for bucket in buckets if bucket.is_on_host for slot in bucket.slots]
             check_move(moving, self.slots.values(), self.sites)
             for bucket in buckets:
@@ -213,7 +213,7 @@ class Executor:
         """Take the buckets that hold any of `slots` out of force; parameters stay where they are."""
         self.generation += 1
         for old in {self._bucket_of.pop(slot.key) for slot in slots if slot.key in self._bucket_of}:
-            old.settle()
+            old.await_update()
             if self._buckets.get(old.spec.id) is old:  # and not a new bucket that has the same name
                 del self._buckets[old.spec.id]
 
@@ -231,7 +231,7 @@ class Executor:
             # Its end never came: an exception outside of our programs, in another autograd function.
             self.abandon()
         if self._departing:
-            self.d2h.settle()
+            self.d2h.synchronize()
             self._departing.clear()
         self.saved.begin()
         self.eager_reads.check()
@@ -244,7 +244,7 @@ class Executor:
             moving = [slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots]
             check_move(moving, self.slots.values(), self.sites)
             for bucket in drifted:
-                bucket.settle_home(self.device)
+                bucket.move_home(self.device)
                 self.generation += 1
 
     def check_updates(self) -> None:
@@ -257,7 +257,7 @@ class Executor:
 
         Costs no overlap: compute behind the last gather is queued already.
         """
-        self.h2d.settle()
+        self.h2d.synchronize()
 
     # The verbs of a program.
 
@@ -278,7 +278,7 @@ class Executor:
     def whole(self, bucket_id: BucketId) -> tuple[torch.Tensor, ...]:
         """Return the parameters of a bucket that is on the device."""
         bucket = self._buckets[bucket_id]
-        bucket.settle()
+        bucket.await_update()
         if not bucket.is_whole():
             # A resident bucket whose copy an exception or another backward took away.
             self.wait(self.gather(bucket_id))
@@ -329,10 +329,10 @@ class Executor:
         """After an exception: drop gathered copies and gradients that were on their way."""
         self._gathers.call_off()
         if self.ranks is not None:
-            self.ranks.settle()
+            self.ranks.drain()
         # Their memory must not be used again while a copy still reads or writes it.
-        self.h2d.settle()
-        self.d2h.settle()
+        self.h2d.synchronize()
+        self.d2h.synchronize()
         self.saved.begin()
         self.gradients.abandon()
         for bucket in self._buckets.values():

@@ -46,7 +46,7 @@ class Gather(Transfer):
     def ensure_issued(self) -> "torch.cuda.Event | None":
         """Return the event of the copy once it was issued; raises what failed in the update."""
         if not self._is_held:
-            self.bucket.settle()
+            self.bucket.await_update()
             with self._lock:
                 if self._versions is None:  # The update failed, which was raised elsewhere, or this was called off.
                     self._copy()
@@ -78,12 +78,12 @@ class Gathers:
         """Start copying `bucket` to the device, or let the end of its update do so."""
         label = f"gather {bucket.spec.id}"
         if isinstance(bucket, ShardedBucket):
-            bucket.settle()
+            bucket.await_update()
             if bucket.is_whole():
                 return Transfer(label, None, bucket.whole)
             return ShardGather(bucket, self.h2d, self.ledger)
         if not bucket.is_on_host:
-            bucket.settle()
+            bucket.await_update()
         if not bucket.is_updating and bucket.is_whole():
             return Transfer(label, None, bucket.whole)
         # Allocated on the compute stream, where it is used and freed; the copy only borrows it and is waited for before

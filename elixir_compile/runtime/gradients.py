@@ -224,7 +224,7 @@ class GradientAccumulator:
         self._refuse_double()
         leaving = [slot if slot is not None and now.goes_through_autograd(slot) else None for slot in made]
         if any(slot is not None for slot in leaving):
-            self._d2h.settle()
+            self._d2h.synchronize()
         with torch.no_grad():
             return [None if slot is None else self._handed(now, slot) for slot in leaving]
 
@@ -248,9 +248,9 @@ class GradientAccumulator:
         if now is None:  # It failed, and was abandoned.
             return
         now.reducing.clear()
-        self._d2h.settle()
+        self._d2h.synchronize()
         now.arriving.clear()
-        self._h2d.settle()
+        self._h2d.synchronize()
         self._saved.end()
         slots = [slot for slot, _ in now.pending.values()]
         self._publish(now, slots)
@@ -280,7 +280,7 @@ class GradientAccumulator:
     def _settle(self, slot: Slot) -> None:
         """Wait for a queued update of the slot's bucket; raises what failed in it."""
         if (bucket := self._bucket_of.get(slot.key)) is not None:
-            bucket.settle()
+            bucket.await_update()
 
 
 def _asked_for(slot: Slot) -> compat.Asked:

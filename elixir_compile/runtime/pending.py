@@ -40,10 +40,10 @@ _UNCHANGED: frozenset[Any] = frozenset(
 
 
 class _Pending:
-    """What a parameter has besides while its update is queued; `settled` is the class that it goes back to."""
+    """What a parameter has besides while its update is queued; `plain_class` is the class that it goes back to."""
 
     __slots__ = ()
-    settled: type[nn.Parameter]
+    plain_class: type[nn.Parameter]
 
     @classmethod
     @torch.compiler.disable
@@ -59,25 +59,25 @@ class _Pending:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         for param in _pending_in((*args, *kwargs.values())):
-            settle(param)
+            await_update(param)
         return func(*args, **kwargs)
 
     # These ask for the class before they read.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        settle(self)
+        await_update(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        settle(self)
+        await_update(self)
         return self.__reduce_ex__(protocol)
 
 
 @functools.cache
-def _pending(settled: type[nn.Parameter], *, is_dtensor: bool) -> type[nn.Parameter]:
-    own = {"settled": settled, "__module__": settled.__module__}
-    reads = compat.awaited_local_tensor(settle) if is_dtensor else {}
-    return type(settled.__name__, (_Pending, settled), {**own, **reads})
+def _pending(plain_class: type[nn.Parameter], *, is_dtensor: bool) -> type[nn.Parameter]:
+    own = {"plain_class": plain_class, "__module__": plain_class.__module__}
+    reads = compat.awaited_local_tensor(await_update) if is_dtensor else {}
+    return type(plain_class.__name__, (_Pending, plain_class), {**own, **reads})
 
 
 def begin_update(param: nn.Parameter) -> None:
@@ -89,16 +89,16 @@ def begin_update(param: nn.Parameter) -> None:
 def end_update(param: nn.Parameter) -> None:
     """Let everybody read `param` as usual."""
     if isinstance(param, _Pending):
-        param.__class__ = type(param).settled
+        param.__class__ = type(param).plain_class
 
 
-def settle(param: torch.Tensor) -> None:
+def await_update(param: torch.Tensor) -> None:
     """Wait for the update of `param`'s bucket; raises what failed in it."""
     slot = slot_of(param)
     if slot is None:  # its model is gone, which waited
         end_update(param)
     else:
-        slot.sink.settle(slot)
+        slot.sink.await_update(slot)
 
 
 def _pending_in(values: Iterable[Any]) -> Iterator[_Pending]:

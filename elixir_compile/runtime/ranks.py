@@ -184,7 +184,7 @@ class Ranks:
         is_premultiplied = dtype in _PREMULTIPLIED and self.weight != 0.0
         return self._messenger is not None or is_premultiplied or not self._is_weighed
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait, after an exception, for what was begun: messages that nobody takes would be taken for later ones.
 
         Another error is logged, and ends this: it is not what the user must see.

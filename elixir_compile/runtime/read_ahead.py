@@ -116,7 +116,7 @@ class ReadAhead:
             failure = error
         _when_done(writes, lambda: self._wrote(buffer, failure or _failure_of(writes), done))
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Return when no write is in flight."""
         with self._changed:
             # The threads of the disk do not live on in a forked child.

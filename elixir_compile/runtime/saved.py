@@ -276,8 +276,8 @@ class SavedActivations:
         self._drop(only_idle=False)
 
     def _drop(self, *, only_idle: bool) -> None:
-        self._h2d.settle()
-        self._d2h.settle()
+        self._h2d.synchronize()
+        self._d2h.synchronize()
         self._pool.drop(only_idle=only_idle)
 
     def _away(self, ticket: torch.Tensor, group: str) -> _Away:

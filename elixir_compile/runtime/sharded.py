@@ -37,9 +37,9 @@ class ShardedBucket(RunningBucket):
         """This rank's parts, with their padding, where they live."""
         return self._own
 
-    def settle_home(self, device: torch.device) -> None:
+    def move_home(self, device: torch.device) -> None:
         """Move this rank's parts to where the placement says, one after another in one memory."""
-        self.settle()
+        self.await_update()
         for slot in self.slots:
             slot.check_form()
         dtype = self.slots[0].param.dtype

@@ -79,7 +79,7 @@ class CopyStream:
         """Return an event that completes with the copies issued so far; None where copies are synchronous."""
         return None if self._stream is None else self._stream.record_event()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Let the caller wait until every copy issued so far is done."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -123,7 +123,7 @@ def play(
         actions = tuple(program)
         player.update_across([what for verb, what in actions if verb is Verb.UPDATE])
         player.run(action for action in actions if action[0] is not Verb.UPDATE)
-    lanes.settle_all()
+    lanes.await_all_updates()
     return _played(max(lanes.free_s.values()), lanes.memory_s, lanes.stalled_s)
 
 
@@ -230,7 +230,7 @@ class _Player:
         lanes = self.lanes
         if lanes.updating_s or lanes.arriving:
             for bucket in self._cycle.reads.get(RegionId(region), ()):
-                lanes.settle(bucket)
+                lanes.await_update(bucket)
         lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[RegionId(region)])
 
     def _update(self, bucket: str, placement: Placement) -> None:
@@ -245,7 +245,7 @@ class _Player:
             self._backward_end_s = lanes.free_s[Lane.COMPUTE]
         if placement.streamed:
             # `step()` returns from each update of the host before it begins to stream.
-            lanes.settle_all()
+            lanes.await_all_updates()
         self._update_where_placed(bucket, placement, self._backward_end_s)
 
     def _close(self, verb: Verb, what: str) -> None:
@@ -257,7 +257,7 @@ class _Player:
     def _update_early(self, bucket: str, placement: Placement, landed_s: float) -> None:
         lanes = self.lanes
         self.updated.add(bucket)
-        lanes.settle(bucket)
+        lanes.await_update(bucket)
         self._update_where_placed(bucket, placement, max(landed_s, lanes.free_s[Lane.COMPUTE]))
 
     def _update_where_placed(self, bucket: str, placement: Placement, landed_s: float) -> None:

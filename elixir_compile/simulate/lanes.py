@@ -59,7 +59,7 @@ class Lanes:
             insort(self.arriving, Arrival(self.updating_s.pop(bucket), bucket, True))
             return
         if self.updating_s or self.arriving:
-            self.settle(bucket)
+            self.await_update(bucket)
         ready_s = self.free_s[Lane.COMPUTE]
         if is_copied:
             self._copy(bucket)
@@ -131,17 +131,17 @@ class Lanes:
         """Whether an update on the host takes copies of gradient and parameter there and back."""
         return placement.param is Tier.DEVICE and not self.price.is_one_memory
 
-    def settle(self, bucket: str) -> None:
+    def await_update(self, bucket: str) -> None:
         """Let compute, and all that is issued from now on, wait for the update of `bucket`."""
         self._land_up_to(bucket)
         self._stall(self.updating_s.pop(bucket, 0.0))
 
-    def settle_all(self) -> None:
+    def await_all_updates(self) -> None:
         """Let compute wait for every update."""
         while self.arriving:
             self._land()
         for bucket in tuple(self.updating_s):
-            self.settle(bucket)
+            self.await_update(bucket)
 
     def begin_again(self) -> float:
         """Let the seconds count from where compute is now, and return how many those were."""

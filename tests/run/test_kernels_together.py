@@ -144,13 +144,13 @@ def test_nobody_waits_for_a_kernel_before_its_first_call(monkeypatch: pytest.Mon
 def test_a_step_is_the_same_with_kernels_together_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[dict[str, torch.Tensor]] = []
     settled: list[Kernel] = []
-    usual = Kernel.settle
+    usual = Kernel.install
 
-    def settle(kernel: Kernel, function: object) -> None:
+    def install(kernel: Kernel, function: object) -> None:
         settled.append(kernel)
         usual(kernel, function)
 
-    monkeypatch.setattr(Kernel, "settle", settle)
+    monkeypatch.setattr(Kernel, "install", install)
     for is_together in (True, False):
         torch._dynamo.reset()
         if not is_together:

@@ -38,7 +38,7 @@ def pieces(tmp_path: Path) -> Iterator[list[Piece]]:
         for region, view in enumerate(reads.take(piece)):
             view.fill_(10 * region + number)
         reads.write(piece, lambda error: None)
-    reads.settle()
+    reads.wait_for_writes()
     yield made
     store.close()
 
@@ -79,7 +79,7 @@ def test_any_order_gives_what_was_written_last(pieces: list[Piece], seed: int, n
             reads.write(pieces[number], lambda error: None)
         else:
             reads.give_back(pieces[number])
-    reads.settle()
+    reads.wait_for_writes()
 
 
 def test_elements_of_two_sizes_are_cut_at_the_same_ones(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_errors_are_told_and_the_buffers_come_back(pieces: list[Piece], monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", bad)
         reads.write(pieces[0], failed.append)
-        reads.settle()
+        reads.wait_for_writes()
     assert isinstance(failed[0], DiskFailed)
     with pytest.raises(DiskFailed, match="an earlier write failed"):
         reads.take(pieces[1])

@@ -44,13 +44,13 @@ def copies_of(device: torch.device, nbytes: int) -> Copies:
         for _ in range(_NUM_COPIES["h2d"]):
             with h2d_stream.behind_compute():
                 arriving.copy_(home, non_blocking=True)
-        h2d_stream.settle()
+        h2d_stream.synchronize()
         return arriving
 
     def d2h() -> torch.Tensor:
         with d2h_stream.behind_compute():
             room.copy_(leaving, non_blocking=True)
-        d2h_stream.settle()
+        d2h_stream.synchronize()
         return room
 
     return Copies(h2d=h2d, d2h=d2h)
