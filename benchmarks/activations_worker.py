@@ -21,8 +21,9 @@ from worker import build, plan_figures, stepper, timed, tokens_for
 
 import elixir_compile as elixir
 from elixir_compile.analysis.activations import activation_groups
-from elixir_compile.api import cache, compilation
 from elixir_compile.ir import Plan, Saving, StepGraph, Tier
+from elixir_compile.managed import compilation
+from elixir_compile.problem import cache
 
 BATCH, LENGTH = 4, 512
 QUICK_LAYERS, QUICK_LENGTH = 2, 64

@@ -11,9 +11,8 @@ from neighbours import QUIET_CORES, Neighbours
 from optimizer_pass import MOST_WAIT_S, Times, kept_rate, quartiles, quiet_ones, ratio_of
 from torch.optim import SGD, Optimizer, RMSprop
 
-from elixir_compile.optim.class_rule import ClassRule
-from elixir_compile.optim.class_step import ClassStep, Row
-from elixir_compile.optim.shadow import attributes_of
+from elixir_compile.optim.generic.class_rule import ClassRule
+from elixir_compile.optim.generic.transient import ClassStep, Row, attributes_of
 
 NUM_TENSORS = 12
 INDUCTOR = {"cpp_wrapper": True, "cpp.simdlen": 256, "cpp.threads": 1}

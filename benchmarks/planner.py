@@ -26,15 +26,15 @@ import quiet  # noqa: F401  before torch
 import torch
 from machine import RESULTS, save
 
-from elixir_compile.api.capture import Capture, capture_step
-from elixir_compile.api.models import TextBatch, load_model
-from elixir_compile.cache_dir import cache_dir, write_cached
+from elixir_compile.api.preview.capture import Capture, capture_step
+from elixir_compile.api.preview.models import TextBatch, load_model
 from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.folders import cache_dir, write_cached
 from elixir_compile.hardware import Cluster, preset
 from elixir_compile.ir import Plan, StorageId, graph_from_json, graph_to_json
 from elixir_compile.options import Options
 from elixir_compile.search import plan
-from elixir_compile.search.rules import RULES
+from elixir_compile.search.heuristics.rules import RULES
 from elixir_compile.units import GIB, format_bytes, format_s
 
 MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")

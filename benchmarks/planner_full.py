@@ -31,17 +31,18 @@ import quiet  # noqa: F401  before torch
 import torch
 from machine import RESULTS, save
 
-from elixir_compile.api.capture import Capture, capture_step
-from elixir_compile.api.models import TextBatch, load_model
-from elixir_compile.api.shapes import model_named
-from elixir_compile.cache_dir import cache_dir, write_cached
+from elixir_compile.api.preview.capture import Capture, capture_step
+from elixir_compile.api.preview.models import TextBatch, load_model
+from elixir_compile.api.preview.shapes import model_named
 from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.folders import cache_dir, write_cached
 from elixir_compile.hardware import preset
 from elixir_compile.ir import StorageId, graph_from_json, graph_to_json
 from elixir_compile.options import Options
-from elixir_compile.search import Problem, milp, plan, planner, pricing, rounding, tries
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.rules import RULES
+from elixir_compile.search import Problem, plan, planner, tries
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation import pricing, solver
+from elixir_compile.search.heuristics.rules import RULES
 
 MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b", "llama-7b", "llama-13b", "llama-70b")
 MACHINES = ("a100-40g", "a100-80g", "h100-80g", "rtx4090-24g")
@@ -184,8 +185,8 @@ def counting() -> Iterator[Counts]:
     play, keep, place = Evaluator.played, tries.Tries._keep, planner.place_best
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
         (pricing, "linprog", pricing.linprog),
-        (rounding, "solve_whole", rounding.solve_whole),
-        (milp, "solve_whole", milp.solve_whole),
+        (solver, "solve_whole", solver.solve_whole),
+        (solver, "solve_whole", solver.solve_whole),
     ]
 
     def counted_play(*arguments: Any) -> Any:
@@ -208,14 +209,14 @@ def counting() -> Iterator[Counts]:
         return solve
 
     Evaluator.played, tries.Tries._keep, planner.place_best = counted_play, counted_keep, counted_place
-    for module, name, solver in solvers:
-        setattr(module, name, counted(solver))
+    for module, name, function in solvers:
+        setattr(module, name, counted(function))
     try:
         yield counts
     finally:
         Evaluator.played, tries.Tries._keep, planner.place_best = play, keep, place
-        for module, name, solver in solvers:
-            setattr(module, name, solver)
+        for module, name, function in solvers:
+            setattr(module, name, function)
 
 
 def problem_of(case: Case) -> Problem:

@@ -4,13 +4,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elixir_compile.api.compilation import Compilation as Compilation
     from elixir_compile.api.plan import plan as plan
     from elixir_compile.api.prepare import prepare as prepare
     from elixir_compile.api.records import compilations as compilations
-    from elixir_compile.api.saved import load_plan as load_plan
-    from elixir_compile.api.saved import save_plan as save_plan
-    from elixir_compile.api.share import weigh as weigh
     from elixir_compile.checkpoint.full import export as export
     from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
@@ -19,16 +15,20 @@ if TYPE_CHECKING:
     from elixir_compile.checkpoint.saving import save as save
     from elixir_compile.ir import Plan as Plan
     from elixir_compile.ir import Record as Record
+    from elixir_compile.managed.compilation import Compilation as Compilation
+    from elixir_compile.managed.saved import load_plan as load_plan
+    from elixir_compile.managed.saved import save_plan as save_plan
+    from elixir_compile.managed.share import weigh as weigh
     from elixir_compile.measure import measure_step as measure_step
-    from elixir_compile.optim.classes import HybridAdamW as HybridAdamW
-    from elixir_compile.optim.classes import hybrid as hybrid
+    from elixir_compile.optim.adamw import HybridAdamW as HybridAdamW
+    from elixir_compile.optim.adamw import hybrid as hybrid
     from elixir_compile.report.diff import diff as diff
     from elixir_compile.report.explain import explain as explain
 
 _HOME = {
     "Checkpoint": "checkpoint.loading",
-    "Compilation": "api.compilation",
-    "HybridAdamW": "optim.classes",
+    "Compilation": "managed.compilation",
+    "HybridAdamW": "optim.adamw",
     "Plan": "ir",
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
@@ -37,15 +37,15 @@ _HOME = {
     "explain": "report.explain",
     "export": "checkpoint.full",
     "full_state_dict": "checkpoint.full",
-    "hybrid": "optim.classes",
+    "hybrid": "optim.adamw",
     "load": "checkpoint.loading",
-    "load_plan": "api.saved",
+    "load_plan": "managed.saved",
     "measure_step": "measure",
     "plan": "api.plan",
     "prepare": "api.prepare",
     "save": "checkpoint.saving",
-    "save_plan": "api.saved",
-    "weigh": "api.share",
+    "save_plan": "managed.saved",
+    "weigh": "managed.share",
 }
 _ERRORS = (
     "ActivationsGone",
@@ -81,10 +81,10 @@ _ERRORS = (
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
 _HOME.update(dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors"))
-_HOME.update(dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.errors"))
+_HOME["__version__"] = "version"
+_HOME.update(dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.distributed.errors"))
 
-__all__ = sorted(_HOME)
-__version__ = "0.1.0"
+__all__ = sorted(_HOME.keys() - {"__version__"})
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,6 @@
 """Facts about a graph and a plan: what is live when, which buckets are used where, and whether a plan is legal."""
 
 from elixir_compile.analysis.activations import Depth, Group, activation_groups
-from elixir_compile.analysis.closing import closing_verbs
 from elixir_compile.analysis.collectives import Traffic, collectives
 from elixir_compile.analysis.formula import peak_formula, plan_at, resized
 from elixir_compile.analysis.fusion import fused
@@ -16,7 +15,7 @@ from elixir_compile.analysis.timeline import (
     with_peaks,
 )
 from elixir_compile.analysis.verify import verify
-from elixir_compile.analysis.windows import Window, use_windows
+from elixir_compile.analysis.windows import Window, closing_verbs, use_windows
 
 __all__ = [
     "Depth",

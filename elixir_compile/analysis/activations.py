@@ -19,7 +19,7 @@ from enum import IntEnum
 
 from elixir_compile.analysis.recompute import given_storages, makers, saved_storages, stale_reads
 from elixir_compile.ir import GroupId, Op, Phase, StepGraph, StorageId
-from elixir_compile.ir.layers import is_numbered, layer_of
+from elixir_compile.ir.graph import is_numbered, layer_of
 
 
 class Depth(IntEnum):

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from elixir_compile.analysis import lives
+from elixir_compile.analysis import lifecycles
 from elixir_compile.analysis.excerpt import illegal_action
-from elixir_compile.analysis.lives import Event, Lifecycle, State
+from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import (
     check_activations,
@@ -52,9 +52,9 @@ _PARAM_EVENTS = {Verb.GATHER: Event.GATHER, Verb.RELEASE: Event.RELEASE}
 _GRAD_EVENTS = {Verb.REDUCE: Event.REDUCE, Verb.UPDATE: Event.UPDATE}
 _ACTIVATION_EVENTS = {Verb.OFFLOAD: Event.OFFLOAD, Verb.PREFETCH: Event.PREFETCH, Verb.WAIT: Event.WAIT}
 _ACTIVATION_LIVES = {
-    Saving.KEEP: lives.KEPT_ACTIVATIONS,
-    Saving.RECOMPUTE: lives.RECOMPUTED_ACTIVATIONS,
-    Saving.OFFLOAD: lives.OFFLOADED_ACTIVATIONS,
+    Saving.KEEP: lifecycles.KEPT_ACTIVATIONS,
+    Saving.RECOMPUTE: lifecycles.RECOMPUTED_ACTIVATIONS,
+    Saving.OFFLOAD: lifecycles.OFFLOADED_ACTIVATIONS,
 }
 
 
@@ -122,18 +122,18 @@ def _offloaded(plan: Plan) -> Mapping[StorageId, str]:
 
 def _param_life(bucket: Bucket, placement: Placement) -> Lifecycle:
     if placement.param is Tier.DEVICE and not bucket.is_sharded:
-        return lives.DEVICE_PARAMS
-    return lives.RESIDENT_PARAMS if placement.resident else lives.GATHERED_PARAMS
+        return lifecycles.DEVICE_PARAMS
+    return lifecycles.RESIDENT_PARAMS if placement.resident else lifecycles.GATHERED_PARAMS
 
 
 def _grad_life(bucket: Bucket, placement: Placement, is_written: bool, is_training: bool) -> Lifecycle:
     if not bucket.trainable or not is_training:
-        return lives.FROZEN_GRAD
+        return lifecycles.FROZEN_GRAD
     if not is_written:
-        return lives.ABSENT_GRAD
+        return lifecycles.ABSENT_GRAD
     if placement.param is not Tier.DEVICE:
-        return lives.HOST_GRAD
-    return lives.SHARDED_GRAD if bucket.is_sharded else lives.DEVICE_GRAD
+        return lifecycles.HOST_GRAD
+    return lifecycles.SHARDED_GRAD if bucket.is_sharded else lifecycles.DEVICE_GRAD
 
 
 class _Life:
@@ -233,7 +233,7 @@ class _Walk:
             self._last_forward_at = self._at
             return
         for life in self._params.values():
-            is_copied = life.table is lives.GATHERED_PARAMS and life.state in (State.GATHERING, State.GATHERED)
+            is_copied = life.table is lifecycles.GATHERED_PARAMS and life.state in (State.GATHERING, State.GATHERED)
             if is_copied and self._gathered_at(life) < self._last_forward_at:
                 self._fail(f"{life.subject} is not resident, but its copy from the forward is kept for the backward.")
 

@@ -1,24 +1,13 @@
-"""Use windows: the stretches of ops for which a bucket is worth gathering.
+"""When parameters are used: the stretches of ops for which a bucket is gathered, and where in the backward it may be
+updated."""
 
-```text
-  op              0  1  2  3  4  5  6
-  embed (tied)    u                 u     two windows: layers are used in between
-  layer 0            u     u              one window: nothing but its own ops in between
-  layer 1                     u  u        one window
-```
-
-Two uses of a bucket belong to one window unless an op strictly between them uses another bucket. A bucket of less than
-a sixteenth of the bytes does not end a window: gathering the large one twice costs more than keeping it for the small
-one's sake.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Bucket, BucketId, Phase, StepGraph
+from elixir_compile.ir import Bucket, BucketId, Phase, Placement, Plan, RegionId, StepGraph, Tier, Verb, grad_of
 
 SMALL_SHARE = 16
 """A bucket with less than one part in this many of another's bytes does not end that bucket's windows."""
@@ -80,3 +69,44 @@ def _are_apart(graph: StepGraph, bucket: Bucket, last: int, index: int, largest_
     between = largest_bytes[last + 1 : index]
     largest = int(between.max()) if len(between) else -1
     return largest >= 0 and largest * SMALL_SHARE >= bucket.nbytes
+
+
+def closing_verbs(plan: Plan, rank: int = 0) -> Mapping[BucketId, Verb]:
+    """Return the last thing that the program does to each bucket: REDUCE of parameters on the device, OFFLOAD of their
+    gradient, or the one RELEASE behind it. Buckets that are read after that are left out."""
+    actions = ((action.verb, action.what) for action in plan.schedules[rank].actions)
+    return closing_of(actions, {region.id: region.buckets for region in plan.regions}, plan.placements)
+
+
+def closing_of(
+    actions: Iterable[tuple[Verb, str]],
+    regions: Mapping[RegionId, Sequence[BucketId]],
+    placements: Iterable[Placement],
+) -> Mapping[BucketId, Verb]:
+    """Return the same of a program of (verb, what) pairs whose `regions` read these buckets."""
+    landings = {
+        (Verb.REDUCE, placed.bucket)
+        if placed.param is Tier.DEVICE
+        else (Verb.OFFLOAD, grad_of(placed.bucket)): placed.bucket
+        for placed in placements
+    }
+    closing: dict[BucketId, Verb] = {}
+    reduced: set[BucketId] = set()
+    reread: set[BucketId] = set()
+    banned: set[BucketId] = set()
+    for verb, what in actions:
+        bucket = BucketId(what)
+        if verb is Verb.RUN:
+            reread.update(read for read in regions[RegionId(what)] if read in reduced)
+        elif verb is Verb.RELEASE and bucket in reduced:
+            is_first = closing.pop(bucket, None) is Verb.OFFLOAD
+            if is_first:
+                closing[bucket] = Verb.RELEASE
+                reread.discard(bucket)
+            else:
+                banned.add(bucket)
+        if verb is Verb.REDUCE:
+            reduced.add(bucket)
+        if (verb, what) in landings:
+            closing[landings[verb, what]] = verb
+    return {bucket: verb for bucket, verb in closing.items() if bucket not in reread | banned}

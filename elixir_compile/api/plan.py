@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from elixir_compile.api.budget import device_budget_bytes, host_budget_bytes, machine
-from elixir_compile.api.cache import plan_for
-from elixir_compile.api.capture import Capture, Inputs
-from elixir_compile.api.few_layers import capture_model
-from elixir_compile.api.loss import Chunks, Whole, better, is_pressed, least_short
-from elixir_compile.api.models import find_described
+from elixir_compile.api.preview.capture import Capture, Inputs
+from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.models import find_described
 from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan
 from elixir_compile.options import Options, parse_options
+from elixir_compile.problem.cache import plan_for
+from elixir_compile.problem.loss import Chunks, Whole, better, is_pressed, least_short
+from elixir_compile.problem.machine import device_budget_bytes, host_budget_bytes, machine
 from elixir_compile.search import Problem
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ import warnings
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.api.compilation import Compilation
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import NoGraphCaptured
+from elixir_compile.managed.compilation import Compilation
 
 
 def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:

@@ -17,10 +17,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from elixir_compile import compat
-from elixir_compile.capture.flops import flops_of
-from elixir_compile.capture.fusion import kernel_of, overwritten_input, runs_once
 from elixir_compile.capture.joint import gradient, parameter, ticket
-from elixir_compile.capture.source import module_path, source_line
+from elixir_compile.capture.node_facts import module_path, source_line
+from elixir_compile.capture.op_facts import flops_of, kernel_of, overwritten_input, runs_once
 from elixir_compile.capture.views import is_number, is_view, viewed
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes

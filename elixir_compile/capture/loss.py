@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from elixir_compile import compat
 from elixir_compile.capture.chunked import LossForm, chunked_cross_entropy
-from elixir_compile.capture.source import source_line
+from elixir_compile.capture.node_facts import source_line
 
 _PRODUCTS = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
 _VIEWS = {torch.reshape, "view", "reshape"}

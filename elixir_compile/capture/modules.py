@@ -1,17 +1,8 @@
-"""Modules whose parameters read as gathers.
-
-`swap` gives a module that directly owns parameters a subclass whose property `weight` is
-`elixir::gather(handle, size, stride, key)` to a compiler, and to eager code the parameter itself where it is on the
-compute device. The parameter stays in `_parameters`, so `state_dict`, `parameters()` and optimizers see what they
-always see. A copy or a pickle of a swapped module is a plain module again.
-
-A module whose parameters change in a way that graphs cannot follow, as by pruning, weight norm or late tying, is given
-back: it has its own class again. Every graph of its executor is captured again then, because `retire` gives the other
-modules new classes, which Dynamo's guards tell from the old.
-"""
+"""Modules whose parameters read as gathers, and the models that own them."""
 
 import copyreg
-from collections.abc import Collection, Mapping
+import gc
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +18,20 @@ from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.schema import GATHER
 from elixir_compile.ops.shards import is_dtensor, own_part, rehome
 from elixir_compile.ops.sites import Sites
+
+
+def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
+    """Return the outermost modules that hold any of `params`; a parameter outside every module is in none of them."""
+    modules = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), nn.Module) and compat.undo_compile(thing) is thing
+    ]
+    children = {id(child) for module in modules for child in module.children()}
+    wanted = {id(param) for param in params}
+    roots = [module for module in modules if id(module) not in children]
+    return [root for root in roots if wanted & {id(param) for param in root.parameters()}]
+
 
 _HANDLE = "_elixir_handle_"
 _EXECUTOR = "_elixir_executor"

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.examples import example_of, storages_of
+from elixir_compile.capture.node_facts import example_of, storages_of
 from elixir_compile.ops.schema import GATHER
 
 

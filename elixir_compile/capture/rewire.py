@@ -15,7 +15,7 @@ from torch import fx
 from torch.nn.utils import stateless
 
 from elixir_compile import compat
-from elixir_compile.capture.examples import example_of
+from elixir_compile.capture.node_facts import example_of
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
 from elixir_compile.ops.schema import GATHER

@@ -1,20 +1,15 @@
-"""A prepared model and example inputs -> the halves of its training step, before anything is compiled or run.
+"""A prepared model and example inputs -> the halves of its training step, before anything is compiled."""
 
-    Dynamo -> AOTAutograd's joint graph -> torch's partitioner -> stop
-
-The same front end, passes and partitioner as in training, so that the step is the same, op for op. Inputs need their
-shape, strides, dtype and device only: Dynamo makes fake tensors of them, and the stop comes before the graph runs.
-"""
-
+import contextlib
+import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from elixir_compile import compat
-from elixir_compile.capture.collector import collector_off
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import parameter, partition_hidden, reads_parameters
 from elixir_compile.capture.parameter_inputs import gathers_to_inputs
@@ -22,6 +17,22 @@ from elixir_compile.capture.rewire import split_gathers
 from elixir_compile.capture.views import is_number
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import slot_by_key
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Pause the garbage collector of the process, and leave it as it was, also after an exception.
+
+    A capture makes about a million objects that all stay, and the collector looks at them again and again: 24.3 s to
+    21.7 s for the plan of 32 layers of Llama. Inside another pause, on this thread or another, it changes nothing.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Stopped(BaseException):

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
-from elixir_compile.capture.examples import example_of, leaves_of, storages_of, tensors_of
+from elixir_compile.capture.node_facts import example_of, leaves_of, storages_of, tensors_of
 from elixir_compile.capture.rewire import bodies_of, gathers_of
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of

@@ -1,25 +1,11 @@
-"""Tensors by key to a folder and back, by torch.distributed.checkpoint (DCP).
-
-```text
-  write    each rank: its parts to a file of its own; what it wrote as text
-  finish   one rank: the texts of all to `.metadata`
-  Reader   each rank: of every tensor what it needs, whoever wrote that
-```
-
-The folder is DCP's own format, one `.distcp` file per rank and `.metadata`, which any version of DCP reads. Its writer,
-reader and planners are called one after another here, as `dcp.save` and `dcp.load` do: those two warn at every call
-without a process group, a warning cannot be silenced in a thread alone, and between ranks they send pickles.
-
-`.metadata` is a pickle. It is read by an unpickler that knows the few classes of DCP's metadata and nothing else; a
-tensor is read by `torch.load(weights_only=True)`. DCP's safetensors storage needs no pickle at all, but puts a whole
-file together in memory (`safetensors.torch.save` in torch 2.13), and gives a sharded folder no index.
-"""
+"""Tensors by key to a folder and back, by torch.distributed.checkpoint (DCP), each rank its own parts."""
 
 import json
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,10 +28,60 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from elixir_compile.checkpoint.opened import OpenFolder
-from elixir_compile.checkpoint.parts import Place
+from elixir_compile.checkpoint.folder import OpenFolder
 from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
+from elixir_compile.ops.shards import is_dtensor, own_part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a part lies in its tensor."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
+    """Leave in `sources` what this rank writes of them, plain tensors; return the places of those that are parts.
+
+    Every rank has the same keys in the same order.
+    """
+    places: dict[str, Place] = {}
+    num_shared = 0
+    for key, source in list(sources.items()):
+        like = source.like if isinstance(source, Deferred) else source
+        if not is_dtensor(like):
+            if not is_first:
+                del sources[key]
+            continue
+        if _writes(like, num_shared):
+            (chunk,) = like.__create_chunk_list__()
+            places[key] = Place(offsets=tuple(chunk.offsets), shape=tuple(like.shape))
+            sources[key] = _own(source)
+        else:
+            del sources[key]
+        num_shared += 1
+    return places
+
+
+def _writes(like: torch.Tensor, number: int) -> bool:
+    """Return whether this rank writes its part of `like`, the `number`-th tensor that ranks share."""
+    mesh = like.device_mesh
+    coordinate = mesh.get_coordinate()
+    if not like.numel():
+        return not any(coordinate)
+    axes = zip(like.placements, coordinate, mesh.shape, strict=True)
+    is_turn = all(place == number % size for placement, place, size in axes if placement.is_replicate())
+    return is_turn and own_part(like).numel() > 0
+
+
+def _own(source: "torch.Tensor | Deferred") -> "torch.Tensor | Deferred":
+    if isinstance(source, Deferred):
+        return Deferred(like=own_part(source.like), read=source.read)
+    return own_part(source)
+
 
 _METADATA_FILE = ".metadata"
 _DCP = "torch.distributed.checkpoint."

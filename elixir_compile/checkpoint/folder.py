@@ -1,28 +1,15 @@
-"""A folder that appears at its path whole or not at all, also beside other processes that save to the same path.
-
-```text
-  .name.saving.1f0c   written here and synced; locked (shared) by the process that writes it
-  name                the checkpoint; locked (shared) by every process that reads it
-  .name.previous      what was at `name`, between the two renames that replace it
-  .name.old.77ab      what was at `name` before; removed by the save that replaced it, or by the last process that reads
-                      it, or by the next save
-```
-
-- A folder is removed only under an exclusive lock of it, and only under the names `saving` and `old`: so nobody removes
-  what another process writes or reads, and what a killed process left is removed by the next save. Locks are those of
-  `flock`: they end with the process.
-- The renames that replace `name` are made under an exclusive lock of the folder that it is in, so two saves replace it
-  one after the other. Readers do not take that lock: at every moment `name` or `.name.previous` is a whole checkpoint.
-- A process that is killed between the two renames leaves no `name`: the previous one is then found and loaded.
-"""
+"""The folder of a checkpoint: it appears whole or not at all, and is held open while it is read."""
 
 import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from elixir_compile.checkpoint.errors import NotACheckpoint
 
@@ -154,3 +141,102 @@ def _replace(path: Path, folder: Path) -> None:
     sync_folder(path.parent)
     if previous.exists():
         os.rename(previous, _beside(path, "old"))
+
+
+_NUM_TRIES = 25
+_PAUSE_S = 0.002
+
+
+class OpenFolder:
+    """The folder that `path` led to when it was opened; it stays open until `close`."""
+
+    def __init__(self, path: Path, base: Path) -> None:
+        """`base` is the path of the checkpoint, which is `path` unless a save is replacing it or was killed.
+
+        Raises OSError if there is no folder at `path`.
+        """
+        self.path = path
+        self._base = base
+        self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __enter__(self) -> "OpenFolder":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def lock(self) -> bool:
+        """Keep the folder from being removed; return False if it is being removed right now."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # a file system without locks
+        return True
+
+    def open(self, name: str) -> BinaryIO:
+        """Open the file `name` of the folder; OSError if that fails."""
+        return open(name, "rb", opener=partial(os.open, dir_fd=self._file))
+
+    def has(self, name: str) -> bool:
+        """Whether the folder has a file `name`."""
+        try:
+            os.stat(name, dir_fd=self._file)
+        except OSError:
+            return False
+        return True
+
+    def is_there(self) -> bool:
+        """Whether `path` still leads to this folder: no save has taken its place."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Let go of the folder; it is removed if a save has taken its place and nobody else reads it."""
+        with suppress(OSError):  # a file system without locks
+            unlock(self._file)
+        # A save from now on removes the folder itself.
+        is_replaced = not self.is_there()
+        os.close(self._file)
+        if is_replaced:
+            with suppress(OSError):  # this process may not write there: the next save removes it
+                remove_left_over(self._base)
+
+
+def open_checkpoint(path: Path) -> OpenFolder:
+    """Open the checkpoint at `path`; NotACheckpoint if there is none.
+
+    Takes at most 0.1 s, whatever other processes save to `path` in the meantime.
+    """
+    base = resolved(path)
+    for num_left in reversed(range(_NUM_TRIES)):
+        found = _opened(base, base) or _opened(previous_of(base), base)
+        if found is not None:
+            # The last time even without a lock: a process that is stopped may hold it forever.
+            is_locked = found.lock() or not num_left
+            if is_locked and found.has(MANIFEST_FILE):
+                return found
+            is_other = is_locked and found.path == base and found.is_there()
+            found.close()
+            if is_other:
+                raise NotACheckpoint(str(base), f"it has no {MANIFEST_FILE}")
+        # Between looking for one and looking for the other a save may have ended: then there is one now.
+        time.sleep(_PAUSE_S)
+        base = resolved(path)
+    raise NotACheckpoint(str(base), "there is nothing")
+
+
+def _opened(path: Path, base: Path) -> OpenFolder | None:
+    try:
+        return OpenFolder(path, base)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        because = "it is no folder" if path.is_file() else f"it cannot be opened ({error.strerror})"
+        raise NotACheckpoint(str(path), because) from error

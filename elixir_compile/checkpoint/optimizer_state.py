@@ -15,7 +15,7 @@ from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, tens
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
-from elixir_compile.optim.master_state import with_whole_master
+from elixir_compile.optim.master_adamw import with_whole_master
 
 OPTIMIZER_KEY = "optimizer."
 """How the keys of its tensors begin."""

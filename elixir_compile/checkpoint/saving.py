@@ -26,12 +26,12 @@ from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.checkpoint import dcp
+from elixir_compile.checkpoint.dcp import Place, keep_own
 from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import new_folder, sync_folder
 from elixir_compile.checkpoint.manifest import STATE_FILE, TENSORS_FOLDER, Manifest, write_manifest, write_text
 from elixir_compile.checkpoint.model_state import model_plain, model_state
 from elixir_compile.checkpoint.optimizer_state import optimizer_plain
-from elixir_compile.checkpoint.parts import Place, keep_own
 from elixir_compile.checkpoint.random_state import random_state
 from elixir_compile.checkpoint.sums import FileRecord
 from elixir_compile.checkpoint.together import RankGroup, rank_group_of, turn

@@ -20,8 +20,8 @@ from torch import nn
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.checkpoint.errors import CheckpointCorrupted, CheckpointMismatch, NotACheckpoint, NotSavable
 from elixir_compile.errors import DiskFailed, DiskFull
-from elixir_compile.runtime.errors import RanksDiffer, ranks_text
-from elixir_compile.runtime.talk import Carried, ControlChannel
+from elixir_compile.runtime.distributed.control import Carried, ControlChannel
+from elixir_compile.runtime.distributed.errors import RanksDiffer, ranks_text
 
 _Made = TypeVar("_Made")
 

@@ -11,13 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import elixir_compile as elixir
-from elixir_compile.cli.demo_model import ByteGPT, Shape
-from elixir_compile.cli.demo_text import batches, read_text
+from elixir_compile.cli.demo_model import ByteGPT, Shape, batches, read_text
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
-from elixir_compile.report.curve import curve_text
 from elixir_compile.report.line import measured_line, plan_line
-from elixir_compile.report.table import table_text
+from elixir_compile.report.text import curve_text, table_text
 from elixir_compile.units import format_bytes, format_s
 
 SHAPE = Shape()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import typer
 
-from elixir_compile.api.saved import load_plan
 from elixir_compile.cli.failure import fail
 from elixir_compile.errors import ElixirError
+from elixir_compile.managed.saved import load_plan
 from elixir_compile.report.explain import answer, answer_text
 
 

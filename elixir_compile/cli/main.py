@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from elixir_compile.capture.collector import collector_off
+from elixir_compile.capture.tracing import collector_off
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from torch import distributed
 
-from elixir_compile.api.machines import store_machine
 from elixir_compile.errors import DiskFailed, DiskFull
 from elixir_compile.hardware import Cluster, Link, cluster_to_json
 from elixir_compile.measure.machine import measure_machine, with_disk
+from elixir_compile.problem.machine import store_machine
 from elixir_compile.units import format_bytes, format_s
 
 

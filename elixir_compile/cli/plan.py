@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from elixir_compile.api.cache import plan_for
-from elixir_compile.api.capture import Capture
-from elixir_compile.api.loss import Chunks
 from elixir_compile.api.plan import plan_with_loss, question
-from elixir_compile.api.saved import save_plan
+from elixir_compile.api.preview.capture import Capture
 from elixir_compile.cli.failure import fail
 from elixir_compile.cli.request import Request
 from elixir_compile.errors import ElixirError
 from elixir_compile.ir import Bucket, Plan, Tier, plan_to_json
+from elixir_compile.managed.saved import save_plan
+from elixir_compile.problem.cache import plan_for
+from elixir_compile.problem.loss import Chunks
 from elixir_compile.report.line import plan_line
 from elixir_compile.search import Problem
 from elixir_compile.search.largest import largest_feasible

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from elixir_compile.api.capture import Capture
-from elixir_compile.api.few_layers import capture_model
-from elixir_compile.api.loss import Chunks
-from elixir_compile.api.models import TextBatch, find_model
 from elixir_compile.api.plan import named_cluster
-from elixir_compile.capture.collector import collector_off
+from elixir_compile.api.preview.capture import Capture
+from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.models import TextBatch, find_model
+from elixir_compile.capture.tracing import collector_off
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.options import Options, parse_options
+from elixir_compile.problem.loss import Chunks
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

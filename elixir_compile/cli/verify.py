@@ -7,11 +7,11 @@ from pathlib import Path
 import typer
 
 from elixir_compile.analysis import plan_at, verify
-from elixir_compile.api.saved import load_plan, require_same_machine
 from elixir_compile.cli.failure import fail
 from elixir_compile.cli.request import Request
 from elixir_compile.errors import ElixirError, InvalidPlan, PlanMismatch
 from elixir_compile.ir import Plan, fingerprint, parse_plan
+from elixir_compile.managed.saved import load_plan, require_same_machine
 from elixir_compile.units import format_bytes
 
 

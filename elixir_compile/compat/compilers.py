@@ -10,8 +10,8 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 
 from elixir_compile.compat.dynamo import fake_mode_of
-from elixir_compile.compat.instructions import best_instructions_only
 from elixir_compile.compat.kernels import Kernels
+from elixir_compile.compat.libraries import best_instructions_only
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):

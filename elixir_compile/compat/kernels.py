@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from elixir_compile.compat.instructions import best_instructions_only
-from elixir_compile.compat.libraries import Place, command_line, function_at, known_place, note_place, source_key
+from elixir_compile.compat.libraries import (
+    Place,
+    best_instructions_only,
+    command_line,
+    function_at,
+    known_place,
+    note_place,
+    source_key,
+)
 
 log = logging.getLogger("elixir_compile")
 

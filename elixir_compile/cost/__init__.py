@@ -1,12 +1,8 @@
 """How long one thing takes on a machine: closed forms, never faster for more bytes."""
 
-from elixir_compile.cost.collective import average_s, collective_s
-from elixir_compile.cost.compute import is_free, op_s
-from elixir_compile.cost.disk import disk_s
-from elixir_compile.cost.host_memory import host_memory_s, update_bytes
-from elixir_compile.cost.measured import Measured, Stretch, corrected_s
-from elixir_compile.cost.transfer import copy_s
-from elixir_compile.cost.update import stream_bytes, stream_s, streamed_bytes, update_s
+from elixir_compile.cost.compute import Measured, Stretch, corrected_s, is_free, op_s
+from elixir_compile.cost.transfer import average_s, collective_s, copy_s, disk_s
+from elixir_compile.cost.update import host_memory_s, stream_bytes, stream_s, streamed_bytes, update_bytes, update_s
 
 __all__ = [
     "Measured",

@@ -1,10 +1,7 @@
 """What a machine is: devices, host and links, common ones by name, and their JSON."""
 
-from elixir_compile.hardware.cluster import Cluster
-from elixir_compile.hardware.codec import cluster_from_json, cluster_to_json, hardware_fingerprint
-from elixir_compile.hardware.device import DeviceProfile, HostProfile
-from elixir_compile.hardware.link import Link
-from elixir_compile.hardware.node import Node
+from elixir_compile.hardware.cluster import Cluster, Node, cluster_from_json, cluster_to_json, hardware_fingerprint
+from elixir_compile.hardware.device import DeviceProfile, HostProfile, Link
 from elixir_compile.hardware.presets import parse_hardware, preset, preset_names, preset_of_ranks
 from elixir_compile.hardware.rough import profile_for, with_devices
 

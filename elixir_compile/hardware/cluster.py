@@ -1,11 +1,33 @@
-"""The machines a plan is for."""
+"""The machines that a plan is for: nodes of equal devices, the cluster they form, and its JSON."""
 
+import hashlib
 from dataclasses import dataclass, replace
 
-from elixir_compile.errors import InvalidPlan, InvalidProfile
-from elixir_compile.hardware.device import DeviceProfile, HostProfile
-from elixir_compile.hardware.link import Link
-from elixir_compile.hardware.node import Node
+from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.errors import InvalidPlan, InvalidProfile, ProfileFileError
+from elixir_compile.hardware.device import DeviceProfile, HostProfile, Link, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A host and `num_devices` equal devices."""
+
+    device: DeviceProfile
+    host: HostProfile
+    """The whole host, which its devices share."""
+    h2d: Link
+    """From host memory to one device, while all devices of the node use theirs."""
+    d2h: Link
+    peer: Link | None = None
+    """What one device sends around a ring of all devices of the node; None for a single device."""
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        what = f"node of {self.device.name}"
+        require_positive(what, num_devices=self.num_devices)
+        if self.num_devices > 1 and self.peer is None:
+            raise InvalidProfile(what, "peer", f"a link, as there are {self.num_devices} devices", None)
+
 
 MOST_RANKS = 1 << 20
 """More in a plan or a machine are a slip of the pen, which should not fill the memory: shards are listed by rank."""
@@ -70,3 +92,23 @@ class Cluster:
         """The link that bounds a ring over all ranks: the network, else the peer link; None for one rank."""
         first, *others = self.nodes
         return self.network if others else first.peer
+
+
+MACHINE_FORMAT = 1
+
+_MACHINE = Form(what="machine", version=MACHINE_FORMAT, error=ProfileFileError)
+
+
+def cluster_to_json(cluster: Cluster) -> str:
+    """Return `cluster` as JSON; equal clusters have equal text."""
+    return to_json(_MACHINE, cluster)
+
+
+def cluster_from_json(text: str) -> Cluster:
+    """Return the cluster in `text`; ProfileFileError names the field that is not right, `nodes[0].h2d.bytes_per_s`."""
+    return from_json(_MACHINE, Cluster, text)
+
+
+def hardware_fingerprint(cluster: Cluster) -> str:
+    """Return 12 hex digits that two clusters share only when every number of theirs is equal."""
+    return hashlib.sha256(cluster_to_json(cluster).encode()).hexdigest()[:12]

@@ -1,30 +1,12 @@
-"""Common machines by name: data sheets of `table`, times the share of them that programs reach -> `Cluster`.
+"""Common machines by name: data sheets of `table`, times the share of them that programs reach."""
 
-```text
-  "a100-40g"           one device            "4 x a100-40g"       four on one host
-  "2 x 8 x h100-80g"   two nodes of eight
-```
-
-The shares below and the Elixir paper's rates make a plan without the machine at hand. `elixir-compile measure` replaces
-them. They do not model how devices share PCIe switches, nor NUMA.
-"""
-
+import math
 import re
+from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidOption, UnknownHardware
-from elixir_compile.hardware.cluster import Cluster
-from elixir_compile.hardware.device import DeviceProfile, HostProfile
-from elixir_compile.hardware.link import Link
-from elixir_compile.hardware.node import Node
-from elixir_compile.hardware.paper import (
-    ADAM_BYTES_PER_ELEMENT,
-    D2H_FIT,
-    DEVICE_UPDATE_FIT,
-    H2D_FIT,
-    HOST_UPDATE_FIT,
-    SOURCE,
-    paper_rates,
-)
+from elixir_compile.hardware.cluster import Cluster, Node
+from elixir_compile.hardware.device import DeviceProfile, HostProfile, Link
 from elixir_compile.hardware.table import MACHINES, Machine
 from elixir_compile.units import GIB, MIB
 
@@ -201,4 +183,34 @@ def _network(machine: Machine, num_devices: int, peer: Link | None) -> Link:
 def _link(bytes_per_s: float, latency_s: float, source: str) -> Link:
     return Link(
         bytes_per_s=bytes_per_s, latency_s=latency_s, overlaps_compute=True, source=f"{source}; latency is typical"
+    )
+
+
+SOURCE = "Elixir (arXiv 2212.05339), measured rates"
+H2D_FIT = "c2g = 16.3 n + 8.7"
+D2H_FIT = "g2c = 15.8 n + 2.3"
+DEVICE_UPDATE_FIT = "v_gpu = 50 n"
+HOST_UPDATE_FIT = "v_cpu = 1.66 ln n + 5.15"
+
+ADAM_BYTES_PER_ELEMENT = 28
+"""Adam in float32 reads parameter, gradient and two moments and writes all but the gradient: 7 words of 4 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperRates:
+    """Of all devices together."""
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    device_update_elements_per_s: float
+    host_update_elements_per_s: float
+
+
+def paper_rates(num_devices: int) -> PaperRates:
+    """Return the paper's fits of its measurements for `num_devices` devices together."""
+    return PaperRates(
+        h2d_bytes_per_s=16.3e9 * num_devices + 8.7e9,
+        d2h_bytes_per_s=15.8e9 * num_devices + 2.3e9,
+        device_update_elements_per_s=50e9 * num_devices,
+        host_update_elements_per_s=1.66e9 * math.log(num_devices) + 5.15e9,
     )

@@ -7,11 +7,9 @@
 from dataclasses import replace
 
 from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware.cluster import Cluster
-from elixir_compile.hardware.device import DeviceProfile, HostProfile
-from elixir_compile.hardware.link import Link
-from elixir_compile.hardware.node import Node
-from elixir_compile.hardware.paper import ADAM_BYTES_PER_ELEMENT, SOURCE, paper_rates
+from elixir_compile.hardware.cluster import Cluster, Node
+from elixir_compile.hardware.device import DeviceProfile, HostProfile, Link
+from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT, SOURCE, paper_rates
 from elixir_compile.units import GIB
 
 _PAPER = f"{SOURCE} for one A100"

@@ -1,8 +1,8 @@
 """What a training step is: its graph, its buckets, its schedule, its plan and its record, as plain values."""
 
-from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket, Placement, averaged_bytes
+from elixir_compile.ir.bucket import Activations, Bucket, Placement, averaged_bytes
 from elixir_compile.ir.codec import (
+    fingerprint,
     graph_from_json,
     graph_to_json,
     plan_from_json,
@@ -10,7 +10,6 @@ from elixir_compile.ir.codec import (
     record_from_json,
     record_to_json,
 )
-from elixir_compile.ir.fingerprint import fingerprint
 from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,

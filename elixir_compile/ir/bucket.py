@@ -1,11 +1,13 @@
-"""Parameters that travel together, and where their training state lives."""
+"""Parameters that travel together, where their training state lives, and what happens to saved activations."""
 
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir.kinds import BucketId, StorageId, Tier
+from elixir_compile.ir.kinds import BucketId, GroupId, Saving, StorageId, Tier
+from elixir_compile.ir.words import commented, word, words
+from elixir_compile.units import format_bytes
 
 _REDUCED_BYTES = {"float32": 4}
 """Bytes of an element, by the dtypes that gradients of other dtypes may be reduced in."""
@@ -153,3 +155,25 @@ class Placement:
     def update(self) -> Tier:
         """Where the bucket is updated: on the device if its state lives or travels there, else on the host."""
         return Tier.DEVICE if self.streamed or self.optim is Tier.DEVICE else Tier.HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Saved activations of one layer and one class, which are treated alike."""
+
+    id: GroupId
+    """Layer and class: `h.3.matmul`."""
+    storages: tuple[StorageId, ...]
+    """In the order in which the forward makes them."""
+    nbytes: int
+    saving: Saving
+
+    def __post_init__(self) -> None:
+        if not self.storages or len(set(self.storages)) != len(self.storages):
+            raise InvalidPlan(f"the activations {self.id} must list storages, each once.")
+        if self.nbytes < 0:
+            raise InvalidPlan(f"the activations {self.id} have {self.nbytes} bytes; expected 0 or more.")
+
+    def __str__(self) -> str:
+        line = f"{word(self.id)}  {self.saving}  bytes {self.nbytes}  storages {words(*self.storages)}"
+        return commented(line, format_bytes(self.nbytes))

@@ -1,15 +1,13 @@
-"""Graphs, plans and records as JSON and back.
+"""Graphs, plans and records as JSON and back, and a short name for what a graph computes."""
 
-```text
-  {"elixir": "plan", "format": 5, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
-```
-
-Reading is strict, see `elixir_compile.codec`: a PlanFileError names the field that is wrong, `placements[3].param`.
-"""
+import hashlib
+import json
 
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import PlanFileError
+from elixir_compile.ir import sizes
 from elixir_compile.ir.graph import StepGraph
+from elixir_compile.ir.kinds import Kind, StorageId
 from elixir_compile.ir.plan import PLAN_FORMAT, Plan
 from elixir_compile.ir.record import Record
 
@@ -49,3 +47,47 @@ def record_to_json(record: Record) -> str:
 def record_from_json(text: str) -> Record:
     """Return the record in `text`; PlanFileError names the field that is not right."""
     return from_json(_RECORD, Record, text)
+
+
+_NUM_DIGITS = 12
+
+
+def fingerprint(graph: StepGraph) -> str:
+    """Return 12 hex digits of the SHA-256 of the graph's canonical form."""
+    numbers: dict[StorageId, int] = {}
+    for op in graph.ops:
+        for name in (*op.reads, *op.writes):
+            numbers.setdefault(name, len(numbers))
+    ops = [
+        [
+            op.target,
+            op.phase,
+            [numbers[name] for name in op.reads],
+            [numbers[name] for name in op.writes],
+            op.module,
+            op.kernel,
+            op.once,
+        ]
+        for op in graph.ops
+    ]
+    symbols = {name: f"v{number}" for number, (name, _) in enumerate(graph.symbols)}
+    texts = {storage.size for storage in graph.storages if storage.size}
+    expressions = {text: sizes.canonical(text, symbols) for text in texts}
+    touched: list[tuple[int, list[object]]] = []
+    untouched: list[list[object]] = []
+    for storage in graph.storages:
+        name = storage.id if storage.kind is Kind.PARAM else ""
+        of = "" if storage.of is None else storage.of
+        line: list[object] = [storage.kind, expressions.get(storage.size, storage.nbytes), storage.dtype, name, of]
+        if storage.id in numbers:
+            touched.append((numbers[storage.id], line))
+        else:
+            untouched.append(line)
+    outputs = [numbers.get(name, -1) for name in graph.outputs]
+    canonical = [
+        ops,
+        [line for _, line in sorted(touched, key=lambda item: item[0])],
+        sorted(untouched, key=str),
+        outputs,
+    ]
+    return hashlib.sha256(json.dumps(canonical).encode()).hexdigest()[:_NUM_DIGITS]

@@ -8,6 +8,7 @@ A graph that was captured with dynamic shapes holds sizes twice: as bytes at the
 text, `4*s0*s1*768`, from which `graph_at` evaluates the graph at other values.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -209,3 +210,18 @@ def _check_phases(graph: StepGraph) -> None:
         raise InvalidPlan(
             f"graph {graph.name} has the update ops {updates}; expected at most one, named `{UPDATE_OP}`."
         )
+
+
+@functools.cache
+def layer_of(module: str) -> str:
+    """Return `transformer.h.3` for `transformer.h.3.attn.c_proj`, and a path without a number as it is."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: i + 1])
+    return module
+
+
+def is_numbered(layer: str) -> bool:
+    """Return whether `layer` is one of several alike."""
+    return layer.rpartition(".")[2].isdecimal()

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir import sizes
-from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.kinds import BucketId, OpId, Update
 from elixir_compile.ir.schedule import Region, Schedule

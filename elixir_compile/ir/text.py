@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from elixir_compile.errors import InvalidPlan, PlanFileError
 from elixir_compile.hardware.cluster import MOST_RANKS
-from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import Op, StepGraph, Storage
 from elixir_compile.ir.kinds import (
     BucketId,

@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from elixir_compile.compat import cpu_allocations
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.record import Origin, Record, Span
-from elixir_compile.measure.peak import peak_bytes
-from elixir_compile.measure.resident import Resident
+from elixir_compile.measure.memory import Resident, peak_bytes
 from elixir_compile.runtime.ledger import Ledger, all_ledgers
 from elixir_compile.runtime.slab import peak_slab_bytes, reset_peak_slab_bytes
 from elixir_compile.runtime.updates import finish_updates

@@ -14,8 +14,8 @@ from torch.utils.weak import TensorWeakRef
 
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ops.shards import version
-from elixir_compile.optim.guard import name_of, watch
-from elixir_compile.optim.part import snapshot
+from elixir_compile.optim.clip.guard import name_of, watch
+from elixir_compile.optim.group_slice import snapshot
 from elixir_compile.optim.rule import GRAD_SCALE
 
 _UPDATED = "was updated in its backward, and then"

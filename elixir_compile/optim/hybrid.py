@@ -22,16 +22,16 @@ from torch import nn
 from elixir_compile.errors import ElixirWarning, NoGraphCaptured
 from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
-from elixir_compile.optim.disk import DiskState
+from elixir_compile.optim.clip.guard import watch
+from elixir_compile.optim.clip.overflow import Overflow
 from elixir_compile.optim.early import EarlyUpdates
-from elixir_compile.optim.guard import watch
+from elixir_compile.optim.generic.transient import plain_step
+from elixir_compile.optim.group_slice import GroupSlice, group_slice_of, require_dense
 from elixir_compile.optim.host.threads import HostThreads, at_least_threads, bind_thread, host_threads_for
-from elixir_compile.optim.loading import held, shared_entry, unheld
-from elixir_compile.optim.overflow import Overflow
-from elixir_compile.optim.part import GroupSlice, group_slice_of, require_dense
 from elixir_compile.optim.rule import AdamWRule, UpdateRule, scaled
-from elixir_compile.optim.shadow import plain_step
-from elixir_compile.optim.state import StatePlacer, States
+from elixir_compile.optim.state.disk import DiskState
+from elixir_compile.optim.state.loading import held, shared_entry, unheld
+from elixir_compile.optim.state.placer import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor

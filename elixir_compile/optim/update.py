@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Lane, Tier
-from elixir_compile.optim.disk_update import DiskUpdate
-from elixir_compile.optim.guard import GradientGuard
-from elixir_compile.optim.part import GroupSlice
-from elixir_compile.optim.rooms import StateBuffers
+from elixir_compile.optim.clip.guard import GradientGuard
+from elixir_compile.optim.group_slice import GroupSlice
 from elixir_compile.optim.rule import State, UpdateRule
+from elixir_compile.optim.state.disk_update import DiskUpdate
+from elixir_compile.optim.state.placer import StateBuffers
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.streams import wait_on_compute

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.analysis.recompute import as_run, repeated_op, repeats, saved_storages
-from elixir_compile.ir.activation import Activations
+from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import GroupId, RegionId, Saving, Verb
 from elixir_compile.ir.plan import Decision, Plan
-from elixir_compile.report.moves import Move, moves_of
+from elixir_compile.report.subject import Move, moves_of
 from elixir_compile.units import format_bytes
 
 SAID: Mapping[Saving, str] = {

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket, Placement
+from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction
@@ -20,8 +19,7 @@ from elixir_compile.report.activations import (
     recomputed,
     saving_answers,
 )
-from elixir_compile.report.moves import Move, actions_of, moves_of
-from elixir_compile.report.subject import Subject
+from elixir_compile.report.subject import Move, Subject, actions_of, moves_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

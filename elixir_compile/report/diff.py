@@ -19,7 +19,7 @@ from elixir_compile.ir.kinds import Saving
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
 from elixir_compile.report.activations import SAID, saving_answers
-from elixir_compile.report.table import table_text
+from elixir_compile.report.text import table_text
 from elixir_compile.units import format_bytes, format_s
 
 TOLERANCE = 0.1

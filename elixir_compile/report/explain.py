@@ -23,8 +23,8 @@ h.3  activations of 3 groups, 54.0 MiB
 from collections.abc import Sequence
 
 from elixir_compile.errors import PlanMismatch
-from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.fingerprint import fingerprint
+from elixir_compile.ir.bucket import Activations
+from elixir_compile.ir.codec import fingerprint
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Saving, Tier, Verb
 from elixir_compile.ir.plan import Decision, Plan
@@ -39,9 +39,8 @@ from elixir_compile.report.answer import (
     plan_answer,
     region_answer,
 )
-from elixir_compile.report.entry import entry_text
-from elixir_compile.report.moves import Move
-from elixir_compile.report.subject import find_subject
+from elixir_compile.report.subject import Move, find_subject
+from elixir_compile.report.text import entry_text
 from elixir_compile.units import format_bytes, format_s
 
 _MOST_NAMES = 6

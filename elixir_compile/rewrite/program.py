@@ -27,8 +27,8 @@ from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
 from elixir_compile.capture.views import is_number
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb, grad_of
+from elixir_compile.rewrite.recompute import Partition
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
-from elixir_compile.rewrite.repeat import Partition
 
 
 def boxed(*values: object) -> list[object]:

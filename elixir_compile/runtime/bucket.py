@@ -23,8 +23,8 @@ _queued_lock = threading.Lock()
 
 
 class RunningBucket:
-    """One bucket of an executor. Not thread-safe but for `await_update`: the executor calls it from the thread that runs the
-    step."""
+    """One bucket of an executor. Only `await_update` is thread-safe: the executor calls the rest from the thread that
+    runs the step."""
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
         self.spec = spec

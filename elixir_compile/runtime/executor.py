@@ -20,15 +20,14 @@ from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import Slot, forget, let_state_follow, new_slot, slot_of
 from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.distributed.sharded import ShardReduce, new_bucket
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.runtime.moving import check_move
-from elixir_compile.runtime.ranks import Ranks
-from elixir_compile.runtime.replaced import taken_in
+from elixir_compile.runtime.parameters import check_move, taken_in
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.sharded import ShardReduce, new_bucket
 from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
 

@@ -17,8 +17,8 @@ import torch
 
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardGather
 from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.sharded import ShardedBucket, ShardGather
 from elixir_compile.runtime.streams import CopyStream, Transfer, mark_compute
 
 

@@ -23,12 +23,12 @@ from elixir_compile.ir import BucketId, Lane, Update, Verb
 from elixir_compile.ops.registry import Slot, let_update
 from elixir_compile.ops.shards import as_dtensor
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
 from elixir_compile.runtime.landed import GradNormCache
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.publish import fitted, publish, widen_sum
-from elixir_compile.runtime.ranks import Ranks
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.sharded import ShardedBucket, ShardReduce
 from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, wait_on_compute
 
 

@@ -13,7 +13,7 @@ import torch
 
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
-from elixir_compile.runtime.dense import flat
+from elixir_compile.runtime.slab import flat
 
 _BLOCK = 1 << 19
 """Elements that are widened at once, in the cache: `add_` of another dtype takes ten times as long on a host."""

@@ -1,12 +1,4 @@
-"""Host memory in few large mappings, one per `Slab`; each tensor cut from it has its own storage.
-
-    Slab (mmap, pinned) |-- tensor a --|pad|-- tensor b --|pad|...      every offset a multiple of `ALIGN_BYTES`
-
-Own storages keep `torch.save` of one parameter from writing the whole slab, and a storage count honest. The mapping
-lives until the slab and every tensor cut from it are gone; then it is unpinned and unmapped, in that order.
-
-Does not model: which offsets are free. A slab is cut once, by whoever made it.
-"""
+"""Host memory in few large mappings, one per `Slab`; each tensor cut from it has its own storage."""
 
 import bisect
 import contextlib
@@ -18,6 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elixir_compile.errors import ElixirWarning
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor in the order of their memory, as a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
 
 ALIGN_BYTES = 256
 """Alignments up to this decide which kernel cuBLAS takes: a gathered matrix gets that of one allocated alone."""

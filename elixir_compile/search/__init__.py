@@ -1,6 +1,6 @@
 """The only package that decides: a problem in, a plan out."""
 
-from elixir_compile.search.extent import Extent, extent_of, extents
+from elixir_compile.search.limits import Extent, extent_of, extents
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
 

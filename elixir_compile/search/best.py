@@ -22,18 +22,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from elixir_compile.search.because import decisions
-from elixir_compile.search.binding import binding
+from elixir_compile.search.candidate import Candidate, Certificate, DraftPlan
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
-from elixir_compile.search.draft import Candidate, Certificate, DraftPlan
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.milp import whole
-from elixir_compile.search.modes import deepest
-from elixir_compile.search.neighbours import bring_back, flip
-from elixir_compile.search.pricing import Priced, priced
-from elixir_compile.search.program import Program, Vector
-from elixir_compile.search.rounding import nearest
-from elixir_compile.search.tries import Tries
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.pricing import Priced, priced
+from elixir_compile.search.formulation.program import Program, Vector
+from elixir_compile.search.formulation.solver import nearest, whole
+from elixir_compile.search.reasons import binding, decisions
+from elixir_compile.search.space.modes import deepest
+from elixir_compile.search.tries import Tries, bring_back, flip
 from elixir_compile.units import GIB, format_s
 
 log = logging.getLogger("elixir_compile")

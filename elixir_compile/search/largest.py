@@ -6,12 +6,12 @@ A larger batch never needs fewer bytes, so doubling and bisection find it in 2 l
 from collections.abc import Callable
 
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import floor_bytes as floor_of
-from elixir_compile.search.ladder import leanest, uniform_modes
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.uniform_modes import floor_bytes as floor_of
+from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.space.facts import gather_facts
 
 MAX_BATCH = 1 << 30
 

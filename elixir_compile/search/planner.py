@@ -15,21 +15,19 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
-from elixir_compile.search.buckets import with_larger_buckets
+from elixir_compile.search.candidate import Candidate, DraftPlan
 from elixir_compile.search.clock import Clock
-from elixir_compile.search.disk import plan_with_disk
-from elixir_compile.search.draft import Candidate, DraftPlan
-from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements, place_exhaustively
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.greedy import place_greedily
-from elixir_compile.search.host_floor import host_floor_bytes
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import floor_bytes, leanest, uniform_modes
-from elixir_compile.search.least_host import with_least_host
-from elixir_compile.search.levels import Level, level_text
+from elixir_compile.search.disk_placement import plan_with_disk
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.greedy import place_greedily
+from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_least_host
+from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, RULES, num_placements, place_exhaustively
+from elixir_compile.search.heuristics.streaming import best_moves
+from elixir_compile.search.heuristics.uniform_modes import floor_bytes, leanest, uniform_modes
 from elixir_compile.search.problem import Problem
-from elixir_compile.search.rules import RULES
-from elixir_compile.search.streaming import best_moves
+from elixir_compile.search.space.buckets import with_larger_buckets
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.writing import write_out
 
 _MANY_BUCKETS = 64

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from elixir_compile.ir import Action, Bucket, BucketId, Phase, Region, RegionId, Schedule, Verb, grad_of
-from elixir_compile.search.facts import Facts
-from elixir_compile.search.levels import Level, is_gathered
-from elixir_compile.search.stays import Moves
+from elixir_compile.search.space.facts import Facts
+from elixir_compile.search.space.levels import Level, is_gathered
+from elixir_compile.search.space.residency import Moves
 
 
 class Cut(NamedTuple):

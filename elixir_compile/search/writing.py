@@ -6,13 +6,13 @@ from dataclasses import replace
 from elixir_compile.analysis.formula import peak_formula
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import Decision, OpId, Plan, Prediction, fingerprint
-from elixir_compile.search.draft import DraftPlan
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.levels import placement_of
+from elixir_compile.search.candidate import DraftPlan
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.streaming import update_decisions
+from elixir_compile.search.problem import update_time
 from elixir_compile.search.schedule import cut_regions, program, regions, schedule
-from elixir_compile.search.stays import num_ahead
-from elixir_compile.search.streaming import update_decisions
-from elixir_compile.search.update_time import update_time
+from elixir_compile.search.space.levels import placement_of
+from elixir_compile.search.space.residency import num_ahead
 from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
 from elixir_compile.units import format_bytes, format_s
 

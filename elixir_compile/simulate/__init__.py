@@ -1,15 +1,15 @@
 """Run a plan without tensors."""
 
 from elixir_compile.simulate.engine import Cycle, Played, play, simulate
-from elixir_compile.simulate.exposure import (
+from elixir_compile.simulate.memory import MemoryWalk, walk_memory
+from elixir_compile.simulate.prediction import (
     critical_path,
     exposed_by_lane,
     exposed_s,
     hidden_share,
     hidden_update_share,
+    prediction_of,
 )
-from elixir_compile.simulate.memory import MemoryWalk, walk_memory
-from elixir_compile.simulate.prediction import prediction_of
 from elixir_compile.simulate.prices import Prices, op_seconds, prices
 
 __all__ = [

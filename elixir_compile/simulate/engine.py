@@ -31,8 +31,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elixir_compile.analysis.closing import closing_verbs
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.windows import closing_verbs
 from elixir_compile.cost import Measured
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir.bucket import Placement

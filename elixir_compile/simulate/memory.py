@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
-from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket, averaged_bytes
+from elixir_compile.ir.bucket import Activations, Bucket, averaged_bytes
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, Phase, RegionId, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan

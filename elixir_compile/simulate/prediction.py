@@ -1,9 +1,87 @@
-"""What a plan predicts, from the record of its simulated step."""
+"""What a simulated step says: how much of its transfers compute hides, and the prediction that a plan carries."""
 
-from elixir_compile.ir.kinds import OpId
+from bisect import bisect_right
+from dataclasses import replace
+
+from elixir_compile.ir.kinds import Lane, OpId
 from elixir_compile.ir.plan import Prediction
-from elixir_compile.ir.record import Record
-from elixir_compile.simulate.exposure import exposed_s, hidden_share
+from elixir_compile.ir.record import Record, Span
+
+_TRANSFERS = frozenset({Lane.H2D, Lane.D2H, Lane.GATHER, Lane.REDUCE, Lane.P2P})
+
+
+def exposed_s(record: Record) -> float:
+    """Return the seconds of all transfers during which the compute lane is idle; two at once count twice."""
+    compute = sorted(
+        (span for span in record.spans if span.lane is Lane.COMPUTE and span.end_s > span.start_s),
+        key=lambda span: span.start_s,
+    )
+    starts_s = [span.start_s for span in compute]
+    total_s = 0.0
+    for span in record.spans:
+        if span.lane in _TRANSFERS:
+            total_s += span.end_s - span.start_s - _covered_s(span, compute, starts_s)
+            if span.end_s > record.step_s:
+                # What goes on into the next step is covered there by what covers the beginning of this one.
+                total_s -= _covered_s(_before(span, record.step_s), compute, starts_s)
+    return total_s
+
+
+def exposed_by_lane(record: Record) -> dict[Lane, float]:
+    """Return the seconds of each lane's transfers during which the compute lane is idle."""
+    lanes = sorted({span.lane for span in record.spans} & _TRANSFERS)
+    compute = tuple(span for span in record.spans if span.lane is Lane.COMPUTE)
+    return {
+        lane: exposed_s(replace(record, spans=(*compute, *(span for span in record.spans if span.lane is lane))))
+        for lane in lanes
+    }
+
+
+def critical_path(record: Record) -> tuple[Span, ...]:
+    """Return spans of a simulated step that follow on one another without a gap, the last of which ends it.
+
+    Shortening a span that is not among them does not shorten the step.
+    """
+    ends: dict[float, Span] = {}
+    for span in record.spans:
+        # Of two that end together, what computes is the one to look at.
+        is_first = span.end_s not in ends or span.lane is Lane.COMPUTE
+        if span.end_s > span.start_s and is_first:
+            ends[span.end_s] = span
+    path: list[Span] = []
+    at_s = max(ends, default=0.0)
+    while at_s in ends:
+        path.append(ends[at_s])
+        at_s = path[-1].start_s
+    return tuple(reversed(path))
+
+
+def hidden_share(record: Record) -> float:
+    """Return the share of the transfer time that compute covers, 0 to 1; 1 when nothing is transferred."""
+    total_s = sum(span.end_s - span.start_s for span in record.spans if span.lane in _TRANSFERS)
+    return 1.0 if total_s == 0 else min(1.0, max(0.0, 1.0 - exposed_s(record) / total_s))
+
+
+def hidden_update_share(record: Record) -> float:
+    """Return the share of the host's updates that compute covers, 0 to 1; 1 when the host updates nothing."""
+    updates = (replace(span, lane=Lane.H2D) for span in record.spans if span.lane is Lane.HOST)
+    compute = (span for span in record.spans if span.lane is Lane.COMPUTE)
+    return hidden_share(replace(record, spans=(*compute, *updates)))
+
+
+def _before(span: Span, step_s: float) -> Span:
+    """The part of `span` behind `step_s`, as it is seen by the next step."""
+    return replace(span, start_s=max(span.start_s - step_s, 0.0), end_s=span.end_s - step_s)
+
+
+def _covered_s(span: Span, compute: list[Span], starts_s: list[float]) -> float:
+    """Return the seconds of `span` under `compute`, sorted spans that do not overlap one another."""
+    covered_s = 0.0
+    i = max(bisect_right(starts_s, span.start_s) - 1, 0)
+    while i < len(compute) and compute[i].start_s < span.end_s:
+        covered_s += max(0.0, min(span.end_s, compute[i].end_s) - max(span.start_s, compute[i].start_s))
+        i += 1
+    return covered_s
 
 
 def prediction_of(record: Record, device_peak_bytes: int, device_peak_at: OpId) -> Prediction:

@@ -22,8 +22,7 @@ from elixir_compile.cost import (
     update_s,
 )
 from elixir_compile.hardware import Cluster, Link
-from elixir_compile.ir.activation import Activations
-from elixir_compile.ir.bucket import Bucket
+from elixir_compile.ir.bucket import Activations, Bucket
 from elixir_compile.ir.graph import Op, StepGraph
 from elixir_compile.ir.kinds import Lane, OpId, Saving, StorageId, Tier
 

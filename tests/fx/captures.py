@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.api.compilation import Compilation
 from elixir_compile.compat import boxed, compile_with_aot_eager, min_cut_partition
+from elixir_compile.managed.compilation import Compilation
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -8,10 +8,10 @@ import torch
 from torch import fx, nn
 
 import elixir_compile as elixir
-from elixir_compile.api.capture import capture_step
+from elixir_compile.api.preview.capture import capture_step
 from elixir_compile.capture import convert, joint
-from elixir_compile.capture.collector import collector_off
-from elixir_compile.capture.source import source_line
+from elixir_compile.capture.node_facts import source_line
+from elixir_compile.capture.tracing import collector_off
 from elixir_compile.compat import dynamo
 from tests.run.models import Stack, vectors
 
@@ -90,7 +90,7 @@ def test_the_collector_rests_while_a_step_is_captured_and_not_after(monkeypatch:
         during.append(gc.isenabled())
         return partition(*args, **options)
 
-    monkeypatch.setattr("elixir_compile.api.front_end.partition_hidden", look)
+    monkeypatch.setattr("elixir_compile.managed.front_end.partition_hidden", look)
     options = {"inner": "aot_eager", "report": False}
     torch.compile(Stack(num_blocks=1), backend="elixir", options=options)(vectors(1)[0])
     torch._dynamo.reset()

@@ -11,13 +11,13 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.analysis import Depth, as_run, fused, repeats
 from elixir_compile.capture.convert import Captured, step_graph
+from elixir_compile.capture.extra_saved import add_extra_saved
 from elixir_compile.capture.joint import TICKET, parameter, ticket
-from elixir_compile.capture.rebuild import by_owner, path_to
-from elixir_compile.capture.spare import add_extra_saved
 from elixir_compile.capture.tracing import trace_step
+from elixir_compile.capture.views import by_owner, path_to
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, Saving, StepGraph, StorageId, fingerprint
-from elixir_compile.rewrite.repeat import partition_of
+from elixir_compile.rewrite.recompute import partition_of
 from tests.fx.handmade import CHOICES, activations, from_host, to_depth
 from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 

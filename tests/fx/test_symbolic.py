@@ -8,10 +8,9 @@ import torch
 from torch import fx, nn
 
 from elixir_compile.analysis import keep_everything_timeline, peak_formula, plan_at, plan_timeline, verify
-from elixir_compile.api.compilation import Compilation
 from elixir_compile.capture.convert import step_graph
-from elixir_compile.capture.fusion import kernel_of
 from elixir_compile.capture.joint import _Hidden, _rebuild_view, _view_chain, parameter
+from elixir_compile.capture.op_facts import kernel_of
 from elixir_compile.capture.tracing import _renamed
 from elixir_compile.capture.views import is_view, viewed
 from elixir_compile.ir import (
@@ -25,6 +24,7 @@ from elixir_compile.ir import (
     parse_graph,
     sizes,
 )
+from elixir_compile.managed.compilation import Compilation
 from tests.fx.captures import Pair, record_of, tight
 
 

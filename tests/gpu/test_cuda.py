@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.api import compilation
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Plan, Tier
 from elixir_compile.ir.record import Record
+from elixir_compile.managed import compilation
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import Slab, _pin, is_slab_memory

@@ -8,7 +8,7 @@ import pytest
 from elixir_compile import errors
 from elixir_compile.checkpoint import errors as checkpoint_errors
 from elixir_compile.errors import ElixirError, NoFeasiblePlan, UnknownOption
-from elixir_compile.runtime import errors as ranks_errors
+from elixir_compile.runtime.distributed import errors as ranks_errors
 
 SAMPLES: list[ElixirError] = [
     errors.UnknownOption("device_memery", ["device_memory", "planner"]),

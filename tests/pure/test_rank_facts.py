@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.api.rank_facts import (
+from elixir_compile.errors import PlanFileError
+from elixir_compile.ir import Kind, Saving, Update
+from elixir_compile.managed.agreement.rank_facts import (
     Divide,
     RankFacts,
     differences,
@@ -20,8 +22,6 @@ from elixir_compile.api.rank_facts import (
     ops_of,
     plan_digest,
 )
-from elixir_compile.errors import PlanFileError
-from elixir_compile.ir import Kind, Saving, Update
 from elixir_compile.search import Problem, plan
 from tests.pure.search.test_planner import chain_of, problem_of
 from tests.pure.strategies import Layer, chain

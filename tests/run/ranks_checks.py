@@ -16,10 +16,10 @@ import elixir_compile as elixir
 from elixir_compile.analysis import collectives
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Bucket, Tier
-from elixir_compile.measure.resident import Resident
+from elixir_compile.measure.memory import Resident
 from elixir_compile.ops.shards import is_sharded, own_grad
-from elixir_compile.optim import norms, precision
-from elixir_compile.runtime.ranks import Collective
+from elixir_compile.optim.clip import norms, precision
+from elixir_compile.runtime.distributed.ranks import Collective
 from elixir_compile.runtime.slab import live_slab_bytes, peak_slab_bytes, reset_peak_slab_bytes
 from tests.run.ranks_models import batches, odd
 from tests.run.ranks_training import (

@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elixir_compile.analysis import Depth, Group
-from elixir_compile.api import programs
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import ActivationsGone
 from elixir_compile.ir import Saving
+from elixir_compile.managed import programs
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.fx.handmade import CHOICES, from_host, keep, layers_by_saving, mix, offload, planned, to_depth

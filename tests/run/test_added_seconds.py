@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from elixir_compile.api.capture import capture_step
 from elixir_compile.api.plan import named_cluster, question
+from elixir_compile.api.preview.capture import capture_step
 from elixir_compile.options import Options
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.space.facts import gather_facts
 
 transformers = pytest.importorskip("transformers")
 

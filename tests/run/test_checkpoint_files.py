@@ -22,8 +22,8 @@ import elixir_compile as elixir
 from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint import sums
 from elixir_compile.checkpoint.dcp import finish, write
+from elixir_compile.checkpoint.folder import open_checkpoint
 from elixir_compile.checkpoint.manifest import Manifest, read_manifest, write_manifest, write_text
-from elixir_compile.checkpoint.opened import open_checkpoint
 from elixir_compile.checkpoint.sums import BLOCK_BYTES, BlockSums
 from elixir_compile.checkpoint.values import Deferred
 from tests.run.checkpointing import Training, eager, everything, other

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import elixir_compile as elixir
 from elixir_compile.checkpoint import dcp
-from elixir_compile.checkpoint.opened import open_checkpoint
+from elixir_compile.checkpoint.folder import open_checkpoint
 from elixir_compile.cli.main import app
 from elixir_compile.ops.shards import full, is_dtensor, is_sharded, own_part
 from elixir_compile.options import ParamDtype

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from elixir_compile.api import child
-from elixir_compile.api.child import beside
+from elixir_compile.api.preview import few_layers
+from elixir_compile.api.preview.few_layers import beside
 
 can_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 
@@ -14,7 +14,7 @@ can_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot 
 @pytest.fixture
 def may_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process may have left threads, and the machine may have one core."""
-    monkeypatch.setattr(child, "_may_fork", lambda: True)
+    monkeypatch.setattr(few_layers, "_may_fork", lambda: True)
 
 
 @can_fork
@@ -28,7 +28,7 @@ def test_the_work_is_done_by_another_process(may_fork: None) -> None:
 def test_what_the_child_cannot_do_is_done_here(
     is_hanging: bool, may_fork: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(few_layers, "_PATIENCE_S", 0.2)
     here = os.getpid()
 
     def work() -> str:
@@ -60,6 +60,6 @@ def test_the_child_ends_with_an_error_here(may_fork: None, monkeypatch: pytest.M
 
 
 def test_without_a_second_core_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "_may_fork", lambda: False)
+    monkeypatch.setattr(few_layers, "_may_fork", lambda: False)
     with beside(os.getpid) as result:
         assert result() == os.getpid()

@@ -13,10 +13,10 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optim
 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
-from elixir_compile.optim import class_pass
-from elixir_compile.optim.class_step import ClassStep
-from elixir_compile.optim.host import HostThreads, native
-from elixir_compile.optim.host.tape import Form, TapeError
+from elixir_compile.optim.generic import class_pass, code
+from elixir_compile.optim.generic.tape import Form, TapeError
+from elixir_compile.optim.generic.transient import ClassStep
+from elixir_compile.optim.host import HostThreads
 from elixir_compile.optim.host.threads import GRAIN
 from tests.run import optimizers as users
 from tests.run.updating import buckets_of, hybrid_run, ladder, rows
@@ -211,12 +211,12 @@ def test_a_pass_that_rounds_otherwise_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here a product is rounded before it is added, as in Inductor's code."""
-    ways = {**native._ways(), "add": "{0} + {2} * {1}"}
-    native.compiled.cache_clear()
-    monkeypatch.setattr(native, "_ways", lambda: ways)
+    ways = {**code._ways(), "add": "{0} + {2} * {1}"}
+    code.compiled.cache_clear()
+    monkeypatch.setattr(code, "_ways", lambda: ways)
     pair = Pair(SGD, lr=0.1, momentum=0.9)
     pair.train()
-    native.compiled.cache_clear()
+    code.compiled.cache_clear()
     pair.assert_same()
     assert [record.getMessage() for record in caplog.records if "one pass would round otherwise" in record.getMessage()]
 
@@ -226,8 +226,8 @@ def test_without_a_compiler_the_class_keeps_its_own_step(
 ) -> None:
     for name, value in (("CC", str(tmp_path / "cc")), ("ELIXIR_CACHE_DIR", str(tmp_path))):
         monkeypatch.setenv(name, value)
-    native.compiled.cache_clear()
-    native._ways.cache_clear()
+    code.compiled.cache_clear()
+    code._ways.cache_clear()
     pair = Pair(SGD, lr=0.1, momentum=0.9)
     pair.train()
     pair.assert_same()
@@ -262,7 +262,7 @@ def test_tensors_that_are_read_notice_the_update() -> None:
 def test_other_threads_run_python_during_a_pass() -> None:
     """With the GIL held the main thread would run before and behind the pass only."""
     form = Form(num_inputs=1, ops=(("sqrt", (("v", 0),)), ("div", (("v", 1), ("v", 0)))), outputs=((0, 2),))
-    run = native.compiled(form)
+    run = code.compiled(form)
     values = torch.rand(1 << 24)
 
     def longest_gap() -> float:
@@ -297,7 +297,7 @@ def test_other_threads_run_python_during_a_pass() -> None:
 def test_parts_on_several_threads_are_the_whole() -> None:
     """Where one part ends and the next begins, a block of the loop is short."""
     form = Form(num_inputs=2, ops=(("sqrt", (("v", 1),)), ("add", (("v", 0), ("v", 2), ("s", 0)))), outputs=((0, 3),))
-    run = native.compiled(form)
+    run = code.compiled(form)
     weight, statistic = torch.randn(GRAIN * 2 + 77), torch.rand(GRAIN * 2 + 77)
     wanted = weight.add(statistic.sqrt(), alpha=-0.1)
     tensors = (weight, statistic)
@@ -309,12 +309,12 @@ def test_parts_on_several_threads_are_the_whole() -> None:
 
 
 def test_an_op_without_torchs_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {name: way for name, way in native._ways().items() if name != "add"}
-    native.compiled.cache_clear()
-    monkeypatch.setattr(native, "_ways", lambda: ways)
+    ways = {name: way for name, way in code._ways().items() if name != "add"}
+    code.compiled.cache_clear()
+    monkeypatch.setattr(code, "_ways", lambda: ways)
     form = Form(num_inputs=2, ops=(("add", (("v", 0), ("v", 1), ("s", 0))),), outputs=((0, 2),))
     with pytest.raises(TapeError, match="no formula reproduces torch's add on this processor"):
-        native.compiled(form)
+        code.compiled(form)
 
 
 def test_a_bucket_on_the_host_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

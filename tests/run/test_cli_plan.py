@@ -10,11 +10,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from elixir_compile.api.cache import plan_for
-from elixir_compile.api.models import TextBatch, load_model
+from elixir_compile.api.preview.models import TextBatch, load_model
 from elixir_compile.cli.main import app
 from elixir_compile.errors import UnknownModel, UnsupportedModel
 from elixir_compile.ir import Plan, Tier, Update, plan_from_json, plan_to_json
+from elixir_compile.problem.cache import plan_for
 from tests.pure.problems import disk_staging
 
 MODEL = '''

@@ -12,10 +12,10 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.analysis.timeline import bucket_host_bytes
-from elixir_compile.api import company
-from elixir_compile.api.correction import Correction
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.managed import outstanding
+from elixir_compile.managed.correction import Correction
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run.activation_models import CASES, blocks, broken, routed
@@ -84,7 +84,7 @@ def test_what_fits_no_plan_goes_to_the_host_in_every_step(rooms: list[bool], mon
     def refuse(*_: object) -> None:
         raise NoFeasiblePlan("", "", 1, 2, {})
 
-    monkeypatch.setattr(company, "plan_jointly", refuse)
+    monkeypatch.setattr(outstanding, "plan_jointly", refuse)
     model, batches = broken()
     budget_bytes = half_bytes("broken")
     expected = by_torch(model).train(batches)

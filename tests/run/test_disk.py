@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.errors import DiskCorrupted, DiskFailed, DiskFull
-from elixir_compile.runtime import disk, disk_file, disk_queue
-from elixir_compile.runtime.disk import DiskRegion, DiskStore
+from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
+from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore
 from elixir_compile.runtime.slab import Slab, live_slab_bytes
 
 PAGE = 4096
@@ -38,7 +38,7 @@ def fresh_compiler() -> None:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (disk, disk_file, disk_queue):
+    for module in (disk_store, disk_file, disk_queue):
         monkeypatch.setattr(module, "DISK_BLOCK_BYTES", BLOCK)
 
 
@@ -79,8 +79,8 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     start = """
         import os, signal, sys, threading, time
         from elixir_compile.errors import DiskFailed, DiskFull
-        from elixir_compile.runtime.disk import DiskStore
-        from elixir_compile.runtime.staging import StagingBuffers
+        from elixir_compile.runtime.disk.disk_store import DiskStore
+        from elixir_compile.runtime.disk.staging import StagingBuffers
         folder = sys.argv[1]
         buffer = StagingBuffers(1, 1 << 20).acquire().tensor.fill_(7)
     """

@@ -11,8 +11,8 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from elixir_compile.runtime.exchange import Messenger
-from elixir_compile.runtime.ranks import Ranks
+from elixir_compile.runtime.distributed.exchange import Messenger
+from elixir_compile.runtime.distributed.ranks import Ranks
 
 NUMEL = 1000
 

@@ -12,12 +12,12 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.analysis.linear import Law
-from elixir_compile.api import few_layers
-from elixir_compile.api.capture import Capture, capture_step
-from elixir_compile.api.configured import Configured
-from elixir_compile.api.few_layers import capture_model
 from elixir_compile.api.plan import named_cluster
-from elixir_compile.api.same_layers import hide_unlike
+from elixir_compile.api.preview import few_layers
+from elixir_compile.api.preview.capture import Capture, capture_step
+from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.models import Configured
+from elixir_compile.api.preview.same_layers import hide_unlike
 from elixir_compile.cli.request import Request
 from elixir_compile.errors import UnknownModel, UnsupportedModel
 from elixir_compile.ir import plan_to_json

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.errors import ElixirWarning
+from elixir_compile.folders import OwnFolder, own_folder
 from elixir_compile.optim.host import build
 from elixir_compile.optim.host.build import BuildError, loaded
-from elixir_compile.own_folder import OwnFolder, own_folder
 
 STRANGER = 54321
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.ir import Update
 from elixir_compile.measure.machine import allowed_cores, num_usable_cores
-from elixir_compile.measure.machine import cores as machine_cores
+from elixir_compile.measure.machine import limits as machine_cores
 from elixir_compile.optim import hybrid
 from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw
 from elixir_compile.optim.host.threads import GRAIN, cores_of_node, num_host_threads, parts

@@ -3,8 +3,8 @@
 import pytest
 from torch._inductor import config, cpu_vec_isa
 
-from elixir_compile.compat import instructions
-from elixir_compile.compat.instructions import best_instructions_only
+from elixir_compile.compat import libraries
+from elixir_compile.compat.libraries import best_instructions_only
 
 
 class Isa:
@@ -34,8 +34,8 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", isas)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512", "avx512_vnni"])
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", cpu_vec_isa.valid_vec_isa_list.__wrapped__)
-    monkeypatch.setattr(instructions.sys, "platform", "linux")
-    monkeypatch.setattr(instructions.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(libraries.sys, "platform", "linux")
+    monkeypatch.setattr(libraries.platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     return seen
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.api import backend
-from elixir_compile.api.loss import is_pressed
 from elixir_compile.errors import NoFeasiblePlan, UnsupportedModel
 from elixir_compile.ir import Plan, parse_plan
+from elixir_compile.problem.loss import is_pressed
 from elixir_compile.units import MIB
 
 NUM_TOKENS, NUM_CLASSES, WIDTH = 1024, 8192, 32

@@ -17,18 +17,22 @@ from rich.console import Console
 from torch import distributed
 from typer.testing import CliRunner
 
-from elixir_compile.api.budget import machine
-from elixir_compile.api.machines import cached_machine, machine_path, store_machine, with_memory
 from elixir_compile.cli.main import app
 from elixir_compile.cli.measure import machine_table
 from elixir_compile.errors import DiskFailed, ElixirWarning, ProfileFileError, UnknownHardware
 from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, preset, profile_for
-from elixir_compile.measure.machine import cores, measure_machine, memory_sizes_bytes, rounds, sizes, with_disk
+from elixir_compile.measure.machine import limits, measure_machine, memory_sizes_bytes, rates, with_disk
 from elixir_compile.measure.machine.clock import MIN_REPEATS, beside, median_s
 from elixir_compile.measure.machine.collectives import fitted_line
 from elixir_compile.measure.machine.copies import copies_of
-from elixir_compile.measure.machine.cores import num_usable_cores, quota_cores
-from elixir_compile.measure.machine.sizes import available_host_bytes, group_limit_bytes, host_memory_bytes
+from elixir_compile.measure.machine.limits import (
+    available_host_bytes,
+    group_limit_bytes,
+    host_memory_bytes,
+    num_usable_cores,
+    quota_cores,
+)
+from elixir_compile.problem.machine import cached_machine, machine, machine_path, store_machine, with_memory
 from elixir_compile.runtime.slab import is_slab_memory
 from elixir_compile.units import GIB, MIB
 
@@ -91,8 +95,8 @@ def test_a_measured_profile_is_text_without_a_date(measured: Cluster) -> None:
 def test_progress_names_what_is_measured_and_never_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, float]] = []
     stages = tuple((name, 0.5, lambda device, at_most_s: {"rate": at_most_s}) for name in ("one", "two"))
-    monkeypatch.setattr(rounds, "_STAGES", stages)
-    rounds.measure_rates(CPU, 15.0, lambda title, over: told.append((title, over)))
+    monkeypatch.setattr(rates, "_STAGES", stages)
+    rates.measure_rates(CPU, 15.0, lambda title, over: told.append((title, over)))
     assert [title for title, _ in told] == ["one", "two"] * 3
     assert [over for _, over in told] == sorted(over for _, over in told)
     assert told[-1][1] == pytest.approx(5 / 6)
@@ -100,8 +104,8 @@ def test_progress_names_what_is_measured_and_never_goes_back(monkeypatch: pytest
 
 def test_rates_are_the_median_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter((5.0, 100.0, 4.0))
-    monkeypatch.setattr(rounds, "_STAGES", (("one", 1.0, lambda device, at_most_s: {"rate": next(found)}),))
-    assert rounds.measure_rates(CPU, 19.0, lambda title, over: None) == {"rate": 5.0}
+    monkeypatch.setattr(rates, "_STAGES", (("one", 1.0, lambda device, at_most_s: {"rate": next(found)}),))
+    assert rates.measure_rates(CPU, 19.0, lambda title, over: None) == {"rate": 5.0}
 
 
 def test_the_first_run_does_not_count_and_three_others_do() -> None:
@@ -214,7 +218,7 @@ def test_the_smaller_of_mask_and_quota_counts(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, mask: int, wanted: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(mask)))
-    monkeypatch.setattr(cores, "quota_cores", lambda memberships, groups: quota)
+    monkeypatch.setattr(limits, "quota_cores", lambda memberships, groups: quota)
     assert num_usable_cores() == wanted
 
 
@@ -222,13 +226,13 @@ def test_another_quota_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     store_machine(remembered(), CPU)
     assert cached_machine(CPU) is not None
-    monkeypatch.setattr(cores, "quota_cores", lambda memberships, groups: 1.0)
+    monkeypatch.setattr(limits, "quota_cores", lambda memberships, groups: 1.0)
     assert cached_machine(CPU) is None
 
 
 def test_what_is_free_is_less_than_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < available_host_bytes() < host_memory_bytes()
-    monkeypatch.setattr(sizes, "host_memory_bytes", lambda: psutil.Process().memory_info().rss + MIB)
+    monkeypatch.setattr(limits, "host_memory_bytes", lambda: psutil.Process().memory_info().rss + MIB)
     assert available_host_bytes() < 64 * MIB
 
 

@@ -11,7 +11,7 @@ from elixir_compile import HybridAdamW
 from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.mixed import MixedAdamWRule
+from elixir_compile.optim.master_adamw import MixedAdamWRule
 from tests.run.training import assert_same_tensors
 from tests.run.updating import WIDTH, ladder, placed, rows, small_buckets
 

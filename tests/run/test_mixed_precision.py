@@ -17,7 +17,7 @@ from elixir_compile import HybridAdamW
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
-from elixir_compile.optim import mixed
+from elixir_compile.optim import master_adamw
 from elixir_compile.optim.host import fallback, mixed_adamw
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run import training
@@ -413,8 +413,8 @@ def test_torchs_own_clipping_still_works() -> None:
 
 def test_the_device_kernel_is_the_host_kernel_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks, the last one short, for each master, with every option."""
-    monkeypatch.setattr(mixed, "_BLOCK", 64)
-    rule = mixed.MixedAdamWRule()
+    monkeypatch.setattr(master_adamw, "_BLOCK", 64)
+    rule = master_adamw.MixedAdamWRule()
     for dtype in (BF16, FP16):
         torch.manual_seed(2)
         master = torch.randn(11, 13) * 0.05
@@ -429,7 +429,7 @@ def test_the_device_kernel_is_the_host_kernel_but_for_rounding(monkeypatch: pyte
                 weight.copy_(master)
                 state["master"] = master.clone()
             made.append((weight, {**state, "step": torch.zeros(())}))
-        group = {**ADAM, "amsgrad": True, "maximize": True, mixed.GRAD_SCALE: 0.25}
+        group = {**ADAM, "amsgrad": True, "maximize": True, master_adamw.GRAD_SCALE: 0.25}
         for step in range(10):
             grad = torch.randn(11, 13, generator=torch.Generator().manual_seed(step)).to(dtype)
             rule.update([made[0][0]], [grad], [made[0][1]], group)

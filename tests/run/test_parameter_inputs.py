@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 import elixir_compile as elixir
-from elixir_compile.api import front_end
 from elixir_compile.capture import parameter_inputs
+from elixir_compile.managed import front_end
 from elixir_compile.ops.schema import GATHER, REDUCE
 from elixir_compile.runtime.lowering import RegionCompiler
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.api.capture import capture_step
+from elixir_compile.api.preview.capture import capture_step
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.hardware import preset
 from elixir_compile.ir import Kind, Tier, fingerprint

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.api import cache
-from elixir_compile.api.cache import cached_plan, plan_for, plan_key, store_plan
-from elixir_compile.cost.measured import Stretch
+from elixir_compile.cost.compute import Stretch
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
 from elixir_compile.options import Options
+from elixir_compile.problem import cache
+from elixir_compile.problem.cache import cached_plan, plan_for, plan_key, store_plan
 from elixir_compile.search import Problem, plan
 from elixir_compile.units import GIB
 from tests.pure.problems import tight_problem

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from elixir_compile.analysis import Depth, Group
-from elixir_compile.api.programs import Programs
 from elixir_compile.ir import Saving
+from elixir_compile.managed.programs import Programs
 from tests.fx.handmade import keep, planned, to_depth
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import by_elixir

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from elixir_compile.api import progress
-from elixir_compile.api.progress import Progress
 from elixir_compile.ir import Phase
+from elixir_compile.managed import step_profiler
+from elixir_compile.managed.step_profiler import Progress
 
 
 class Clock:
@@ -22,8 +22,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Return the clock of progress lines, which go to a terminal."""
     made = Clock()
-    monkeypatch.setattr(progress, "time", made)
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(step_profiler, "time", made)
+    monkeypatch.setattr(step_profiler.sys.stderr, "isatty", lambda: True, raising=False)
     return made
 
 
@@ -57,5 +57,5 @@ def test_what_is_compiled_after_a_step_counts_from_its_own_beginning(
 def test_nothing_is_said_to_nobody(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_on: bool, is_terminal: bool
 ) -> None:
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(step_profiler.sys.stderr, "isatty", lambda: is_terminal, raising=False)
     assert lines_at(Progress(is_on=is_on), clock, [200], caplog) == []

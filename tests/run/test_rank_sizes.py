@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.api.rank_sizes import cluster_of
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, preset, profile_for
 from elixir_compile.options import parse_options
+from elixir_compile.problem.planning import cluster_of
 from elixir_compile.units import GIB
 
 ALONE = profile_for("cpu", GIB, GIB, "cpu")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from elixir_compile.errors import DiskFailed
-from elixir_compile.runtime import disk, disk_file, disk_queue
-from elixir_compile.runtime.disk import DiskStore
-from elixir_compile.runtime.read_ahead import Piece, ReadAhead
+from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
+from elixir_compile.runtime.disk.disk_store import DiskStore
+from elixir_compile.runtime.disk.read_ahead import Piece, ReadAhead
 
 PAGE = 4096
 NUM_PIECES = 9
@@ -22,7 +22,7 @@ NUM_PIECES = 9
 @pytest.fixture(autouse=True)
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here compiles; blocks are of one page."""
-    for module in (disk, disk_file, disk_queue):
+    for module in (disk_store, disk_file, disk_queue):
         monkeypatch.setattr(module, "DISK_BLOCK_BYTES", PAGE)
 
 

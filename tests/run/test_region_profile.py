@@ -10,11 +10,11 @@ from torch import nn
 from training import assert_same, by_elixir, least_bytes
 
 import elixir_compile as elixir
-from elixir_compile.api import profile as profiling
-from elixir_compile.api.compilation import Compilation
-from elixir_compile.api.profile import made_bytes
 from elixir_compile.ir import Kind, Op, OpId, Phase, Region, RegionId, StepGraph, Storage, StorageId
+from elixir_compile.managed.compilation import Compilation
 from elixir_compile.measure.regions import RegionTime
+from elixir_compile.problem import profile as profiling
+from elixir_compile.problem.profile import made_bytes
 
 PLAIN = {"planner": "greedy", "plan_cache": False}
 

@@ -12,15 +12,15 @@ from training import Run, assert_same, by_elixir, on_host, planned_peak_bytes
 
 import elixir_compile as elixir
 from elixir_compile import search
-from elixir_compile.api import compilation as compiling
-from elixir_compile.api import planning
-from elixir_compile.api.correction import Correction, correct
-from elixir_compile.api.replan import Outcome, replan
-from elixir_compile.api.watch import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, StepStats
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Lane, Plan, Span, Tier
+from elixir_compile.managed import compilation as compiling
+from elixir_compile.managed.correction import Correction, correct
+from elixir_compile.managed.replan import Outcome, replan
+from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, StepStats
 from elixir_compile.options import Options
+from elixir_compile.problem import planning
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.simulate import prices

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import elixir_compile as elixir
-from elixir_compile.api.saved import load_plan_for, load_plan_or_record
 from elixir_compile.hardware import Cluster, profile_for
 from elixir_compile.ir import Origin, Record, record_to_json
+from elixir_compile.managed.saved import load_plan_for, load_plan_or_record
 from elixir_compile.search import plan
 from elixir_compile.units import GIB
 from tests.pure.search.test_planner import chain_of, problem_of

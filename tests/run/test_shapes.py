@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elixir_compile.api import models, shapes
-from elixir_compile.api.capture import capture_step
-from elixir_compile.api.models import TextBatch, load_model
-from elixir_compile.api.shapes import ModelShape, model_named, model_names
+from elixir_compile.api.preview import models, shapes
+from elixir_compile.api.preview.capture import capture_step
+from elixir_compile.api.preview.models import TextBatch, load_model
+from elixir_compile.api.preview.shapes import ModelShape, model_named, model_names
 from elixir_compile.errors import UnknownModel
 
 pytest.importorskip("transformers")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from elixir_compile.ir import Update
-from elixir_compile.optim import mixed
+from elixir_compile.optim import master_adamw
 from tests.run.test_mixed_precision import ADAM, BF16, FP16, mixed_run, state_of
 from tests.run.training import assert_same_tensors, loss_of
 from tests.run.updating import buckets_of, ladder, rows
@@ -64,15 +64,17 @@ def test_the_kernel_of_a_device_gets_all_that_it_needs(dtype: torch.dtype, monke
     """Block by block, the last one short: streamed as where the state lives."""
     num_updates = 0
 
-    def as_on_device(rule: mixed.MixedAdamWRule, updates: list[tuple[Any, ...]], group: Mapping[str, Any]) -> None:
+    def as_on_device(
+        rule: master_adamw.MixedAdamWRule, updates: list[tuple[Any, ...]], group: Mapping[str, Any]
+    ) -> None:
         nonlocal num_updates
         for update in updates:
             rule._on_device(*update, group)
             num_updates += 1
 
     on_host = trained(dtype)
-    monkeypatch.setattr(mixed, "_BLOCK", 64)
-    monkeypatch.setattr(mixed.MixedAdamWRule, "_on_host", as_on_device)
+    monkeypatch.setattr(master_adamw, "_BLOCK", 64)
+    monkeypatch.setattr(master_adamw.MixedAdamWRule, "_on_host", as_on_device)
     expected = trained(dtype)
     assert num_updates == 5 * 7
     assert_same_tensors(expected, trained(dtype, 4, home="host", update=Update.ACROSS_STEPS))

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elixir_compile import compat
-from elixir_compile.runtime.errors import PeerFailed, RanksDiffer
-from elixir_compile.runtime.talk import ControlChannel, new_control_channel
+from elixir_compile.runtime.distributed.control import ControlChannel, new_control_channel
+from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from tests.run.processes import spawn
 
 LENGTHS = [0, 1, 63, 64, 65, 5000]

@@ -15,15 +15,15 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile import compat
-from elixir_compile.api.cache import plan_for
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
-from elixir_compile.optim import disk_states
 from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.state import disk_states
 from elixir_compile.options import Options
-from elixir_compile.runtime import disk, disk_file, disk_queue
+from elixir_compile.problem.cache import plan_for
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.staging import StagingBuffer, StagingBuffers
+from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
+from elixir_compile.runtime.disk.staging import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes
 
@@ -74,7 +74,7 @@ def small_buckets(decide: Callable[[Plan], Plan]) -> Iterator[None]:
         return decide(found) if problem.hybrid else found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elixir_compile.api.compilation.plan_for", decided)
+        patch.setattr("elixir_compile.managed.compilation.plan_for", decided)
         yield
 
 
@@ -117,7 +117,7 @@ def small_pieces() -> Iterator[None]:
         return buffer
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (disk, disk_file, disk_queue):
+        for module in (disk_store, disk_file, disk_queue):
             patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
         patch.setattr(disk_states, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
         patch.setattr("tests.run.updating.WIDTH", 53)

@@ -8,9 +8,14 @@ cores         how many this process may keep busy       groups   the control gro
 """
 
 from elixir_compile.measure.machine.cluster import measure_machine
-from elixir_compile.measure.machine.cores import allowed_cores, num_usable_cores
 from elixir_compile.measure.machine.disk import with_disk
-from elixir_compile.measure.machine.sizes import available_host_bytes, memory_sizes_bytes, num_local_ranks
+from elixir_compile.measure.machine.limits import (
+    allowed_cores,
+    available_host_bytes,
+    memory_sizes_bytes,
+    num_local_ranks,
+    num_usable_cores,
+)
 
 __all__ = [
     "allowed_cores",

@@ -8,9 +8,13 @@ from torch import distributed
 
 from elixir_compile.hardware import Cluster, Link, Node, profile_for
 from elixir_compile.measure.machine.collectives import measure_collectives
-from elixir_compile.measure.machine.cores import num_usable_cores
-from elixir_compile.measure.machine.rounds import Progress, measure_rates
-from elixir_compile.measure.machine.sizes import memory_sizes_bytes, num_local_ranks, pinned_limit_bytes
+from elixir_compile.measure.machine.limits import (
+    memory_sizes_bytes,
+    num_local_ranks,
+    num_usable_cores,
+    pinned_limit_bytes,
+)
+from elixir_compile.measure.machine.rates import Progress, measure_rates
 
 
 @torch.no_grad()

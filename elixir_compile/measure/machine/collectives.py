@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from elixir_compile import compat
-from elixir_compile.runtime.exchange import messenger_of
+from elixir_compile.runtime.distributed.exchange import messenger_of
 from elixir_compile.units import KIB, MIB
 
 _SHARD_BYTES = (16 * KIB, 256 * KIB, 2 * MIB, 8 * MIB)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elixir_compile.hardware import Cluster
-from elixir_compile.runtime.disk import DiskStore
-from elixir_compile.runtime.disk_queue import DiskTransfer
-from elixir_compile.runtime.staging import StagingBuffers
+from elixir_compile.runtime.disk.disk_queue import DiskTransfer
+from elixir_compile.runtime.disk.disk_store import DiskStore
+from elixir_compile.runtime.disk.staging import StagingBuffers
 from elixir_compile.units import MIB
 
 _NBYTES = 256 * MIB

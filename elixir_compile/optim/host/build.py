@@ -19,9 +19,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from elixir_compile.cache_dir import cache_dir
 from elixir_compile.errors import ElixirWarning
-from elixir_compile.own_folder import OwnFolder, WrittenByOthersError, own_folder, private_folder
+from elixir_compile.folders import OwnFolder, WrittenByOthersError, cache_dir, own_folder, private_folder
 
 SOURCE = Path(__file__).with_name("kernel.c")
 _FLAGS = (

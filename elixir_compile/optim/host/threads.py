@@ -35,7 +35,8 @@ GRAIN = 1 << 18
 class HostThreads:
     """`num_threads` threads, started at the first pass, that run the parts of one pass at once.
 
-    They are daemons: they end with the process, and earlier when nobody holds the threads. A forked child starts its own.
+    They are daemons: they end with the process, and earlier if nobody holds the threads.
+    A forked child starts its own.
     """
 
     def __init__(self, num_threads: int, cores: Collection[int] = ()) -> None:

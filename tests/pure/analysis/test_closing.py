@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from elixir_compile.analysis.closing import closing_verbs
+from elixir_compile.analysis.windows import closing_verbs
 from elixir_compile.ir import Action, Plan, Schedule, StepGraph, Tier, Verb, grad_of
 from elixir_compile.ir.kinds import Kind
 from tests.pure.plans import bucket_of, make_plan, planned_graphs

@@ -2,24 +2,24 @@
 
 import pytest
 
-from elixir_compile.analysis import lives
-from elixir_compile.analysis.lives import Event, Lifecycle, State
+from elixir_compile.analysis import lifecycles
+from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
 
 PARAMS = {Event.RUN, Event.GATHER, Event.WAIT, Event.RELEASE}
 CARRIED = {Event.OFFLOAD, Event.WAIT, Event.PREFETCH}
 GRADS = {Event.RUN, Event.COMPLETE, Event.REDUCE, Event.OFFLOAD, Event.WAIT, Event.UPDATE}
 TABLES = {
-    "gathered params": (lives.GATHERED_PARAMS, PARAMS),
-    "resident params": (lives.RESIDENT_PARAMS, PARAMS),
-    "device params": (lives.DEVICE_PARAMS, PARAMS),
-    "host gradient": (lives.HOST_GRAD, GRADS),
-    "device gradient": (lives.DEVICE_GRAD, GRADS),
-    "sharded gradient": (lives.SHARDED_GRAD, GRADS),
-    "absent gradient": (lives.ABSENT_GRAD, GRADS - {Event.COMPLETE}),
-    "frozen gradient": (lives.FROZEN_GRAD, GRADS),
-    "offloaded activations": (lives.OFFLOADED_ACTIVATIONS, CARRIED | {Event.RUN}),
-    "kept activations": (lives.KEPT_ACTIVATIONS, CARRIED),
-    "recomputed activations": (lives.RECOMPUTED_ACTIVATIONS, CARRIED),
+    "gathered params": (lifecycles.GATHERED_PARAMS, PARAMS),
+    "resident params": (lifecycles.RESIDENT_PARAMS, PARAMS),
+    "device params": (lifecycles.DEVICE_PARAMS, PARAMS),
+    "host gradient": (lifecycles.HOST_GRAD, GRADS),
+    "device gradient": (lifecycles.DEVICE_GRAD, GRADS),
+    "sharded gradient": (lifecycles.SHARDED_GRAD, GRADS),
+    "absent gradient": (lifecycles.ABSENT_GRAD, GRADS - {Event.COMPLETE}),
+    "frozen gradient": (lifecycles.FROZEN_GRAD, GRADS),
+    "offloaded activations": (lifecycles.OFFLOADED_ACTIVATIONS, CARRIED | {Event.RUN}),
+    "kept activations": (lifecycles.KEPT_ACTIVATIONS, CARRIED),
+    "recomputed activations": (lifecycles.RECOMPUTED_ACTIVATIONS, CARRIED),
 }
 
 

@@ -10,7 +10,7 @@ from elixir_compile.analysis import plan_timeline
 from elixir_compile.errors import PlanMismatch, UnknownSubject
 from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, Verb
 from elixir_compile.report.explain import answer, explain
-from elixir_compile.report.moves import Move
+from elixir_compile.report.subject import Move
 from elixir_compile.search import plan
 from elixir_compile.units import format_bytes
 from tests.pure.plans import bucket_of, make_plan, planned_graphs

@@ -8,15 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.analysis.timeline import MemoryTimeline
-from elixir_compile.ir.activation import Activations
+from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.kinds import GroupId, Kind, OpId, Saving, StorageId, Verb
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record
 from elixir_compile.ir.schedule import Action, Schedule
-from elixir_compile.report.curve import curve_text
 from elixir_compile.report.line import measured_line, plan_line
-from elixir_compile.report.table import table_text
-from elixir_compile.report.timeline import timeline_text
+from elixir_compile.report.text import curve_text, table_text, timeline_text
 
 MIB = 1024**2
 

@@ -2,11 +2,11 @@
 
 import random
 
-from elixir_compile.search.because import decisions
-from elixir_compile.search.draft import DraftPlan
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.program import Program
+from elixir_compile.search.candidate import DraftPlan
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.reasons import decisions
+from elixir_compile.search.space.facts import gather_facts
 from tests.pure.search.test_best import instances, random_answer
 
 

@@ -10,22 +10,21 @@ import pytest
 from elixir_compile.analysis import verify
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import Cluster, Link, profile_for
-from elixir_compile.hardware.paper import paper_rates
+from elixir_compile.hardware.presets import paper_rates
 from elixir_compile.ir import Saving, Tier
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.draft import Candidate
-from elixir_compile.search.exhaustive import place_exhaustively
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.greedy import place_greedily
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import floor_bytes, leanest, uniform_modes
-from elixir_compile.search.levels import Level
-from elixir_compile.search.prefetch import raise_prefetch
-from elixir_compile.search.program import Program
-from elixir_compile.search.rules import RULES, gathers_first
-from elixir_compile.search.stays import moves_at_use
-from elixir_compile.search.streaming import best_moves
+from elixir_compile.search.candidate import Candidate
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.heuristics.greedy import place_greedily
+from elixir_compile.search.heuristics.rules import RULES, gathers_first, place_exhaustively
+from elixir_compile.search.heuristics.streaming import best_moves
+from elixir_compile.search.heuristics.transfers import raise_prefetch
+from elixir_compile.search.heuristics.uniform_modes import floor_bytes, leanest, uniform_modes
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level
+from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.units import GIB
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain

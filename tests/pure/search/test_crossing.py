@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from elixir_compile.ir import Saving, Update
 from elixir_compile.search import Problem
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.program import Program
-from elixir_compile.search.stays import moves_at_use
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.search.test_best import machine, random_answer
 from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain

@@ -11,7 +11,7 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import Bucket, BucketId, Kind, Placement, StepGraph, StorageId, Tier
 from elixir_compile.search import Problem
-from elixir_compile.search.buckets import form_buckets
+from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.units import GIB
 from tests.pure.strategies import Layer, chain, step_graphs
 

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.cost import host_memory, host_memory_s, update_bytes
+from elixir_compile.cost import host_memory_s, update, update_bytes
 from elixir_compile.hardware import Cluster, preset
-from elixir_compile.hardware.paper import ADAM_BYTES_PER_ELEMENT
+from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir import Tier, Update
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.program import Program
-from elixir_compile.search.stays import moves_at_use
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.cost.test_cost import bucket
 from tests.pure.search.test_best import assert_as_good_as_brute_force, instances, machine, random_answer, tried_s
 from tests.pure.search.test_crossing import mixed_layers
@@ -77,8 +77,8 @@ def mixed_problem(draw: random.Random, update: Update) -> Problem:
 @pytest.fixture
 def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that carries a tenth of what it does: no machine is like that, but then it binds among tiny rates too."""
-    rate = host_memory.host_memory_bytes_per_s
-    monkeypatch.setattr(host_memory, "host_memory_bytes_per_s", lambda cluster: rate(cluster) / 10)
+    rate = update.host_memory_bytes_per_s
+    monkeypatch.setattr(update, "host_memory_bytes_per_s", lambda cluster: rate(cluster) / 10)
 
 
 @pytest.mark.usefixtures("slow_memory")

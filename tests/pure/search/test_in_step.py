@@ -10,8 +10,8 @@ from elixir_compile.analysis import plan_timeline
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, Plan, Saving, Tier, Verb, parse_plan
 from elixir_compile.search import Problem
-from elixir_compile.search.buckets import form_buckets
-from elixir_compile.search.in_step import Homes, homes_in_step, plan_in_step
+from elixir_compile.search.joint.ranks import Homes, homes_in_step, plan_in_step
+from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.simulate import walk_memory
 from tests.pure.search.test_planner import CLUSTERS, problem_of
 from tests.pure.search.test_shards import real_peak_bytes, shared_problems

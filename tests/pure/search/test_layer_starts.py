@@ -11,7 +11,7 @@ from elixir_compile.analysis import verify
 from elixir_compile.ir import Phase, Plan, StepGraph, Verb, parse_graph
 from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.layer_starts import LayerSpan, layer_spans, layers_alike
+from elixir_compile.search.space.layers import LayerSpan, layer_spans, layers_alike
 from tests.pure.search.test_planner import assert_counts_agree, needed_bytes, problem_of
 
 FORWARD = """\

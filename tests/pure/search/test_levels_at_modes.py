@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import verify
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, StorageId
-from elixir_compile.search import Problem, milp, plan, solving
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.levels import Level
-from elixir_compile.search.program import Program
-from elixir_compile.search.rules import RULES
-from elixir_compile.search.solving import Solution
-from elixir_compile.search.stays import moves_at_use
+from elixir_compile.search import Problem, plan
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation import solver
+from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.solver import Solution
+from elixir_compile.search.heuristics.rules import RULES
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level
+from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.search.test_best import assert_as_good_as_brute_force, machine, random_answer
 from tests.pure.search.test_planner import between, problem_of
 from tests.pure.strategies import DraftPlan
@@ -138,9 +139,9 @@ def test_whole_solutions_that_do_not_fit_end_the_search_of_them(monkeypatch: pyt
     def solve_whole(*arguments: Any, **named: Any) -> Solution | None:
         nonlocal num_solves
         num_solves += 1
-        return solving.solve_whole(*arguments, **named)
+        return solver.solve_whole(*arguments, **named)
 
-    monkeypatch.setattr(milp, "solve_whole", solve_whole)
+    monkeypatch.setattr(solver, "solve_whole", solve_whole)
     made = plan(between(cast_problem(6), 0.0))
     assert made.bound_s is not None
     assert 24 <= num_solves < 40

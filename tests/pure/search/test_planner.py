@@ -16,11 +16,11 @@ from elixir_compile.hardware import Cluster, profile_for
 from elixir_compile.ir import Kind, Phase, StepGraph, StorageId, Tier, Update, Verb, parse_plan
 from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.exhaustive import MAX_PLACEMENTS, num_placements
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.prefetch import raise_prefetch
-from elixir_compile.search.stays import moves_at_use, residencies
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, num_placements
+from elixir_compile.search.heuristics.transfers import raise_prefetch
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.residency import moves_at_use, residencies
 from elixir_compile.units import GIB
 from tests.pure.strategies import Layer, chain, step_graphs
 
@@ -142,7 +142,7 @@ def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequenc
 def assert_counts_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
     """Fail unless the search counts the bytes and seconds of the plan of the levels and modes `picks`, with gathers
     `ahead` windows early, as the plan's own prediction does."""
-    from elixir_compile.search.draft import DraftPlan
+    from elixir_compile.search.candidate import DraftPlan
     from elixir_compile.search.writing import write_out
 
     base = Evaluator(gather_facts(problem))

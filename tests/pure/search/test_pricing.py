@@ -5,14 +5,13 @@ import random
 import numpy as np
 
 from elixir_compile.search.clock import deadline_in
-from elixir_compile.search.exhaustive import place_exhaustively
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import leanest
-from elixir_compile.search.pricing import bound_of, priced
-from elixir_compile.search.program import SCALE, Program
-from elixir_compile.search.rounding import nearest
-from elixir_compile.search.solving import matrix_of, solve_whole
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.pricing import bound_of, priced
+from elixir_compile.search.formulation.program import SCALE, Program
+from elixir_compile.search.formulation.solver import matrix_of, nearest, solve_whole
+from elixir_compile.search.heuristics.rules import place_exhaustively
+from elixir_compile.search.heuristics.uniform_modes import leanest
+from elixir_compile.search.space.facts import gather_facts
 from tests.pure.search.test_best import instances, random_answer
 
 

@@ -30,18 +30,18 @@ from elixir_compile.ir import (
 )
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.buckets import form_buckets
-from elixir_compile.search.draft import DraftPlan
-from elixir_compile.search.exhaustive import place_exhaustively
-from elixir_compile.search.extent import extent_of
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.greedy import place_greedily
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.ladder import floor_bytes, leanest, uniform_modes
-from elixir_compile.search.levels import Level
-from elixir_compile.search.prefetch import raise_prefetch
-from elixir_compile.search.program import Program
-from elixir_compile.search.stays import moves_at_use
+from elixir_compile.search.candidate import DraftPlan
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.heuristics.greedy import place_greedily
+from elixir_compile.search.heuristics.rules import place_exhaustively
+from elixir_compile.search.heuristics.transfers import raise_prefetch
+from elixir_compile.search.heuristics.uniform_modes import floor_bytes, leanest, uniform_modes
+from elixir_compile.search.limits import extent_of
+from elixir_compile.search.space.buckets import form_buckets
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level
+from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
 from elixir_compile.simulate import prices, simulate, walk_memory
 from tests.pure.search.test_best import machine, random_answer

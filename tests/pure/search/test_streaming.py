@@ -11,10 +11,10 @@ from elixir_compile.hardware import Cluster, HostProfile, Link, preset, profile_
 from elixir_compile.ir import Tier, Update, parse_plan
 from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.levels import Level
-from elixir_compile.search.stays import Moves
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level
+from elixir_compile.search.space.residency import Moves
 from elixir_compile.simulate import hidden_update_share, simulate
 from elixir_compile.units import GIB
 from tests.pure.search.test_best import machine

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.ir import Plan, Schedule, StepGraph, Verb
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.draft import DraftPlan
-from elixir_compile.search.facts import gather_facts
-from elixir_compile.search.judge import Evaluator
-from elixir_compile.search.prefetch import raise_prefetch
-from elixir_compile.search.stays import moves_at_use
+from elixir_compile.search.candidate import DraftPlan
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.transfers import raise_prefetch
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
 from elixir_compile.simulate import walk_memory
 from tests.pure.mixes import mixed_graphs

@@ -1,0 +1,221 @@
+"""A model and example inputs -> the step that training would capture, and the questions one can ask about it.
+
+Nothing is allocated, compiled or run, and the model stays as it is. Capture takes seconds, a question a moment, so one
+capture serves many machines and budgets.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from elixir_compile.api.backend import with_compiler
+from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
+from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.loss import chunk_loss, find_loss
+from elixir_compile.capture.tracing import trace_step
+from elixir_compile.errors import InvalidOption, UnsupportedModel
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import StepGraph, StorageId
+from elixir_compile.ir.graph import graph_at
+from elixir_compile.managed.masters import torch_dtype
+from elixir_compile.managed.stand_in import built, stand_in
+from elixir_compile.managed.unmanaged import trace_unmanaged
+from elixir_compile.ops.masters import has_master
+from elixir_compile.options import Options
+from elixir_compile.problem.loss import Chunks, chunks_of
+from elixir_compile.problem.machine import library_bytes, scalar_bytes
+from elixir_compile.problem.planning import (
+    graph_of,
+    least_alike_of,
+    savings_of,
+    state_bytes_per_element,
+    sums_of,
+    update_of,
+)
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """One captured training step, and what a plan has to know of its parameters."""
+
+    graph: StepGraph
+    device: torch.device
+    """Where the step was captured; the kernels of attention, for one, differ between devices."""
+    numels: Mapping[StorageId, int]
+    """Elements of each parameter that is trained."""
+    state_bytes: Mapping[StorageId, int]
+    """What HybridAdamW keeps for each of them."""
+    masters: Mapping[StorageId, int]
+    """Elements of those with a master."""
+    held_bytes: int
+    """Bytes of parameters that are on the device now; 0 for a model on `meta`."""
+    base_bytes: int
+    """Device bytes that no plan can move: parameters that the step does not read, what matrix products leave, and a
+    few per parameter."""
+    chunks: Chunks | None = None
+    """How the loss could be chunked; None where it could not, or is."""
+    loss_chunks: int = 1
+    """In how many chunks the graph computes its loss."""
+    batch_symbol: str | None = None
+    """The symbol of the first dimension of the inputs, where the step was captured dynamic."""
+
+    def at_batch(self, batch: int) -> "Capture":
+        """Return the step for batches of `batch`.
+
+        Raises UnsupportedModel where the graph fixes the batch.
+        """
+        if self.batch_symbol is None:
+            because = "its graph fixes the batch, so it cannot be planned for another one without a new capture"
+            raise UnsupportedModel(self.graph.name, because)
+        return replace(self, graph=graph_at(self.graph, {self.batch_symbol: batch}))
+
+    def state_nbytes(self, bytes_per_element: int | None = None) -> Mapping[StorageId, int]:
+        """Return the bytes of optimizer state of each trained parameter: what HybridAdamW keeps, or so many
+        `bytes_per_element`; 12 are fp32 master weights and moments."""
+        if bytes_per_element is not None:
+            return {name: numel * bytes_per_element for name, numel in self.numels.items()}
+        return self.state_bytes
+
+    def _reduce_dtypes(self, cluster: Cluster, options: Options) -> Mapping[StorageId, str]:
+        """Return what several ranks reduce gradients in, where that is wider than the parameter."""
+        if options.reduce_dtype is None or cluster.num_ranks == 1:
+            return {}
+        return dict.fromkeys(self.masters, options.reduce_dtype)
+
+    def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
+        """Return the question for one rank of `cluster`, whose parameters HybridAdamW updates.
+
+        Where `options` name no memory, it is the profile's less the reserve; devices of a node share its host's.
+        """
+        device_bytes = cluster.device.memory_bytes - cluster.device.reserve_bytes
+        host_bytes = (cluster.host.memory_bytes - cluster.host.reserve_bytes) // cluster.num_local_ranks
+        return Problem(
+            name=self.graph.name,
+            graph=self.graph,
+            cluster=cluster,
+            budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
+            host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
+            state_nbytes=self.state_nbytes(state_bytes_per_element),
+            sum_nbytes=sums_of(self.masters, options) if cluster.num_ranks == 1 else {},
+            reduce_dtypes=self._reduce_dtypes(cluster, options),
+            savings=savings_of(options),
+            hybrid=bool(self.numels),
+            moves_what_fits=True,
+            disk=options.disk_path is not None,
+            update=update_of(options),
+            least_alike=least_alike_of(options),
+            base_bytes=self.base_bytes,
+        )
+
+
+def capture_step(
+    model: "nn.Module | Callable[[], nn.Module]",
+    example_inputs: Inputs,
+    *,
+    device: "torch.device | str | None" = None,
+    options: Options | None = None,
+    dynamic: bool = False,
+    chunks: Chunks | None = None,
+) -> Capture:
+    """Return the training step of `model` on `example_inputs`, positional or by name, of which only shapes count.
+
+    `device` is by default that of the model's first parameter that has one, else `cuda` where there is one, else
+    `cpu`. With `dynamic` the first dimension of every input is symbolic; `chunks`, of an earlier capture, are those in
+    which the loss is computed. Raises UnsupportedModel for a model that cannot be traced as one graph or trains
+    nothing.
+    """
+    model = built(model)
+    target = _device_of(model) if device is None else torch.device(device)
+    param_dtype = None if options is None else options.param_dtype
+    own, memory = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
+    executor = new_executor([own], target, originals=[model])
+    swap_modules([own], executor)
+    bring_rest([own], executor)
+    args, kwargs = _like(example_inputs, target, dynamic=dynamic)
+    options = with_compiler(options or Options())
+    could: list[Chunks | None] = []
+
+    def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+        inputs = trace_unmanaged(gm, inputs, executor)
+        could.append(chunks_of(gm, options) if chunks is None else None)
+        if chunks is not None:
+            # Found again: `chunks` may be those of a model of other layers, in whose graph nodes have other names.
+            chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)
+        return inputs
+
+    captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)
+    # Graphs are cycles: the parameters would stay until the collector runs, and count for the device until then.
+    memory.resize_(0)
+    batch = _batch_of((*args, *kwargs.values())) if dynamic else None
+    on_device = {id(param): param for param in model.parameters() if param.device == target}
+    held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
+    made = _capture(captured, executor, held_bytes, batch)
+    return replace(made, chunks=could[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
+
+
+def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int | None) -> Capture:
+    read = set(captured.param_names.values())
+    unread_bytes = sum(slot.nbytes for slot in executor.slots.values() if slot.name not in read)
+    slots = [executor.slots[name] for name in captured.param_names.values()]
+    trained = {StorageId(slot.name): slot.param for slot in slots if slot.param.requires_grad}
+    graph = graph_of(captured, executor, {})
+    batches = [symbol for symbol, value in graph.symbols if value == batch]
+    return Capture(
+        graph=graph,
+        device=executor.device,
+        numels={name: param.numel() for name, param in trained.items()},
+        state_bytes={name: state_bytes_per_element(param) * param.numel() for name, param in trained.items()},
+        masters={name: param.numel() for name, param in trained.items() if has_master(param)},
+        held_bytes=held_bytes,
+        base_bytes=unread_bytes
+        + library_bytes(executor.device)
+        + scalar_bytes(executor.slots.values(), executor.device),
+        batch_symbol=batches[0] if len(batches) == 1 else None,
+    )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for param in model.parameters():
+        if param.device.type != "meta":
+            return param.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _like(inputs: Inputs, device: torch.device, *, dynamic: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments of the shapes of `inputs` on `device`; a tensor that comes twice does so again."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    made: dict[int, torch.Tensor] = {}
+    if isinstance(inputs, Mapping):
+        return [], {name: _empty(value, device, made, dynamic) for name, value in inputs.items()}
+    if isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        return [_empty(value, device, made, dynamic) for value in inputs], {}
+    raise InvalidOption("example_inputs", inputs, "a tuple of tensors, or a dict of keyword arguments")
+
+
+def _batch_of(values: Sequence[Any]) -> int | None:
+    """Return the first dimension of the first tensor among `values` that has one."""
+    return next((value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
+
+
+def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dynamic: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _empty(item, device, made, dynamic) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_empty(item, device, made, dynamic) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) not in made:
+        empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        if dynamic and empty.dim():
+            # `torch._dynamo.mark_dynamic` is public under this name only.
+            torch._dynamo.mark_dynamic(empty, 0)
+        made[id(value)] = empty.requires_grad_(value.requires_grad)
+    return made[id(value)]

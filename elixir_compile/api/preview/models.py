@@ -1,0 +1,269 @@
+"""What a command line calls MODEL -> a function that makes the model, and its example inputs."""
+
+import contextlib
+import copy
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile.api.preview.capture import Inputs
+from elixir_compile.api.preview.shapes import Head, ModelShape, model_named, model_names
+from elixir_compile.errors import InvalidOption, UnknownModel, UnsupportedModel
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+"""Fields of configurations with a number of layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """A model that its configuration describes, with random weights."""
+
+    name: str
+    config: Any
+    """A `transformers.PretrainedConfig`, which nobody changes."""
+    class_name: str
+    """The class of transformers that makes a model of `config`: `AutoModelForCausalLM`."""
+    dtype: torch.dtype
+    """Of parameters and compute."""
+    recompute: bool = False
+    """Whether each layer computes its activations again in the backward, where the model knows how."""
+
+    @property
+    def num_layers(self) -> int | None:
+        """Return how many layers each stack of the model has; None if stacks differ or it is not known."""
+        counts = set(self._layer_fields().values())
+        return counts.pop() if len(counts) == 1 else None
+
+    def model(self, num_layers: int | None = None) -> nn.Module:
+        """Return the model on `meta`, in training mode, of `num_layers` layers or of all.
+
+        Raises UnsupportedModel if transformers has no such model, and if fewer layers are wanted of a model that has
+        no such form, as its layers differ by the configuration.
+        """
+        import transformers
+
+        if num_layers is not None:
+            try:
+                return replace(self, config=self._of_fewer(num_layers)).model()
+            except Exception as error:  # of a model whose authors did not think of this number
+                raise UnsupportedModel(self.name, f"it has no form with {num_layers} layers: {error}") from error
+        config = copy.deepcopy(self.config)
+        config.use_cache = False  # keys and values of earlier tokens are of no use in training
+        with torch.device("meta"):
+            try:
+                model = getattr(transformers, self.class_name).from_config(config, dtype=self.dtype)
+            except ValueError as error:
+                reason = f"transformers has no causal language model for it. {str(error).splitlines()[0]}"
+                raise UnsupportedModel(self.name, reason) from error
+        return trained(model, recompute=self.recompute)
+
+    def _layer_fields(self) -> Mapping[str, int]:
+        fields = vars(self.config)
+        return {name: fields[name] for name in _LAYERS if type(fields.get(name)) is int}
+
+    def _of_fewer(self, num_layers: int) -> Any:
+        """Return the configuration of `num_layers` layers.
+
+        Raises UnsupportedModel if one of its lists has an entry for each layer, and these differ.
+        """
+        config = copy.deepcopy(self.config)
+        for name in self._layer_fields():
+            setattr(config, name, num_layers)
+        for name, value in vars(self.config).items():
+            if isinstance(value, list) and value and len(value) == self.num_layers:
+                if any(entry != value[0] for entry in value):
+                    raise UnsupportedModel(self.name, f"its layers differ: {name} has several values")
+                setattr(config, name, value[:num_layers])
+        return config
+
+
+def trained(model: nn.Module, *, recompute: bool) -> nn.Module:
+    """Return `model` as it is trained, by checkpoints of its layers if it has to `recompute`.
+
+    Raises UnsupportedModel for a model that cannot be told so.
+    """
+    model.train()
+    if recompute:
+        # Called so since transformers 5, and `gradient_checkpointing_enable` before.
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
+        if enable is None:
+            raise UnsupportedModel(type(model).__name__, f"it has no `{names[0]}`, so it cannot be told to recompute")
+        enable({"use_reentrant": False})
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBatch:
+    """How the model is to be trained: the numbers that the model itself does not fix."""
+
+    batch: int
+    seq: int
+    dtype: torch.dtype = torch.float32
+    """Of parameters and compute."""
+    recompute: bool = False
+    """Whether each layer computes its activations again in the backward, where the model knows how."""
+
+
+def load_model(name: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
+    """Return the model that `name` says and example inputs for it, without weights.
+
+    Raises what `find_model` raises.
+    """
+    model, inputs = find_model(name, text)
+    return model.model() if isinstance(model, Configured) else model, inputs
+
+
+def find_model(name: str, text: TextBatch) -> tuple[nn.Module | Configured, Inputs]:
+    """Return the model that `name` says, or the configuration that says what it is, and example inputs for it.
+
+    Raises UnknownModel for a name that leads nowhere, and UnsupportedModel for what lies there but makes no model.
+    """
+    path, _, function = name.rpartition(":")
+    if path.endswith(".py"):
+        return _from_function(name, Path(path), function, text)
+    if name.lower() in model_names():
+        shape = model_named(name)
+        return _hugging_face(name, lambda: _config_of(shape, text), text, shape.head)
+    found = Path(name)
+    if found.exists():
+        return _hugging_face(name, lambda: _config_from(found), text)
+    looks_like_path = found.suffix == ".json" or len(found.parts) > 1
+    raise UnknownModel(name, model_names(), "there is no such file or folder" if looks_like_path else "")
+
+
+def find_described(model: Any, example_inputs: Inputs) -> Any:
+    """Return what the configuration or the name `model` describes, trained on batches like `example_inputs`; any other
+    `model` as it is.
+
+    Raises what `find_model` raises.
+    """
+    transformers = sys.modules.get("transformers")  # without which nobody has a configuration
+    if transformers is not None and isinstance(model, transformers.PretrainedConfig):
+        default = "ForConditionalGeneration" if model.is_encoder_decoder else "ForCausalLM"
+        names = (*(model.architectures or ()), default)
+        class_name = next((made for name in names for end, made in _ENDINGS.items() if name.endswith(end)))
+        return Configured(
+            name=model.model_type, config=model, class_name=class_name, dtype=model.dtype or torch.float32
+        )
+    if not isinstance(model, str):
+        return model
+    values = example_inputs.values() if isinstance(example_inputs, Mapping) else example_inputs
+    tokens = [value for value in values if isinstance(value, torch.Tensor) and value.dim() == 2]
+    batch, seq = tokens[0].shape if tokens else (1, 1)
+    return find_model(model, TextBatch(batch=batch, seq=seq, dtype=torch.bfloat16))[0]
+
+
+_CLASSES: Mapping[Head, str] = {
+    Head.NEXT_TOKEN: "AutoModelForCausalLM",
+    Head.MASKED_TOKEN: "AutoModelForMaskedLM",
+    Head.OTHER_TEXT: "AutoModelForSeq2SeqLM",
+    Head.IMAGE_CLASS: "AutoModelForImageClassification",
+}
+_ENDINGS: Mapping[str, str] = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "ForImageClassification": "AutoModelForImageClassification",
+}
+"""The class that makes a model of a configuration, by how the name of the architecture ends that it was made for."""
+
+
+def _hugging_face(
+    name: str, configure: Callable[[], Any], text: TextBatch, head: Head = Head.NEXT_TOKEN
+) -> tuple[Configured, Inputs]:
+    try:
+        import transformers  # noqa: F401 - `configure` needs it
+    except ImportError as error:
+        reason = "it needs the package transformers: `pip install elixir-compile[hf]`"
+        raise UnsupportedModel(name, reason) from error
+    config = configure()
+    model = Configured(name=name, config=config, class_name=_CLASSES[head], dtype=text.dtype, recompute=text.recompute)
+    return model, _images(config, text) if head is Head.IMAGE_CLASS else _tokens(text)
+
+
+def _images(config: Any, text: TextBatch) -> Mapping[str, torch.Tensor]:
+    """Images and their classes; an image has as many patches as it has, whatever the length of a sequence."""
+    size = (text.batch, config.num_channels, config.image_size, config.image_size)
+    return {
+        "pixel_values": torch.empty(size, dtype=text.dtype, device="meta"),
+        "labels": torch.empty(text.batch, dtype=torch.int64, device="meta"),
+    }
+
+
+def _tokens(text: TextBatch) -> Mapping[str, torch.Tensor]:
+    ids = torch.empty(text.batch, text.seq, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def _config_of(shape: ModelShape, text: TextBatch) -> Any:
+    import transformers
+
+    fields = dict(shape.fields)
+    if shape.longest:
+        fields[shape.longest] = max(int(str(fields[shape.longest])), text.seq)
+    return transformers.AutoConfig.for_model(shape.model_type, **fields)
+
+
+def _config_from(path: Path) -> Any:
+    import transformers
+
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnknownModel(str(path), model_names(), f"{file} is no JSON file that can be read: {error}") from error
+    kind = fields.pop("model_type", None) if isinstance(fields, dict) else None
+    if kind is None:
+        raise UnknownModel(str(path), model_names(), f"{file} has no field model_type")
+    try:
+        # `for_model` takes numbers only; nothing of the folder is imported or run.
+        return transformers.AutoConfig.for_model(kind, **fields)
+    except ValueError as error:
+        reason = f"transformers cannot read its configuration. {str(error).splitlines()[0]}"
+        raise UnsupportedModel(str(path), reason) from error
+
+
+def _from_function(name: str, path: Path, function: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
+    make = getattr(_module_at(name, path), function, None)
+    if not callable(make):
+        raise UnknownModel(name, model_names(), f"{path} has no function {function!r}")
+    with torch.device("meta"), _blaming(name):
+        made = make()
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, _tokens(text))
+    if not isinstance(model, nn.Module):
+        raise InvalidOption(f"model {name}", type(model).__name__, "a function that returns a torch.nn.Module")
+    return trained(model.to(text.dtype), recompute=text.recompute), inputs
+
+
+def _module_at(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UnknownModel(name, model_names(), f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where dataclasses look for the module they are in
+    sys.path.insert(0, str(path.parent))
+    try:
+        with _blaming(name):
+            spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+@contextlib.contextmanager
+def _blaming(name: str) -> Iterator[None]:
+    """GraphRequest what the user's code raises into an error that says so."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedModel(name, f"its code raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,138 @@
+"""Folders for files that only save time, and folders of machine code that nobody else may have written to."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Return the folder of everything that is cached; it need not exist yet.
+
+    `ELIXIR_CACHE_DIR` if it is set, else `elixir_compile` in `XDG_CACHE_HOME`, else in `~/.cache`.
+    """
+    own = os.environ.get("ELIXIR_CACHE_DIR")
+    if own:
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "elixir_compile"
+
+
+def write_cached(path: Path, text: str) -> None:
+    """Write `text` to `path` as a whole or not at all, so that another process never reads half of it.
+
+    Raises OSError where the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+_OPENED_FILES = Path("/proc/self/fd")
+"""Where Linux shows what a process has open, by number."""
+
+
+class WrittenByOthersError(Exception):
+    """A file or a folder that somebody else than this user and root could have written; says which and why."""
+
+    def __init__(self, path: Path, because: str) -> None:
+        super().__init__(f"{path} {because}")
+
+
+class OwnFolder:
+    """An open folder that belongs to this user or root, and that nobody else can write to."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    def path_of(self, name: str) -> str:
+        """Return a path of the file `name` for as long as the folder is open."""
+        opened = _OPENED_FILES / str(self._descriptor)
+        # Elsewhere than on Linux the path is resolved again, and is as safe as the folders above.
+        return str((opened if opened.exists() else self._path) / name)
+
+    def read(self, name: str) -> bytes | None:
+        """Return what is in the file `name`; None if there is no such file.
+
+        Raises WrittenByOthersError if the file is a symbolic link, belongs to another user or can be written by others.
+        """
+        path = self._path / name
+        try:
+            # Without O_NONBLOCK a pipe of that name would be waited for.
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._descriptor)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            _refuse_link(name, path, self._descriptor)
+            raise
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise WrittenByOthersError(path, "is no file")
+            _require_own(path, found)
+            return file.read()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write `content` to the file `name` as a whole or not at all; only this user can read or write it."""
+        part = f"{name}.{os.getpid()}.{os.urandom(8).hex()}.part"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        descriptor = os.open(part, flags, 0o600, dir_fd=self._descriptor)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+            os.rename(part, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(part, dir_fd=self._descriptor)
+            raise
+
+
+@contextmanager
+def own_folder(path: Path) -> Iterator[OwnFolder]:
+    """Open the folder at `path`, which is made if it is not there, and close it at the end.
+
+    Raises WrittenByOthersError if it is a symbolic link, belongs to another user or can be written by others, and
+    OSError if it can be neither opened nor made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        _refuse_link(path, path)
+        raise
+    try:
+        _require_own(path, os.fstat(descriptor))
+        yield OwnFolder(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def private_folder() -> Iterator[OwnFolder]:
+    """Open a new folder for temporary files that only this user can enter, and remove it at the end."""
+    with tempfile.TemporaryDirectory(prefix="elixir-") as path, own_folder(Path(path)) as folder:
+        yield folder
+
+
+def _refuse_link(name: "str | Path", path: Path, folder: int | None = None) -> None:
+    if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise WrittenByOthersError(path, "is a symbolic link") from None
+
+
+def _require_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise WrittenByOthersError(path, f"belongs to user {found.st_uid}, not to user {os.geteuid()} or root")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise WrittenByOthersError(path, f"can be written by others (its mode is {stat.S_IMODE(found.st_mode):04o})")

@@ -1,0 +1,1 @@
+"""What Elixir keeps for each prepared model: its parameters' homes, compilations, programs and plans in force."""

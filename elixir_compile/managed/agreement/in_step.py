@@ -1,0 +1,185 @@
+"""Ranks whose graphs differ, as where a branch of the forward depends on data that only one rank has.
+
+```text
+  uses       every rank: which parameters its graph reads and trains
+  capture    what others use and this one does not is put into its graph: `capture.absent`
+  facts      as for any plan, see `agreement`
+  buckets    the leader's, of all parameters that any rank uses
+  homes      every rank: under which placements its own step fits; the first that fits all is taken
+```
+
+Ranks that use the same parameters first try one plan for all: ops may differ a little, see `rank_facts`.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elixir_compile.capture.absent import trained_keys, with_absent
+from elixir_compile.capture.convert import Captured
+from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.errors import NoFeasiblePlan, PlanFileError
+from elixir_compile.ir import Bucket, Plan
+from elixir_compile.managed.agreement.agreement import (
+    agreed_facts,
+    agreed_plan,
+    asked_by_all,
+    ranks_at,
+    run_on_all_ranks,
+    settings_of,
+)
+from elixir_compile.managed.agreement.rank_facts import Divide, RankFacts, digest_of, leader_of
+from elixir_compile.options import Options
+from elixir_compile.problem.planning import ExternalUsage, graph_of, problem_of
+from elixir_compile.runtime.distributed.control import ControlChannel
+from elixir_compile.runtime.distributed.errors import RanksDiffer, ranks_text
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.ranks import Homes, homes_in_step, plan_in_step
+from elixir_compile.search.space.buckets import form_buckets
+
+log = logging.getLogger("elixir_compile")
+
+_MOST_NAMED = 3
+"""Parameters that a decision names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buckets:
+    """The buckets of all ranks."""
+
+    buckets: tuple[Bucket, ...]
+
+
+_BUCKETS = Form(what="buckets", version=1, error=PlanFileError)
+
+
+def planned_in_step(
+    executor: Executor,
+    captured: Captured,
+    options: Options,
+    sizes: Mapping[str, int],
+    search: Callable[[Problem], Plan],
+) -> tuple[Captured, Problem, Plan]:
+    """Return `captured` with what other ranks use besides, the question about it, and its plan.
+
+    `sizes` are those of its symbols; `search` is for ranks that use the same parameters. All ranks of `executor` call
+    this. Raises RanksDiffer where their models or settings differ, or some train and others do not, and NoFeasiblePlan
+    on all ranks where one has no room.
+    """
+    control = executor.ranks.control
+    uses = _uses_of_all(control, executor, captured)
+
+    def ask() -> tuple[Captured, Problem]:
+        joint = _joined(executor, captured, uses)
+        external = ExternalUsage(waiting_bytes=executor.saved.held_bytes())
+        return joint, problem_of(joint, graph_of(joint, executor, sizes), executor, options, external)
+
+    joint, problem = asked_by_all(executor, ask)
+    if all(use == uses[0] for use in uses):
+        try:
+            return joint, problem, agreed_plan(control, problem, search, settings=settings_of(options))
+        except RanksDiffer as error:
+            log.debug("%s: %s", captured.name, error)
+    _, facts = agreed_facts(control, problem, settings_of(options))
+    buckets = _buckets_of_all(control, problem, leader_of(facts))
+    because = _because(control, uses, facts) + ("" if options.plan is None else "; the plan asked for is not followed")
+    log.log(logging.INFO if options.plan is None else logging.WARNING, "%s: %s", captured.name, because)
+    return joint, problem, _fitting(control, problem, buckets, because)
+
+
+def _uses_of_all(control: ControlChannel, executor: Executor, captured: Captured) -> list[Mapping[str, list[str]]]:
+    """Return the names of what the graph of each rank reads and trains."""
+    trained = trained_keys(captured)
+    slots = executor.slots.values()
+    model = digest_of(f"{slot.name} {slot.param.dtype} {tuple(slot.param.shape)}" for slot in slots)
+    own = {
+        "kind": "inference" if captured.backward is None else "training",
+        "model": model,
+        "reads": sorted(captured.param_names.values()),
+        "trains": sorted(slot.name for slot in slots if slot.key in trained),
+    }
+    said = [json.loads(text) for text in control.exchange(json.dumps(own), "parameters in use")]
+    for name, sentence in (("model", "{} another model than {}"), ("kind", "{} a graph of {odd}, {} one of {usual}")):
+        divide = Divide.of([use[name] for use in said])
+        if divide.odd:
+            odd = ranks_at(control, divide.odd)
+            have = f"{ranks_text(odd)} {'has' if len(odd) == 1 else 'have'}"
+            usual, kinds = ranks_text(ranks_at(control, [divide.usual])), {"odd": said[divide.odd[0]][name]}
+            raise RanksDiffer(odd, [sentence.format(have, usual, **kinds, usual=said[divide.usual][name])])
+    return [{name: use[name] for name in ("reads", "trains")} for use in said]
+
+
+def _joined(executor: Executor, captured: Captured, uses: Sequence[Mapping[str, list[str]]]) -> Captured:
+    """Return `captured` with all parameters that any rank uses."""
+    read, trained = ({name for use in uses for name in use[kind]} for kind in ("reads", "trains"))
+    slots = executor.slots.values()
+    return with_absent(
+        captured, [slot for slot in slots if slot.name in read], [slot for slot in slots if slot.name in trained]
+    )
+
+
+def _buckets_of_all(control: ControlChannel, problem: Problem, leader: int) -> tuple[Bucket, ...]:
+    """Return what the leader makes of the parameters: the order of their uses is another on each rank."""
+
+    def own_buckets() -> str:
+        return to_json(_BUCKETS, _Buckets(buckets=form_buckets(problem))) if control.ranks[leader] == own_rank else ""
+
+    own_rank = control.ranks[control.rank]
+    _, texts = run_on_all_ranks(control, "buckets", own_buckets, str)
+    return from_json(_BUCKETS, _Buckets, texts[leader]).buckets
+
+
+def _fitting(control: ControlChannel, problem: Problem, buckets: Sequence[Bucket], because: str) -> Plan:
+    """Return the plan of this rank under the first placements at which the steps of all ranks fit."""
+
+    def attempt(homes: Homes) -> Plan | NoFeasiblePlan:
+        try:
+            return plan_in_step(problem, buckets, homes, because)
+        except NoFeasiblePlan as error:
+            return error
+
+    def attempts() -> list[Plan | NoFeasiblePlan]:
+        return [attempt(homes) for homes in homes_in_step(problem, buckets)]
+
+    def fits(found: Sequence[Plan | NoFeasiblePlan]) -> str:
+        return "".join("-" if isinstance(made, NoFeasiblePlan) else "+" for made in found)
+
+    found, said = run_on_all_ranks(control, "placements that fit", attempts, fits)
+    tried = zip(found, zip(*said, strict=True), strict=True)
+    fitting = [made for made, all_fit in tried if isinstance(made, Plan) and "-" not in all_fit]
+    if not fitting:
+        raise _most_short(control, found[-1])
+    _, digests = run_on_all_ranks(control, "plans in step", lambda: fitting[0], _digest)
+    divide = Divide.of(digests)
+    if divide.odd:
+        odd = ranks_at(control, divide.odd)
+        raise RanksDiffer(odd, [f"{ranks_text(odd)} would move other buckets than were planned"])
+    return fitting[0]
+
+
+def _most_short(control: ControlChannel, made: Plan | NoFeasiblePlan) -> NoFeasiblePlan:
+    """Return the error of the rank that is most short of device memory, else of host memory; `made` is what came of
+    the last placements here."""
+    own = made.args if isinstance(made, NoFeasiblePlan) else None
+    said = [json.loads(text) for text in control.exchange(json.dumps(own, default=int), "room of ranks")]
+    errors = [NoFeasiblePlan(*facts) for facts in said if facts is not None]
+    return max(errors, key=lambda error: (error.memory == "device", error.needed_bytes - error.budget_bytes))
+
+
+def _digest(plan: Plan) -> str:
+    """Return the digest of what all ranks do alike: their regions have other ops."""
+    return digest_of(map(repr, (plan.buckets, plan.placements, plan.schedules)))
+
+
+def _because(control: ControlChannel, uses: Sequence[Mapping[str, list[str]]], facts: Sequence[RankFacts]) -> str:
+    """Return which ranks have another graph than most, and parameters that not all ranks use."""
+    divide = Divide.of([fact.ops_digest for fact in facts])
+    odd = ranks_at(control, divide.odd)
+    everywhere = set.intersection(*(set(use["reads"]) for use in uses))
+    apart = sorted({name for use in uses for name in use["reads"]} - everywhere)
+    more = f" and {len(apart) - _MOST_NAMED} more" if len(apart) > _MOST_NAMED else ""
+    named = f", not all read {', '.join(apart[:_MOST_NAMED])}{more}" if apart else ""
+    usual = ranks_text([control.ranks[divide.usual]])
+    return f"{ranks_text(odd)} and {usual} run different graphs{named}; nothing is searched and no transfer hides"

@@ -1,0 +1,176 @@
+"""From what some steps took to the prices of the machine that ran them.
+
+    run fwd.0     ->  a stretch of ops with its seconds
+    gather b1     ->  the rate of the link to the device
+    offload b1    ->  the rate of the link to the host
+    update b1     ->  the update rate of the side where the state of b1 lives
+
+A rate changes by the ratio of all seconds that were measured to all that were priced. A link that carried nothing
+follows the other one; a side that updated nothing keeps its rate, unless device and host are the same cores.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from elixir_compile.cost import Measured, Stretch
+from elixir_compile.hardware import Cluster, DeviceProfile, HostProfile, Link
+from elixir_compile.ir import Bucket, Placement, Plan, Span, Tier
+from elixir_compile.managed.step_profiler import StepStats
+from elixir_compile.search import Problem
+from elixir_compile.simulate import Prices, prices
+
+TOLERANCE = 0.10
+"""How far off a prediction may be before it is corrected."""
+_MAX_RATIO = 1e4
+"""No price is corrected by more: the clock is not that fine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What the first steps taught about the machine."""
+
+    cluster: Cluster
+    measured: Measured
+    excess_bytes: int = 0
+    """Device bytes at the peak that the plan had not foreseen."""
+
+    def applied_to(self, problem: Problem) -> Problem:
+        """Return `problem` at the corrected prices; its graph must be the one that ran."""
+        base_bytes = problem.base_bytes + self.excess_bytes
+        return replace(problem, cluster=self.cluster, measured=self.measured, base_bytes=base_bytes)
+
+
+def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None:
+    """Return what `seen` says about the machine of `problem`; None when a region of `plan` was not seen running."""
+    seconds = _seconds(stats.spans)
+    labels = [f"run {region.id}" for region in plan.regions]
+    if any(label not in seconds for label in labels):
+        return None
+    stretches = tuple(
+        Stretch(first=region.first, last=region.last, run_s=seconds[label])
+        for region, label in zip(plan.regions, labels, strict=True)
+    )
+    cluster = _with_links(problem, plan, seconds)
+    return Correction(
+        cluster=_with_updates(replace(problem, cluster=cluster), plan, seconds),
+        measured=Measured(stretches=stretches, activations=plan.activations),
+        excess_bytes=_excess_bytes(plan, stats),
+    )
+
+
+def _seconds(spans: Iterable[Span]) -> Mapping[str, float]:
+    """Median seconds by label; of an update, the seconds per step, because parameter groups may share a bucket."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        found[span.label].append(span.end_s - span.start_s)
+    num_steps = max((len(seconds) for label, seconds in found.items() if label.startswith("run ")), default=0)
+    return {
+        label: statistics.median(seconds) * (max(1.0, len(seconds) / num_steps) if label.startswith("update ") else 1.0)
+        for label, seconds in found.items()
+    }
+
+
+def _excess_bytes(plan: Plan, stats: StepStats) -> int:
+    """A peak below the planned one is no news: the plan's figure is an upper bound. What is foreign to training, a
+    second model for instance, is outside the budget."""
+    if stats.device_peak_bytes is None:
+        return 0
+    peak_bytes = stats.device_peak_bytes - stats.foreign_bytes
+    planned_bytes = plan.prediction.device_peak_bytes
+    allowed_bytes = min((1 + TOLERANCE) * planned_bytes, plan.budget_bytes)
+    return 0 if peak_bytes <= allowed_bytes else peak_bytes - planned_bytes
+
+
+def _with_links(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
+    price = prices(problem.graph, plan.buckets, problem.cluster, activations=plan.activations)
+    groups = {group.id for group in plan.activations}
+    h2d = _ratio(
+        seconds, {f"{'prefetch' if name in groups else 'gather'} {name}": s for name, s in price.h2d_s.items()}
+    )
+    d2h = _ratio(seconds, {f"offload {name}": s for name, s in price.d2h_s.items()})
+    nodes = tuple(
+        replace(node, h2d=_slowed_link(node.h2d, h2d or d2h), d2h=_slowed_link(node.d2h, d2h or h2d))
+        for node in problem.cluster.nodes
+    )
+    return replace(problem.cluster, nodes=nodes)
+
+
+def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
+    """The problem's cluster, links corrected before, with the update rates that were stats."""
+    cluster = problem.cluster
+    price = prices(problem.graph, plan.buckets, cluster)
+    device = _ratio(_updates(plan, price, seconds, Tier.DEVICE), _labelled(price.device_update_s))
+    host = _ratio(_updates(plan, price, seconds, Tier.HOST), _labelled(price.host_update_s))
+    if not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
+        device, host = device or host, host or device
+    nodes = tuple(
+        replace(node, device=_slowed_device(node.device, device), host=_slowed_host(node.host, host))
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
+
+
+def _updates(plan: Plan, price: Prices, seconds: Mapping[str, float], tier: Tier) -> Mapping[str, float]:
+    """Seconds of the updates on `tier`, copies taken off where the parameter lives on the other side."""
+    # A streamed update is copies for the most part: it tells nothing about either side.
+    own = [pair for pair in _placed(plan, seconds) if not pair[1].streamed]
+    there = [(bucket, placed) for bucket, placed in own if placed.optim is tier]
+    if tier is Tier.DEVICE:
+        return {f"update {bucket.id}": seconds[f"update {bucket.id}"] for bucket, _ in there}
+    plain = {f"update {b.id}": seconds[f"update {b.id}"] for b, placed in there if placed.param is Tier.HOST}
+    copies_s = {f"update {b.id}": price.h2d_s[b.id] + price.d2h_s[b.id] for b, _ in there}
+    return plain or {label: max(seconds[label] - copy_s, 0.0) for label, copy_s in copies_s.items()}
+
+
+def _placed(plan: Plan, seconds: Mapping[str, float]) -> list[tuple[Bucket, Placement]]:
+    """Buckets whose update was stats, with their placements."""
+    pairs = zip(plan.buckets, plan.placements, strict=True)
+    return [(bucket, placement) for bucket, placement in pairs if f"update {bucket.id}" in seconds]
+
+
+def _labelled(update_s: Mapping[str, float]) -> Mapping[str, float]:
+    return {f"update {name}": seconds for name, seconds in update_s.items()}
+
+
+def _ratio(seconds: Mapping[str, float], price_s: Mapping[str, float]) -> float | None:
+    """How many times its price everything took together that has a label in `price_s`; None when nothing ran."""
+    measured_s = {label: seconds[label] for label in price_s if label in seconds}
+    priced_s = sum(price_s[label] for label in measured_s)
+    if priced_s == 0:
+        return None
+    return min(max(sum(measured_s.values()) / priced_s, 1 / _MAX_RATIO), _MAX_RATIO)
+
+
+def _slowed_link(link: Link, ratio: float | None) -> Link:
+    if ratio is None:
+        return link
+    return replace(
+        link,
+        bytes_per_s=link.bytes_per_s / ratio,
+        busy_bytes_per_s=_slowed_rate(link.busy_bytes_per_s, ratio),
+        latency_s=link.latency_s * ratio,
+        source="the first steps of a run",
+    )
+
+
+def _slowed_device(device: DeviceProfile, ratio: float | None) -> DeviceProfile:
+    if ratio is None:
+        return device
+    return replace(device, update_elements_per_s=device.update_elements_per_s / ratio)
+
+
+def _slowed_host(host: HostProfile, ratio: float | None) -> HostProfile:
+    if ratio is None:
+        return host
+    return replace(
+        host,
+        update_elements_per_s=host.update_elements_per_s / ratio,
+        busy_update_elements_per_s=_slowed_rate(host.busy_update_elements_per_s, ratio),
+    )
+
+
+def _slowed_rate(rate_per_s: float | None, ratio: float) -> float | None:
+    """A rate that may not be known."""
+    return None if rate_per_s is None else rate_per_s / ratio

@@ -1,0 +1,79 @@
+"""What the compiler front ends call for one graph: once to split it, once for each half."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.capture.joint import partition_hidden, reads_parameters, show_in_inference
+from elixir_compile.capture.parameter_inputs import with_handles
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.managed.compilation import Compilation
+from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.registry import slot_by_key
+from elixir_compile.runtime.lowering import RegionCompiler
+
+
+class FrontEnd:
+    """The callbacks of one compilation."""
+
+    def __init__(self, compilation: Compilation, regions: RegionCompiler, gate: Gate, keys: Mapping[int, int]) -> None:
+        """The graph gets its handles through `gate`; `keys` are those of the parameters that are inputs of it, by
+        position."""
+        # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
+        self._compilation = weakref.proxy(compilation)
+        self._gate = weakref.proxy(gate)
+        self._regions = regions
+        self._keys = keys
+        self._is_captured = False
+
+    def partition(
+        self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split the joint graph as torch would, and plan the step."""
+        if not reads_parameters(joint.graph, self._keys):
+            return compat.min_cut_partition(joint, joint_inputs, **options)
+        num_outputs = options["num_fwd_outputs"]
+        forward, backward = partition_hidden(joint, joint_inputs, compat.min_cut_partition, self._keys, **options)
+        self._capture(forward, backward, num_outputs)
+        return forward, backward
+
+    def lower(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        *,
+        is_backward: bool = False,
+        is_inference: bool = False,
+        **options: Any,
+    ) -> Callable[[list[Any]], Any]:
+        """Return what runs one half of the graph."""
+        if not is_backward:
+            self._check_inputs()
+        if not self._is_captured and reads_parameters(gm.graph, self._keys):
+            show_in_inference(gm, self._keys)
+            self._capture(gm, None, len(gm.graph.output_node().args[0]))
+        if self._is_captured:
+            run = self._compilation.runs(is_backward=is_backward)
+            return run if is_backward else compat.boxed(partial(self._run_forward, run))
+        given = with_handles(gm, examples, self._keys)
+        return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)
+
+    def _check_inputs(self) -> None:
+        """Raise UnsupportedModel if the compiled code would work on a parameter itself, in whose place is a handle."""
+        for position in sorted(compat.inputs_that_must_be_real() & self._keys.keys()):
+            because = (
+                "an output of the graph is a view of it, or the graph writes it, in a way that its capture did not show"
+            )
+            raise UnsupportedModel(slot_by_key(self._keys[position]).name, because)
+
+    def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        self._gate.begin(partial(self._compilation.begin_forward, args))
+        return run(args)
+
+    def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
+        self._compilation.capture(forward, backward, num_outputs)
+        self._is_captured = True

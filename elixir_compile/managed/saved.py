@@ -1,0 +1,94 @@
+"""Plans and records on disk (JSON, never pickle), and the options that name a disk for optimizer state."""
+
+import json
+from pathlib import Path
+
+from elixir_compile.analysis import plan_at, verify
+from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch
+from elixir_compile.hardware import Cluster
+from elixir_compile.ir import (
+    Plan,
+    Record,
+    StepGraph,
+    Tier,
+    fingerprint,
+    plan_from_json,
+    plan_to_json,
+    record_from_json,
+)
+from elixir_compile.options import Options
+
+
+def disk_of(options: Options) -> tuple[Path, bool] | None:
+    """Return the folder for state on disk and whether what is read there is checked; None without `disk_path`."""
+    return None if options.disk_path is None else (options.disk_path, options.disk_check)
+
+
+def require_disk(plan: Plan, disk: tuple[Path, bool] | None) -> None:
+    """Raise InvalidOption where `plan` keeps optimizer state on disk and there is no folder for it."""
+    there = [placement.bucket for placement in plan.placements if placement.optim is Tier.DISK]
+    if there and disk is None:
+        some = ", ".join(there[:4]) + (f" and {len(there) - 4} more" if len(there) > 4 else "")
+        raise InvalidOption(
+            "disk_path", None, f"a folder, as plan {plan.name} keeps the optimizer state of {some} on disk"
+        )
+
+
+def save_plan(plan: Plan, path: "str | Path") -> None:
+    """Write `plan` as JSON to `path`."""
+    Path(path).write_text(plan_to_json(plan), encoding="utf-8")
+
+
+def load_plan(path: "str | Path") -> Plan:
+    """Read a plan that `save_plan` wrote; PlanFileError names the field that is wrong, or the missing file."""
+    return plan_from_json(_read(path))
+
+
+def load_plan_or_record(path: "str | Path") -> Plan | Record:
+    """Read a plan or the record of a step, whichever the file says it is; PlanFileError as `load_plan`."""
+    text = _read(path)
+    return record_from_json(text) if _says_record(text) else plan_from_json(text)
+
+
+def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster, num_copies: int = 1) -> Plan:
+    """Read a plan for `graph` on `cluster`, whose ranks have `num_copies` of each part, verified.
+
+    Raises PlanMismatch with what it was made for and what is here: fingerprints of graphs, names of machines, or
+    numbers of ranks or of copies.
+    """
+    plan = load_plan(path)
+    if plan.graph != fingerprint(graph):
+        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    require_same_machine(plan, cluster)
+    if plan.num_copies != num_copies:
+        raise PlanMismatch("number of copies", str(plan.num_copies), str(num_copies))
+    plan = plan_at(graph, plan)
+    verify(graph, plan)
+    return plan
+
+
+def require_same_machine(plan: Plan, cluster: Cluster) -> None:
+    """Raise PlanMismatch with both numbers of ranks, or both names, unless `plan` is for `cluster`."""
+    num_ranks = plan.num_ranks * plan.num_copies
+    if num_ranks != cluster.num_ranks:
+        here = f"{cluster.num_ranks} ({cluster.name})"
+        raise PlanMismatch("number of ranks", f"{num_ranks} ({plan.cluster})", here)
+    if plan.cluster != cluster.name:
+        raise PlanMismatch("machine", plan.cluster, cluster.name)
+
+
+def _read(path: "str | Path") -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanFileError(str(path), "a file that can be read", error.strerror) from error
+    except UnicodeDecodeError as error:
+        raise PlanFileError(str(path), "a text file", f"byte {error.start} that is no UTF-8") from error
+
+
+def _says_record(text: str) -> bool:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return False  # what is wrong with the text, the reader of plans says
+    return isinstance(data, dict) and data.get("elixir") == "record"

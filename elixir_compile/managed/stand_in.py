@@ -1,0 +1,87 @@
+"""A copy of a model that has its modules and its parameters' shapes, and none of its weights.
+
+Every parameter of the copy is a view of one allocation as large as the largest of them, which nobody ever touches: an
+operating system gives such memory an address and no pages.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.errors import InvalidOption, UnsupportedModel
+from elixir_compile.managed.masters import gets_master
+from elixir_compile.ops.masters import add_master, has_master
+
+
+def built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
+    """Return `model`, or what it returns when called under the `meta` device, where parameters take no memory.
+
+    Raises InvalidOption for anything else.
+    """
+    if isinstance(model, nn.Module):
+        return compat.undo_compile(model)
+    if not callable(model):
+        raise InvalidOption("model", model, "a torch.nn.Module, or a function that returns one")
+    with torch.device("meta"):
+        made = model()
+    if not isinstance(made, nn.Module):
+        raise InvalidOption("model", made, "a function that returns a torch.nn.Module")
+    return compat.undo_compile(made)
+
+
+def stand_in(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, torch.UntypedStorage]:
+    """Return a copy of `model` without its weights, and the allocation that its parameters share; its buffers are on
+    `device`. `model` stays as it is.
+
+    The parameters of the copy are as if they were cast to `dtype`, with masters; None: as they are.
+
+    Raises UnsupportedModel for a model without parameters, with one whose shape is not known yet, or that cannot be
+    copied.
+    """
+    params = list(model.parameters())
+    if not params:
+        raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
+    memo: dict[int, Any] = {}
+    room = torch.UntypedStorage(max(_nbytes(param) for param in params))
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+            raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
+        is_cast = dtype is not None and gets_master(param, dtype)
+        own = _without_weights(param, room, dtype if is_cast else None)
+        if is_cast or has_master(param):
+            add_master(own, None)
+        memo[id(param)] = own
+    for module in model.modules():
+        # Tensors that a module keeps as plain attributes are constants of its graph.
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _on_device(value, device)
+    try:
+        return copy.deepcopy(model, memo), room
+    except Exception as error:
+        reason = f"it cannot be copied ({error}). Pass a function that makes it instead"
+        raise UnsupportedModel(type(model).__name__, reason) from error
+
+
+def _nbytes(param: nn.Parameter) -> int:
+    is_uninitialized = isinstance(param, nn.parameter.UninitializedTensorMixin)
+    return 0 if is_uninitialized else param.numel() * param.element_size()
+
+
+def _without_weights(param: nn.Parameter, room: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
+    if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
+        return nn.Parameter(
+            param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad
+        )  # no plan moves it
+    empty = torch.empty(0, dtype=dtype or param.dtype)
+    return nn.Parameter(empty.set_(room, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
+
+
+def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.detach() if value.device == device else torch.zeros_like(value, device=device)

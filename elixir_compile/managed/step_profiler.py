@@ -1,0 +1,157 @@
+"""The early steps of one compilation, timed and recorded, and the lines that a run shows of them."""
+
+import logging
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from elixir_compile.ir import Phase, Plan, Span
+from elixir_compile.problem.machine import library_bytes
+from elixir_compile.problem.planning import device_bytes
+from elixir_compile.report.line import plan_line
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.ledger import Recording
+from elixir_compile.units import format_bytes, format_s
+
+STEPS_SKIPPED = 2  # the first compiles; the second may still warm up caches and allocators
+STEPS_TIMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What the watched steps took."""
+
+    period_s: float
+    """Median seconds from the beginning of one forward to that of the next."""
+    spans: tuple[Span, ...] = ()
+    """Of all watched steps; empty where they were only timed."""
+    device_peak_bytes: int | None = None
+    """Most bytes allocated at once; None on a CPU, whose allocator keeps no such figure."""
+    foreign_bytes: int = 0
+    """Of these, what was there before a forward and is neither this model's nor its optimizer's."""
+
+
+class StepProfiler:
+    """Told of every forward of one compilation, it says once what the first ones took."""
+
+    def __init__(self, executor: Executor, *, is_on: bool, records: bool) -> None:
+        self._executor = executor
+        self._device = executor.device
+        self._is_on = is_on
+        self._records = records
+        self._recording: Recording | None = None
+        self._began_s: list[float] = []
+        self._foreign_bytes = 0
+
+    def forward_begins(self) -> StepStats | None:
+        """Note the beginning of a step; return what was seen once, when enough steps went by."""
+        if not self._is_on:
+            return None
+        self._began_s.append(time.perf_counter())
+        if len(self._began_s) == STEPS_SKIPPED + 1 and self._records:
+            self._begin()
+        if len(self._began_s) <= STEPS_SKIPPED + STEPS_TIMED:
+            return None
+        return self._end()
+
+    def restart(self) -> None:
+        """Forget the steps so far: what ran in between has the same labels, or was of another size."""
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+        del self._began_s[STEPS_SKIPPED:]
+
+    def stop(self) -> None:
+        """Give up: steps of this compilation cannot be told apart from those of another."""
+        self._is_on = False
+        if self._recording is not None:
+            self._recording.stop()
+            self._recording = None
+
+    def _begin(self) -> None:
+        if self._device.type == "cuda":
+            # Compiling allocates more than a step does, and the figure is for the steps.
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._foreign_bytes = max(0, torch.cuda.memory_allocated(self._device) - self._own_bytes())
+        self._recording = self._executor.ledger.start_recording()
+        self._began_s[-1] = time.perf_counter()
+
+    def _own_bytes(self) -> int:
+        """Parameters, gradients and optimizer state on the device, and the workspaces of libraries."""
+        grads = (slot.param.grad for slot in self._executor.slots.values())
+        grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == self._device)
+        return device_bytes(self._executor) + grads_bytes + library_bytes(self._device)
+
+    def _end(self) -> StepStats:
+        self._is_on = False
+        spans = () if self._recording is None else self._recording.stop()
+        self._recording = None
+        is_cuda = self._device.type == "cuda"
+        return StepStats(
+            period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
+            spans=spans,
+            device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
+            foreign_bytes=self._foreign_bytes,
+        )
+
+
+log = logging.getLogger("elixir_compile")
+
+QUIET_S, EVERY_S = 10.0, 5.0
+"""Seconds of a compilation after which it says how far it is, and between two such lines."""
+
+
+class Progress:
+    """What one compilation tells its user, on rank 0."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
+        if self.is_on:
+            _show_when_nobody_listens()
+        self._began_s: float | None = time.monotonic()
+        """When the compilation began, of which the first program is a part; None for later programs."""
+        self._next_s = self._began_s + QUIET_S
+
+    def compiling(self, phase: Phase, number: int, total: int) -> None:
+        """Log that region `number` of `total` of `phase` is compiled, if that takes long and a person is looking."""
+        now_s = time.monotonic()
+        if self._began_s is None:
+            self._began_s, self._next_s = now_s, now_s + QUIET_S
+        if self.is_on and now_s >= self._next_s and sys.stderr.isatty():
+            self._next_s = now_s + EVERY_S
+            self.say(f"compiling   region {number} of {total} of the {phase}   {format_s(now_s - self._began_s)}")
+
+    def compiled(self) -> None:
+        """Note that a step was run: what is compiled from now on is counted from its own beginning."""
+        self._began_s = None
+
+    def planned(self, plan: Plan) -> None:
+        """Log the planned line."""
+        self.say(f"{plan_line(plan)}   {plan.name}")
+
+    def measured(self, plan: Plan, stats: StepStats) -> None:
+        """Log the measured line."""
+        if stats.device_peak_bytes is None:
+            peak = "peak: see elixir_compile.measure_step"
+        else:
+            peak = f"peak {format_bytes(stats.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+        self.say(f"measured  {peak}   step {format_s(stats.period_s)}   {plan.name}")
+
+    def say(self, line: str) -> None:
+        """Log `line`."""
+        if self.is_on:
+            log.info("%s", line)
+
+
+def _show_when_nobody_listens() -> None:
+    """Let the lines reach the terminal in a program that has not set up logging."""
+    if not log.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("elixir: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False

@@ -1,0 +1,120 @@
+"""The optimizers that a user takes: `HybridAdamW`, and `hybrid(cls)` for any other class.
+
+hybrid(torch.optim.SGD)   class HybridSGD, a subclass of SGD: its constructor, param groups, hooks, state dicts
+"""
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.registry import slot_of
+from elixir_compile.optim.clip.precision import KeepsMasters
+from elixir_compile.optim.generic.class_rule import ClassRule
+from elixir_compile.optim.hybrid import Hybrid
+from elixir_compile.optim.rule import UpdateRule
+
+C = TypeVar("C", bound=Optimizer)
+
+
+class HybridAdamW(KeepsMasters, torch.optim.AdamW):
+    """`torch.optim.AdamW` with its state on the device or on the host, as planned.
+
+    Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
+    directions. `foreach` and `fused` are accepted and change nothing: the update is fused, bitwise that of
+    `torch.optim.AdamW(fused=True)` on the same side. Parameters of models that Elixir did not compile are updated where
+    they are.
+
+    Where the plan updates across steps, `step()` returns before the host is done. Reading a parameter, its gradient or
+    `state` waits for what is read; `wait()` waits for everything. An exception of an update is raised by the next call
+    that waits for it.
+    """
+
+    updates_as = torch.optim.AdamW
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: "float | torch.Tensor" = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as every torch optimizer does.
+
+        Raises UnsupportedModel, and adds nothing, if one of its parameters is complex.
+        """
+        params = param_group["params"]
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif not isinstance(params, set):  # which torch refuses
+            params = param_group["params"] = list(params)  # as torch does; it may be a generator
+        _refuse_complex(params)
+        super().add_param_group(param_group)
+
+
+def _refuse_complex(params: Iterable[Any]) -> None:
+    """Raise UnsupportedModel for a complex parameter among `params`, tensors or pairs of a name and a tensor."""
+    for each in params:
+        name, param = each if isinstance(each, tuple) else ("", each)
+        if isinstance(param, torch.Tensor) and param.is_complex():
+            slot = slot_of(param)
+            raise UnsupportedModel(
+                name or (slot.name if slot is not None else f"a parameter of shape {tuple(param.shape)}"),
+                f"it is {param.dtype}, and HybridAdamW updates by torch's fused AdamW, which has no complex kernel. "
+                "Update it with a `torch.optim.AdamW` of its own, or all parameters with `hybrid(torch.optim.Adam)` "
+                "and decoupled_weight_decay=True",
+            )
+
+
+class _HybridOfClass(Hybrid):
+    """What `hybrid` makes, whatever the class."""
+
+    def _new_rule(self) -> UpdateRule:
+        return ClassRule(self.updates_as, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A made class has no name to import it by; a subclass of one that the user wrote has.
+        if type(self) is hybrid(self.updates_as):
+            return _restored, (self.updates_as,), self.__getstate__()
+        return super().__reduce_ex__(protocol)
+
+
+def _restored(cls: type[Optimizer]) -> Optimizer:
+    made = hybrid(cls)
+    return made.__new__(made)
+
+
+@functools.cache
+def hybrid(cls: type[C]) -> type[C]:
+    """Return a subclass of the optimizer class `cls` whose state lives, and whose updates run, where the plan says.
+
+    An update runs the step of `cls` on the tensors of one bucket, so the result is bitwise that of `cls` with the same
+    flags, on the same side; on the host in one pass where its ops can be recorded, see `class_pass`. What state `cls`
+    keeps, and that it treats each element alone, is measured by dry steps on small tensors. A class that is not
+    element-wise, such as LBFGS, Adafactor or Muon, is left as it is, with its state beside the parameters, and an
+    ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
+
+    Raises TypeError for what is no subclass of `torch.optim.Optimizer`.
+    """
+    if not (inspect.isclass(cls) and issubclass(cls, Optimizer)) or cls is Optimizer:
+        raise TypeError(f"hybrid needs a subclass of torch.optim.Optimizer, such as torch.optim.SGD, not {cls!r}")
+    if issubclass(cls, Hybrid):
+        return cls
+    if cls is torch.optim.AdamW:
+        return HybridAdamW  # pyright: ignore[reportReturnType] - it is a subclass of AdamW, which C is
+    doc = f"`{cls.__module__}.{cls.__qualname__}` with its state on the device or on the host, as planned."
+    own = {"updates_as": cls, "__doc__": doc, "__module__": cls.__module__, "__signature__": inspect.signature(cls)}
+    return type(f"Hybrid{cls.__name__}", (_HybridOfClass, cls), own)

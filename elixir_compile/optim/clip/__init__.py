@@ -1,0 +1,1 @@
+"""Norms and overflow of gradients, and what masters add to them."""

@@ -1,0 +1,184 @@
+"""What an optimizer class keeps for a parameter, and whether it treats each element alone: measured, not assumed.
+
+    a tensor of 16 x 8  --three steps-->  weights, state
+    its flat halves     --three steps-->  the same, bit by bit, or the class is not element-wise
+
+The gradients of the halves differ in size, so a norm, a mean, a rank or a random draw shows. A step that counts in the
+optimizer or in its param group, and not in the state of a parameter, is not element-wise either: it may not run bucket
+by bucket.
+"""
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elixir_compile import compat
+from elixir_compile.optim.generic.transient import attributes_of, plain_step, transient_optimizer
+
+_SHAPE = (16, 8)
+_SCALES = (1e-2, 1.0, 1e2)
+"""Of the gradients, step by step: what acts above a threshold only must act."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSchema:
+    """What a class keeps for one parameter."""
+
+    dtypes: Mapping[str, torch.dtype]
+    """By name, the statistics, which are shaped like the parameter."""
+    is_stateless: bool = False
+    because: str = ""
+    """Why the class is not element-wise; empty where it is."""
+
+
+def form_of(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what of the hyperparameters may decide which statistics there are: not how large a number is."""
+    return tuple((name, _form(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names"))
+
+
+def dry_step(
+    cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
+) -> StateSchema:
+    """Return what `cls` keeps for a parameter in `dtype`, with the hyperparameters of `group`; on the host, beside the
+    state of random numbers."""
+    # Asked for while a step is captured, too.
+    with (
+        compat.real_tensors(),
+        compat.outside_captures(),
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        return _dry_step(cls, attributes, group, dtype)
+
+
+def _dry_step(
+    cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
+) -> StateSchema:
+    own = {name: _on_host(value) for name, value in group.items() if name not in ("params", "param_names")}
+    if own.get("capturable"):
+        own["capturable"] = False
+    failures: list[str] = []
+    for make in (_Transient(cls, attributes, own), _Built(cls, own)):
+        try:
+            return _compare(make, dtype)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    return StateSchema(dtypes={}, because=f"a step of one tensor, or of half of one, fails with {failures[0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Transient:
+    """Makes optimizers as updates do."""
+
+    cls: type[Optimizer]
+    attributes: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    def __call__(self, param: nn.Parameter) -> Optimizer:
+        return transient_optimizer(self.cls, self.attributes, {**self.group, "params": [param]})
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """Makes optimizers by the constructor, for a class that makes state there: Adagrad."""
+
+    cls: type[Optimizer]
+    group: Mapping[str, Any]
+
+    def __call__(self, param: nn.Parameter) -> Optimizer:
+        known = inspect.signature(self.cls).parameters
+        return self.cls([param], **{name: value for name, value in self.group.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """A tensor after the steps."""
+
+    weight: torch.Tensor
+    state: Mapping[str, Any]
+    counted: str
+    """What the later steps changed in the optimizer or its group; empty for nothing."""
+
+
+def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPE, generator=generator).to(dtype)
+    grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(dtype) for scale in _SCALES]
+    for grad in grads:
+        grad[: _SHAPE[0] // 2] *= 7
+    middle = start.numel() // 2
+    whole = _train(make, start, grads)
+    first = _train(make, start.flatten()[:middle], [grad.flatten()[:middle] for grad in grads])
+    second = _train(make, start.flatten()[middle:], [grad.flatten()[middle:] for grad in grads])
+    statistics = {name: value for name, value in whole.state.items() if _shape(value) == _SHAPE}
+    return StateSchema(
+        dtypes={name: value.dtype for name, value in statistics.items()},
+        is_stateless=not whole.state,
+        because=whole.counted or _difference(whole, first, second, list(statistics)),
+    )
+
+
+def _train(make: "_Transient | _Built", start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trained:
+    param = nn.Parameter(start.clone())
+    optimizer = make(param)
+    facts: list[Mapping[str, Any]] = []
+    for grad in grads:
+        param.grad = grad.clone()
+        with torch.no_grad():
+            plain_step(type(optimizer))(optimizer)
+        facts.append({**attributes_of(optimizer), **optimizer.param_groups[0]})
+    changed = [name for name, value in facts[-1].items() if not _is_same(value, facts[0].get(name))]
+    state = dict(optimizer.state[param]) if param in optimizer.state else {}
+    counted = f"a step changes {', '.join(changed)} of the optimizer" if changed else ""
+    return _Trained(weight=param.detach(), state=state, counted=counted)
+
+
+def _difference(whole: _Trained, first: _Trained, second: _Trained, statistics: Sequence[str]) -> str:
+    """Return in words how a tensor and its halves differ; empty where they do not."""
+    if not _is_same(whole.weight.flatten(), torch.cat([first.weight, second.weight])):
+        return "the halves of a tensor get other weights than the tensor"
+    if not whole.state.keys() == first.state.keys() == second.state.keys():
+        return "the halves of a tensor keep another state than the tensor"
+    for name, value in whole.state.items():
+        own, halves = value, [first.state[name], second.state[name]]
+        if name in statistics:
+            own, halves = value.flatten(), [torch.cat(halves)]
+        elif _shape(value):
+            return f"it keeps {name} of shape {_shape(value)} for a tensor of shape {_SHAPE}"
+        if not all(_is_same(own, half) for half in halves):
+            return f"the halves of a tensor keep another {name} than the tensor"
+    return ""
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one is other or one.shape != other.shape or one.dtype != other.dtype:
+            return one is other
+        return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))
+    return one is other or bool(one == other)
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _form(value: object) -> object:
+    if isinstance(value, bool | str | type(None)):
+        return value
+    if isinstance(value, int | float):
+        return (type(value).__name__, value != 0)
+    if isinstance(value, list | tuple):
+        return tuple(_form(each) for each in value)
+    return type(value).__name__
+
+
+def _on_host(value: object) -> object:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

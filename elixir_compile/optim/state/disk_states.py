@@ -1,0 +1,164 @@
+"""The state of one optimizer that is on disk: where it is put, how it begins, and what reads it ahead of updates.
+
+    updates of a step are prepared in order        reads begin, as far ahead as there are staging buffers
+    each runs in turn                              piece by piece: see `disk_update`
+
+A bucket has one home on disk, from the first parameter whose state goes there to the last one whose state leaves.
+"""
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Set
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
+from elixir_compile.errors import InvalidOption
+from elixir_compile.ops.registry import slot_of
+from elixir_compile.optim.rule import State, UpdateRule
+from elixir_compile.optim.state.disk import DiskHome, DiskState
+from elixir_compile.optim.state.disk_update import DiskUpdate
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.disk.disk_store import DiskStore
+from elixir_compile.runtime.disk.read_ahead import ReadAhead
+from elixir_compile.runtime.updates import finish_updates
+
+_STAGING_BYTES = DISK_STAGING_BYTES
+"""A block of 2-byte statistics is as many elements, so with the low halves of masters a buffer takes 20 MiB."""
+
+
+class DiskStates:
+    """Homes on disk by bucket, of state that `rule` updates; `fail` is told what fails in a write that nobody waits
+    for."""
+
+    def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
+        self._rule = rule
+        self._fail = fail
+        self._stores: dict[tuple[Path, bool], DiskStore] = {}
+        self._homes: dict[tuple[int, ...], DiskHome] = {}
+        self._reads: ReadAhead | None = None
+
+    def reserve(self, bucket: RunningBucket, params: Iterable[nn.Parameter], group: Mapping[str, Any]) -> DiskHome:
+        """Return the home of the bucket's state, with room for that of `params`; DiskFull where there is none,
+        InvalidOption without the option `disk_path`."""
+        home = self._home(bucket)
+        home.require(dict.fromkeys(kind for param in params for kind in self._rule.kinds(param, group).items()))
+        return home
+
+    def place(
+        self,
+        states: MutableMapping[nn.Parameter, Any],
+        group: Mapping[str, Any],
+        bucket: RunningBucket,
+        params: Iterable[nn.Parameter],
+    ) -> None:
+        """Put the state of `params`, which are in `group`, on disk; where there is none, as it begins."""
+        home, names = self._home(bucket), set(self._rule.statistics(group))
+        left = [param for param in params if not _is_at(home, states.get(param), names)]
+        if not left:
+            return
+        self.reserve(bucket, left, group)
+        for param in left:
+            before = states[param]
+            kinds = self._rule.kinds(param, group)
+            there = DiskState(home, param, kinds, _on_host(before, kinds))
+            for name in kinds:
+                if name in before:
+                    there[name] = before[name]
+                elif not self._rule.makes_state:
+                    there.begin(name)
+            if not self._rule.makes_state:
+                self._start(there, param, is_fresh=not kinds.keys() <= before.keys())
+            states[param] = there
+            if not (isinstance(before, DiskState) and before.home is home):
+                self._leave(before, param)
+
+    def fetch(self, states: MutableMapping[nn.Parameter, Any], param: nn.Parameter) -> None:
+        """Bring the state of `param` into memory where it is on disk."""
+        before = states.get(param)
+        if isinstance(before, DiskState):
+            states[param] = dict(before)
+            self._leave(before, param)
+
+    def prepare(self, bucket: RunningBucket, states: Iterable[State]) -> DiskUpdate | None:
+        """Begin to read `states`, of one bucket, for its next update, which `DiskUpdate.run` does; None where they are
+        in memory. Updates are prepared in the order in which they run."""
+        own = [state for state in states if isinstance(state, DiskState)]
+        if not own:
+            return None
+        home = own[0].home
+        if self._reads is None or self._reads.nbytes < home.least_bytes:
+            self.wait_for_writes()
+            self._reads = None  # whose memory goes before there is more
+            self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
+        pieces = home.pieces([state.param for state in own], self._reads.nbytes)
+        self._reads.announce(pieces)
+        return DiskUpdate(home, pieces, self._reads, self._fail)
+
+    def wait_for_writes(self) -> None:
+        """Return when nothing is being written."""
+        if self._reads is not None:
+            self._reads.wait_for_writes()
+
+    def _start(self, there: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
+        there.rest.setdefault("step", torch.zeros((), dtype=torch.float32))
+        slot, begun = slot_of(param), dict[str, torch.Tensor]()
+        self._rule.start(param, begun, param.device if slot is None else slot.device, is_fresh=is_fresh)
+        there.update(begun)
+
+    def _leave(self, before: object, param: nn.Parameter) -> None:
+        if isinstance(before, DiskState):
+            if self._reads is not None:
+                self._reads.stop()  # or files were closed while they are read
+            before.home.leave(id(param))
+            self._homes = {key: home for key, home in self._homes.items() if not home.is_free}
+
+    def _home(self, bucket: RunningBucket) -> DiskHome:
+        key = tuple(id(slot.param) for slot in bucket.slots)
+        if key not in self._homes:
+            params = [slot.param for slot in bucket.slots]
+            self._homes[key] = DiskHome(self._store(bucket), str(bucket.spec.id), params)
+        return self._homes[key]
+
+    def _store(self, bucket: RunningBucket) -> DiskStore:
+        disk = bucket.disk
+        if disk is None:
+            raise InvalidOption(
+                "disk_path", None, f"a folder, as the plan keeps the optimizer state of {bucket.spec.id} on disk"
+            )
+        if disk not in self._stores:
+            path, check = disk
+            rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
+            self._stores[disk] = DiskStore(os.fspath(path), check=check, rank=rank)
+            # What was registered last runs first: updates that are queued then still find their store open.
+            finish = partial(_finish, weakref.ref(self))
+            atexit.register(finish)
+            weakref.finalize(self, atexit.unregister, finish).atexit = False
+        return self._stores[disk]
+
+
+def _is_at(home: DiskHome, state: object, names: Set[str]) -> bool:
+    """Whether `state` is in `home`, with room for `names`."""
+    return isinstance(state, DiskState) and state.home is home and names <= state.kinds.keys()
+
+
+def _on_host(state: Mapping[str, Any], kinds: Container[str]) -> dict[str, Any]:
+    """Return what of `state` stays in memory, on the host."""
+    return {
+        name: value.to("cpu") if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+        if name not in kinds
+    }
+
+
+def _finish(states: "weakref.ref[DiskStates]") -> None:
+    """Before the process ends: run what is queued, and write what it updated."""
+    finish_updates()
+    found = states()
+    if found is not None:
+        found.wait_for_writes()

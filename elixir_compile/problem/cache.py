@@ -1,0 +1,196 @@
+"""Plans of earlier runs: the same question is searched once, and read from disk after that.
+
+```text
+  key = SHA-256 of graph, machine, budgets, options, all else in the `Problem`, and the planner's own source
+  <cache folder>/plans/<key>.json
+```
+
+A budget that comes from free memory is another number in every run, so it is not in the key: a plan found under one is
+used while it fits what is free now, and while not so much more is free that a better one is likely.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import warnings
+from contextlib import suppress
+from dataclasses import fields, replace
+from pathlib import Path
+
+from elixir_compile.analysis import verify
+from elixir_compile.errors import ElixirError, ElixirWarning
+from elixir_compile.folders import cache_dir, write_cached
+from elixir_compile.hardware import hardware_fingerprint
+from elixir_compile.ir import PLAN_FORMAT, Op, Plan, StepGraph, Tier, plan_from_json, plan_to_json
+from elixir_compile.options import Options
+from elixir_compile.search import Problem, plan
+from elixir_compile.version import __version__
+
+log = logging.getLogger("elixir_compile")
+
+MOST_PLANS = 200
+"""Files kept; a plan of GPT-2 124M has 0.1 MB."""
+_MORE_MEMORY = 1.1
+"""Times the memory of a plan from which on it is searched again."""
+_HOST_SHARE = 0.8
+"""Share of the free host memory above which the host may have shaped the plan; such a plan is not kept."""
+_PLANNING = ("", "analysis", "cost", "hardware", "ir", "search", "simulate")
+
+
+def plan_for(problem: Problem, options: Options) -> Plan:
+    """Return the plan of an earlier run if it holds here, else search for one and keep it for later runs.
+
+    Raises what `search.plan` raises; nothing is kept then.
+    """
+    found = cached_plan(problem, options)
+    if found is not None:
+        log.info("plan from cache   %s", found.name)
+        return found
+    made = plan(problem, options.planner, options.search_timeout)
+    store_plan(made, problem, options)
+    return made
+
+
+def cached_plan(problem: Problem, options: Options) -> Plan | None:
+    """Return the plan kept for this question, verified; None where there is none or it does not hold any more.
+
+    A file that is no legal plan for the graph is removed with an `ElixirWarning`.
+    """
+    if not options.plan_cache:
+        return None
+    path = _path(problem, options)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        _drop(path, error)
+        return None
+    try:
+        kept = plan_from_json(text)
+        if not _holds(kept, problem, options):
+            return None
+        found = replace(kept, name=problem.name, budget_bytes=problem.budget_bytes)
+        if problem.budget_bytes > kept.budget_bytes and not _keeps_all(kept):
+            found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # proved for less memory
+        verify(problem.graph, found)
+    except ElixirError as error:
+        _drop(path, error)
+        return None
+    with suppress(OSError):  # a folder that may only be read: its plans do not age
+        os.utime(path)
+    return found
+
+
+def store_plan(made: Plan, problem: Problem, options: Options) -> None:
+    """Keep `made` for this question and drop the oldest of too many; an `ElixirWarning` where the folder is closed."""
+    if not options.plan_cache or (options.host_memory is None and _is_shaped_by_host(made, problem)):
+        return
+    path = _path(problem, options)
+    try:
+        write_cached(path, plan_to_json(made))
+        _drop_oldest(path.parent)
+    except OSError as error:
+        warnings.warn(
+            f"plans cannot be kept in {path.parent}: {error.strerror}. Set ELIXIR_CACHE_DIR to a folder that can be "
+            f"written, or the option plan_cache=False.",
+            ElixirWarning,
+            stacklevel=2,
+        )
+
+
+def _is_shaped_by_host(made: Plan, problem: Problem) -> bool:
+    """Whether another size of the host would likely give another plan: state is on disk, or memory is nearly full."""
+    is_full = made.prediction.host_peak_bytes > _HOST_SHARE * problem.host_budget_bytes
+    return is_full or any(placement.optim is Tier.DISK for placement in made.placements)
+
+
+def plan_key(problem: Problem, options: Options) -> str:
+    """Return 32 hex digits that differ wherever the plan could."""
+    asked = [
+        (field.name, _canonical(getattr(problem, field.name)))
+        for field in fields(problem)
+        if field.name not in ("name", "graph", "cluster", "budget_bytes", "host_budget_bytes")
+    ]
+    parts = [
+        ("version", __version__, PLAN_FORMAT, _source_digest()),
+        ("graph", _graph_digest(problem.graph)),
+        ("machine", hardware_fingerprint(problem.cluster)),
+        ("device", "free" if options.device_memory is None else problem.budget_bytes),
+        ("host", "free" if options.host_memory is None else problem.host_budget_bytes),
+        ("options", options.planner, options.search_timeout),
+        *asked,
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _path(problem: Problem, options: Options) -> Path:
+    return cache_dir() / "plans" / f"{plan_key(problem, options)}.json"
+
+
+def _canonical(value: object) -> object:
+    """Mappings and sets in one order, whatever order they were filled in."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return sorted(value.items()) if isinstance(value, dict) else value
+
+
+def _graph_digest(graph: StepGraph) -> str:
+    """All of the graph but its name and the lines of the user's code.
+
+    The fingerprint is not enough: it leaves out the costs, which decide, and the ids of ops, which regions name.
+    """
+    op_fields = [field.name for field in fields(Op) if field.name != "source"]
+    digest = hashlib.sha256()
+    for op in graph.ops:
+        digest.update(repr([getattr(op, name) for name in op_fields]).encode())
+    for field in fields(graph):
+        if field.name not in ("name", "ops"):
+            digest.update(repr((field.name, _canonical(getattr(graph, field.name)))).encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _source_digest() -> str:
+    """What the planning half is made of: the version stays the same while its code is worked on."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for folder in _PLANNING:
+        for path in sorted((root / folder).rglob("*.py") if folder else root.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _holds(kept: Plan, problem: Problem, options: Options) -> bool:
+    """Whether a plan found under other free memory is still the one to use."""
+    expected = kept.prediction
+    if options.host_memory is None and expected.host_peak_bytes > problem.host_budget_bytes:
+        return False
+    if options.device_memory is not None:
+        return True
+    is_better_likely = not _keeps_all(kept) and problem.budget_bytes > _MORE_MEMORY * kept.budget_bytes
+    return expected.device_peak_bytes <= problem.budget_bytes and not is_better_likely
+
+
+def _keeps_all(kept: Plan) -> bool:
+    return all(
+        placement.resident and placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
+        for placement in kept.placements
+    )
+
+
+def _drop(path: Path, error: Exception) -> None:
+    warnings.warn(f"a cached plan was not usable and is removed: {path}: {error}", ElixirWarning, stacklevel=3)
+    with suppress(OSError):  # it stays where the folder may only be read
+        path.unlink(missing_ok=True)
+
+
+def _drop_oldest(folder: Path) -> None:
+    """Keep the `MOST_PLANS` that were used last; another process may drop the same ones."""
+    aged: list[tuple[float, str]] = []
+    for path in folder.glob("*.json"):
+        with suppress(FileNotFoundError):
+            aged.append((path.stat().st_mtime, path.name))
+    for _, name in sorted(aged)[:-MOST_PLANS]:
+        (folder / name).unlink(missing_ok=True)

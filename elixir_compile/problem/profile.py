@@ -1,0 +1,213 @@
+"""Time every distinct region once before anything is planned.
+
+    every place where a plan could cut -> regions -> equal ones once -> compiled, run on made-up inputs -> stretches
+
+Every cut that a plan makes is one of these, so the pieces have the right price wherever the plan joins some of them;
+what fusion across a cut would save is not in it. Figures are kept on disk by region and machine: a second start
+measures nothing.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from elixir_compile.analysis.liveness import liveness
+from elixir_compile.analysis.recompute import as_run
+from elixir_compile.capture.convert import Captured
+from elixir_compile.cost import Measured, Stretch
+from elixir_compile.folders import cache_dir, write_cached
+from elixir_compile.ir import OpId, Phase, Region, StepGraph
+from elixir_compile.measure.regions import RegionTime, measure_region
+from elixir_compile.problem.machine import machine_path
+from elixir_compile.rewrite.recompute import Partition, partition_of
+from elixir_compile.rewrite.regions import RegionGraph, split_regions
+from elixir_compile.runtime.lowering import RegionCompiler, region_key
+from elixir_compile.search import Problem
+from elixir_compile.search.schedule import cut_regions, regions
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.units import format_bytes, format_s
+
+log = logging.getLogger("elixir_compile")
+
+LIMIT_S = 120.0
+"""Seconds after which the rest of the regions keep the prices of the machine's profile."""
+_MOST_RUN_S = 1e6
+"""A region that took longer was not measured."""
+_TOLERANCE_BYTES = 1 << 16
+"""What an allocator rounds up over all tensors of a region."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledRegion:
+    """One region of the step, with the figures of all that equal it."""
+
+    key: str
+    """Equal for equal regions."""
+    first: OpId
+    last: OpId
+    run_s: float
+    peak_bytes: int | None
+    """Most bytes that it allocated at once, inputs not counted, as the allocator saw it."""
+    live_bytes: int
+    """The same as the graph has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionProfile:
+    """The regions that were measured, in order of the step."""
+
+    regions: tuple[ProfiledRegion, ...]
+    num_regions: int
+    """With those that the time limit left out."""
+    num_run: int
+    """Distinct regions that were run; the others were known."""
+    took_s: float
+
+    @property
+    def measured(self) -> Measured:
+        """The regions as the planner takes them."""
+        stretches = tuple(Stretch(first=one.first, last=one.last, run_s=one.run_s) for one in self.regions)
+        return Measured(stretches=stretches)
+
+    def __str__(self) -> str:
+        num_distinct = len({one.key for one in self.regions})
+        line = f"profiled {num_distinct} distinct regions of {self.num_regions} in {format_s(self.took_s)}"
+        if self.num_run < num_distinct:
+            line += f", {num_distinct - self.num_run} of them in an earlier run"
+        above = {one.key: one for one in self.regions if (one.peak_bytes or 0) > one.live_bytes + _TOLERANCE_BYTES}
+        for one in above.values():
+            line += (
+                f"\n  {one.first} to {one.last} allocates {format_bytes(one.peak_bytes or 0)}, "
+                f"{format_bytes(one.live_bytes)} in the graph"
+            )
+        return line
+
+
+class Profiler:
+    """Measures the regions of one capture; knows what it, or an earlier run, has measured."""
+
+    def __init__(self, compiler: RegionCompiler, device: torch.device, inner: str) -> None:
+        self._compiler = compiler
+        self._device = device
+        # Machine and versions are in the name of the machine's own file.
+        self._machine = f"{machine_path(device).stem} {inner}"
+        self._known: dict[str, RegionTime] = {}
+        self._num_run = 0
+
+    def profile(self, captured: Captured, problem: Problem, sizes: Mapping[str, int]) -> RegionProfile:
+        """Return the figures of the finest regions of `problem`, which `captured` is; `sizes` are of its symbols."""
+        began_s = time.perf_counter()
+        found: list[ProfiledRegion] = []
+        finest = _finest_regions(problem)
+        step = as_run(problem.graph)
+        for region, graph in _with_graphs(partition_of(captured, problem.graph, ()), finest):
+            key = hashlib.sha256(f"{self._machine}\n{sorted(sizes.items())}\n{region_key(graph)}".encode()).hexdigest()
+            if self._is_known(key) or (time.perf_counter() - began_s < LIMIT_S and self._measure(key, graph, sizes)):
+                took = self._known[key]
+                found.append(
+                    ProfiledRegion(
+                        key=key[:16],
+                        first=region.first,
+                        last=region.last,
+                        run_s=took.run_s,
+                        peak_bytes=took.peak_bytes,
+                        live_bytes=made_bytes(step, region),
+                    )
+                )
+        return RegionProfile(
+            regions=tuple(found),
+            num_regions=len(finest),
+            num_run=self._num_run,
+            took_s=time.perf_counter() - began_s,
+        )
+
+    def _measure(self, key: str, graph: RegionGraph, sizes: Mapping[str, int]) -> bool:
+        """Run the region and remember what it took; False where the device cannot hold its inputs."""
+        compiled = self._compiler.lower(graph, range(len(graph.outputs)))
+        try:
+            took = measure_region(graph, compiled, self._device, sizes)
+        except torch.OutOfMemoryError:
+            log.warning("region %s does not fit the device alone, so it was not profiled", graph.id)
+            return False
+        self._known[key] = took
+        self._num_run += 1
+        with suppress(OSError):  # a folder that may only be read: the next start measures again
+            write_cached(_path(key), json.dumps(asdict(took)))
+        return True
+
+    def _is_known(self, key: str) -> bool:
+        if key not in self._known:
+            known = _kept(_path(key))
+            if known is None:
+                return False  # measured again, and the file with it
+            self._known[key] = known
+        return True
+
+
+def _kept(path: Path) -> RegionTime | None:
+    """Return what an earlier run measured; None where nothing did, or where the file holds what no region takes."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("measured again, as %s cannot be read: %s", path, error)
+        return None
+    is_whole = isinstance(fields, dict) and fields.keys() == {"run_s", "peak_bytes"}
+    run_s, peak_bytes = (fields["run_s"], fields["peak_bytes"]) if is_whole else (None, None)
+    is_time = type(run_s) in (int, float) and 0 <= run_s <= _MOST_RUN_S
+    is_peak = peak_bytes is None or (type(peak_bytes) is int and 0 <= peak_bytes < 1 << 63)
+    if not (is_time and is_peak):
+        log.warning("measured again, as %s does not hold what a region took", path)
+        return None
+    return RegionTime(run_s=float(run_s), peak_bytes=peak_bytes)
+
+
+def made_bytes(graph: StepGraph, region: Region) -> int:
+    """Return the most bytes live at once of all that `region` allocates, by the graph."""
+    lives = liveness(graph)
+    index = {op: i for i, op in enumerate(lives.ops)}
+    first, last = index[region.first], index[region.last]
+    live = [0] * (last - first + 2)
+    for storage in graph.storages:
+        life = lives.lives.get(storage.id)
+        if life is not None and first <= life.first <= last and _is_made(graph, storage.id, life.first):
+            live[life.first - first] += storage.nbytes
+            live[min(life.last, last) - first + 1] -= storage.nbytes
+    most = now = 0
+    for change in live:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _is_made(graph: StepGraph, name: str, at: int) -> bool:
+    """Whether op `at` allocates the storage, rather than finding it: parameters and inputs live from the first op."""
+    return name in graph.ops[at].writes
+
+
+def _finest_regions(problem: Problem) -> tuple[Region, ...]:
+    """The regions of the plan that cuts wherever a plan could."""
+    facts = gather_facts(problem)
+    levels = facts.furthest_levels
+    return regions(facts, cut_regions(facts, levels, moves_at_use(facts, levels)))
+
+
+def _with_graphs(halves: Partition, spans: tuple[Region, ...]) -> Iterator[tuple[Region, RegionGraph]]:
+    captured = halves.captured
+    for phase, source in ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward)):
+        if source is not None:
+            graphs = split_regions(source, spans, phase, inline=halves.inline)
+            yield from ((region, graphs[region.id]) for region in spans if region.phase is phase)
+
+
+def _path(key: str) -> Path:
+    return cache_dir() / "profiles" / f"{key[:32]}.json"

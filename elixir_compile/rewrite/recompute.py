@@ -1,0 +1,228 @@
+"""Both halves of a capture as a plan's activations have them: ops repeated in the backward, values dropped or away.
+
+```text
+  captured   forward  h = mm(x, w);  g = gelu(h);  return ..., h, g
+             backward bwd.mm_1(g, ...);  bwd.gelu_1(h, ...)
+  g again    forward  return ..., h, None
+             backward re_g = gelu(h);  bwd.mm_1(re_g, ...);  bwd.gelu_1(h, ...)
+```
+
+Which op runs again before which is a fact, `analysis.recompute.repeats`; this copies the nodes. `step_graph` of the
+result is `as_run` of the captured step, op for op.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.analysis.fusion import absorbed_storages
+from elixir_compile.analysis.recompute import AGAIN, carried_out, repeats, stored
+from elixir_compile.capture.convert import Captured, op_id, ops_of, storages_behind
+from elixir_compile.capture.joint import marker_node, merge_markers, parameter, ticket
+from elixir_compile.capture.views import by_owner, example_of, inverse, is_number, path_to, view_chain
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGraph, StorageId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """The two halves that a program is written from.
+
+    At each position that the forward saves and the backward does not read, the forward returns None.
+    """
+
+    captured: Captured
+    away: Mapping[GroupId, tuple[str, ...]]
+    """Names of the saved values that go to the host and that the backward reads, by group."""
+    inline: frozenset[OpId] = frozenset()
+    """Ops that are computed inside the kernels that read them."""
+
+    @property
+    def away_names(self) -> frozenset[str]:
+        """All values of `away`."""
+        return frozenset(name for names in self.away.values() for name in names)
+
+
+def partition_of(captured: Captured, graph: StepGraph, activations: Sequence[Activations]) -> Partition:
+    """Return copies of the halves of `captured`, whose step is `graph`, that obey `activations`.
+
+    Raises `InvalidPlan` where something has to be computed again that must not be.
+    """
+    if captured.backward is None:
+        return Partition(captured=captured, away={})
+    forward, backward = _copied(captured.forward), _copied(captured.backward)
+    result = replace(captured, forward=forward, backward=backward)
+    behind = {node: names[0] for node, names in storages_behind(result).items() if len(names) == 1}
+    _Repeater(result, behind, stored(graph, activations)).run(graph, activations)
+    away = _save_what_is_read(result, behind, activations)
+    for half in (forward, backward):
+        half.graph.lint()
+    return Partition(captured=result, away=away, inline=_inline(graph, activations) if captured.fused else frozenset())
+
+
+def _inline(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[OpId]:
+    step = carried_out(graph, activations)
+    absorbed = absorbed_storages(step)
+    return frozenset(op.id for op in step.ops if op.writes and op.writes[-1] in absorbed)
+
+
+def _copied(half: fx.GraphModule) -> fx.GraphModule:
+    return compat.graph_module(half, copy.deepcopy(half.graph))
+
+
+@dataclass(slots=True)
+class _Repeater:
+    """Copies nodes of the forward into the backward, each once."""
+
+    captured: Captured
+    behind: Mapping[fx.Node, StorageId]
+    """The storage behind each value of the forward."""
+    stored: frozenset[StorageId]
+    there: dict[str, fx.Node] = field(default_factory=dict)
+    """Placeholders of the backward, by the name of what the forward saves there."""
+    sources: Mapping[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """Values of the forward that the backward finds, by the node whose memory they look at."""
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def run(self, graph: StepGraph, activations: Sequence[Activations]) -> None:
+        backward = self.captured.backward.graph
+        found = repeats(graph, activations)
+        if not found:
+            return
+        self.there = {str(node.target): node for node in backward.find_nodes(op="placeholder")}
+        saved = [node for node in _saved(self.captured) if isinstance(node, fx.Node) and node.name in self.there]
+        self.sources = by_owner([node for node in saved if self.behind.get(node) in self.stored])
+        ops = _by_id(self.captured)
+        placed: dict[fx.Node, fx.Node] = {}
+        for repeat in found:
+            node = ops[repeat.op]
+            placed[node] = ops[repeat.before]
+            with backward.inserting_before(ops[repeat.before]):
+                self.copies[node] = self._copy(node)
+        for node in saved:
+            owner = view_chain(node)[-1]
+            is_dropped = owner in placed and self.behind.get(node) not in self.stored
+            if is_dropped and self.there[node.name].users:
+                with backward.inserting_before(placed[owner]):
+                    self.there[node.name].replace_all_uses_with(self._value(node))
+        merge_markers(backward)
+        _sort(backward)
+        self._stamp()
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Return the value of `node` in the backward, written where the graph inserts."""
+        if node not in self.copies:
+            self.copies[node] = self._found(node)
+        return self.copies[node]
+
+    def _found(self, node: fx.Node) -> fx.Node:
+        if is_number(node):
+            return self.there[node.name]
+        if node.target is parameter:
+            return marker_node(self.captured.backward.graph, parameter, node.args, node.meta)
+        if node.op == "get_attr":
+            return self._constant(node)
+        looks = view_chain(node)
+        path = path_to(node, self.sources, self.there)
+        if path is None:
+            is_made = looks[-1] in self.copies or looks[-1].target is parameter or looks[-1].op == "get_attr"
+            if len(looks) > 1 and is_made:
+                return self._copy(node)
+            raise InvalidPlan(f"{node.name} is read by an op that runs again, but nothing that is saved leads to it.")
+        value = self.there[path.source.name]
+        for view in path.undo:
+            value = self._undone(view, value)
+        for view in path.redo:
+            value = self._copy(view, value)
+        return value
+
+    def _copy(self, node: fx.Node, base: fx.Node | None = None) -> fx.Node:
+        """Write `node` again; `base` takes the place of what it looks at."""
+        graph, looked_at = self.captured.backward.graph, view_chain(node)[1:2]
+
+        def read(source: fx.Node) -> fx.Node:
+            return base if base is not None and source in looked_at else self._value(source)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
+        made = graph.create_node(node.op, node.target, args, kwargs, name=f"{AGAIN}{node.name}")
+        made.meta = {**node.meta, "val": example_of(node, read(looked_at[0]) if looked_at else None)}
+        return made
+
+    def _undone(self, view: fx.Node, value: fx.Node) -> fx.Node:
+        target, rest = inverse(view)
+        graph, base = self.captured.backward.graph, view.args[0]
+        made = graph.call_function(target, (value, *rest))
+        made.meta = {**base.meta, "val": example_of(base, value)}
+        return made
+
+    def _constant(self, node: fx.Node) -> fx.Node:
+        module, name = self.captured.backward, f"{AGAIN}{str(node.target).replace('.', '_')}"
+        setattr(module, name, getattr(self.captured.forward, str(node.target)))
+        made = module.graph.create_node("get_attr", name, name=name)
+        made.meta = dict(node.meta)
+        return made
+
+    def _stamp(self) -> None:
+        """Let the ticket hold the versions of the parameters that repeated ops read too."""
+        stamp = self.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
+        read = self.captured.backward.graph.find_nodes(op="call_function", target=parameter)
+        stamp.args = (tuple(dict.fromkeys([*stamp.args[0], *(node.args[0] for node in read)])),)
+
+
+def _saved(captured: Captured) -> tuple[object, ...]:
+    return captured.forward.graph.output_node().args[0][captured.num_outputs :]
+
+
+def _by_id(captured: Captured) -> dict[OpId, fx.Node]:
+    halves = ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward))
+    return {op_id(phase, node): node for phase, half in halves for node in ops_of(half.graph)}
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Move what now stands before a value that it reads, the views of a repeated one, right behind that value."""
+    missing: dict[fx.Node, set[fx.Node]] = {}
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    done: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        lacks = {source for source in node.all_input_nodes if source not in done}
+        if lacks:
+            missing[node] = lacks
+            for source in lacks:
+                readers.setdefault(source, []).append(node)
+            continue
+        ready, last = [node], node
+        while ready:
+            made = ready.pop(0)
+            done.add(made)
+            if made is not node:
+                last.append(made)
+                last = made
+            for reader in readers.pop(made, ()):
+                missing[reader].discard(made)
+                if not missing[reader]:
+                    ready.append(reader)
+
+
+def _save_what_is_read(
+    captured: Captured, behind: Mapping[fx.Node, StorageId], activations: Sequence[Activations]
+) -> Mapping[GroupId, tuple[str, ...]]:
+    """Let the forward return None where the backward reads nothing; return what goes to the host."""
+    placeholders = captured.backward.graph.find_nodes(op="placeholder")
+    read = {str(node.target) for node in placeholders if node.users}
+    group_of = {s: group.id for group in activations if group.saving is Saving.OFFLOAD for s in group.storages}
+    away: dict[GroupId, list[str]] = {group: [] for group in group_of.values()}
+    output = captured.forward.graph.output_node()
+    values = list(output.args[0])
+    for index in range(captured.num_outputs, len(values)):
+        node = values[index]
+        if not isinstance(node, fx.Node) or node.target is ticket or is_number(node):
+            continue
+        if node.name not in read:
+            values[index] = None
+        elif behind.get(node) in group_of:
+            away[group_of[behind[node]]].append(node.name)
+    output.args = (tuple(values),)
+    return {group: tuple(names) for group, names in away.items()}

@@ -1,0 +1,218 @@
+"""One preallocated file whose blocks are read and overwritten in place, in a folder that belongs to one process."""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import shutil
+import zlib
+
+from elixir_compile.analysis.staging import DISK_BLOCK_BYTES
+from elixir_compile.errors import DiskCorrupted, DiskFailed, DiskFull
+
+_LOCK = ".lock"
+_LOCK_NAME = re.compile(r"elixir-disk-(rank\d+-)?\d+-[0-9a-f]{8}\.lock")
+
+
+class PrivateFolder:
+    """A new, empty folder inside `parent`; folders that dead processes left there are removed first.
+
+    Raises DiskFailed when `parent` is no folder that can be written. It is not made here: a disk that is not mounted
+    would silently be another disk.
+    """
+
+    def __init__(self, parent: str, rank: int | None = None) -> None:
+        """`rank` is the number of this process where several train one model."""
+        self._pid = os.getpid()
+        parent = os.path.abspath(parent)  # the process may change its directory before the folder is removed
+        try:
+            _remove_stale(parent)
+            self._lock_fd, self._lock_path = _make_lock(parent, "" if rank is None else f"rank{rank}-")
+            self.path = self._lock_path.removesuffix(_LOCK)
+            os.mkdir(self.path, 0o700)
+        except OSError as error:
+            because = os.strerror(error.errno or 0)
+            raise DiskFailed(parent, "new folder", because, error.errno or 0) from error
+
+    def remove(self) -> None:
+        """Remove the folder and what is in it. Does nothing the second time, and in a forked child."""
+        if self._lock_fd < 0 or os.getpid() != self._pid:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # the user cleaned up by hand
+            os.unlink(self._lock_path)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+
+def _make_lock(parent: str, prefix: str) -> tuple[int, str]:
+    while True:
+        path = os.path.join(parent, f"elixir-disk-{prefix}{os.getpid()}-{secrets.token_hex(4)}{_LOCK}")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.fstat(fd).st_nlink > 0
+        except BlockingIOError:
+            is_ours = False
+        except OSError:  # a filesystem without locks (Lustre can be one): nobody can take the folder for stale either
+            is_ours = True
+        if is_ours:
+            return fd, path
+        os.close(fd)  # another process that starts now took this lock for stale before we had it: try again
+
+
+def _remove_stale(parent: str) -> None:
+    for name in filter(_LOCK_NAME.fullmatch, os.listdir(parent)):
+        path = os.path.join(parent, name)
+        with contextlib.suppress(OSError), open(path, "r+b") as lock:  # gone, another user's, or in use: leave it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.removesuffix(_LOCK), ignore_errors=True)
+            os.unlink(path)
+
+
+DISK_PAGE_BYTES = 4096
+"""O_DIRECT takes addresses, offsets and sizes that are multiples of the device's logical block, at most this."""
+
+READ = "read"
+WRITE = "write"
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only; 0 sets no flag, so reads and writes are buffered
+
+
+class DiskFile:
+    """`nbytes` of zeros in a new file at `path`, its space taken before anything is written.
+
+    With `check`, a checksum of each block is kept in memory when it is written and compared when it is read.
+    Raises DiskFull when the filesystem, a quota or a limit of the process has no room, and DiskFailed for the rest.
+    """
+
+    def __init__(self, path: str, label: str, nbytes: int, *, check: bool) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.failure: DiskFailed | None = None
+        self._checksums = _checksums_of_zeros(nbytes) if check else None
+        self._fd = _preallocate(path, label, whole_pages_bytes(nbytes))
+        self.is_direct = _set_direct(self._fd, True)
+        """Whether reads and writes pass by the page cache; False where the filesystem refused."""
+
+    def close(self) -> None:
+        """Close the file. Nobody may be reading or writing it: the number may soon name another file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def move(self, operation: str, block: memoryview, offset_bytes: int, page: memoryview) -> None:
+        """Read or write one block, whose offset is a multiple of `DISK_BLOCK_BYTES`; `page` is scratch memory.
+
+        Raises DiskFailed, and DiskCorrupted when what was read is not what was written.
+        """
+        index = offset_bytes // DISK_BLOCK_BYTES
+        tail_bytes = len(block) % DISK_PAGE_BYTES
+        tail_start = len(block) - tail_bytes
+        if tail_bytes and operation == WRITE:
+            page[:] = bytes(DISK_PAGE_BYTES)
+            page[:tail_bytes] = block[tail_start:]
+        # Taken before: a caller that changes the buffer while it is written gets a corrupted block, and is told.
+        checksum = zlib.crc32(block) if self._checksums is not None and operation == WRITE else 0
+        parts = [part for part in (block[:tail_start], page if tail_bytes else page[:0]) if len(part)]
+        self._move_parts(operation, parts, offset_bytes)
+        if operation == READ and tail_bytes:
+            block[tail_start:] = page[:tail_bytes]
+        if self._checksums is None:
+            return
+        if operation == WRITE:
+            self._checksums[index] = checksum
+        elif zlib.crc32(block) != self._checksums[index]:
+            raise DiskCorrupted(self.path, index, DISK_BLOCK_BYTES)
+
+    def _move_parts(self, operation: str, parts: list[memoryview], offset_bytes: int) -> None:
+        call = os.preadv if operation == READ else os.pwritev
+        start_bytes, size_bytes = offset_bytes, sum(map(len, parts))
+        while parts:
+            was_direct = self.is_direct  # read before the call: another worker may change it meanwhile
+            try:
+                moved_bytes = call(self._fd, parts, offset_bytes)
+            except OSError as error:
+                # EINVAL: this filesystem takes the flag and then refuses, or a short transfer ended inside a page.
+                if error.errno == errno.EINVAL and was_direct:
+                    _set_direct(self._fd, False)
+                    self.is_direct = False
+                    continue
+                raise DiskFailed(self.path, operation, os.strerror(error.errno or 0), error.errno or 0) from error
+            if moved_bytes == 0:
+                end = f"the file ends at byte {offset_bytes}, expected {start_bytes + size_bytes}"
+                raise DiskFailed(self.path, operation, end, errno.EIO)
+            offset_bytes += moved_bytes
+            parts = _rest(parts, moved_bytes)
+        if operation == READ and not self.is_direct:
+            # Or the page cache would hold the state a second time; read once per step, it is no use there.
+            os.posix_fadvise(self._fd, start_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def whole_pages_bytes(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages: the size of the file that holds them."""
+    return -(-nbytes // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
+
+
+def scratch_page() -> memoryview:
+    """Return one aligned page that no forked child shares; see `Slab.keep_from_children`."""
+    page = mmap.mmap(-1, DISK_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        page.madvise(mmap.MADV_DONTFORK)
+    return memoryview(page)
+
+
+def _preallocate(path: str, label: str, nbytes: int) -> int:
+    """Return the descriptor of a new file of `nbytes` zeros; leave no file behind where that fails."""
+    folder = os.path.dirname(path)
+    free_bytes, fd = 0, -1
+    try:
+        disk = os.statvfs(folder)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if nbytes > free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)  # new extents read as zeros
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+            os.unlink(path)
+        because = os.strerror(error.errno or 0)
+        if error.errno in _FULL:
+            raise DiskFull(folder, label, nbytes, free_bytes, because) from error
+        raise DiskFailed(path, "allocation", because, error.errno or 0) from error
+    return fd
+
+
+def _set_direct(fd: int, is_direct: bool) -> bool:
+    """Set or clear O_DIRECT on an open file; return whether it is set now."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if is_direct else flags & ~_O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return is_direct and bool(_O_DIRECT)
+
+
+def _rest(parts: list[memoryview], moved_bytes: int) -> list[memoryview]:
+    """The parts without their first `moved_bytes`."""
+    rest = []
+    for part in parts:
+        skipped_bytes = min(moved_bytes, len(part))
+        moved_bytes -= skipped_bytes
+        if skipped_bytes < len(part):
+            rest.append(part[skipped_bytes:])
+    return rest
+
+
+def _checksums_of_zeros(nbytes: int) -> list[int]:
+    whole, rest_bytes = divmod(nbytes, DISK_BLOCK_BYTES)
+    sums = [zlib.crc32(bytes(DISK_BLOCK_BYTES))] * whole if whole else []
+    return [*sums, zlib.crc32(bytes(rest_bytes))] if rest_bytes else sums

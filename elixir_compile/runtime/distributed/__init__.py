@@ -1,0 +1,1 @@
+"""Several ranks: who has which part, how rows travel, and short messages over gloo."""

@@ -1,0 +1,232 @@
+"""A bucket of which each rank has a part, and its two collectives.
+
+own    | a a . | b b b | c . .          this rank's parts, one after another, each as long as rank 0's
+gather   own of every rank -> rows      one all-gather
+         rows -> a, b, c                copied out of the rows, which then are gone; a bucket of one parameter stays
+                                        where it was gathered
+reduce   gradients -> rows -> own       one reduce-scatter, in fp32 where the bucket says so; a gradient that is its
+                                        rows already is not copied. Where other ranks have the same part, then one
+                                        all-reduce with them
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elixir_compile.ir import Bucket, Lane, Placement
+from elixir_compile.ops.registry import Slot
+from elixir_compile.ops.shards import rehome
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.distributed.exchange import weigh_in
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.slab import Slab
+from elixir_compile.runtime.streams import CopyStream, Transfer
+
+
+class ShardedBucket(RunningBucket):
+    """A bucket whose parameters are cut over several ranks."""
+
+    def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks) -> None:
+        self.ranks = ranks  # which the layout asks
+        super().__init__(spec, placement, slots, pin=pin)
+        self._own: torch.Tensor | None = None
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's parts, with their padding, where they live."""
+        return self._own
+
+    def move_home(self, device: torch.device) -> None:
+        """Move this rank's parts to where the placement says, one after another in one memory."""
+        self.await_update()
+        for slot in self.slots:
+            slot.check_form()
+        dtype = self.slots[0].param.dtype
+        numel = self._total_bytes // dtype.itemsize
+        if self.is_on_host:
+            own = Slab(self._total_bytes, pin=self.pin).tensor(dtype, (numel,), 0)
+        else:
+            own = torch.zeros(numel, dtype=dtype, device=device)
+        for slot, home in zip(self.slots, self.cut(own), strict=True):
+            home.copy_(slot.own)
+            rehome(slot.param, home.data)  # with a version of its own: a write to one parameter changes no other
+        self._own = own
+        self.whole = None
+
+    def has_drifted(self) -> bool:
+        """Whether somebody replaced this rank's part of a parameter since it was settled."""
+        return self._own is None or any(
+            slot.own.numel() and slot.own.data_ptr() != home.data_ptr()
+            for slot, home in zip(self.slots, self.cut(self._own), strict=True)
+        )
+
+    def cut(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return this rank's part of each parameter as a view of `flat`, laid out as `own`."""
+        itemsize = self.slots[0].param.element_size()
+        return tuple(
+            flat[offset // itemsize :][: slot.own.numel()].view(slot.own.shape)
+            for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
+        )
+
+    def is_whole(self) -> bool:
+        """Whether there is a gathered copy with the values that the parts have."""
+        return self.whole is not None and self._gathered_versions == self.versions()
+
+    def release(self) -> None:
+        """Forget the gathered copy."""
+        self.whole = None
+
+    def rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for the parts of all ranks in `dtype`, one row each."""
+        return torch.empty(self.ranks.num_shards, self.own.numel(), dtype=dtype, device=self.slots[0].device)
+
+    def from_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the parameters whose parts are `rows`."""
+        if len(self.slots) == 1:
+            return (_shaped(rows.view(-1), self.slots[0].param),)
+        values = []
+        for slot, columns in zip(self.slots, self._columns(), strict=True):
+            part = rows[:, columns]
+            values.append(_shaped(torch.empty_like(part).copy_(part).view(-1), slot.param))
+        return tuple(values)
+
+    def to_rows(self, positions: Sequence[int], grads: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of `grads`, of the parameters at `positions`, as rows of `grad_dtype`, as a reduce-scatter
+        takes them; zero where there are none. May empty `grads`."""
+        is_weighed_later = self.ranks.weighs(self.grad_dtype)
+        if self.ranks.weight == 0.0 and not is_weighed_later:
+            grads.clear()  # before there is memory for as much
+            return self.rows(self.grad_dtype).zero_()
+        is_alone = len(self.slots) == len(grads) == 1 and is_weighed_later and grads[0].dtype == self.grad_dtype
+        if is_alone and grads[0].numel() == self.ranks.num_shards * self.own.numel():
+            return grads[0].contiguous().view(self.ranks.num_shards, -1)
+        rows = self.rows(self.grad_dtype)
+        columns = self._columns()
+        filled: set[int] = set()
+        for position, grad in zip(positions, grads, strict=True):
+            _put(rows[:, columns[position]], grad, adds=position in filled)
+            filled.add(position)
+        for position in set(range(len(self.slots))) - filled:
+            rows[:, columns[position]].zero_()
+        if not is_weighed_later:
+            weigh_in(rows, self.ranks.weight)
+        return rows
+
+    def _columns(self) -> list[slice]:
+        itemsize = self.slots[0].param.element_size()
+        ends = [*self._offsets_bytes[1:], self._total_bytes]
+        return [slice(start // itemsize, end // itemsize) for start, end in zip(self._offsets_bytes, ends, strict=True)]
+
+    def _layout(self) -> tuple[tuple[int, ...], int]:
+        offsets, end = [], 0
+        for slot in self.slots:
+            offsets.append(end)
+            end += self.ranks.parts_of(slot.param)[0] * slot.param.element_size()
+        return tuple(offsets), end
+
+    def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
+        own = dtype or self.slots[0].param.dtype
+        return self.cut(slab.tensor(own, (ratio * self._total_bytes // own.itemsize,), 0))
+
+
+def new_bucket(
+    spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks | None
+) -> RunningBucket:
+    """Return the running side of `spec`, whose parameters `ranks` share, or one rank alone has."""
+    if not spec.is_sharded:
+        return RunningBucket(spec, placement, slots, pin=pin)
+    return ShardedBucket(spec, placement, slots, pin=pin, ranks=ranks)
+
+
+def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return flat[: param.numel()].view(param.shape)
+
+
+def _put(columns: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
+    """Write `grad` to the part of each row that is its own, or add it; what is left of them becomes zero."""
+    num_ranks, length = columns.shape
+    flat = grad.reshape(-1)
+    num_full, rest = divmod(flat.numel(), length) if length else (0, 0)
+    pieces = [(columns[:num_full], flat[: num_full * length].view(num_full, length))]
+    if rest:
+        pieces.append((columns[num_full, :rest], flat[num_full * length :]))
+    for target, piece in pieces:
+        target.add_(piece) if adds else target.copy_(piece)
+    if not adds and num_full < num_ranks:
+        if rest:
+            columns[num_full, rest:].zero_()
+        columns[num_full + bool(rest) :].zero_()
+
+
+class ShardGather(Transfer):
+    """The all-gather of a bucket."""
+
+    __slots__ = ("_bucket", "_rows", "_versions", "_work")
+
+    def __init__(self, bucket: ShardedBucket, h2d: CopyStream, ledger: Ledger) -> None:
+        label = f"gather {bucket.spec.id}"
+        own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
+        device = self._rows.device
+        if bucket.is_on_host:
+            there = torch.empty_like(own, device=device)
+            with h2d.behind_compute(), ledger.span(Lane.H2D, label):
+                own = there.copy_(own, non_blocking=True)
+        with h2d.behind_compute(), ledger.span(Lane.GATHER, f"all-gather {bucket.spec.id}", self._rows.nbytes):
+            self._work = bucket.ranks.all_gather(self._rows, own, f"parameters of {bucket.spec.id}")
+        super().__init__(label, None, kept=(own,))
+        self._bucket, self._versions = bucket, bucket.versions()
+
+    def ensure_issued(self) -> None:
+        """Let what follows run behind the collective, and have the parameters in `values`."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self.values = self._bucket.from_rows(self._rows)
+            self._rows = None
+            self._bucket.hold(self.values, self._versions)
+
+
+class ShardReduce(Transfer):
+    """The reduce-scatter of a bucket, which empties `grads`; `land` gets this rank's part of the mean of each."""
+
+    __slots__ = ("_bucket", "_land", "_own", "_positions", "_work")
+
+    def __init__(
+        self,
+        bucket: ShardedBucket,
+        positions: Sequence[int],
+        grads: list[torch.Tensor],
+        land: Callable[[Slot, torch.Tensor], None],
+        ledger: Ledger,
+    ) -> None:
+        self._bucket, self._positions, self._land = bucket, tuple(dict.fromkeys(positions)), land
+        rows = bucket.to_rows(positions, grads)
+        grads.clear()
+        self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
+        with ledger.span(Lane.REDUCE, f"reduce {bucket.spec.id}", rows.nbytes):
+            self._work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")
+        if bucket.ranks.num_copies > 1:
+            with ledger.span(Lane.REDUCE, f"average {bucket.spec.id}", self._own.nbytes):
+                self._work = bucket.ranks.average_copies(self._own, self._work)
+        super().__init__(f"reduce {bucket.spec.id}", None, kept=(rows,))
+
+    @property
+    def bucket(self) -> ShardedBucket:
+        """The bucket whose gradient it is."""
+        return self._bucket
+
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Return what the collective reads and writes, until it is issued."""
+        return self.kept if self._own is None else (*self.kept, self._own)
+
+    def ensure_issued(self) -> None:
+        """Let what follows run behind the collective, and hand out what it brought."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work, self.kept = None, ()
+        parts = self._bucket.cut(self._own)
+        for position in self._positions:
+            self._land(self._bucket.slots[position], parts[position])
+        self._own = None

@@ -1,0 +1,153 @@
+"""What the planners ask: how many bytes and how many seconds would these levels need?"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from elixir_compile.analysis.staging import disk_staging_bytes
+from elixir_compile.analysis.windows import closing_of
+from elixir_compile.ir import BucketId, Placement, RegionId, Update, Verb
+from elixir_compile.search.problem import asked_time
+from elixir_compile.search.schedule import Cut, cut_regions, program, regions
+from elixir_compile.search.space.facts import Facts, gather_facts
+from elixir_compile.search.space.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
+from elixir_compile.search.space.memory import MemoryModel
+from elixir_compile.search.space.min_memory import min_memory_levels
+from elixir_compile.search.space.profiles import Profile, profiles
+from elixir_compile.search.space.residency import Moves, moves_at_use
+from elixir_compile.simulate import Cycle, Played, play, prices
+
+MAX_AHEAD = 2
+"""Two windows ahead already equals unlimited where layers are alike and a transfer is shorter than a layer."""
+
+
+class Evaluator:
+    """Bytes and seconds of candidates at one choice of modes; `at` gives the evaluator of another choice."""
+
+    def __init__(self, facts: Facts, others: "dict[tuple[int, ...], Evaluator] | None" = None) -> None:
+        problem = facts.problem
+        self._others: dict[tuple[int, ...], Evaluator] = {} if others is None else others
+        self._others[facts.modes] = self
+        self.facts = facts
+        self.memory = MemoryModel(facts)
+        self.prices = prices(
+            problem.graph,
+            facts.buckets,
+            problem.cluster,
+            problem.measured,
+            facts.activations,
+            problem.num_copies,
+        )
+        staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
+        self.away_bytes = sum(absence.nbytes for absence in facts.offload_intervals) + staging_bytes
+        """Host bytes that no level changes: activations that leave, and the buffers of the disk."""
+        self.update = asked_time(problem)
+        """When a bucket that the host updates is updated."""
+        self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
+        # Where state may go to disk, that it takes no memory of the host is a relaxation: see `search.disk`.
+        spared = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
+        self._host_bytes = [
+            {
+                level: (host_bytes_without_state if bucket.id in spared else host_bytes_of)(bucket, level)
+                for level in Level
+            }
+            for bucket in facts.buckets
+        ]
+        self._step_s: dict[tuple[Level, ...], float] = {}
+        self._profiles: tuple[tuple[Profile, ...], ...] | None = None
+        self._least_levels: tuple[Level, ...] = ()
+
+    def at(self, modes: Sequence[int]) -> "Evaluator":
+        """Return the evaluator of the same problem at `modes`, one per layer."""
+        key = tuple(modes)
+        if key not in self._others:
+            Evaluator(gather_facts(self.facts.problem, self.facts, key), self._others)  # which puts itself there
+        return self._others[key]
+
+    @property
+    def profiles(self) -> tuple[tuple[Profile, ...], ...]:
+        """The profile of every mode of every layer, whatever the evaluator's own modes."""
+        first = next(iter(self._others.values()))
+        if first._profiles is None:
+            first._profiles = profiles(self.facts.problem, self.facts.layers)
+        return first._profiles
+
+    @property
+    def min_memory_levels(self) -> tuple[Level, ...]:
+        """The levels that need the fewest device bytes, gathered at use."""
+        self._least_levels = self._least_levels or min_memory_levels(self.facts, self.memory)
+        return self._least_levels
+
+    def fits(self, levels: Sequence[Level], ahead: int) -> bool:
+        """Whether the levels fit both budgets, every gather `ahead` windows early."""
+        problem = self.facts.problem
+        return (
+            self.host_bytes(levels) <= problem.host_budget_bytes
+            and self.memory.peak_bytes(levels, ahead) <= problem.budget_bytes
+        )
+
+    def host_bytes(self, levels: Sequence[Level]) -> int:
+        """Return the bytes that the host holds during the whole step."""
+        return self.away_bytes + sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
+
+    def host_bytes_of(self, bucket: int, level: Level) -> int:
+        """Return the bytes that the host holds for one bucket at `level`."""
+        return self._host_bytes[bucket][level]
+
+    def at_use(self, levels: Sequence[Level]) -> Moves:
+        """Return the moves with every gather right before its use."""
+        return moves_at_use(self.facts, levels)
+
+    def added_host_bytes(self, bucket: int, before: Level, after: Level) -> int:
+        """Return how many more bytes the host holds once one bucket has moved."""
+        return self._host_bytes[bucket][after] - self._host_bytes[bucket][before]
+
+    def step_s(self, levels: Sequence[Level], moves: Moves | None = None) -> float:
+        """Return the simulated seconds of a step; without moves, as if memory allowed gathers two windows early."""
+        if moves is not None:
+            return self.played(levels, moves).step_s
+        key = tuple(levels)
+        if key not in self._step_s:
+            self._step_s[key] = self.played(levels, moves_at_use(self.facts, levels, MAX_AHEAD)).step_s
+        return self._step_s[key]
+
+    def stream_s(self, bucket: int, level: Level) -> float:
+        """Return the seconds of compute that a streamed update of one bucket at `level` takes."""
+        placement = self._placements[bucket][level]
+        copies_s = sum(self.prices.stream_s[placement.bucket, placement.param])
+        return copies_s + self.prices.device_update_s[placement.bucket]
+
+    def played(self, levels: Sequence[Level], moves: Moves) -> Played:
+        """Return what the simulator says of these levels with these moves."""
+        cuts = cut_regions(self.facts, levels, moves)
+        run_s = {cut.id: self.prices.run_s(cut.first, cut.last) for cut in cuts}
+        placements = {own[level].bucket: own[level] for own, level in zip(self._placements, levels, strict=True)}
+        for i in moves.streamed:
+            streamed = placement_of(self.facts.buckets[i], levels[i], streamed=True)
+            placements[streamed.bucket] = streamed
+        actions = program(self.facts, levels, moves, cuts)
+        cycle = self._cycle(levels, moves, cuts, actions, placements)
+        return play(actions, run_s, placements, self.prices, cycle=cycle)
+
+    def _cycle(
+        self,
+        levels: Sequence[Level],
+        moves: Moves,
+        cuts: Sequence[Cut],
+        actions: Sequence[tuple[Verb, str]],
+        placements: Mapping[BucketId, Placement],
+    ) -> Cycle:
+        if self.update is Update.IN_BACKWARD:
+            read = {region.id: region.buckets for region in regions(self.facts, cuts)}
+            closing = closing_of(actions, read, placements.values())
+            return Cycle(update=self.update, reads=read, closing=closing)
+        if self.update is Update.AFTER_BACKWARD or not any(level.has_state_on_host for level in levels):
+            return Cycle()
+        # Where a bucket is gathered, the gather waits; else the first region that reads it does.
+        firsts = [cut.first for cut in cuts]
+        reads: dict[RegionId, list[BucketId]] = {}
+        for i, level in enumerate(levels):
+            windows = self.facts.windows[i]
+            if level.has_state_on_host and not level.has_param_on_host and windows:
+                region = cuts[bisect_right(firsts, windows[0].first) - 1]
+                reads.setdefault(region.id, []).append(self.facts.buckets[i].id)
+        return Cycle(update=self.update, reads=reads)

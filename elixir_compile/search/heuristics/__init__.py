@@ -1,0 +1,1 @@
+"""Planners and improvements that need no solver: greedy, rules, enumeration, streaming, transfers."""

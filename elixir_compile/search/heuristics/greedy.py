@@ -1,0 +1,273 @@
+"""Offload only the excess, cheapest bytes first.
+
+Start with everything where it is. While the step does not fit, make the one move that saves the most bytes at the peak,
+counted up to the excess, per second that the simulated step gets longer. Then undo every move that turned out not to be
+needed, and gather ahead as far as the memory left allows.
+
+    score = min(saved at the peak, excess) / (step_s after the move - step_s before)
+
+Whether gathers will find memory to be early is not known while moves are chosen, so the search is run for each
+distance, with memory kept free for it, once with and once without moving state alone, and the fastest answer wins.
+Seconds of a move are remembered, and simulated again only while it leads (lazily, as in CELF, Leskovec et al. 2007).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_compile.ir import Decision
+from elixir_compile.search.candidate import DraftPlan
+from elixir_compile.search.evaluator import MAX_AHEAD, Evaluator
+from elixir_compile.search.heuristics.streaming import best_moves
+from elixir_compile.search.space.levels import Level, level_text
+from elixir_compile.search.space.residency import moves_at_use
+from elixir_compile.units import format_bytes, format_s
+
+_LEAST_COST_S = 1e-9
+"""A move that makes the step no longer still needs a finite score."""
+_MAX_REFRESHES = 4
+_NUM_REJECTED = 2
+
+
+class _Move(NamedTuple):
+    score: float
+    bucket: int
+    level: Level
+    saves_bytes: int
+    cost_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """One descent from the placements in force to a fit, for one prefetch distance."""
+
+    evaluator: Evaluator
+    own_bytes: NDArray[np.int64]
+    ahead: int
+    limits_host: bool
+    spares_host: bool
+    """Whether moves are ranked by the host bytes they take instead of by their seconds, which nobody asks then."""
+    splits_state: bool
+    """Whether optimizer state may leave without its parameters."""
+    levels: list[Level]
+    cost_s: dict[tuple[int, Level], float]
+    """Seconds by move, as last simulated."""
+    fresh: set[tuple[int, Level]] = field(default_factory=set)
+    """Moves whose seconds were simulated from the present levels."""
+    moved: dict[int, Decision] = field(default_factory=dict)
+    """The last decision on each bucket moved, in the order of the moves."""
+
+    def descend(self) -> bool:
+        """Move buckets off the device until the step fits; return whether it does."""
+        budget_bytes = self.evaluator.facts.problem.budget_bytes
+        while True:
+            live_bytes = self._live_bytes(self.levels)
+            segment = int(live_bytes.argmax())
+            excess = int(live_bytes[segment]) - budget_bytes
+            if excess <= 0:
+                return self._fits_host(self.levels)  # activations that leave may alone be more than the host has
+            move, others = self._best_move(segment, excess, int(live_bytes[segment]))
+            if move is None:
+                return self._retreat()
+            self._make(move, others, segment, excess)
+
+    def undo_needless(self) -> None:
+        """Bring buckets back as far as the budget allows, the last moves, which were the dearest, first."""
+        for bucket in reversed(list(self.moved)):
+            for level in self.evaluator.facts.choices[bucket]:
+                if level >= self.levels[bucket]:
+                    break
+                if self._may_return(bucket, level):
+                    self.levels[bucket] = level
+                    break
+
+    def _may_return(self, bucket: int, level: Level) -> bool:
+        """Whether the step still fits, and a bucket that does not come back entirely makes it no longer."""
+        levels = self._with(bucket, level)
+        if self.evaluator.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
+            return False
+        if self.spares_host:
+            return self.evaluator.added_host_bytes(bucket, self.levels[bucket], level) <= 0
+        is_start = level is self.evaluator.facts.choices[bucket][0]
+        return is_start or self.evaluator.step_s(levels) <= self.evaluator.step_s(self.levels)
+
+    def _fits_host(self, levels: Sequence[Level]) -> bool:
+        return (
+            not self.limits_host or self.evaluator.host_bytes(levels) <= self.evaluator.facts.problem.host_budget_bytes
+        )
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self.evaluator.facts.problem.budget_bytes
+
+    def _live_bytes(self, levels: list[Level]) -> NDArray[np.int64]:
+        return self.evaluator.memory.live_bytes(levels, moves_at_use(self.evaluator.facts, levels, self.ahead))
+
+    def _with(self, bucket: int, level: Level) -> list[Level]:
+        levels = list(self.levels)
+        levels[bucket] = level
+        return levels
+
+    def _best_move(self, segment: int, excess: int, peak_bytes: int) -> tuple[_Move | None, list[_Move]]:
+        """The best move that saves bytes at the peak, and the next best."""
+        moves = self._moves(segment, excess)
+        refreshes = 0
+        while moves:
+            moves.sort(key=lambda move: (-move.score, move.bucket, move.level))
+            best = moves[0]
+            key = (best.bucket, best.level)
+            if not self.spares_host and key not in self.fresh and refreshes < _MAX_REFRESHES:
+                refreshes += 1
+                self._simulate(best.bucket, best.level)
+                moves[0] = self._scored(best.bucket, best.level, best.saves_bytes, excess)
+                continue
+            # Prefetches and gradients on their way out are not in `own_bytes`: count the move in full.
+            if int(self._live_bytes(self._with(best.bucket, best.level))[segment]) < peak_bytes:
+                return best, moves[1 : 1 + _NUM_REJECTED]
+            moves.pop(0)
+        return None, []
+
+    def _moves(self, segment: int, excess: int) -> list[_Move]:
+        facts = self.evaluator.facts
+        own = self.own_bytes[:, :, segment]
+        host_free = facts.problem.host_budget_bytes - self.evaluator.host_bytes(self.levels)
+        moves: list[_Move] = []
+        for bucket, now in enumerate(self.levels):
+            for level in facts.choices[bucket]:
+                saves_bytes = int(own[bucket, now] - own[bucket, level])
+                if level <= now or saves_bytes <= 0:
+                    continue
+                if level.has_state_on_host and not level.has_param_on_host and not self.splits_state:
+                    continue
+                if self.limits_host and self.evaluator.added_host_bytes(bucket, now, level) > host_free:
+                    continue
+                if not self.spares_host and (bucket, level) not in self.cost_s:
+                    self._simulate(bucket, level)
+                moves.append(self._scored(bucket, level, saves_bytes, excess))
+        return moves
+
+    def _scored(self, bucket: int, level: Level, saves_bytes: int, excess: int) -> _Move:
+        saved_bytes = min(saves_bytes, excess)
+        if self.spares_host:
+            # A bucket on the host already takes no more of it, however far it moves: as good as one byte.
+            added_bytes = max(self.evaluator.added_host_bytes(bucket, self.levels[bucket], level), 1)
+            return _Move(saved_bytes / added_bytes, bucket, level, saves_bytes, 0.0)
+        cost_s = self.cost_s[bucket, level]
+        return _Move(saved_bytes / cost_s, bucket, level, saves_bytes, cost_s)
+
+    def _simulate(self, bucket: int, level: Level) -> None:
+        after_s = self.evaluator.step_s(self._with(bucket, level))
+        self.cost_s[bucket, level] = max(after_s - self.evaluator.step_s(self.levels), _LEAST_COST_S)
+        self.fresh.add((bucket, level))
+
+    def _make(self, move: _Move, others: list[_Move], segment: int, excess: int) -> None:
+        op = self.evaluator.facts.graph.ops[self.evaluator.memory.highest_op(segment)]
+        self.moved.pop(move.bucket, None)
+        self.moved[move.bucket] = Decision(
+            subject=self.evaluator.facts.buckets[move.bucket].id,
+            choice=level_text(move.level),
+            because=f"device short by {format_bytes(excess)} at {op.id}",
+            cost_s=0.0 if move.cost_s <= _LEAST_COST_S else move.cost_s,
+            saves_bytes=move.saves_bytes,
+            rejected=tuple(
+                f"{self.evaluator.facts.buckets[other.bucket].id} {level_text(other.level)} "
+                f"(saves {format_bytes(other.saves_bytes)}, {self._price(other)})"
+                for other in others
+            ),
+        )
+        self.levels[move.bucket] = move.level
+        self.fresh.clear()
+        for level in Level:
+            self.cost_s.pop((move.bucket, level), None)
+
+    def _price(self, move: _Move) -> str:
+        if not self.spares_host:
+            return f"costs {format_s(move.cost_s)}"
+        added_bytes = self.evaluator.added_host_bytes(move.bucket, self.levels[move.bucket], move.level)
+        return f"takes {format_bytes(added_bytes)} of the host"
+
+    def _retreat(self) -> bool:
+        """Move everything as far as it goes: what no single move could save may still be saved together."""
+        furthest = self.evaluator.min_memory_levels
+        if self.evaluator.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
+            return False
+        if not self._fits_host(furthest):
+            return False
+        for bucket, level in enumerate(furthest):
+            if level != self.levels[bucket]:
+                short = format_bytes(int(self._live_bytes(self.levels).max()) - self._budget_bytes)
+                self.moved[bucket] = Decision(
+                    subject=self.evaluator.facts.buckets[bucket].id,
+                    choice=level_text(level),
+                    because=f"device still short by {short}, and no single move saves at the peak: all move together",
+                )
+                self.levels[bucket] = level
+        return True
+
+
+def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_host: bool = False) -> DraftPlan | None:
+    """Return the fastest placement found that fits the budgets; None when none was found.
+
+    `limits_host` False ignores the host budget; `spares_host` saves the most bytes per host byte instead of per second.
+    """
+    cluster = evaluator.facts.problem.cluster
+    # Where copies are work for the device itself, being early saves nothing that memory should be kept free for.
+    is_early = cluster.h2d.overlaps_compute and not spares_host
+    distances = range(MAX_AHEAD, -1, -1) if is_early else (0,)
+    own_bytes = evaluator.memory.own_bytes()
+    best: tuple[tuple[float, int], DraftPlan] | None = None
+    # Moving state alone is cheap at first and can be a dead end: it leaves nothing to hide later moves under.
+    splits = (
+        (True, False)
+        if any(
+            {Level.STATE_OFF, Level.STATE_OFF_RELEASED}.intersection(levels[1:]) for levels in evaluator.facts.choices
+        )
+        else (False,)
+    )
+    for ahead, splits_state in itertools.product(distances, splits):
+        walk = _Walk(
+            evaluator=evaluator,
+            own_bytes=own_bytes,
+            ahead=ahead,
+            limits_host=limits_host,
+            spares_host=spares_host,
+            splits_state=splits_state,
+            levels=list(evaluator.facts.start_levels),
+            cost_s={},
+        )
+        if not walk.descend():
+            continue
+        walk.undo_needless()
+        draft = _draft(evaluator, walk)
+        key = (draft.step_s, evaluator.host_bytes(draft.levels))
+        if best is None or key < best[0]:
+            best = (key, draft)
+    return None if best is None else best[1]
+
+
+def _draft(evaluator: Evaluator, walk: _Walk) -> DraftPlan:
+    levels = tuple(walk.levels)
+    starts = evaluator.facts.start_levels
+    decisions = tuple(
+        _restated(decision, levels[bucket])
+        for bucket, decision in walk.moved.items()
+        if levels[bucket] != starts[bucket]
+    )
+    moves, step_s = best_moves(evaluator, levels)
+    return DraftPlan(levels=levels, modes=evaluator.facts.modes, moves=moves, step_s=step_s, decisions=decisions)
+
+
+def _restated(decision: Decision, level: Level) -> Decision:
+    """The decision with the level that the bucket ended at."""
+    if decision.choice == level_text(level):
+        return decision
+    return Decision(
+        subject=decision.subject,
+        choice=level_text(level),
+        because=f"{decision.because}; brought back from {decision.choice}, which was more than needed",
+        rejected=decision.rejected,
+    )

@@ -1,0 +1,159 @@
+"""Planners to compare with: rules that other systems follow, and every candidate of a small problem."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from elixir_compile.errors import InvalidOption
+from elixir_compile.hardware.presets import PaperRates, paper_rates
+from elixir_compile.ir import Decision
+from elixir_compile.search.candidate import DraftPlan
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.streaming import best_moves
+from elixir_compile.search.space.levels import Level, level_text
+from elixir_compile.search.space.modes import mode_text
+from elixir_compile.units import format_s
+
+Levels = tuple[Level, ...]
+
+
+def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, master_bytes: int = 4) -> bool:
+    """Return the paper's one bit: whether memory that is left goes to gathered copies before optimizer state.
+
+    Keeping a gathered copy (rCache) saves I seconds per element, holding its optimizer state on the device J:
+
+        I = e_p / c2g + e_p / g2c
+        J = n / r_os * (e_o / c2g + I + e_p / g2c + 1 / v_cpu - 1 / v_gpu)
+
+    with e_p and e_o bytes of an element and of its master copy, and r_os bytes of optimizer state per byte of the
+    parameter: 7 for Adam in mixed precision.
+    """
+    to_device, to_host = rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
+    gathered_s = item_bytes / to_device + item_bytes / to_host
+    update_s = 1 / rates.host_update_elements_per_s - 1 / rates.device_update_elements_per_s
+    state_s = num_ranks / 7 * (master_bytes / to_device + gathered_s + item_bytes / to_host + update_s)
+    return gathered_s > state_s
+
+
+def _everywhere(evaluator: Evaluator, wanted: Sequence[Level]) -> Levels:
+    """The first of `wanted` that each bucket can have; what is in force where it can have none."""
+    return tuple(
+        next((level for level in wanted if level in choices), choices[0]) for choices in evaluator.facts.choices
+    )
+
+
+def _keep_all(evaluator: Evaluator) -> Levels:
+    return evaluator.facts.start_levels
+
+
+def _zero_offload(evaluator: Evaluator) -> Levels:
+    return _everywhere(evaluator, (Level.STATE_OFF,))
+
+
+def _zero3_offload(evaluator: Evaluator) -> Levels:
+    return evaluator.facts.furthest_levels
+
+
+def _fsdp_offload(evaluator: Evaluator) -> Levels:
+    kept = _everywhere(evaluator, (Level.KEPT_RELEASED, Level.KEPT))
+    return kept if evaluator.fits(kept, ahead=0) else evaluator.facts.furthest_levels
+
+
+def _elixir(evaluator: Evaluator) -> Levels:
+    """Fill what is left above the minimum, gathered copies or optimizer state first, in first-use order.
+
+    The paper's search keeps copies in the order that Belady's rule gives for a chain that runs forward and then back:
+    with room for k of K equal chunks it loads 2K - k times, which keeping any k from forward to backward does too.
+    """
+    num_ranks = evaluator.facts.problem.num_shards
+    order = (Level.RESIDENT, Level.KEPT)
+    if not gathers_first(num_ranks, paper_rates(num_ranks)):
+        order = (Level.KEPT, Level.RESIDENT)
+    levels = list(evaluator.facts.furthest_levels)
+    memory, budget_bytes = evaluator.memory, evaluator.facts.problem.budget_bytes
+    # What moves closer takes no more of the host.
+    is_exact = num_ranks > 1 and not evaluator.facts.streamed and evaluator.fits(levels, ahead=0)
+    own_bytes = memory.own_bytes()
+    live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(levels))
+    for wanted in order:
+        # The last layers are used last and first: their copies wait the shortest.
+        for bucket in reversed(range(len(levels))):
+            before = levels[bucket]
+            if wanted not in evaluator.facts.choices[bucket] or wanted >= before:
+                continue
+            more_bytes = own_bytes[bucket, wanted] - own_bytes[bucket, before]
+            # Never more than what is there: what is too much by this count does not fit.
+            if int((live_bytes + more_bytes).max()) > budget_bytes:
+                continue
+            levels[bucket] = wanted
+            if is_exact or evaluator.fits(levels, ahead=0):
+                live_bytes = live_bytes + more_bytes
+            else:
+                levels[bucket] = before
+    return tuple(levels)
+
+
+RULES: Mapping[str, Callable[[Evaluator], Levels]] = {
+    "elixir": _elixir,
+    "zero3_offload": _zero3_offload,
+    "zero_offload": _zero_offload,
+    "fsdp_offload": _fsdp_offload,
+    "keep_all": _keep_all,
+}
+
+
+MAX_PLACEMENTS = 4096
+"""Four levels of six buckets; a few seconds."""
+
+
+def num_placements(evaluator: Evaluator) -> int:
+    """Return how many placements there are to try."""
+    return math.prod(len(options) for options in (*evaluator.facts.choices, *_modes(evaluator)))
+
+
+def place_exhaustively(evaluator: Evaluator) -> DraftPlan | None:
+    """Return the fastest placement that fits, of equal ones that with the fewest host bytes; None when none fits.
+
+    Raises `InvalidOption` when there are more than `MAX_PLACEMENTS`.
+    """
+    choices = evaluator.facts.choices
+    count = num_placements(evaluator)
+    if count > MAX_PLACEMENTS:
+        raise InvalidOption(
+            "planner",
+            "exhaustive",
+            f"'greedy': {len(choices)} buckets and {len(_modes(evaluator))} layers have {count} candidates: too many",
+        )
+    best: tuple[float, int, DraftPlan] | None = None
+    for modes in itertools.product(*_modes(evaluator)):
+        here = evaluator.at(modes)
+        for levels in itertools.product(*choices):
+            if not here.fits(levels, ahead=0):
+                continue
+            moves, step_s = best_moves(here, levels, math.inf if best is None else best[0])
+            if best is None or (step_s, here.host_bytes(levels)) < best[:2]:
+                draft = DraftPlan(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=())
+                best = (step_s, here.host_bytes(levels), draft)
+    return None if best is None else _explained(evaluator, best[2], count)
+
+
+def _modes(evaluator: Evaluator) -> list[Sequence[int]]:
+    return [range(len(layer.modes)) for layer in evaluator.facts.layers]
+
+
+def _explained(evaluator: Evaluator, draft: DraftPlan, count: int) -> DraftPlan:
+    facts = evaluator.facts
+    because = f"the fastest of {count} candidates, {format_s(draft.step_s)} per step"
+    placed = [
+        (str(bucket.id), level_text(level))
+        for bucket, level, start in zip(facts.buckets, draft.levels, facts.start_levels, strict=True)
+        if level != start
+    ]
+    placed += [
+        (layer.name or "step", mode_text(layer, layer.modes[mode]))
+        for layer, mode in zip(facts.layers, draft.modes, strict=True)
+        if mode
+    ]
+    decisions = tuple(Decision(subject=subject, choice=choice, because=because) for subject, choice in placed)
+    return replace(draft, decisions=decisions, planner="exhaustive")

@@ -1,0 +1,92 @@
+"""How many device bytes a graph needs at least, and how many it would take, before anything is searched."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from elixir_compile.analysis.recompute import as_run, given_bytes
+from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.uniform_modes import floor_bytes, uniform_modes
+from elixir_compile.search.problem import Problem
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level, placement_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """Device bytes of one graph; what is outside of it does not count."""
+
+    peak_bytes: int
+    """Most at once, `resident_bytes` included."""
+    left_bytes: int
+    """Of activations and gathered copies between its forward and its backward."""
+    resident_bytes: int
+    """Of parameters and optimizer state, all the time."""
+    grad_bytes: int
+    """Of gradients between its backward and the update."""
+
+    def towards(self, other: "Extent", share: float) -> "Extent":
+        """Return what is `share` of the way to `other`."""
+        return Extent(
+            peak_bytes=_between(self.peak_bytes, other.peak_bytes, share),
+            left_bytes=_between(self.left_bytes, other.left_bytes, share),
+            resident_bytes=_between(self.resident_bytes, other.resident_bytes, share),
+            grad_bytes=_between(self.grad_bytes, other.grad_bytes, share),
+        )
+
+
+def extents(problem: Problem) -> tuple[Extent, Extent]:
+    """Return the least that the graph of `problem` needs on the device, and what it takes where everything may stay."""
+    evaluator = Evaluator(gather_facts(replace(problem, base_bytes=0, between_bytes=0, after_bytes=0)))
+    lean = min(
+        uniform_modes(evaluator),
+        key=lambda rung: (floor_bytes(rung), _kept_bytes(rung.facts.graph, rung.facts.activations)),
+    )
+    return _extent(lean, lean.min_memory_levels), _extent(evaluator, evaluator.facts.start_levels)
+
+
+def extent_of(graph: StepGraph, plan: Plan) -> Extent:
+    """Return what `graph` needs under `plan`."""
+    return _of_homes(
+        zip(plan.buckets, plan.placements, strict=True),
+        peak_bytes=plan.prediction.device_peak_bytes - plan.base_bytes,
+        kept_bytes=_kept_bytes(as_run(graph, plan.activations), plan.activations),
+    )
+
+
+def _extent(evaluator: Evaluator, levels: Sequence[Level]) -> Extent:
+    facts = evaluator.facts
+    homes = (placement_of(bucket, level) for bucket, level in zip(facts.buckets, levels, strict=True))
+    return _of_homes(
+        zip(facts.buckets, homes, strict=True),
+        peak_bytes=evaluator.memory.peak_bytes(levels, ahead=0),
+        kept_bytes=_kept_bytes(facts.graph, facts.activations),
+    )
+
+
+def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kept_bytes: int) -> Extent:
+    resident_bytes = grad_bytes = copies_bytes = 0
+    for bucket, home in homes:
+        if home.param is Tier.DEVICE:
+            resident_bytes += bucket.shard_nbytes()
+            grad_bytes += bucket.shard_grad_nbytes() + bucket.sum_nbytes if bucket.trainable else 0
+        if home.resident and (bucket.is_sharded or home.param is not Tier.DEVICE):
+            copies_bytes += bucket.flat_nbytes
+        if home.optim is Tier.DEVICE:
+            resident_bytes += bucket.shard_state_nbytes()
+    return Extent(
+        peak_bytes=peak_bytes,
+        left_bytes=kept_bytes + copies_bytes,
+        resident_bytes=resident_bytes,
+        grad_bytes=grad_bytes,
+    )
+
+
+def _kept_bytes(step: StepGraph, activations: Sequence[Activations]) -> int:
+    """Activations of `step`, as it is run, and inputs that stay on the device until the backward."""
+    away = {name for group in activations if group.saving is Saving.OFFLOAD for name in group.storages}
+    return given_bytes(step) + sum(s.nbytes for s in step.storages if s.kind is Kind.SAVED and s.id not in away)
+
+
+def _between(low: int, high: int, share: float) -> int:
+    return round(low + share * (high - low))

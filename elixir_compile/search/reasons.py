@@ -1,0 +1,185 @@
+"""Why each bucket is where it is, what happens to the activations of each layer, and what holds the step time."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from elixir_compile.ir import Decision
+from elixir_compile.search.candidate import DraftPlan
+from elixir_compile.search.clock import Deadline
+from elixir_compile.search.formulation.program import Program, Vector
+from elixir_compile.search.space.levels import level_text
+from elixir_compile.search.space.modes import mode_text
+from elixir_compile.units import format_bytes, format_s
+
+_FULL = 1 - 1e-3
+
+
+def binding(program: Program, x: Vector) -> tuple[str, ...]:
+    """Return the rows that are full at x, in words, each once."""
+    facts, live_bytes = program.evaluator.facts, program.live_bytes(x)
+    labels = _longest_labels(program, x)
+    fullest = int(live_bytes.argmax())
+    if live_bytes[fullest] >= facts.problem.budget_bytes * _FULL:
+        op = facts.graph.ops[program.memory.highest_op(fullest)]
+        labels.append(f"device memory is full at {op.id}")
+    host = program.host_row
+    if host.values @ x[host.columns] >= host.limit * _FULL:
+        labels.append("host memory is full")
+    return tuple(dict.fromkeys(labels))
+
+
+def _longest_labels(program: Program, x: Vector) -> list[str]:
+    """How the longest path of each phase divides over its lanes; one through several stands for them."""
+    sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in program.phases]
+    if any(phase.longest_s(x) >= program.lower_s(x) for phase in program.whole):
+        return ["step: host memory is busy"]
+    across = max((phase.longest(x) for phase in program.across), key=lambda path: path.seconds, default=None)
+    if across is None or across.seconds <= sum(sides[number].seconds for number in program.spanned):
+        return [side.label for side in sides]
+    names = " and ".join(side[0].name for number, side in enumerate(program.phases) if number in program.spanned)
+    rest = [side.label for number, side in enumerate(sides) if number not in program.spanned]
+    return [f"{names}: {across.label.partition(': ')[2]}", *rest]
+
+
+_NUM_REJECTED = 6
+"""Alternatives that a decision names, the nearest ones; a bucket has no more."""
+_MOST_PRICED = 600
+"""Alternatives of all decisions whose seconds are asked for; each takes a millisecond or more."""
+
+
+def decisions(program: Program, draft: DraftPlan, deadline: Deadline | None = None) -> tuple[Decision, ...]:
+    """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept.
+
+    Those made once the `deadline` is over say what and not why.
+    """
+    facts = program.evaluator.facts
+    changes: list[tuple[str, _Change]] = []
+    for i, (bucket, level, start) in enumerate(zip(facts.buckets, draft.levels, facts.start_levels, strict=True)):
+        if level is not start:
+            texts = {int(other): level_text(other) for other in facts.choices[i]}
+            changes.append((bucket.id, _Change(i, level, start, texts)))
+    for i, (layer, mode) in enumerate(zip(facts.layers, draft.modes, strict=True), start=len(facts.buckets)):
+        if mode:
+            texts = {other: mode_text(layer, layer.modes[other]) for other in range(len(layer.modes))}
+            changes.append((layer.name or "step", _Change(i, mode, 0, texts)))
+    if not changes:
+        return ()
+    x = program.vector(draft.candidate, draft.moves.streamed)
+    num_priced = max(1, min(_NUM_REJECTED, _MOST_PRICED // len(changes)))
+    chosen = _Chosen(program, x, program.live_bytes(x), program.host_bytes(x), program.lower_s(x), num_priced)
+    return tuple(_decision(chosen, subject, change, deadline) for subject, change in changes)
+
+
+class _Chosen(NamedTuple):
+    """The answer that the decisions are about, with the bounds on it."""
+
+    program: Program
+    x: Vector
+    live_bytes: Vector
+    host_bytes: int
+    step_s: float
+    num_priced: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.live_bytes.max())
+
+
+class _Change(NamedTuple):
+    """Bucket or layer number i went from option `before` to `now`; `texts` are of all its options."""
+
+    i: int
+    now: int
+    before: int
+    texts: Mapping[int, str]
+
+
+class _Other(NamedTuple):
+    """What would be if the bucket or layer of a change had another option: the difference of two columns."""
+
+    chosen: _Chosen
+    now: int
+    column: int
+
+    @property
+    def more_bytes(self) -> Vector:
+        bytes_of = self.chosen.program.bytes_of
+        return bytes_of[:, self.column] - bytes_of[:, self.now]
+
+    @property
+    def peak_bytes(self) -> int:
+        return int((self.chosen.live_bytes + self.more_bytes).max())
+
+    @property
+    def host_bytes(self) -> int:
+        x = np.zeros(len(self.chosen.x))
+        x[self.column], x[self.now] = 1.0, -1.0
+        return self.chosen.host_bytes + self.chosen.program.host_bytes(x)
+
+    @property
+    def step_s(self) -> float:
+        x = self.chosen.x.copy()
+        x[self.now], x[self.column] = 0.0, 1.0
+        return self.chosen.program.lower_s(x)
+
+
+def _decision(chosen: _Chosen, subject: str, change: _Change, deadline: Deadline | None) -> Decision:
+    at_start = _moved(chosen, change, change.before)
+    saves_bytes = at_start.peak_bytes - chosen.peak_bytes
+    before = change.texts[change.before]
+    because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
+    if saves_bytes <= 0:
+        more = format_bytes(int(at_start.more_bytes.max()))
+        because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
+    if deadline is not None and deadline.is_over:
+        return Decision(
+            subject=subject, choice=change.texts[change.now], because=because, cost_s=0.0, saves_bytes=saves_bytes
+        )
+    others = sorted(_alternatives(chosen, change), key=lambda other: other.rank)
+    return Decision(
+        subject=subject,
+        choice=change.texts[change.now],
+        because=because,
+        cost_s=max(0.0, chosen.step_s - at_start.step_s),
+        saves_bytes=saves_bytes,
+        rejected=tuple(other.text for other in others[:_NUM_REJECTED]),
+    )
+
+
+def _moved(chosen: _Chosen, change: _Change, after: int) -> _Other:
+    choices = chosen.program.choices
+    return _Other(chosen, choices[change.i, change.now], choices[change.i, after])
+
+
+class _Alternative(NamedTuple):
+    rank: tuple[int, float]
+    """Those that would fit first, the least loss first."""
+    text: str
+
+
+def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
+    """What every other option would do; of those that fit, seconds of the ones with the most bytes, which are the
+    nearest to what is there."""
+    problem, found = chosen.program.evaluator.facts.problem, []
+    fitting: list[tuple[int, _Other, str]] = []
+    for option, text in change.texts.items():
+        if option == change.now:
+            continue
+        other = _moved(chosen, change, option)
+        peak_bytes = other.peak_bytes
+        over_bytes = peak_bytes - problem.budget_bytes
+        host_over_bytes = other.host_bytes - problem.host_budget_bytes
+        if over_bytes > 0:
+            found.append(_Alternative((1, over_bytes), f"{text}: {format_bytes(over_bytes)} over the budget"))
+        elif host_over_bytes > 0:
+            over = format_bytes(host_over_bytes)
+            found.append(_Alternative((2, host_over_bytes), f"{text}: {over} over the host's memory"))
+        else:
+            fitting.append((peak_bytes, other, text))
+    for _, other, text in sorted(fitting, key=lambda one: -one[0])[: chosen.num_priced]:
+        added_s = max(0.0, other.step_s - chosen.step_s)
+        longer = f"{format_s(added_s)} longer" if added_s else "no shorter, once what is early and late is played"
+        found.append(_Alternative((0, added_s), f"{text}: {longer}"))
+    return found
