@@ -8,7 +8,7 @@ import torch
 
 from elixir_compile.ir import Update
 from elixir_compile.optim import master_adamw
-from tests.run.test_mixed_precision import ADAM, BF16, FP16, mixed_run, state_of
+from tests.run.optim.test_mixed_precision import ADAM, BF16, FP16, mixed_run, state_of
 from tests.run.training import assert_same_tensors, loss_of
 from tests.run.updating import buckets_of, ladder, rows
 

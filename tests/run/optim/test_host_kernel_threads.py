@@ -190,7 +190,7 @@ def test_a_forked_child_starts_its_own_and_exit_still_has_them() -> None:
         "if child:\n"
         "    assert os.waitpid(child, 0)[1] == 0\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], timeout=60, check=False)
     assert done.returncode == 0
 
 

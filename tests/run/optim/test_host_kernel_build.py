@@ -67,7 +67,7 @@ def test_many_processes_build_at_once(empty_cache: Path) -> None:
         "assert 'torch' not in sys.modules and build.loaded_kernel().mixed_adamw\n"
     )
     command = [sys.executable, "-W", "error", "-c", code]
-    ranks = [subprocess.Popen(command, stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]) for _ in range(4)]
+    ranks = [subprocess.Popen(command, stdin=subprocess.PIPE, cwd=Path(__file__).parents[3]) for _ in range(4)]
     for rank in ranks:
         assert rank.stdin is not None
         rank.stdin.write(b"go\n")

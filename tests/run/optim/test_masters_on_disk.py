@@ -20,8 +20,8 @@ from elixir_compile.optim.state.disk import DiskHome, DiskState
 from elixir_compile.runtime.disk.disk_store import DiskStore
 from tests.pure.problems import disk_staging
 from tests.run import optimizers as users
-from tests.run.test_hybrid_classes import both
-from tests.run.test_mixed_precision import (
+from tests.run.optim.test_hybrid_classes import both
+from tests.run.optim.test_mixed_precision import (
     ADAM,
     BF16,
     FP16,

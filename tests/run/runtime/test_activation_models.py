@@ -21,7 +21,7 @@ from elixir_compile.ir import Op, Saving
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.fx.handmade import planned, to_depth
 from tests.run.activation_models import CASES, blocks, gpt2_wide, routed, selective
-from tests.run.test_activations import accumulate, backward_twice, two_forwards
+from tests.run.runtime.test_activations import accumulate, backward_twice, two_forwards
 from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step, planned_peak_bytes
 
 OPTIONS: Mapping[str, Any] = {"plan_cache": False, "search_timeout": 3, "report": False}

@@ -19,7 +19,7 @@ from elixir_compile.managed.correction import Correction
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run.activation_models import CASES, blocks, broken, routed
-from tests.run.test_activations import two_forwards
+from tests.run.runtime.test_activations import two_forwards
 from tests.run.training import Run, Step, assert_same, by_elixir, by_torch, hybrid_adamw, plain_step, planned_peak_bytes
 
 OPTIONS: Mapping[str, Any] = {"plan_cache": False, "search_timeout": 2, "report": False}

@@ -11,7 +11,7 @@ from torch import nn
 
 from elixir_compile.ir import Update
 from elixir_compile.optim.clip import norms
-from tests.run.test_mixed_precision import mixed_run
+from tests.run.optim.test_mixed_precision import mixed_run
 from tests.run.training import Run, loss_of
 from tests.run.updating import hybrid_run, ladder, rows
 

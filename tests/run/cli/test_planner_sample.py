@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 MOST_PLAYS, MOST_SOLVES = 400, 200
 
 
