@@ -3,9 +3,9 @@
 ```text
 ElixirError
 └── _RanksError        (RuntimeError)   ranks that cannot go on together
-    ├── PeerFailed                      a rank died, does not answer, or says that it failed
-    ├── RanksDiffer                     ranks that do not do the same
-    └── OverflowUnseen                  a rank would take a step that others skip
+    ├── PeerFailed                      a rank died, does not answer, or reported a failure
+    ├── RanksDiffer                     ranks call different things, or differ in model or options
+    └── OverflowUnseen                  a rank would take a step that other ranks skip
 ```
 """
 
@@ -22,7 +22,7 @@ _MOST_SHOWN = 8
 
 
 class _RanksError(ElixirError, RuntimeError):
-    """Ranks that cannot go on together; `ranks` are those at fault, as the default process group counts them."""
+    """The ranks cannot go on together; `ranks` are at fault, numbered as in the default process group."""
 
     def __init__(self, ranks: Sequence[int], *facts: object) -> None:
         super().__init__(tuple(ranks), *facts)
@@ -32,8 +32,8 @@ class _RanksError(ElixirError, RuntimeError):
 class PeerFailed(_RanksError):
     """A rank among `ranks` failed during the exchange `during`.
 
-    After `waited_s` seconds it had died or had not answered, and `because` is what the network said. Where `waited_s`
-    is None it said itself that it failed, and `because` is its message.
+    If `waited_s` is None the rank reported its failure, and `because` is the message of its exception. Otherwise the
+    rank had died or not answered after `waited_s` seconds, and `because` is the message of the process group.
     """
 
     def __init__(self, ranks: Sequence[int], during: str, because: str, waited_s: float | None = None) -> None:
@@ -59,7 +59,7 @@ class PeerFailed(_RanksError):
 
 
 class RanksDiffer(_RanksError):
-    """`ranks` do not do what the others do; `differences` says one by one how."""
+    """`ranks` act differently from the other ranks; `differences` holds one sentence for each difference."""
 
     def __init__(self, ranks: Sequence[int], differences: Sequence[str]) -> None:
         super().__init__(ranks, tuple(differences))
@@ -78,7 +78,7 @@ class RanksDiffer(_RanksError):
 
 
 class OverflowUnseen(_RanksError):
-    """A gradient overflowed on another rank, and GradScaler on `ranks`, this one, has not found out."""
+    """A gradient overflowed on another rank, and GradScaler on this rank, `ranks`, has not seen it."""
 
     def __str__(self) -> str:
         return (

@@ -18,13 +18,13 @@ def crowds(rank: int, world_size: int) -> dict[str, Any]:
     options["device_memory"] = int(1.05 * least_bytes("odd", steps[0][0], [world_size], **options))
     pair = pair_of("odd", [world_size], **options)
     saved, made = executor_of(pair.model).saved, []
-    make_room = saved.make_room
-    saved.make_room = lambda: (made.append(make_room()), made[-1])[1]
+    offload_outstanding = saved.offload_outstanding
+    saved.offload_outstanding = lambda: (made.append(offload_outstanding()), made[-1])[1]
     rooms, waiting = [], []
     for halves in steps:
         made.clear()
         losses = [pair.compiled(own_rows(half)) for half in halves]
-        waiting.append(saved.num_waiting)
+        waiting.append(saved.num_outstanding)
         torch.stack(losses).mean().backward()
         for half in halves:
             rows = half.chunk(world_size)

@@ -196,7 +196,7 @@ class Failing(torch.autograd.Function):
 
 def no_offload_in_flight(run: Run) -> bool:
     executor = executor_of(run.model)
-    return all(bucket.whole is None for bucket in executor._buckets.values() if bucket.is_on_host)
+    return all(bucket.gathered is None for bucket in executor._buckets.values() if bucket.is_on_host)
 
 
 @pytest.mark.parametrize("verb", ["wait", "release"])
@@ -315,7 +315,7 @@ def test_a_second_forward_that_does_not_fit_beside_the_first_takes_its_room() ->
     got.train(batches[1:], two_forwards_then_two_backwards)
     assert_same(expected, got)
     assert planned_peak_bytes(got) <= budget_bytes
-    assert executor_of(got.model).saved.num_waiting == 0
+    assert executor_of(got.model).saved.num_outstanding == 0
 
 
 def test_gradients_of_inputs_are_those_of_torch() -> None:

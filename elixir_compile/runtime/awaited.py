@@ -1,22 +1,23 @@
-"""Parameters that the host is updating: they look like themselves, and whoever reads one waits.
+"""Parameters whose update on the host is queued: every read of such a parameter first waits for the update.
 
-    begin_update(p)   type(p) becomes a subclass of what it was
+    begin_update(p)   the class of p becomes a subclass of its class
     p.sum(), p.data, p.grad, torch.save(p), an optimizer that reads p, ...
-                      p's `__torch_function__` waits for the update, type(p) is what it was, and the call goes on
+                      p's `__torch_function__` waits for the update, restores the class of p, and makes the call
     p.to_local(), p.full_tensor(), a checkpoint of p, ...
-                      of a DTensor read this rank's part, which waits too
+                      if p is a DTensor: they read this rank's part, and that read waits too
     p.shape, p.requires_grad, ...
-                      are answered at once: an update does not change them
+                      are answered at once, because an update does not change them
 
-What goes around `__torch_function__` reads too early: the transforms of `torch.func`, handed the parameter itself, and
-tensors that shared its memory before the step (`p.detach()`, values of an earlier `state_dict()`). `HybridAdamW.wait()`
-is for them. The update itself, and an executor that only wants an address, go around on purpose.
+Code that bypasses `__torch_function__` reads too early: the transforms of `torch.func` if they get the parameter
+itself, and tensors that shared its memory before the step (`p.detach()`, values of an earlier `state_dict()`). Users
+call `HybridAdamW.wait()` before such reads. The update itself bypasses `__torch_function__` on purpose, and so does an
+executor that needs only an address.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -36,11 +37,11 @@ _UNCHANGED: frozenset[Any] = frozenset(
         *(_Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_contiguous, _Tensor.storage_offset),
     }
 )
-"""What an update leaves as it is."""
+"""Attributes and methods that an update does not change; reading one does not wait."""
 
 
-class _Pending:
-    """What a parameter has besides while its update is queued; `plain_class` is the class that it goes back to."""
+class _Awaited:
+    """Mixed into the class of a parameter while its update is queued; `plain_class` is the class without it."""
 
     __slots__ = ()
     plain_class: type[nn.Parameter]
@@ -58,54 +59,54 @@ class _Pending:
         if func in _UNCHANGED:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for param in _pending_in((*args, *kwargs.values())):
+        for param in _awaited_in((*args, *kwargs.values())):
             await_update(param)
         return func(*args, **kwargs)
 
-    # These ask for the class before they read.
+    # `copy` and `pickle` look up these methods on the class, so `__torch_function__` would not see the call.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         await_update(self)
         return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         await_update(self)
         return self.__reduce_ex__(protocol)
 
 
 @functools.cache
-def _pending(plain_class: type[nn.Parameter], *, is_dtensor: bool) -> type[nn.Parameter]:
+def _awaited(plain_class: type[nn.Parameter], *, is_dtensor: bool) -> type[nn.Parameter]:
     own = {"plain_class": plain_class, "__module__": plain_class.__module__}
     reads = compat.awaited_local_tensor(await_update) if is_dtensor else {}
-    return type(plain_class.__name__, (_Pending, plain_class), {**own, **reads})
+    return type(plain_class.__name__, (_Awaited, plain_class), {**own, **reads})
 
 
 def begin_update(param: nn.Parameter) -> None:
-    """Let whoever reads `param` wait, from now on, until `end_update`."""
-    if not isinstance(param, _Pending):
-        param.__class__ = _pending(type(param), is_dtensor=is_dtensor(param))
+    """Make every read of `param` wait for its update, until `end_update`."""
+    if not isinstance(param, _Awaited):
+        param.__class__ = _awaited(type(param), is_dtensor=is_dtensor(param))
 
 
 def end_update(param: nn.Parameter) -> None:
-    """Let everybody read `param` as usual."""
-    if isinstance(param, _Pending):
+    """Make reads of `param` immediate again."""
+    if isinstance(param, _Awaited):
         param.__class__ = type(param).plain_class
 
 
 def await_update(param: torch.Tensor) -> None:
-    """Wait for the update of `param`'s bucket; raises what failed in it."""
+    """Wait for the update of `param`'s bucket. Raises the exception of the update if it failed."""
     slot = slot_of(param)
-    if slot is None:  # its model is gone, which waited
+    if slot is None:  # the model is gone, and it waited for its updates when it went
         end_update(param)
     else:
         slot.sink.await_update(slot)
 
 
-def _pending_in(values: Iterable[Any]) -> Iterator[_Pending]:
+def _awaited_in(values: Iterable[Any]) -> Iterator[_Awaited]:
     for value in values:
-        if isinstance(value, _Pending):
+        if isinstance(value, _Awaited):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _pending_in(value)
+            yield from _awaited_in(value)
         elif isinstance(value, dict):
-            yield from _pending_in(value.values())
+            yield from _awaited_in(value.values())
