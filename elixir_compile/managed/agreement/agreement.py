@@ -230,8 +230,8 @@ def roll_call(
 ) -> RollCall:
     """Return what all ranks of `talk` do before the graph `key` can run; all of them must call this.
 
-    `graph_set_digest` is that for which this rank has its plan at hand. It is one collective of 96 bytes per rank. Raises
-    RanksDiffer, which tells what each rank is `doing`, where one does something else.
+    `graph_set_digest` names the graphs for which this rank has a plan at hand. It is one collective of 96 bytes per
+    rank. Raises RanksDiffer, with what each rank is `doing`, if a rank does something else.
     """
     here = graph_set_digest or _ALIKE
     calls = control.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
