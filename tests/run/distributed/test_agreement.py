@@ -183,7 +183,7 @@ def checks(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
     return spawn(checks, request.param, folder=tmp_path_factory.mktemp("ranks"))
