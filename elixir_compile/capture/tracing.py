@@ -58,7 +58,13 @@ def trace_step(
     compat.trace_past_logging()
     # Dynamo keeps nothing of a compile that its backend left, so the user's next one of this model starts afresh.
     compiled = torch.compile(model, backend=_backend(name, inner, edit), fullgraph=True)
-    with torch.enable_grad(), compat.shapes_apart(), collector_off(), compat.no_collection_at_end():
+    with (
+        torch.enable_grad(),
+        compat.shapes_apart(),
+        collector_off(),
+        compat.no_collection_at_end(),
+        compat.no_names_of_lines(),
+    ):
         try:
             compiled(*args, **kwargs)
         except _Stopped as stopped:
