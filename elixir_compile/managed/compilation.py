@@ -77,8 +77,9 @@ class Compilation:
         self._review = review
         self._reviewed: Plan | None = None
         self._own: Captured | None = None
+        self._step: StepGraph | None = None
         self._captured: Captured | None = None
-        """The capture, and the same with what the graphs of other ranks use besides."""
+        """The capture, its step at its own sizes, and the capture with what the graphs of other ranks use besides."""
         self._progress = Progress(is_on=options.report)
         self._profiler = StepProfiler(executor, is_on=options.report or options.replan, records=self.may_replan())
         self._stats: StepStats | None = None
@@ -131,13 +132,12 @@ class Compilation:
         self._own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
         self._captured = self._own
         if backward is not None:
-            add_extra_saved(self._captured)
+            self._step = add_extra_saved(self._captured)
             self._ticket_at = ticket_position(self._captured)
         self._variants.find_graph_set(lambda: roll_key(graph_of(self._captured, self._executor, self._sizes.values)))
         before = self._replan()
         if self._review is not None and not self._variants.graph_set_digest:
-            self.plan = self._review(self.plan)
-            self._reviewed = self.plan
+            self.plan = self._reviewed = self._review(self.plan)
         self.outstanding.take_over(before)
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
@@ -152,7 +152,7 @@ class Compilation:
             require_disk(self.plan, self._executor.disk)
             return None
         self._captured = self._own
-        self.graph = graph_of(self._captured, self._executor, self._sizes.values)
+        self.graph = graph_of(self._captured, self._executor, self._sizes.values, self._step)
         return with_room(self._executor, unread_bytes(self._captured, self._executor), self._plan_beside)
 
     def _plan_beside(self, external: ExternalUsage) -> "Compilation | None":

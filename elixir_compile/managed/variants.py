@@ -133,8 +133,8 @@ class PlanVariants:
             self.graph_set_digest = call.graph_set_digest
 
     def join(self, graph_set_digest: str, now: PlanVariant | None) -> PlanVariant | None:
-        """Change to the graphs of `graph_set_digest`, and keep `now`, the plan beside the graphs before; return the plan
-        that the graph had beside these graphs, or None if it has to be planned."""
+        """Change to the graphs of `graph_set_digest`, and keep `now`, the plan beside the graphs before. Return the
+        plan that the graph had beside these graphs, or None if it has to be planned."""
         if now is not None:
             self._others[self.graph_set_digest] = now
         self.graph_set_digest = graph_set_digest
