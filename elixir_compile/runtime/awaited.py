@@ -4,7 +4,7 @@
     p.sum(), p.data, p.grad, torch.save(p), an optimizer that reads p, ...
                       p's `__torch_function__` waits for the update, restores the class of p, and makes the call
     p.to_local(), p.full_tensor(), a checkpoint of p, ...
-                      if p is a DTensor: they read this rank's part, and that read waits too
+                      if p is a DTensor: they read this rank's part, which waits too
     p.shape, p.requires_grad, ...
                       are answered at once, because an update does not change them
 
@@ -27,12 +27,13 @@ from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_dtensor
 
 _Tensor = torch.Tensor
+_UNCHANGED_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn"),
+    *("is_meta", "is_cuda", "is_cpu", "is_sparse", "_version", "itemsize", "nbytes"),
+)
 _UNCHANGED: frozenset[Any] = frozenset(
     {
-        *(_Tensor.shape.__get__, _Tensor.dtype.__get__, _Tensor.device.__get__, _Tensor.layout.__get__),
-        *(_Tensor.ndim.__get__, _Tensor.is_leaf.__get__, _Tensor.requires_grad.__get__, _Tensor.grad_fn.__get__),
-        *(_Tensor.is_meta.__get__, _Tensor.is_cuda.__get__, _Tensor.is_cpu.__get__, _Tensor.is_sparse.__get__),
-        *(_Tensor._version.__get__, _Tensor.itemsize.__get__, _Tensor.nbytes.__get__),
+        *(getattr(_Tensor, name).__get__ for name in _UNCHANGED_PROPERTIES),
         *(_Tensor.size, _Tensor.stride, _Tensor.numel, _Tensor.nelement, _Tensor.dim, _Tensor.element_size),
         *(_Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_contiguous, _Tensor.storage_offset),
     }
@@ -65,11 +66,11 @@ class _Awaited:
 
     # `copy` and `pickle` look up these methods on the class, so `__torch_function__` would not see the call.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         await_update(self)
         return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self: Any, protocol: SupportsIndex) -> Any:
         await_update(self)
         return self.__reduce_ex__(protocol)
 
@@ -87,10 +88,11 @@ def begin_update(param: nn.Parameter) -> None:
         param.__class__ = _awaited(type(param), is_dtensor=is_dtensor(param))
 
 
-def end_update(param: nn.Parameter) -> None:
+def end_update(param: torch.Tensor) -> None:
     """Make reads of `param` immediate again."""
     if isinstance(param, _Awaited):
-        param.__class__ = type(param).plain_class
+        plain_class: Any = param.plain_class
+        param.__class__ = plain_class
 
 
 def await_update(param: torch.Tensor) -> None:
@@ -102,7 +104,7 @@ def await_update(param: torch.Tensor) -> None:
         slot.sink.await_update(slot)
 
 
-def _awaited_in(values: Iterable[Any]) -> Iterator[_Awaited]:
+def _awaited_in(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, _Awaited):
             yield value

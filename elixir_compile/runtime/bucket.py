@@ -1,4 +1,4 @@
-"""The parameters of one bucket while it trains: their home, their gathered copy, and memory for gradients and state.
+"""The parameters of a bucket in training: their home, their gathered copy, and memory for gradients and state.
 
 home DEVICE   param.data is an ordinary device tensor; `gathered` is an alias of it
 home HOST     param.data is cut from a slab; a gather copies the slab into one flat device tensor, and `gathered`
@@ -23,9 +23,9 @@ _queued_lock = threading.Lock()
 
 
 class RunningBucket:
-    """One bucket of an executor.
+    """A bucket of an executor.
 
-    Only `await_update` is thread-safe; the executor calls the other methods from the thread that runs the step.
+    Only `await_update` is thread-safe; the executor calls the other methods from the thread of the step.
     """
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
@@ -89,7 +89,7 @@ class RunningBucket:
         return bool(queued) and queued[-1].then(work)
 
     def await_update(self) -> None:
-        """Wait until no update of this bucket is queued. Raises the exception of an update that failed."""
+        """Wait until no update of this bucket is queued. Raises the exception of a failed update."""
         while queued := self._queued:
             try:
                 for update in queued:
@@ -134,11 +134,12 @@ class RunningBucket:
         )
 
     def flat_home(self) -> torch.Tensor:
-        """Return the parameters in their home on the host as one uint8 tensor, alignment gaps included."""
+        """Return the parameters in their home on the host as a single uint8 tensor, alignment gaps included."""
+        assert self._params is not None, "only parameters whose home is the host have a slab"
         return self._params.tensor(torch.uint8, (self._total_bytes,), 0)
 
     def cut(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return one view of `flat`, a copy of `flat_home`, per parameter."""
+        """Return for each parameter its view of `flat`, which is a copy of `flat_home`."""
         views = []
         for slot, offset in zip(self.slots, self._offsets_bytes, strict=True):
             own = slot.own
@@ -147,12 +148,13 @@ class RunningBucket:
         return tuple(views)
 
     def hold(self, copies: tuple[torch.Tensor, ...], versions: list[int]) -> None:
-        """Store `copies` as the gathered copy; `versions` are the versions of the parameters that were copied."""
+        """Store `copies` as the gathered copy; `versions` are the versions of the copied parameters."""
         self.gathered, self._gathered_versions = copies, versions
 
-    def is_gathered(self) -> bool:
-        """Whether the parameters are on the device with the values that they have in their home."""
-        return self.gathered is not None and (not self.is_on_host or self._gathered_versions == self.versions())
+    def current_copy(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the parameters on the device if they have the same values as in their home, else None."""
+        is_current = self.gathered is not None and (not self.is_on_host or self._gathered_versions == self.versions())
+        return self.gathered if is_current else None
 
     def release(self) -> None:
         """Forget the gathered copy; parameters whose home is the device stay."""
@@ -183,15 +185,14 @@ class RunningBucket:
         """
         if not self.is_on_host:
             return torch.empty_like(slot.own, dtype=torch.float32)
-        slab, given = self._totals.get(slot.key, (None, None))
-        if slab is None or given() is not None:
-            slab = Slab(4 * slot.own.numel(), pin=self.pin)
+        last = self._totals.get(slot.key)
+        slab = last[0] if last is not None and last[1]() is None else Slab(4 * slot.own.numel(), pin=self.pin)
         buffer = cut_slab(slab, [slot], [0], torch.float32)[0]
         self._totals[slot.key] = (slab, weakref.ref(buffer.untyped_storage()))
         return buffer
 
     def state_buffers(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
-        """Return zeroed host tensors with the shapes of the parameters, for one statistic of the optimizer.
+        """Return zeroed host tensors with the shapes of the parameters, for a statistic of the optimizer.
 
         `dtype` must not be smaller than the dtype of the parameters; None: that dtype. Each tensor starts at the same
         element of its slab as its parameter does in the slab of the parameters.
@@ -200,7 +201,7 @@ class RunningBucket:
         return self._cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), dtype, ratio)
 
     def _ratio(self, dtype: torch.dtype | None) -> int:
-        """Return the bytes of one element of `dtype` over the bytes of one element of the parameters."""
+        """Return the element size of `dtype` over the element size of the parameters."""
         return 1 if dtype is None else dtype.itemsize // self.slots[0].param.dtype.itemsize
 
     def versions(self) -> list[int]:
@@ -225,14 +226,14 @@ class RunningBucket:
         return tuple(offsets), end
 
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
-        """Return one tensor per parameter in `dtype`, whose elements are `ratio` times as large as the parameters'."""
+        """Return a tensor for each parameter, in `dtype` with elements `ratio` times as large as the parameter's."""
         return cut_slab(slab, self.slots, [ratio * offset for offset in self._offsets_bytes], dtype)
 
 
 def cut_slab(
     slab: Slab, slots: Sequence[Slot], offsets_bytes: Sequence[int], dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return one tensor per slot, with the shape and strides of its parameter and a storage of its own in `slab`.
+    """Return a tensor for each slot, with the shape and strides of its parameter and a storage of its own in `slab`.
 
     The tensors have the dtype of their parameter if `dtype` is None.
     """

@@ -2,7 +2,7 @@
 
 A program (see `rewrite`) calls the verbs of `Executor` in schedule order. `gather` and `offload` start a copy and
 return a `Transfer`; `wait` takes the transfer. The executor owns every gathered copy, and its `GradientAccumulator`
-owns every gradient from the op that makes it until it is in `param.grad`. No other object holds them, so `abandon` can
+owns every gradient from its op to `param.grad`. No other object holds them, so `abandon` can
 clean up after a program that raised an exception.
 """
 
@@ -32,7 +32,7 @@ from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
 
 class Executor:
-    """The parameters of one model, their homes, and the verbs of its programs, on `device`."""
+    """The parameters of a model, their homes, and the verbs of its programs, on `device`."""
 
     def __init__(self, device: torch.device, name: str, ranks: Ranks | None = None) -> None:
         """`name` is the name of the model in messages; `ranks` train it together, None if this process trains alone."""
@@ -124,7 +124,7 @@ class Executor:
         return current is not None and (current.spec, current.placement) == (spec, placement)
 
     def running(self, slot: Slot) -> RunningBucket | None:
-        """Return the bucket in force that holds `slot`, or None if no plan manages the parameter."""
+        """Return the bucket in force with `slot`, or None if no plan manages the parameter."""
         return self._bucket_of.get(slot.key)
 
     def in_use_order(self, buckets: Iterable[RunningBucket]) -> list[RunningBucket]:
@@ -138,7 +138,7 @@ class Executor:
         self.ranks.control.check_same_op(slot.name, "a parameter")
 
     def await_update(self, slot: Slot) -> None:
-        """Wait for queued updates of the slot's bucket. Raises the exception of an update that failed."""
+        """Wait for queued updates of the slot's bucket. Raises the exception of a failed update."""
         if (bucket := self._bucket_of.get(slot.key)) is not None:
             bucket.await_update()
 
@@ -159,7 +159,7 @@ class Executor:
     def adopt(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, for_training: bool) -> None:
         """Put `buckets` in force and move their parameters to the homes in `placements`; other buckets stay in force.
 
-        The first call with `for_training` drops all buckets that were made for inference.
+        The first call with `for_training` drops all buckets made for inference.
         """
         if for_training and not self._serves_training:
             self._serves_training = True
@@ -239,12 +239,12 @@ class Executor:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Clean up after a failed backward, and move parameters that user code moved back to their home.
+        """Clean up after a failed backward, and return parameters to their home if user code moved them.
 
         Runs before each forward.
         """
         if self.gradients.is_in_backward and compat.backward_pass_id() == -1:
-            # An autograd function that is not ours raised an exception, so the end of the backward never ran.
+            # An autograd function of other code raised an exception, so the end of the backward never ran.
             self.abandon()
         if self._departing:
             self.d2h.synchronize()
@@ -283,9 +283,9 @@ class Executor:
         return self._gathers.begin(self._buckets[bucket_id])
 
     def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
-        """Make compute issued from now on wait for `transfer`, and return the tensors that the transfer made.
+        """Make compute issued from now on wait for `transfer`, and return its tensors.
 
-        Raises the exception of the update that the transfer follows if the update failed.
+        Raises the exception of an update before the transfer if the update failed.
         """
         wait_on_compute(transfer.ensure_issued(), self.device)
         transfer.kept = ()
@@ -297,14 +297,12 @@ class Executor:
         """Return the parameters of a bucket whose home is the device, or which is resident there."""
         bucket = self._buckets[bucket_id]
         bucket.await_update()
-        if not bucket.is_gathered():
-            # An exception or another backward released the copy of a resident bucket.
-            self.wait(self.gather(bucket_id))
-        assert bucket.gathered is not None
-        return bucket.gathered
+        copy = bucket.current_copy()
+        # A resident bucket has no copy if an exception or another backward released it.
+        return self.wait(self.gather(bucket_id)) if copy is None else copy
 
     def release(self, bucket_id: BucketId) -> None:
-        """Drop the gathered copy of a host bucket; its memory is free when the last region that reads it has run."""
+        """Drop the gathered copy of a host bucket; its memory is free after the last region with a view of it."""
         with self.ledger.span(Lane.COMPUTE, f"release {bucket_id}"):
             self._buckets[bucket_id].release()
         self.gradients.close(self._buckets[bucket_id], Verb.RELEASE)
@@ -338,7 +336,7 @@ class Executor:
     def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
         """Begin the backward of the forward of `ticket`, which reads the parameters `names`.
 
-        Raises StaleParameters if one of them changed since the forward.
+        Raises StaleParameters if any of them changed since the forward.
         """
         number, *versions = ticket.tolist()
         self.sites.check_forward(number)

@@ -1,7 +1,7 @@
 """Copies of buckets from the host to the device.
 
-If the host is still updating the bucket, the update worker issues the copy when the update ends. The thread that runs
-the step continues meanwhile:
+If the host is still updating the bucket, the update worker issues the copy when the update ends. The thread of the step
+continues meanwhile:
 
     gather b1    allocates device memory on the compute stream            worker: update b1 | copy b1 |
     run h.0      does not read b1, so it runs at once
@@ -26,7 +26,7 @@ from elixir_compile.runtime.streams import CopyStream, Transfer, mark_compute
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Gather(Transfer):
-    """The copy of one bucket to the device, issued once: by the update worker or by the thread that waits for it."""
+    """The copy of a bucket to the device, issued once: by the update worker or by the waiting thread."""
 
     bucket: RunningBucket
     flat: torch.Tensor
@@ -70,7 +70,7 @@ class Gather(Transfer):
 
 
 class Gathers:
-    """Starts the gathers of one executor, which brings parameters to `device`."""
+    """Starts the copies of an executor's buckets from the host to `device`."""
 
     def __init__(self, device: torch.device, h2d: CopyStream, ledger: Ledger) -> None:
         self.h2d, self.ledger = h2d, ledger
@@ -82,13 +82,13 @@ class Gathers:
         label = f"gather {bucket.spec.id}"
         if isinstance(bucket, ShardedBucket):
             bucket.await_update()
-            if bucket.is_gathered():
-                return Transfer(label, None, bucket.gathered)
-            return ShardGather(bucket, self.h2d, self.ledger)
+            copy = bucket.current_copy()
+            return Transfer(label, None, copy) if copy is not None else ShardGather(bucket, self.h2d, self.ledger)
         if not bucket.is_on_host:
             bucket.await_update()
-        if not bucket.is_updating and bucket.is_gathered():
-            return Transfer(label, None, bucket.gathered)
+        copy = None if bucket.is_updating else bucket.current_copy()
+        if copy is not None:
+            return Transfer(label, None, copy)
         # Allocated on the compute stream, which uses and frees it. The program waits for the copy before both.
         flat = torch.empty(bucket.flat_home().numel(), dtype=torch.uint8, device=self._device)
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update

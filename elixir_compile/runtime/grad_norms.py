@@ -3,7 +3,7 @@
     clip_grad_norm_    `ask`: compute the squares of these gradients from the next step on
     backward           a gradient leaves for the host: `take` reads it on the device; it becomes p.grad: `keep` stores
                        its squares
-    clip_grad_norm_    `known`: the squares of each p.grad that is unchanged; the optimizer reads the other gradients
+    clip_grad_norm_    `known`: the squares of each unchanged p.grad; the optimizer reads the other gradients
 
 Squares are kept only for gradients on the host. Reading a gradient on the device again takes as long as reading it in
 the backward would.
@@ -13,7 +13,7 @@ needed because collectives, `GradScaler.unscale_` and `p.grad.data.mul_()` do no
 probed element of any gradient changed, no squares are returned. A write that raises no version and misses all probed
 elements is not noticed; `p.grad.data.clamp_()` can be such a write.
 
-A training loop that does not clip pays nothing. In a loop with gradient accumulation, gradients are read only in the
+A training loop without clipping pays nothing. In a loop with gradient accumulation, gradients are read only in the
 last backward before the next clip, by the number of backwards between the previous two.
 """
 
@@ -36,7 +36,7 @@ SquaresOf = Callable[[torch.Tensor], Squares]
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """The squares of one `param.grad`, and the facts that tell whether it was written since."""
+    """The squares of a `param.grad`, and the facts to tell whether it was written since."""
 
     slot: Slot
     squares: Squares
@@ -48,12 +48,13 @@ class _Kept:
     def unchanged(self) -> torch.Tensor | None:
         """Return this rank's part of the gradient, or None if the gradient was replaced or written."""
         grad = self.grad()
-        is_same = grad is not None and self.slot.param.grad is grad and version(grad) == self.version
-        return own_part(grad) if is_same else None
+        if grad is None or self.slot.param.grad is not grad or version(grad) != self.version:
+            return None
+        return own_part(grad)
 
 
 class GradNormCache:
-    """The squares of the gradients of one executor, for the hybrid optimizer's `clip_grad_norm_`."""
+    """The squares of an executor's gradients, for the hybrid optimizer's `clip_grad_norm_`."""
 
     def __init__(self) -> None:
         self._squares_of: dict[int, SquaresOf] = {}
@@ -78,7 +79,7 @@ class GradNormCache:
             self._taken[slot.key] = TensorWeakRef(home), home._version, squares_of(grad)
 
     def keep(self, slot: Slot) -> None:
-        """Store the squares of the published gradient of `slot`: those that `take` computed, else read it now."""
+        """Store the squares of the published gradient of `slot`: from `take`, or by reading the gradient now."""
         squares_of, grad = self._wanted(slot), slot.param.grad
         taken = self._taken.pop(slot.key, None)
         if squares_of is None or grad is None or own_part(grad).device.type != "cpu":
@@ -88,7 +89,7 @@ class GradNormCache:
         self._kept[slot.key] = _Kept(slot, squares, squares_of, TensorWeakRef(grad), version(grad))
 
     def end_backward(self) -> None:
-        """Probe the gradients that this backward kept; called after all copies to the host have arrived."""
+        """Probe the gradients kept in this backward; called after all copies to the host have arrived."""
         self._num_backwards += 1
         self._taken.clear()
         new = [
@@ -101,7 +102,7 @@ class GradNormCache:
                 kept.probe = piece
 
     def known(self, squares_of: SquaresOf) -> Mapping[int, Squares]:
-        """Return `squares_of` for each gradient that is unchanged since its computation, by the key of its slot."""
+        """Return `squares_of` for each gradient unchanged since its computation, by the key of its slot."""
         found, before, now = {}, [], []
         for key, kept in self._kept.items():
             own = kept.unchanged() if kept.squares_of is squares_of and kept.probe is not None else None

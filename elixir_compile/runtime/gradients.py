@@ -1,4 +1,4 @@
-"""Take the gradients that the graphs of one executor make, and add them to `param.grad` or hand them to autograd.
+"""Collect the gradients of an executor's graphs, and add them to `param.grad` or hand them to autograd.
 
     the backward asks for            the gradient of p is
     every gradient                   added to p.grad when the backward ends, or before an early update of its bucket
@@ -34,12 +34,12 @@ from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, w
 
 @dataclass(slots=True)
 class _Backward:
-    """One backward pass, from its first graph of this executor to its end."""
+    """A backward pass, from its first graph of this executor to its end."""
 
     asks_for_all: bool
     """Whether the backward adds the gradient of every leaf to `.grad`, and does not ask for chosen tensors."""
     asked: dict[int, compat.Asked] = field(default_factory=dict)
-    """By slot, unless `asks_for_all`: the use that the backward makes of the gradient."""
+    """By slot, unless `asks_for_all`: how the backward uses the gradient."""
     pending: dict[int, tuple[Slot, torch.Tensor]] = field(default_factory=dict)
     """By slot, the sum of the gradients that graphs have made so far; on the device, or offloaded to the host."""
     handed: list[Slot] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Backward:
     """Copies to the host, kept until they are done."""
 
     def asks_for(self, slot: Slot) -> compat.Asked:
-        """Return the use that the backward makes of the gradient of the slot's parameter."""
+        """Return how the backward uses the gradient of the slot's parameter."""
         if self.asks_for_all:
             return compat.Asked.TO_ACCUMULATE
         if slot.key not in self.asked:
@@ -78,7 +78,7 @@ class GradientAccumulator:
         ranks: Ranks | None,
     ) -> None:
         """`name` is the name of the model; `bucket_of` holds the bucket in force of each slot, by the key of the slot;
-        `ranks` share the model, None if one rank trains it."""
+        `ranks` share the model, None if a single rank trains it."""
         self.norm_cache = GradNormCache()
         self.trained_eagerly: set[int] = set()
         """Keys of the slots whose gradients eager code made; no plan counts the bytes of these gradients."""
@@ -108,13 +108,13 @@ class GradientAccumulator:
         Raises UnsupportedBackward if the backward runs under `create_graph=True`.
         """
         number = compat.backward_pass_id()
-        now = self._backwards.get(number)
-        if now is None:
+        backward = self._backwards.get(number)
+        if backward is None:
             self._refuse_double()
             asks_for_all = compat.asked_for(self.sentinel) is compat.Asked.TO_ACCUMULATE
-            now = self._backwards[number] = _Backward(asks_for_all)
+            backward = self._backwards[number] = _Backward(asks_for_all)
             compat.after_backward(functools.partial(self._end_backward, number))
-        return now
+        return backward
 
     def _refuse_double(self) -> None:
         if torch.is_grad_enabled():  # as under `create_graph=True`
@@ -125,12 +125,12 @@ class GradientAccumulator:
 
     def accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
         """Add `grad`, which eager code made, to the gradient of `slot`."""
-        now = self.begin_backward()
+        backward = self.begin_backward()
         self.trained_eagerly.add(slot.key)
         with torch.no_grad():
             # A copy, because autograd may hand the same tensor to several parameters, as for the gradients of a sum.
             own = grad.clone() if self._ranks is None else self._ranks.mean_part(grad, slot.param, slot.name)
-            self._add(now, slot, own)
+            self._add(backward, slot, own)
 
     @torch.no_grad()
     def reduce(self, bucket: RunningBucket, params: Sequence[int], grads: list[torch.Tensor]) -> Transfer | None:
@@ -139,26 +139,26 @@ class GradientAccumulator:
         A position may occur several times. For a sharded bucket, empty `grads`, start the collective, and return the
         transfer whose wait adds this rank's part of the means.
         """
-        now = self.begin_backward()
+        backward = self.begin_backward()
         if isinstance(bucket, ShardedBucket):
-            land = functools.partial(self._add, now)
-            now.reducing[bucket.spec.id] = reducing = ShardReduce(bucket, params, grads, land, self._ledger)
+            land = functools.partial(self._add, backward)
+            backward.reducing[bucket.spec.id] = reducing = ShardReduce(bucket, params, grads, land, self._ledger)
             return reducing
         if self._ranks is not None and grads:
             params, grads = self._ranks.mean_sums(params, grads, bucket.grad_dtype, self._ledger, bucket.spec.id)
         with self._ledger.span(Lane.COMPUTE, f"reduce {bucket.spec.id}"):
             for position, grad in zip(params, grads, strict=True):
-                self._add(now, bucket.slots[position], grad)
+                self._add(backward, bucket.slots[position], grad)
         self.close(bucket, Verb.REDUCE)
         return None
 
-    def _add(self, now: _Backward, slot: Slot, grad: torch.Tensor) -> None:
-        if now.asks_for(slot) is compat.Asked.NOT:
+    def _add(self, backward: _Backward, slot: Slot, grad: torch.Tensor) -> None:
+        if backward.asks_for(slot) is compat.Asked.NOT:
             return
-        if not now.asks_for_all and compat.is_batched(grad):
+        if not backward.asks_for_all and compat.is_batched(grad):
             instead = "Ask for the gradients of one output after another"
             raise UnsupportedBackward(self._name, "is_grads_batched=True", instead)
-        _, total = now.pending.get(slot.key, (slot, None))
+        _, total = backward.pending.get(slot.key, (slot, None))
         if total is None:
             total = grad
         elif total.device == grad.device:
@@ -167,39 +167,39 @@ class GradientAccumulator:
             # Another graph of this backward offloaded its gradient: copy it back, and offload the sum later.
             wait_on_compute(self._d2h.mark(), self._device)
             total = grad.add_(total.to(grad.device, non_blocking=True))
-        now.pending[slot.key] = (slot, total)
+        backward.pending[slot.key] = (slot, total)
 
     # Offload, early publishing, and hand-over to autograd.
 
     @torch.no_grad()
     def offload(self, bucket: RunningBucket) -> Transfer:
         """Start copying the gradients of `bucket`, whose home is the host, to the host."""
-        now = self.begin_backward()
-        if bucket.spec.id in now.reducing and not self._d2h.is_asynchronous:
-            return LateTransfer(f"offload {bucket.spec.id}", functools.partial(self._offload, now, bucket))
-        return self._offload(now, bucket)
+        backward = self.begin_backward()
+        if bucket.spec.id in backward.reducing and not self._d2h.is_asynchronous:
+            return LateTransfer(f"offload {bucket.spec.id}", functools.partial(self._offload, backward, bucket))
+        return self._offload(backward, bucket)
 
-    def _offload(self, now: _Backward, bucket: RunningBucket) -> Transfer:
+    def _offload(self, backward: _Backward, bucket: RunningBucket) -> Transfer:
         label = f"offload {bucket.spec.id}"
         landing: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
         buffers = bucket.gradient_buffers()
         with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label):
-            reducing = now.reducing.pop(bucket.spec.id, None)
+            reducing = backward.reducing.pop(bucket.spec.id, None)
             if reducing is not None:
                 leaving += reducing.memory()  # only `d2h` waits for the collective, so compute must not reuse it yet
                 reducing.ensure_issued()
             for slot, target in zip(bucket.slots, buffers, strict=True):
-                pending = now.pending.get(slot.key)
+                pending = backward.pending.get(slot.key)
                 if pending is None or pending[1].device != self._device:
                     continue  # There is no gradient, or another graph of this backward has offloaded it.
                 target.copy_(pending[1], non_blocking=True)
                 self.norm_cache.take(slot, pending[1], target)
-                now.pending[slot.key] = (slot, target)
+                backward.pending[slot.key] = (slot, target)
                 leaving.append(pending[1])
                 landing.append(target)
         transfer = Transfer(label, self._d2h.mark(), tuple(landing), tuple(leaving))
-        now.arriving.append(transfer)
+        backward.arriving.append(transfer)
         self.close(bucket, Verb.OFFLOAD)
         return transfer
 
@@ -208,15 +208,15 @@ class GradientAccumulator:
         """Publish the gradients of `bucket` for an update in the backward, if they are final after this `verb`."""
         if bucket.update is not Update.IN_BACKWARD or bucket.closes is not verb or self._saved.num_outstanding != 1:
             return
-        now = self._backwards.get(compat.backward_pass_id())
-        own = [] if now is None else [slot for slot in bucket.slots if slot.key in now.pending]
-        if now is None or not own:
+        backward = self._backwards.get(compat.backward_pass_id())
+        own = [] if backward is None else [slot for slot in bucket.slots if slot.key in backward.pending]
+        if backward is None or not own:
             return
-        is_away = all(now.pending[slot.key][1].device == slot.param.device for slot in own)
+        is_away = all(backward.pending[slot.key][1].device == slot.param.device for slot in own)
         # Adding to an earlier gradient on the host would read the offloaded gradient before its copy has arrived.
         is_read = verb is Verb.OFFLOAD and any(slot.param.grad is not None for slot in own)
-        if is_away and not is_read and not any(now.goes_through_autograd(slot) for slot in own):
-            self._publish(now, own)
+        if is_away and not is_read and not any(backward.goes_through_autograd(slot) for slot in own):
+            self._publish(backward, own)
             let_update([slot.param for slot in own if slot.param.requires_grad], self._d2h.mark())
 
     def hand_over(self, slots: Sequence[Slot | None]) -> Sequence[torch.Tensor | None]:
@@ -224,29 +224,32 @@ class GradientAccumulator:
 
         Raises UnsupportedBackward if the backward runs under `create_graph=True`.
         """
-        now = self._backwards.get(compat.backward_pass_id())
-        made = [slot if now is not None and slot is not None and slot.key in now.pending else None for slot in slots]
-        if now is None or not any(slot is not None for slot in made):
-            return made
+        backward = self._backwards.get(compat.backward_pass_id())
+        made = [
+            slot if backward is not None and slot is not None and slot.key in backward.pending else None
+            for slot in slots
+        ]
+        if backward is None or not any(slot is not None for slot in made):
+            return [None] * len(slots)
         self._refuse_double()
-        leaving = [slot if slot is not None and now.goes_through_autograd(slot) else None for slot in made]
+        leaving = [slot if slot is not None and backward.goes_through_autograd(slot) else None for slot in made]
         if any(slot is not None for slot in leaving):
             self._d2h.synchronize()
         with torch.no_grad():
-            return [None if slot is None else self._handed(now, slot) for slot in leaving]
+            return [None if slot is None else self._handed(backward, slot) for slot in leaving]
 
-    def _handed(self, now: _Backward, slot: Slot) -> torch.Tensor | None:
+    def _handed(self, backward: _Backward, slot: Slot) -> torch.Tensor | None:
         """Return the gradient of `slot`, or None on a second call in the same backward.
 
         A gate asks twice for a parameter that two modules share, because it has two handles of it.
         """
         self._await_update(slot)
-        _, grad = now.pending.pop(slot.key, (slot, None))
+        _, grad = backward.pending.pop(slot.key, (slot, None))
         if grad is None:
             return None
         grad = fitted(slot.param, grad)
-        if now.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
-            now.handed.append(slot)
+        if backward.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
+            backward.handed.append(slot)
             widen_sum(slot.param, grad.dtype, self._new_fp32_sum(slot))
         return as_dtensor(grad, slot.param)
 
@@ -254,32 +257,32 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def _end_backward(self, number: int) -> None:
-        now = self._backwards.pop(number, None)
-        if now is None:  # The backward raised an exception and was abandoned.
+        backward = self._backwards.pop(number, None)
+        if backward is None:  # The backward raised an exception and was abandoned.
             return
-        now.reducing.clear()
+        backward.reducing.clear()
         self._d2h.synchronize()
-        now.arriving.clear()
+        backward.arriving.clear()
         self._h2d.synchronize()
         self._saved.end()
-        slots = [slot for slot, _ in now.pending.values()]
-        self._publish(now, slots)
+        slots = [slot for slot, _ in backward.pending.values()]
+        self._publish(backward, slots)
         self.norm_cache.end_backward()
-        slots += now.handed
+        slots += backward.handed
         for bucket in dict.fromkeys(self._bucket_of.get(slot.key) for slot in slots):
             if bucket is not None and bucket.update is Update.IN_BACKWARD:
                 own = [slot.param for slot in slots if slot in bucket.slots and slot.param.requires_grad]
                 let_update(own, None)
 
     def abandon(self) -> None:
-        """Drop the gradients that were not published; called after an exception."""
+        """Drop all unpublished gradients; called after an exception."""
         self._backwards.clear()
         self.norm_cache.drop()
 
-    def _publish(self, now: _Backward, slots: Iterable[Slot]) -> None:
+    def _publish(self, backward: _Backward, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._await_update(slot)
-            _, grad = now.pending.pop(slot.key)
+            _, grad = backward.pending.pop(slot.key)
             publish(slot.param, grad, self._new_fp32_sum(slot))
             self.norm_cache.keep(slot)
 
@@ -288,13 +291,13 @@ class GradientAccumulator:
         return None if bucket is None else functools.partial(bucket.fp32_sum_buffer, slot)
 
     def _await_update(self, slot: Slot) -> None:
-        """Wait for queued updates of the slot's bucket. Raises the exception of an update that failed."""
+        """Wait for queued updates of the slot's bucket. Raises the exception of a failed update."""
         if (bucket := self._bucket_of.get(slot.key)) is not None:
             bucket.await_update()
 
 
 def _asked_for(slot: Slot) -> compat.Asked:
-    """Return the use that the running backward, which asks for chosen tensors, makes of the slot's gradient."""
+    """Return how the running backward, which asks for chosen tensors, uses the slot's gradient."""
     with torch.DisableTorchFunctionSubclass():
         found = compat.asked_for(slot.param) if slot.param.requires_grad else compat.Asked.NOT
     if found is compat.Asked.NOT and any(handle.requires_grad for handle in slot.handles):

@@ -1,4 +1,4 @@
-"""Count the verbs that an executor runs, and record spans of its lanes while a recording is on.
+"""Count the verbs of an executor, and record spans of its lanes while a recording is on.
 
 On a CPU a span is wall-clock time. On CUDA a span is a pair of events on the current stream, so it shows when the
 device worked, not when Python issued the work. The host lane is wall-clock time in both cases.
@@ -23,12 +23,12 @@ _NOTHING = nullcontext()
 
 
 def all_ledgers() -> tuple["Ledger", ...]:
-    """Return the ledger of every executor that is alive."""
+    """Return the ledgers of all executors alive."""
     return tuple(_ledgers)
 
 
 class Ledger:
-    """The counts and spans of one executor on a device of type `device_type`."""
+    """The counts and spans of an executor on a device of type `device_type`."""
 
     def __init__(self, *, device_type: str) -> None:
         self._is_cuda = device_type == "cuda"
@@ -89,7 +89,7 @@ class Ledger:
 
 
 class Recording:
-    """The spans of one ledger from `Ledger.start_recording` to `stop`."""
+    """The spans of a ledger from `Ledger.start_recording` to `stop`."""
 
     def __init__(self, ledger: Ledger, *, is_cuda: bool) -> None:
         self._ledger = ledger

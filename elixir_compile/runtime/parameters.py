@@ -14,7 +14,7 @@ from elixir_compile.ops.sites import Sites
 
 
 def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> None:
-    """Find users of the old memory of parameters that are about to move to the host: raise an error, or warn.
+    """Find users of the old memory of parameters before they move to the host: raise an error, or warn.
 
     `moving` are the slots, among all `slots` of the model, whose parameters get new memory on the host.
 

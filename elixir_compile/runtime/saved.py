@@ -1,4 +1,4 @@
-"""Activations of outstanding forwards: their copies on the host, and the bytes that they hold on the device.
+"""Activations of outstanding forwards: their copies on the host, and their bytes on the device.
 
 ```text
   forward    offload h.3.matmul -> slab;  the wait frees the device copy
@@ -33,7 +33,7 @@ accumulation may use different slabs in turn."""
 
 
 class SlabPool:
-    """Slabs that are reused, so that their pages are mapped and pinned only once.
+    """Slabs for repeated use, so that their pages are mapped and pinned only once.
 
     `give_back` may be called from any thread, and from inside a garbage collection.
     """
@@ -79,7 +79,7 @@ class SlabPool:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The layout of one activation: a view of one of the storages of its group."""
+    """The layout of an activation: its storage in the group, and its view of this storage."""
 
     storage: int
     """The index of the storage in the group."""
@@ -97,7 +97,7 @@ class _View:
 
 @dataclass(slots=True)
 class _OffloadedGroup:
-    """One group of activations of one forward on the host."""
+    """A group of a forward's activations on the host."""
 
     slab: Slab
     on_host: tuple[torch.Tensor, ...]
@@ -108,7 +108,7 @@ class _OffloadedGroup:
 
 @dataclass(slots=True)
 class _Forward:
-    """The activations that one outstanding forward holds on the host and on the device."""
+    """The activations of an outstanding forward, on the host and on the device."""
 
     groups: dict[str, _OffloadedGroup] = field(default_factory=dict)
     owner: object = None
@@ -127,7 +127,7 @@ class _Forward:
 
 
 class SavedActivations:
-    """The outstanding forwards of one executor, and the forward that is running."""
+    """The outstanding forwards of an executor, and its running forward."""
 
     def __init__(self, device: torch.device, h2d: CopyStream, d2h: CopyStream, ledger: Ledger) -> None:
         self._device = device
@@ -162,7 +162,7 @@ class SavedActivations:
             for host, storage in zip(on_host, storages.values(), strict=True):
                 host.copy_(_as_bytes(storage), non_blocking=True)
         views = tuple(
-            _View(places[compat.storage_key(v)], v.dtype, v.size(), v.stride(), v.storage_offset()) for v in values
+            _View(places[compat.storage_key(v)], v.dtype, v.size(), v.stride(), int(v.storage_offset())) for v in values
         )
         transfer = Transfer(label, self._d2h.mark(), kept=tuple(values))
         self._current.groups[group] = _OffloadedGroup(slab, tuple(on_host), views, transfer)
@@ -175,7 +175,7 @@ class SavedActivations:
     def prefetch(self, ticket: torch.Tensor, group: str) -> Transfer:
         """Start copying `group` of the forward of `ticket` to the device.
 
-        The values of the transfer have the order of the values that were offloaded. Raises ActivationsGone if the group
+        The values of the transfer have the order of the offloaded values. Raises ActivationsGone if the group
         was freed.
         """
         offloaded = self._offloaded(ticket, group)
@@ -225,11 +225,11 @@ class SavedActivations:
         return [owner for owner in found if owner is not None]
 
     def device_bytes(self) -> int:
-        """Return the bytes of activations that outstanding forwards hold on the device."""
+        """Return the bytes of outstanding forwards' activations on the device."""
         return sum(forward.device_bytes for forward in list(self._forwards.values()) if forward.slab is None)
 
     def held_bytes(self) -> int:
-        """Return `device_bytes()` plus the bytes of the inputs that outstanding backward passes read."""
+        """Return `device_bytes()` plus the bytes of the inputs of outstanding backward passes."""
         return self.device_bytes() + sum(forward.given_bytes for forward in list(self._forwards.values()))
 
     @torch.no_grad()
@@ -284,7 +284,7 @@ class SavedActivations:
             self._pool.give_back(slab)
 
     def end(self) -> None:
-        """Unmap slabs that no recent forward took; called after each backward."""
+        """Unmap slabs without recent use; called after each backward."""
         if self._pool.end_step():
             self._drop(only_idle=True)
 
@@ -294,7 +294,7 @@ class SavedActivations:
         return len(self._forwards)
 
     def drop_free_slabs(self) -> None:
-        """Unmap every slab that no forward holds."""
+        """Unmap every slab without a forward."""
         self._drop(only_idle=False)
 
     def _drop(self, *, only_idle: bool) -> None:

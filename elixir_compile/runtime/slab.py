@@ -1,6 +1,6 @@
 """Slabs: large mappings of host memory, page-locked if CUDA is there, and the tensors cut from them.
 
-Each tensor that is cut from a slab has a storage of its own, which keeps the mapping alive.
+Each tensor cut from a slab has a storage of its own, which keeps the mapping alive.
 """
 
 import bisect
@@ -9,6 +9,7 @@ import mmap
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ class _Mapping(mmap.mmap):
 
 
 class _MappedRanges:
-    """The address ranges of all slabs, their bytes, and the most bytes that were mapped at once."""
+    """The address ranges of all slabs, their bytes, and the most bytes ever mapped at once."""
 
     def __init__(self) -> None:
         # Re-entrant: a garbage collection inside a locked section may run `_Mapping.__del__` on the same thread.
@@ -108,8 +109,10 @@ class Slab:
         # Bound here and not looked up in `__del__`, because module globals are cleared first when the interpreter ends.
         self._mapping.forget = _mapped.remove
         _mapped.add(self._mapping.address, self.nbytes)
-        if pin and torch.cuda.is_available() and _pin(self._mapping.address, self.nbytes):
-            self._mapping.unpin = torch.cuda.cudart().cudaHostUnregister
+        if pin and torch.cuda.is_available():
+            cudart: Any = torch.cuda.cudart()
+            if _pin(cudart, self._mapping.address, self.nbytes):
+                self._mapping.unpin = cudart.cudaHostUnregister
 
     @property
     def is_pinned(self) -> bool:
@@ -117,7 +120,7 @@ class Slab:
         return self._mapping.unpin is not None
 
     def keep_from_children(self) -> None:
-        """Exclude this memory from processes forked from now on; a child that touches it gets a segmentation fault.
+        """Exclude this memory from processes forked from now on; a child gets a segmentation fault if it touches it.
 
         If a process forks while O_DIRECT reads into memory that parent and child share, the bytes may end up in the
         child's copy: open(2), Notes.
@@ -150,7 +153,7 @@ def aligned_bytes(nbytes: int) -> int:
 
 
 def live_slab_bytes() -> int:
-    """Return the bytes of all slabs that are mapped now."""
+    """Return the bytes of all mapped slabs."""
     return _mapped.figures()[0]
 
 
@@ -160,7 +163,7 @@ def peak_slab_bytes() -> int:
 
 
 def reset_peak_slab_bytes() -> None:
-    """Reset `peak_slab_bytes` to the bytes of the slabs that are mapped now."""
+    """Reset `peak_slab_bytes` to the bytes of all mapped slabs."""
     _mapped.reset_peak()
 
 
@@ -169,8 +172,9 @@ def is_slab_memory(data_ptr: int) -> bool:
     return _mapped.holds(data_ptr)
 
 
-def _pin(address: int, nbytes: int) -> bool:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+def _pin(cudart: Any, address: int, nbytes: int) -> bool:
+    """Page-lock `nbytes` at `address`; return False, after an ElixirWarning, if the driver refuses."""
+    error = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
     if error:
         # CUDA keeps the error, and torch would raise it after the next kernel launch. This launch takes it.
         with contextlib.suppress(RuntimeError):

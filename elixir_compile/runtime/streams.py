@@ -25,7 +25,7 @@ class Transfer:
 
 
 class LateTransfer(Transfer):
-    """A synchronous copy that starts at the wait, so that the program continues until then."""
+    """A synchronous copy that starts at the wait, to let the program continue until then."""
 
     __slots__ = ("_begin",)
 
@@ -41,10 +41,10 @@ class LateTransfer(Transfer):
 
 
 class CopyStream:
-    """One direction of copies between the device and the host.
+    """A direction of copies between the device and the host.
 
     On CUDA a copy runs beside compute. It does not start before its place in the program, because it first waits for
-    the compute that was issued before it.
+    the compute issued before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class CopyStream:
 
     def mark(self) -> torch.cuda.Event | None:
         """Return an event that completes with the copies issued so far, or None if copies are synchronous."""
-        return None if self._stream is None else self._stream.record_event()
+        return None if self._stream is None else _recorded(self._stream)
 
     def synchronize(self) -> None:
         """Block the calling thread until every copy issued so far is done."""
@@ -90,7 +90,13 @@ class CopyStream:
 
 def mark_compute(device: torch.device) -> torch.cuda.Event | None:
     """Return an event that completes with the compute issued on `device` so far, or None without CUDA."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def wait_on_compute(event: torch.cuda.Event | None, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Updates that the host runs beside the step, on one worker thread per process, in the order of their queueing.
+"""Updates on the host beside the step: a worker thread for the whole process runs them in the order of queueing.
 
     line = UpdateLine()                      each optimizer has one
     update = line.queue(work, "update b1")   the worker runs work()
@@ -35,7 +35,7 @@ wait."""
 
 
 class QueuedUpdate:
-    """One update of one bucket, queued, running or done; made by `UpdateLine.queue`."""
+    """An update of a bucket, queued, running or done; made by `UpdateLine.queue`."""
 
     def __init__(self, work: Work, line: "UpdateLine", label: str) -> None:
         self.label = label
@@ -84,7 +84,7 @@ class QueuedUpdate:
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
                 self._event = work()
-                del work  # frees the gradients that it holds before the followers run
+                del work  # frees its gradients before the followers run
                 while (follower := self._next_or_done()) is not None:
                     follower()
         except BaseException as error:  # of any class: the training thread raises it
@@ -104,7 +104,7 @@ class QueuedUpdate:
 
 
 class UpdateLine:
-    """The queued updates of one optimizer, and the exception of the last update that failed."""
+    """The queued updates of an optimizer, and the exception of its last failed update."""
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
@@ -116,26 +116,26 @@ class UpdateLine:
     def drops(self, num_failures: int) -> bool:
         """Whether to drop an update that was queued when the line had `num_failures` failures.
 
-        An update is dropped if an update before it failed, whether or not a wait has raised the exception since.
+        An update is dropped if an earlier update failed, even if a wait has raised that exception since.
         """
         return self._failure is not None or self.num_failures != num_failures
 
     def queue(self, work: Work, label: str) -> QueuedUpdate:
-        """Queue `work` after everything that is queued; it runs with the caller's number of torch threads."""
+        """Queue `work` after all queued updates; it runs with the caller's number of torch threads."""
         update = QueuedUpdate(work, self, label)
         self._queued = [*(other for other in self._queued if not other.is_done), update]
         _worker.put(update)
         return update
 
     def wait(self) -> None:
-        """Wait until everything queued on this line is done. Raises the exception of an update that failed."""
+        """Wait until all updates of this line are done. Raises the exception of a failed update."""
         for update in tuple(self._queued):
             update.wait()
         self._queued = []
         self.check()
 
     def check(self) -> None:
-        """Raise the exception of an update that failed; only once for each failure."""
+        """Raise the exception of a failed update; only once for each failure."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -238,7 +238,7 @@ def _end() -> None:
 
 
 def _before_fork() -> None:
-    # The child has no worker thread. An update that is queued now would never run there, and reads of its parameters
+    # The child has no worker thread. An update queued now would never run there, and reads of its parameters
     # would wait forever.
     if not _worker.is_this_thread():
         _worker.drain()

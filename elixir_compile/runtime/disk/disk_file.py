@@ -67,7 +67,7 @@ def _make_lock(parent: str, prefix: str) -> tuple[int, str]:
 def _remove_stale(parent: str) -> None:
     for name in filter(_LOCK_NAME.fullmatch, os.listdir(parent)):
         path = os.path.join(parent, name)
-        # An error means that the lock is gone, is in use, or belongs to another user: leave the folder.
+        # On an error the lock is gone, is in use, or belongs to another user: leave the folder.
         with contextlib.suppress(OSError), open(path, "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.removesuffix(_LOCK), ignore_errors=True)

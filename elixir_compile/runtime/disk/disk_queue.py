@@ -76,7 +76,7 @@ class DiskTransfer:
 
 
 class DiskQueue:
-    """`num_threads` daemon threads that move the blocks of submitted transfers."""
+    """`num_threads` daemon threads, which move the blocks of submitted transfers."""
 
     def __init__(self, num_threads: int) -> None:
         # Re-entrant: a garbage collection inside a locked section may close a store without references.
@@ -93,7 +93,7 @@ class DiskQueue:
             thread.start()
 
     def submit(self, transfer: DiskTransfer) -> None:
-        """Start `transfer`, after the earlier transfers that share its bytes.
+        """Start `transfer`, after earlier transfers of the same bytes.
 
         Raises DiskFailed if an earlier write of the file failed, if the queue is closed, or in a forked child.
         """

@@ -1,4 +1,4 @@
-"""A store for optimizer state that does not fit the host: regions of bytes in files.
+"""A store for optimizer state too large for the host: regions of bytes in files.
 
     store = DiskStore("/mnt/nvme")
     region = store.allocate("b3.exp_avg", nbytes)        raises DiskFull if the disk is full
@@ -48,7 +48,7 @@ class DiskRegion:
 
     @property
     def path(self) -> str:
-        """The file that holds the bytes."""
+        """The file with the bytes."""
         return self.file.path
 
     @property
@@ -75,7 +75,7 @@ class DiskRegion:
         return self._begin(WRITE, buffer, offset_bytes)
 
     def _begin(self, operation: str, buffer: "torch.Tensor", offset_bytes: int) -> DiskTransfer:
-        view = memoryview(buffer.detach().numpy())
+        view = buffer.detach().numpy().data
         end_bytes = offset_bytes + view.nbytes
         if view.format != "B" or not view.c_contiguous:
             raise ValueError(f"{self.label}: needs a contiguous uint8 buffer, got {view.format!r} of {view.shape}")
@@ -151,7 +151,7 @@ def _close(queue: DiskQueue, files: list[DiskFile], folder: PrivateFolder) -> No
     if queue.is_worker():  # the last transfer held the last reference to the store, and a thread cannot join itself
         threading.Thread(target=_close, args=(queue, files, folder), daemon=True).start()
         return
-    # A thread that is stuck in the kernel still uses its descriptor; after a close its bytes could go to another file.
+    # A thread stuck in the kernel still uses its descriptor; after a close its bytes could go to another file.
     if queue.close():
         for file in files:
             file.close()

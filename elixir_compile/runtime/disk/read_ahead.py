@@ -53,7 +53,7 @@ class Piece:
 
 
 class ReadAhead:
-    """A ring of `num_buffers` buffers of `nbytes`, and the pieces that are announced, read, used or written in it."""
+    """A ring of `num_buffers` buffers of `nbytes`, and the pieces announced, read, used or written in it."""
 
     def __init__(self, num_buffers: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -68,7 +68,7 @@ class ReadAhead:
         self._changed = threading.Condition(threading.RLock())
 
     def announce(self, pieces: Iterable[Piece]) -> None:
-        """Read `pieces` as soon as buffers are free, after the pieces that were announced before."""
+        """Read `pieces` as soon as buffers are free, after all pieces announced before."""
         with self._changed:
             self._announced.extend(pieces)
             self._read_on()
@@ -199,7 +199,7 @@ class ReadAhead:
             _when_done(reads, lambda: self._release(buffer))
 
     def _drop_last(self) -> bool:
-        """Drop the last announced piece that has a buffer; return whether there was such a piece."""
+        """Drop the last announced piece with a buffer; return whether there was such a piece."""
         for piece in reversed(self._announced):
             if piece.buffer is not None:
                 self._announced.remove(piece)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StagingBuffer:
-    """One buffer of a ring, held by the thread that acquired it; as a context manager it releases itself at the end."""
+    """A buffer of a ring, held by the thread of its `acquire`; as a context manager it releases itself at the end."""
 
     def __init__(self, ring: "StagingBuffers", tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -71,7 +71,7 @@ class StagingBuffers:
     def acquire(self) -> StagingBuffer:
         """Return a free buffer, which holds the bytes of its last use; wait if all buffers are taken.
 
-        Raises RuntimeError if every thread that could release a buffer waits here as well. Raises the exception of a
+        Raises RuntimeError if every thread with a buffer waits here as well. Raises the exception of a
         failed transfer that `release_after` got.
         """
         me = threading.get_ident()

@@ -34,7 +34,7 @@ from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer, r
 
 _Made = TypeVar("_Made")
 
-Carried = Mapping[type[ElixirError], Callable[[Any], Sequence[object]]]
+Carried = Mapping[type[Exception], Callable[[Any], Sequence[object]]]
 """Error classes that all ranks raise with their facts, each with a function from an error to its facts for JSON. The
 facts are the arguments of the class."""
 
@@ -52,7 +52,7 @@ timeout caused pair closure`, `Wait timeout`."""
 
 
 class ControlChannel:
-    """Exchanges short texts between `ranks`, of which this process is the one at place `rank`."""
+    """Exchanges short texts between `ranks`, of which this process is number `rank`."""
 
     def __init__(self, group: "distributed.ProcessGroup | None", ranks: Sequence[int], rank: int) -> None:
         """`ranks` are the members of `group`, numbered as in the default group; `rank` is the index of this process in
@@ -103,7 +103,7 @@ class ControlChannel:
         """Call `make` on every rank; return its value on this rank, and `text_of` the value of each rank.
 
         If `make` raises an exception on any rank, all ranks raise. An error of a class in `carried` is raised on all
-        ranks as it is; for any other exception, the ranks that did not fail raise PeerFailed. `what` is as in
+        ranks as it is; for any other exception, the other ranks raise PeerFailed. `what` is as in
         `exchange`.
         """
         try:
@@ -203,7 +203,7 @@ def apart(work: Callable[[], _Made]) -> _Made:
 def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) -> ControlChannel:
     """Return the control channel of `ranks`, numbered as in the default process group; each of them must call this.
 
-    `timeout` is the longest time that a rank waits for another rank; None: the timeout of the default group. Raises
+    `timeout` is the longest wait for another rank; None: the timeout of the default group. Raises
     PeerFailed if a rank does not call this within the timeout.
     """
     members = tuple(sorted(ranks))
@@ -226,6 +226,7 @@ def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) 
         others = tuple(other for other in members if other != members[rank])
         because = f"{_reason(error)}. A model for several ranks is prepared on all of them, with the same mesh"
         raise PeerFailed(others, "addresses", because, time.monotonic() - began_s) from error
+    assert isinstance(group, distributed.ProcessGroup), "this process is a member"
     return ControlChannel(group, members, rank)
 
 

@@ -7,7 +7,7 @@ rank 1             send own -> 0    receive row 0                      send row 
 ```
 
 Gloo's own collectives hold and move more bytes: its reduce-scatter all-reduces a clone of all rows, and its all-gather
-receives into a second buffer. On 2 ranks of one CPU, 32 MB of rows took 125 ms and 36 ms by gloo's collectives, and
+receives into a second buffer. On 2 ranks of a CPU, 32 MB of rows took 125 ms and 36 ms by gloo's collectives, and
 20 ms each by messages.
 
 Memory beside the rows: none for a gather. A reduce needs its landing, the size of a row, and with more than 2 ranks
@@ -66,7 +66,7 @@ class Messenger:
         return self._group.send([row], rank, tag)
 
     def receive(self, row: torch.Tensor, rank: int, tag: int) -> "distributed.Work":
-        """Start filling `row` with the row that `rank` sends."""
+        """Start receiving `row` from `rank`."""
         return self._group.recv([row], rank, tag)
 
 
@@ -106,7 +106,7 @@ class Reduction(Exchange):
         scale_by_weight(self._landing, self._weights[first])
         total: torch.Tensor | None = None
         for rank in later:
-            # Not in place, because `rows` may be a gradient that other code still reads.
+            # Not in place, because other code may still read `rows` as a gradient.
             total = self._own_added(torch.empty_like(self._landing)) if total is None else total.add_(self._landing)
             self._messenger.receive(self._landing, rank, self._tag).wait()
             scale_by_weight(self._landing, self._weights[rank])
@@ -120,13 +120,13 @@ class Reduction(Exchange):
     def _own_added(self, out: torch.Tensor) -> torch.Tensor:
         """Write the landing plus this rank's weighted row to `out`, and return `out`."""
         weight = self._weights[self._messenger.rank]
-        if weight == 0.0:  # not multiplied, because the row may hold values that are not finite
+        if weight == 0.0:  # not multiplied, because the row may hold infinities or NaNs
             return out if out is self._landing else out.copy_(self._landing)
         return torch.add(self._landing, self._own, alpha=weight, out=out)
 
 
 def scale_by_weight(grads: torch.Tensor, weight: float) -> None:
-    """Multiply `grads` by `weight` in place; a weight of 0 also makes values zero that are not finite."""
+    """Multiply `grads` by `weight` in place; a weight of 0 also zeroes infinities and NaNs."""
     if weight == 0.0:
         grads.zero_()
     elif weight != 1.0:

@@ -1,4 +1,4 @@
-"""The ranks that train a model together: the shard of each rank, and the collectives between the ranks.
+"""The ranks of a model: the shard of each rank, and the collectives between the ranks.
 
     mesh of n            n shards of every parameter; rank i has shard i
     mesh of m x n        n shards of every parameter, m copies of each; rank (i, j) has shard j
@@ -42,7 +42,7 @@ SMALL_BYTES = 64 * 1024
 
 
 class _Counted(NamedTuple):
-    """The ledger that counts collectives, and the bucket name in their labels."""
+    """The ledger for the counts of collectives, and the bucket name in their labels."""
 
     ledger: Ledger
     name: str
@@ -195,7 +195,7 @@ class Ranks:
         """Wait for the collectives in flight; called after an exception.
 
         Otherwise later collectives would receive their messages. If a wait fails, the error is logged and not raised,
-        because the first exception is the one that the user must see.
+        because the user must see the first exception.
         """
         while self.under_way:
             collective = next(iter(self.under_way))
@@ -221,10 +221,11 @@ class Ranks:
         return Collective(work, what, self)
 
     def average_copies(self, own: torch.Tensor, reduced: Collective) -> Collective:
-        """Start averaging `own`, which `reduced` fills, over the ranks that have the same shard.
+        """Start averaging `own`, which `reduced` fills, over the ranks with the same shard.
 
         The caller waits for the returned collective instead of `reduced`.
         """
+        assert self._copy_group is not None, "a mesh with one axis has no copies of shards"
         self.under_way.pop(reduced, None)
         with self.control.raising_peer_failed(reduced.what):
             work = _MeanOfCopies(reduced.work, own, self._copy_group, self._copy_stream)
@@ -232,7 +233,7 @@ class Ranks:
 
     def means(
         self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, counted: "_Counted | None" = None
-    ) -> Sequence[torch.Tensor]:
+    ) -> list[torch.Tensor]:
         """Return the means of the gradients `tensors` over all ranks in `dtype`, with the same bits on each rank.
 
         This takes an all-reduce along each axis of the mesh, counted by `counted`. The means are new tensors, because
@@ -246,7 +247,7 @@ class Ranks:
         scale_by_weight(flat, self.weight)
         axes = (("all-reduce", self._shard_group, self.num_shards), ("average", self._copy_group, self.num_copies))
         for verb, group, num_ranks in axes:
-            if num_ranks > 1:
+            if group is not None and num_ranks > 1:
                 with nullcontext() if counted is None else counted.span(verb, flat.nbytes):
                     self._all_reduce(flat, group)
         return [mean.view(tensor.shape) for tensor, mean in zip(tensors, pieces, strict=True)]
@@ -265,7 +266,7 @@ class Ranks:
         dtype: torch.dtype,
         ledger: Ledger,
         name: str,
-    ) -> tuple[Sequence[int], Sequence[torch.Tensor]]:
+    ) -> tuple[list[int], list[torch.Tensor]]:
         """Return the distinct `positions` in ascending order, and for each the mean over all ranks of its gradient sum.
 
         Gradient i of `grads` belongs to the parameter at `positions[i]` of a bucket. Sums are made and sorted first,
@@ -280,7 +281,7 @@ class Ranks:
     def mean_part(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's shard of the mean of `grad`, the full gradient of `param`, over all ranks.
 
-        Raises RanksDiffer if another rank has the gradient of a parameter that is not called `name`.
+        Raises RanksDiffer if another rank has the gradient of a parameter with another name than `name`.
         """
         self.control.check_same_op(name, "a gradient")
         (mean,) = self.means([grad], self.reduced_dtype(param))

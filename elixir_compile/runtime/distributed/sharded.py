@@ -70,9 +70,10 @@ class ShardedBucket(RunningBucket):
             for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
         )
 
-    def is_gathered(self) -> bool:
-        """Whether a gathered copy with the current values of the shards exists."""
-        return self.gathered is not None and self._gathered_versions == self.versions()
+    def current_copy(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the full parameters if they were gathered from the current values of the shards, else None."""
+        is_current = self.gathered is not None and self._gathered_versions == self.versions()
+        return self.gathered if is_current else None
 
     def release(self) -> None:
         """Forget the gathered copy."""
@@ -136,7 +137,7 @@ class ShardedBucket(RunningBucket):
 def new_bucket(
     spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks | None
 ) -> RunningBucket:
-    """Return a bucket for `spec` that is ready for `move_home`; `ranks` is None if one rank trains the model alone."""
+    """Return a bucket for `spec`, before its first `move_home`; `ranks` is None if a single rank trains the model."""
     if not spec.is_sharded:
         return RunningBucket(spec, placement, slots, pin=pin)
     assert ranks is not None, "one rank alone has no sharded buckets"
@@ -186,7 +187,7 @@ class ShardGather(Transfer):
 
     def ensure_issued(self) -> None:
         """Make compute issued from now on wait for the collective, and put the full parameters in `values`."""
-        if self._work is not None:
+        if self._work is not None and self._rows is not None:
             self._work.wait()
             self._work = None
             self.values = self._bucket.from_rows(self._rows)
@@ -227,12 +228,12 @@ class ShardReduce(Transfer):
         return self._bucket
 
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the collective reads and writes; empty after the wait."""
+        """Return the tensors of the collective, read and written; empty after the wait."""
         return self.kept if self._own is None else (*self.kept, self._own)
 
     def ensure_issued(self) -> None:
         """Make compute issued from now on wait for the collective, and pass each shard of the means to `land`."""
-        if self._work is None:
+        if self._work is None or self._own is None:
             return
         self._work.wait()
         self._work, self.kept = None, ()

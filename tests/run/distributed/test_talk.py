@@ -95,7 +95,7 @@ def loses_one(rank: int, world_size: int, how: str, before: str) -> list[Any]:
     if rank == 1:
         if before == "second collective":
             # As a rank does whose text is long, up to where it would send it.
-            control._whole = lambda *_: gone(how)
+            control._completed = lambda *_: gone(how)
             control.exchange("y" * 100, "letters")
         gone(how)
     with pytest.raises(PeerFailed) as caught:
