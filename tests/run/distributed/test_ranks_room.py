@@ -36,7 +36,7 @@ def crowds(rank: int, world_size: int) -> dict[str, Any]:
     return {"apart": pair.apart(), "rooms": rooms, "waiting": waiting}
 
 
-def test_what_waits_makes_room_on_all_ranks(tmp_path: Path) -> None:
+def test_outstanding_forwards_are_offloaded_on_all_ranks(tmp_path: Path) -> None:
     found = spawn(crowds, 2, folder=tmp_path, limit_s=120)
     assert max(own["apart"] for own in found) < 1e-12
     for own in found:
