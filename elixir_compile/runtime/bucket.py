@@ -41,7 +41,7 @@ class RunningBucket:
         """When the hybrid optimizer updates the parameters."""
         self.closes: Verb | None = None
         """The verb after which the program of the backward neither reads the parameters nor adds to their gradient:
-        their reduce or offload, or the first release after it. None if no plan has told."""
+        their reduce or offload, or the first release after it. None if unknown."""
         self._queued: tuple[QueuedUpdate, ...] = ()
         self._gathered_versions: list[int] = []
         self._offsets_bytes, self._total_bytes = self._layout()

@@ -2,8 +2,8 @@
 
 A program (see `rewrite`) calls the verbs of `Executor` in schedule order. `gather` and `offload` start a copy and
 return a `Transfer`; `wait` takes the transfer. The executor owns every gathered copy, and its `GradientAccumulator`
-owns every gradient from its op to `param.grad`. No other object holds them, so `abandon` can
-clean up after a program that raised an exception.
+owns every gradient from its op to `param.grad`. No other object holds them, so `abandon` can clean up after a program
+that raised an exception.
 """
 
 import weakref

@@ -13,8 +13,8 @@ needed because collectives, `GradScaler.unscale_` and `p.grad.data.mul_()` do no
 probed element of any gradient changed, no squares are returned. A write that raises no version and misses all probed
 elements is not noticed; `p.grad.data.clamp_()` can be such a write.
 
-A training loop without clipping pays nothing. In a loop with gradient accumulation, gradients are read only in the
-last backward before the next clip, by the number of backwards between the previous two.
+A training loop without clipping pays nothing. In a loop with gradient accumulation, gradients are read only in the last
+backward before the next clip, by the number of backwards between the previous two.
 """
 
 from collections.abc import Callable, Iterable, Mapping

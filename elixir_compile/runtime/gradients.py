@@ -77,11 +77,11 @@ class GradientAccumulator:
         bucket_of: Mapping[int, RunningBucket],
         ranks: Ranks | None,
     ) -> None:
-        """`name` is the name of the model; `bucket_of` holds the bucket in force of each slot, by the key of the slot;
-        `ranks` share the model, None if a single rank trains it."""
+        """`name` is the model's name, and `bucket_of` holds the buckets in force by the keys of their slots. `ranks`
+        train the model together; None if a single rank trains it."""
         self.norm_cache = GradNormCache()
         self.trained_eagerly: set[int] = set()
-        """Keys of the slots whose gradients eager code made; no plan counts the bytes of these gradients."""
+        """Keys of the slots whose gradients eager code made; planning counts the bytes of these gradients."""
         self.sums_in_fp32 = False
         """Whether the gradients of several backward passes are summed in fp32 for parameters that have a master."""
         self.sentinel = torch.zeros(1, requires_grad=True)
@@ -102,8 +102,7 @@ class GradientAccumulator:
         return bool(self._backwards)
 
     def begin_backward(self) -> _Backward:
-        """Return the backward that runs on this thread; on the first call in it, arrange that its end publishes its
-        gradients.
+        """Return the backward on this thread; the first call in a backward has its gradients published when it ends.
 
         Raises UnsupportedBackward if the backward runs under `create_graph=True`.
         """
@@ -301,8 +300,8 @@ def _asked_for(slot: Slot) -> compat.Asked:
     with torch.DisableTorchFunctionSubclass():
         found = compat.asked_for(slot.param) if slot.param.requires_grad else compat.Asked.NOT
     if found is compat.Asked.NOT and any(handle.requires_grad for handle in slot.handles):
-        # Code without a gate reads the handle itself. Autograd runs the handle's accumulate node only in a backward
-        # for every leaf.
+        # Code without a gate reads the handle itself. Autograd runs the handle's accumulate node only in a backward for
+        # every leaf.
         leaves = (handle for handle in slot.handles if handle.requires_grad)
         if any(compat.asked_for(leaf) is compat.Asked.TO_ACCUMULATE for leaf in leaves):
             return compat.Asked.TO_ACCUMULATE

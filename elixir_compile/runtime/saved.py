@@ -175,8 +175,8 @@ class SavedActivations:
     def prefetch(self, ticket: torch.Tensor, group: str) -> Transfer:
         """Start copying `group` of the forward of `ticket` to the device.
 
-        The values of the transfer have the order of the offloaded values. Raises ActivationsGone if the group
-        was freed.
+        The values of the transfer have the order of the offloaded values. Raises ActivationsGone if the group was
+        freed.
         """
         offloaded = self._offloaded(ticket, group)
         # Allocated on the compute stream, which uses and frees them. The program waits for the copy before both.
@@ -206,8 +206,7 @@ class SavedActivations:
         """Record the device memory that the forward of `ticket` holds until its backward.
 
         `owner` is the compilation that ran the forward, `device_bytes` are its activations on the device, and
-        `given_bytes` the inputs that its backward reads. `kept` are the activations that nothing but its backward
-        reads.
+        `given_bytes` the inputs that its backward reads. `kept` are the activations without another reader.
         """
         forward = self._forwards[number_of(ticket)]
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes

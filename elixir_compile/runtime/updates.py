@@ -238,8 +238,8 @@ def _end() -> None:
 
 
 def _before_fork() -> None:
-    # The child has no worker thread. An update queued now would never run there, and reads of its parameters
-    # would wait forever.
+    # The child has no worker thread. An update queued now would never run there, and reads of its parameters would wait
+    # forever.
     if not _worker.is_this_thread():
         _worker.drain()
     _worker.lock.acquire()

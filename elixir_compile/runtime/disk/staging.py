@@ -71,8 +71,8 @@ class StagingBuffers:
     def acquire(self) -> StagingBuffer:
         """Return a free buffer, which holds the bytes of its last use; wait if all buffers are taken.
 
-        Raises RuntimeError if every thread with a buffer waits here as well. Raises the exception of a
-        failed transfer that `release_after` got.
+        Raises RuntimeError if every thread with a buffer waits here as well. Raises the exception of a failed transfer
+        that `release_after` got.
         """
         me = threading.get_ident()
         with self._changed:

@@ -103,8 +103,7 @@ class ControlChannel:
         """Call `make` on every rank; return its value on this rank, and `text_of` the value of each rank.
 
         If `make` raises an exception on any rank, all ranks raise. An error of a class in `carried` is raised on all
-        ranks as it is; for any other exception, the other ranks raise PeerFailed. `what` is as in
-        `exchange`.
+        ranks as it is; for any other exception, the other ranks raise PeerFailed. `what` is as in `exchange`.
         """
         try:
             made = make()
@@ -203,8 +202,8 @@ def apart(work: Callable[[], _Made]) -> _Made:
 def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) -> ControlChannel:
     """Return the control channel of `ranks`, numbered as in the default process group; each of them must call this.
 
-    `timeout` is the longest wait for another rank; None: the timeout of the default group. Raises
-    PeerFailed if a rank does not call this within the timeout.
+    `timeout` is the longest wait for another rank; None: the timeout of the default group. Raises PeerFailed if a rank
+    does not call this within the timeout.
     """
     members = tuple(sorted(ranks))
     if len(members) == 1:

@@ -7,8 +7,8 @@ rank 1             send own -> 0    receive row 0                      send row 
 ```
 
 Gloo's own collectives hold and move more bytes: its reduce-scatter all-reduces a clone of all rows, and its all-gather
-receives into a second buffer. On 2 ranks of a CPU, 32 MB of rows took 125 ms and 36 ms by gloo's collectives, and
-20 ms each by messages.
+receives into a second buffer. On 2 ranks of a CPU, 32 MB of rows took 125 ms and 36 ms by gloo's collectives, and 20 ms
+each by messages.
 
 Memory beside the rows: none for a gather. A reduce needs its landing, the size of a row, and with more than 2 ranks
 another row during the wait. If ranks have different weights in the mean, the receiver of a row multiplies it by the

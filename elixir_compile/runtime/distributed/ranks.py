@@ -162,13 +162,13 @@ class Ranks:
         """Return the dtype in which the gradient of `param` is averaged."""
         return torch.float32 if self.reduces_in_fp32 and has_master(param) else param.dtype
 
-    def all_gather(self, whole: torch.Tensor, own: torch.Tensor, what: str) -> Collective:
-        """Start filling row i of `whole` with shard i; `own` is the shard of this rank."""
+    def all_gather(self, rows: torch.Tensor, own: torch.Tensor, what: str) -> Collective:
+        """Start filling row i of `rows` with shard i; `own` is the shard of this rank."""
         with self.control.raising_peer_failed(what):
             if self._messenger is not None:
-                work = self._messenger.all_gather(whole, own)
+                work = self._messenger.all_gather(rows, own)
             else:
-                work = self._all_gather(whole.view(-1), own, group=self._shard_group, async_op=True)
+                work = self._all_gather(rows.view(-1), own, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
 
     def set_gradient_weight(self, num_samples: int) -> None:
@@ -177,10 +177,14 @@ class Ranks:
         Every rank must call this at the same point. Raises PeerFailed if a rank does not, and ValueError if no rank has
         samples.
         """
-        said = [int(text) for text in self.control.exchange(str(num_samples), "samples of a batch", "weighs its batch")]
-        if min(said) < 0 or sum(said) == 0:
-            raise ValueError(f"the ranks have {said} samples: needs 0 or more each, and one at least")
-        weights = {rank: own * len(said) / sum(said) for rank, own in zip(self.control.ranks, said, strict=True)}
+        samples = [
+            int(text) for text in self.control.exchange(str(num_samples), "samples of a batch", "weighs its batch")
+        ]
+        if min(samples) < 0 or sum(samples) == 0:
+            raise ValueError(f"the ranks have {samples} samples: needs 0 or more each, and one at least")
+        weights = {
+            rank: num * len(samples) / sum(samples) for rank, num in zip(self.control.ranks, samples, strict=True)
+        }
         self.weight, self._is_weighed = weights[self.control.ranks[self.control.rank]], set(weights.values()) != {1.0}
         if self._messenger is not None:
             members = distributed.get_process_group_ranks(self._shard_group)
@@ -205,19 +209,19 @@ class Ranks:
                 log.warning("After an exception, %s did not arrive: %s", collective.what, error)
                 self.under_way.clear()
 
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, what: str) -> Collective:
-        """Start filling `own` with this rank's row of the mean of `whole` over the ranks of the mesh's last axis.
+    def reduce_scatter(self, own: torch.Tensor, rows: torch.Tensor, what: str) -> Collective:
+        """Start filling `own` with this rank's row of the mean of `rows` over the ranks of the mesh's last axis.
 
-        The caller must apply the weight to `whole` first unless `applies_weight`.
+        The caller must apply the weight to `rows` first unless `applies_weight`.
         """
         with self.control.raising_peer_failed(what):
             if self._messenger is not None:
-                work = self._messenger.reduce_scatter(own, whole)
+                work = self._messenger.reduce_scatter(own, rows)
             else:
                 mean = distributed.ReduceOp.AVG
                 if self._is_weighed and own.dtype in _PREMULTIPLIED:
                     mean = compat.scaled_sum(self.weight / self.num_shards)
-                work = self._reduce_scatter(own, whole.view(-1), op=mean, group=self._shard_group, async_op=True)
+                work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
 
     def average_copies(self, own: torch.Tensor, reduced: Collective) -> Collective:
