@@ -33,7 +33,7 @@ def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> N
         if slot.own.device.type != "cpu" and slot.has_node_holders:
             raise UnsupportedModel(
                 slot.name,
-                "it moves to the host and gets another autograd node there, and somebody holds the one that it has, "
+                "it moves to the host and gets another autograd node there, but other code holds its present node, "
                 "whose hooks would not be called. Use `param.register_post_accumulate_grad_hook`, which moves along",
             )
     names = {slot.name for slot in moving}
@@ -45,9 +45,9 @@ def _warn_of_holders(names: Sequence[str]) -> None:
     if names:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(
-            f"{some} move to the host, and other tensors hold the memory that they leave, as `model.state_dict()` or "
-            "`param.data` taken before do: these neither follow the training nor free that memory. Take them again "
-            "after the first step, or delete them before it.",
+            f"{some} move to the host, and other tensors hold the memory they leave, such as an earlier "
+            "`model.state_dict()` or `param.data`. These tensors do not follow the training and keep that memory "
+            "allocated. Take them again after the first step, or delete them before it.",
             ElixirWarning,
             stacklevel=2,
         )

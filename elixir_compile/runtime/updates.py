@@ -88,7 +88,7 @@ class QueuedUpdate:
                 while (follower := self._next_or_done()) is not None:
                     follower()
         except BaseException as error:  # of any class: the training thread raises it
-            error.add_note(f"raised by the host's `{self.label}`; updates queued behind it were dropped")
+            error.add_note(f"raised by the host's `{self.label}`; updates queued after it were dropped")
             self._line.fail(error)
         finally:
             with self._lock:

@@ -108,7 +108,7 @@ class ReadAhead:
         """
         buffer, piece.buffer, piece.reads = piece.buffer, None, ()
         if buffer is None:
-            raise ValueError("a piece is written that was not taken, or was given back")
+            raise ValueError("cannot write a piece that was not taken, or that was given back")
         with self._changed:
             self._num_writing += 1
         writes: list[DiskTransfer] = []

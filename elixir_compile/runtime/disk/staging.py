@@ -51,7 +51,9 @@ class StagingBuffers:
 
     def __init__(self, num_buffers: int, nbytes: int, *, pin: bool = False) -> None:
         if num_buffers < 1 or nbytes < 0:
-            raise ValueError(f"{num_buffers} staging buffers of {nbytes} bytes: needs at least one of 0 or more")
+            raise ValueError(
+                f"{num_buffers} staging buffers of {nbytes} bytes: needs at least 1 buffer of 0 bytes or more"
+            )
         self.num_buffers = num_buffers
         self.nbytes = nbytes
         unit_bytes = DISK_PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES

@@ -53,8 +53,9 @@ class PeerFailed(_RanksError):
         return (
             f"no answer from {one_of}{ranks_text(self.ranks)} in {format_s(self.waited_s)} during the exchange of "
             f"{self.during}: {because}. It died, hangs or is late, or does something else: all ranks must call the "
-            "model, its backward, the optimizer and saves alike and as often. Look at its output, then start all ranks "
-            "again; if it was only late, raise the timeout of the process group, init_process_group(timeout=...)."
+            "model, its backward, the optimizer and saves equally often and in the same order. Look at its output, "
+            "then start all ranks again; if it was only late, raise the timeout of the process group, "
+            "init_process_group(timeout=...)."
         )
 
 
@@ -73,7 +74,7 @@ class RanksDiffer(_RanksError):
         return (
             f"all ranks must do the same, and {ranks_text(self.ranks)} {verb} not do what the others do:"
             f"{listed}{rest}\nBuild the same model with the same options on all ranks, and call the model, its "
-            "backward, the optimizer and saves on all of them alike."
+            "backward, the optimizer and saves in the same order on all of them."
         )
 
 
@@ -83,8 +84,8 @@ class OverflowUnseen(_RanksError):
     def __str__(self) -> str:
         return (
             f"a gradient overflowed on another rank, and GradScaler on {ranks_text(self.ranks)} would take the step "
-            "that the other skips. Do not call `scaler.unscale_`: `optimizer.clip_grad_norm_(1.0, grad_scale="
-            "scaler.get_scale())` clips gradients that are scaled."
+            "that the other rank skips. Do not call `scaler.unscale_`: `optimizer.clip_grad_norm_(1.0, grad_scale="
+            "scaler.get_scale())` clips scaled gradients."
         )
 
 

@@ -117,5 +117,5 @@ def test_a_failed_write_keeps_its_buffer_and_stops_the_ring(tmp_path: Path, monk
 
 @pytest.mark.parametrize(("num_buffers", "nbytes"), [(0, 1), (1, -1)])
 def test_no_buffers_and_negative_sizes_are_refused(num_buffers: int, nbytes: int) -> None:
-    with pytest.raises(ValueError, match="needs at least one"):
+    with pytest.raises(ValueError, match="needs at least 1 buffer"):
         StagingBuffers(num_buffers, nbytes)
