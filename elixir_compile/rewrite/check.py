@@ -1,7 +1,5 @@
 """Read a program back and compare it with the plan: what the rewriter wrote is what was decided."""
 
-from collections import Counter
-
 from torch import fx
 
 from elixir_compile.errors import IllegalSchedule
@@ -91,8 +89,3 @@ def _last_reader(bucket: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
 def _fault(planned: list[str], position: int, sentence: str) -> IllegalSchedule:
     lines = [f"  {line}{'    <-- here' if index == position else ''}" for index, line in enumerate(planned)]
     return IllegalSchedule(sentence, "\n".join(lines[max(position - 3, 0) : position + 4]))
-
-
-def executed_counts(plan: Plan) -> Counter[str]:
-    """Return how often one step of `plan` does each verb."""
-    return Counter(action.verb.value for action in plan.schedules[0].actions)

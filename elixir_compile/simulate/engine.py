@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.analysis.windows import closing_verbs
 from elixir_compile.cost import Measured
 from elixir_compile.hardware import Cluster
@@ -41,7 +42,6 @@ from elixir_compile.ir.kinds import BucketId, Lane, RegionId, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.simulate.lanes import Lanes
-from elixir_compile.simulate.memory import walk_memory
 from elixir_compile.simulate.prices import Prices, prices
 
 _NOT_MEASURED = Measured()
@@ -89,12 +89,12 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     spans: list[Span] = []
     program = ((action.verb, action.what) for action in actions)
     played = play(program, run_s, placements, price, spans, cycle)
-    memory = walk_memory(graph, plan)
+    timeline = plan_timeline(graph, plan)
     return Record(
         origin=Origin.SIMULATED,
         step_s=played.step_s,
-        device_peak_bytes=memory.peak_bytes,
-        host_peak_bytes=memory.host_bytes,
+        device_peak_bytes=timeline.peak.nbytes,
+        host_peak_bytes=timeline.host_bytes,
         spans=tuple(spans),
         counts=dict(sorted(Counter(action.verb.value for action in actions).items())),
     )

@@ -6,7 +6,8 @@ from hypothesis import given
 
 from elixir_compile.analysis import fused
 from elixir_compile.analysis.fusion import absorbed_storages
-from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId, parse_graph
+from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId
+from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import mixed_graphs
 from tests.pure.steps import GELU
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import as_run, repeats
 from elixir_compile.analysis.recompute import carried_out
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId, parse_graph
+from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId
+from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import activations_of, group, layers_of, mixed_graphs
 from tests.pure.steps import GELU, LAYERS
 

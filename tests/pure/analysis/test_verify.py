@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 
 from elixir_compile.analysis import plan_timeline, verify, with_peaks
 from elixir_compile.errors import IllegalSchedule, PlanMismatch
-from elixir_compile.ir import Action, Bucket, BucketId, Plan, Schedule, StepGraph, Tier, Verb, grad_of, parse_plan
+from elixir_compile.ir import (
+    Action,
+    Bucket,
+    BucketId,
+    Plan,
+    Schedule,
+    StepGraph,
+    Tier,
+    Verb,
+    grad_of,
+    plan_from_json,
+    plan_to_json,
+)
 from elixir_compile.ir.kinds import Kind
 from tests.pure.plans import bucket_of, claim_peak, make_plan, planned_graphs
 from tests.pure.strategies import Layer, chain
@@ -331,7 +343,7 @@ def test_no_action_may_be_of_another_micro_batch(at: int) -> None:
     actions[at] = dataclasses.replace(actions[at], micro_batch=3)
     plan = dataclasses.replace(PLAN, schedules=(Schedule(rank=0, actions=tuple(actions)),))
     with pytest.raises(IllegalSchedule, match="is of micro-batch 3; a step has one micro-batch, @0") as caught:
-        verify(GRAPH, parse_plan(str(plan)))
+        verify(GRAPH, plan_from_json(plan_to_json(plan)))
     marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
     assert [line.split()[:2] for line in marked] == [[actions[at].verb, actions[at].what]]
     assert "@3" in marked[0]
@@ -438,4 +450,4 @@ def test_state_on_disk_is_legal_wherever_the_parameters_are(number: int) -> None
     """b0 lives on the host, b1 on the device."""
     plan = with_peaks(GRAPH, with_placement(number, optim=Tier.DISK))
     verify(GRAPH, plan)
-    assert parse_plan(str(plan)) == plan
+    assert plan_from_json(plan_to_json(plan)) == plan

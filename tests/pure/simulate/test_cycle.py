@@ -11,8 +11,9 @@ from elixir_compile.analysis import plan_timeline
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import BucketId, Lane, Placement, Plan, RegionId, Span, StepGraph, Tier, Update, Verb
 from elixir_compile.search import plan as search
-from elixir_compile.simulate import Cycle, Prices, hidden_update_share, play, simulate, walk_memory
+from elixir_compile.simulate import Cycle, Prices, hidden_update_share, play, simulate
 from elixir_compile.units import GIB
+from tests.pure.memory_walk import walk_memory
 from tests.pure.plans import mixed_plans, planned_graphs
 from tests.pure.problems import tight_problem
 from tests.pure.simulate.test_engine import PRICES, SERIAL

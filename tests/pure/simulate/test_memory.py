@@ -1,4 +1,4 @@
-"""`simulate.memory`: the second count of the bytes, which shares no code with the first."""
+"""The bytes of `plan_timeline` equal those of a second, independent count, which carries the step out."""
 
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
-from elixir_compile.simulate import walk_memory
+from tests.pure.memory_walk import walk_memory
 from tests.pure.mixes import mixed_graphs
 from tests.pure.plans import mixed_plans, planned_graphs
 from tests.pure.problems import tight_problem

@@ -1,8 +1,8 @@
-"""Device bytes of one step, counted by carrying it out: allocate, free, and look at what is there.
+"""Count the device bytes of one step by carrying the step out: allocate, free, and add up the allocations at each op.
 
-`analysis.plan_timeline` counts the same step as sums of intervals. This one keeps a set of what is allocated while it
-walks through actions and ops, and shares no code with that one, so that a test can compare the two. Both walk the ops
-that `analysis.recompute.as_run` says are run.
+`analysis.plan_timeline` counts the same bytes as sums of intervals. This count keeps the set of current allocations
+while it walks through actions and ops. The two share no arithmetic, so tests compare them; they share the list of the
+ops that run (`analysis.recompute.as_run`) and the sizes of staging buffers (`analysis.staging`).
 """
 
 from collections import Counter
