@@ -1,4 +1,4 @@
-"""What a training step is: its graph, its buckets, its schedule, its plan and its record, as plain values."""
+"""The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
 from elixir_compile.ir.bucket import Activations, Bucket, Placement, averaged_bytes
 from elixir_compile.ir.codec import (

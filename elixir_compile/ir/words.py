@@ -13,7 +13,7 @@ import json
 
 
 def word(text: str) -> str:
-    """Return `text` as one word of a printed line, quoted if it is empty or would look like more than one word."""
+    """Return `text` as a word of a printed line, quoted if it is empty or would look like several words."""
     if not text.isprintable():
         return json.dumps(text)
     if not text or any(character in text for character in ' #"'):
@@ -22,7 +22,7 @@ def word(text: str) -> str:
 
 
 def words(*texts: str) -> str:
-    """Return several words with one space between them."""
+    """Return several words with a space between them."""
     return " ".join(word(text) for text in texts)
 
 

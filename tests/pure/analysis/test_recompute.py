@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import as_run, repeats
-from elixir_compile.analysis.recompute import carried_out
+from elixir_compile.analysis.recompute import with_repeats
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId
 from tests.pure.graph_text import parse_graph
@@ -62,7 +62,7 @@ def test_nothing_dropped_changes_nothing() -> None:
 
 
 def test_what_must_run_once_is_not_repeated() -> None:
-    with pytest.raises(InvalidPlan, match=r"m1 is to be made again, but fwd\.drop_1 must not run twice"):
+    with pytest.raises(InvalidPlan, match=r"m1 is to be recomputed, but fwd\.drop_1 must not run twice"):
         as_run(LAYERS, again(LAYERS, "m1"))
 
 
@@ -117,7 +117,7 @@ def test_what_was_overwritten_since_cannot_be_read_again() -> None:
     copy = replace(TWO.ops[0], id="fwd.copy", reads=("stats", "k"), writes=("stats",), once=True)  # pyright: ignore
     exp = replace(TWO.ops[1], reads=("k", "stats"))  # pyright: ignore
     graph = replace(TWO, ops=(TWO.ops[0], exp, copy, *TWO.ops[2:]))
-    with pytest.raises(InvalidPlan, match=r"stats is to be made again, but fwd\.copy must not run twice"):
+    with pytest.raises(InvalidPlan, match=r"stats is to be recomputed, but fwd\.copy must not run twice"):
         as_run(graph, again(graph, "e"))
     after = replace(graph, ops=(TWO.ops[0], copy, exp, *TWO.ops[2:]))
     assert "bwd.re_exp" in [op.id for op in as_run(after, again(after, "e")).ops]
@@ -128,7 +128,7 @@ def test_what_two_ops_write_is_not_made_again_by_the_first() -> None:
     add = replace(TWO.ops[1], id="fwd.add", reads=("s",), writes=("s",), once=True)  # pyright: ignore
     graph = replace(TWO, ops=(*TWO.ops[:2], add, *TWO.ops[2:]))
     assert "bwd.re_split" in [op.id for op in as_run(graph, again(graph, "k")).ops]
-    with pytest.raises(InvalidPlan, match=r"s is to be made again, but no single op makes it"):
+    with pytest.raises(InvalidPlan, match=r"s is to be recomputed, but no single op computes it"):
         as_run(graph, again(graph, "k", "s"))
 
 
@@ -154,7 +154,7 @@ def saving_steps(draw: st.DrawFn) -> tuple[StepGraph, Sequence[Activations]]:
 def test_the_step_computes_what_it_did(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
     """Outputs, gradients and all else that the backward writes, except what it overwrites of the forward."""
     graph, activations = found
-    before, after = values(graph), values(carried_out(graph, activations))
+    before, after = values(graph), values(with_repeats(graph, activations))
     kinds = {storage.id: storage.kind for storage in graph.storages}
     made = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.writes}
     dropped = {name for group in activations if group.saving is Saving.RECOMPUTE for name in group.storages}

@@ -139,8 +139,8 @@ def test_the_good_schedule_is_the_one_that_is_broken_below() -> None:
         ("wait b0.grad", "wait b0.grad; wait b0.grad", "The gradient of b0 is waited for twice", "wait b0.grad"),
         ("offload b0.grad", "offload b0.grad; offload b0.grad", "gradient of b0 is offloaded twice", "offload b0.grad"),
         ("update b0", "offload b1.grad; update b0", "offloaded, but it stays on the device", "offload b1.grad"),
-        ("reduce b1; ", "reduce b1; reduce b3; ", "b3 has no gradient to act on: it is frozen", "reduce b3"),
-        ("update b2", "update b2; update b3", "b3 has no gradient to act on: it is frozen", "update b3"),
+        ("reduce b1; ", "reduce b1; reduce b3; ", "b3 has no gradient: it is frozen", "reduce b3"),
+        ("update b2", "update b2; update b3", "b3 has no gradient: it is frozen", "update b3"),
         ("release b0; wait b0.grad", "release b0; update b0; wait b0.grad", "before the offload of its", "update b0"),
         (
             "gather b0; wait b0; run bwd.4",
@@ -252,22 +252,22 @@ def with_prediction(**changes: Any) -> Plan:
     [
         (with_bucket_twice(), "b0 is listed twice", "b0"),
         (with_bucket(1, params=("w0",)), "w0 is in two buckets, b0 and b1", "b1"),
-        (with_bucket(1, params=("w9",)), "b1 holds w9, which is no parameter of the graph", "b1"),
-        (with_bucket(1, params=("s0",)), "b1 holds s0, which is no parameter of the graph", "b1"),
+        (with_bucket(1, params=("w9",)), "b1 holds w9, which is not a parameter of the graph", "b1"),
+        (with_bucket(1, params=("s0",)), "b1 holds s0, which is not a parameter of the graph", "b1"),
         (with_bucket(1, dtype="bfloat16"), "b1 mixes dtypes: w1 is float32, the bucket bfloat16", "b1"),
         (with_bucket(1, nbytes=41), "b1 claims 41 bytes, but its parameters have 40", "b1"),
         (with_bucket(1, shard_numels=(5, 5)), r"b1 has 10 elements in shards of 5 5 for 1 ranks", "b1"),
         (with_bucket(1, shard_numels=(9,)), r"b1 has 10 elements in shards of 9 for 1 ranks", "b1"),
         (with_bucket(1, shard_numels=(11,)), r"b1 has 10 elements in shards of 11 for 1 ranks", "b1"),
-        (with_bucket(1, numel=9, shard_numels=(9,)), "b1 claims 9 elements, but 40 bytes of float32 are", "b1"),
+        (with_bucket(1, numel=9, shard_numels=(9,)), "b1 claims 9 elements, but 40 bytes of float32 hold", "b1"),
         (without_bucket(3), r"a parameter of the graph, is in no bucket", "b2"),
-        (with_gradient_name(), "b0.grad has the name that actions have for the gradient of another", "b0.grad"),
+        (with_gradient_name(), "b0.grad has the name of another bucket's gradient in actions", "b0.grad"),
         (with_bucket(1, trainable=False, state_nbytes=0), "b1 is frozen, but the graph writes a gradient", "b1"),
         (with_placement(0, optim=Tier.DEVICE), "parameters on the host and optimizer state on the device", "b0"),
         (with_placement(0, optim=Tier.DISK, streamed=True), "b0 streams its optimizer state from the disk", "b0"),
         (with_placement(3, streamed=True), "b3 streams its optimizer state, but has none", "b3"),
         (with_placement(0, param=Tier.DISK), "parameters on the disk and optimizer state on the host", "b0"),
-        (with_placement(0, param=Tier.DISK, optim=Tier.DISK), "which no program can do", "b0"),
+        (with_placement(0, param=Tier.DISK, optim=Tier.DISK), "which is not supported", "b0"),
         (with_placement(1, resident=False), "b1 lives on the device, but is not resident", "b1"),
         (
             with_placement(3, param=Tier.DEVICE, resident=True),
@@ -275,13 +275,13 @@ def with_prediction(**changes: Any) -> Plan:
             "b3",
         ),
         (without_region(3), r"fwd\.4 begins with fwd\.mm_6; expected fwd\.relu_5", "fwd.4"),
-        (without_region(10), "No region runs bwd.mm_14 and what follows: the regions cover 14 of 15 ops", "bwd.3"),
+        (without_region(10), "No region runs bwd.mm_14 and the ops after it: the regions cover 14 of 15 ops", "bwd.3"),
         (with_region(3, id="fwd.2"), r"fwd\.2 is listed twice", "fwd.2"),
         (with_region(3, first="fwd.mm_4"), r"fwd\.3 begins with fwd\.mm_4; expected fwd\.relu_5", "fwd.3"),
         (with_region(3, last="fwd.mm_4"), r"fwd\.3 ends with fwd\.mm_4, before it begins", "fwd.3"),
         (
             with_region(5, last="bwd.mm_8"),
-            "fwd.5 is of the forward, but holds ops of the backward and the forward",
+            "fwd.5 is a region of the forward, but holds ops of the backward and the forward",
             "fwd.5",
         ),
         (with_region(3, last="bwd.mm_99"), r"fwd\.3 names the op bwd\.mm_99, which no region", "fwd.3"),
@@ -290,7 +290,7 @@ def with_prediction(**changes: Any) -> Plan:
         (with_region(3, buckets=("b1",)), r"fwd\.3 claims to read b1; its ops read nothing", "fwd.3"),
         (dataclasses.replace(PLAN, budget_bytes=303), "is 304 bytes, 1 B above the budget of 303", "format"),
         (with_prediction(device_peak_bytes=303), "claims a peak of 303 bytes at bwd.mm_14; it is 304", "peak"),
-        (with_prediction(host_peak_bytes=1), "claims 1 bytes on the host; it is ", "peak"),
+        (with_prediction(host_peak_bytes=1), "claims 1 bytes on the host; it needs ", "peak"),
         (
             dataclasses.replace(PLAN, formula="300*s0", symbols=(("s0", 1),)),
             "claims a peak of 304 bytes, but its formula has 300",
@@ -359,7 +359,7 @@ def test_ranks_with_programs_of_their_own_are_refused(cut: int) -> None:
     buckets = tuple(dataclasses.replace(bucket, shard_numels=(bucket.numel,) * 2) for bucket in whole.buckets)
     schedules = (whole.schedules[0], Schedule(rank=1, actions=other))
     plan = claim_peak(GRAPH, dataclasses.replace(whole, buckets=buckets, schedules=schedules))
-    sentence = "Rank 1 does something else than rank 0" if cut == 0 else "is never run"
+    sentence = "Rank 1 has another action than rank 0" if cut == 0 else "is never run"
     with pytest.raises(IllegalSchedule, match=sentence):
         verify(GRAPH, plan)
 

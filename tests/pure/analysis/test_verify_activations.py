@@ -167,8 +167,8 @@ def test_a_life_that_does_not_end(num_left_out: int, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("saving", "sentence"),
     [
-        (Saving.KEEP, "acts.g has nothing to carry: the plan keeps it on the device"),
-        (Saving.RECOMPUTE, "acts.g has nothing to carry: the plan recomputes it"),
+        (Saving.KEEP, "acts.g is not to be moved: the plan keeps it on the device"),
+        (Saving.RECOMPUTE, "acts.g is not to be moved: the plan recomputes it"),
     ],
 )
 @pytest.mark.parametrize("verb", [Verb.OFFLOAD, Verb.WAIT, Verb.PREFETCH])
@@ -192,19 +192,19 @@ KEEP, AGAIN, AWAY = Saving.KEEP, Saving.RECOMPUTE, Saving.OFFLOAD
 @pytest.mark.parametrize(
     ("groups", "sentence", "here"),
     [
-        ([of("a", KEEP, "s9")], "a holds s9, which is no storage of the graph", "a"),
+        ([of("a", KEEP, "s9")], "a holds s9, which is not a storage of the graph", "a"),
         ([of("a", KEEP, "a0"), of("b", AWAY, "g0", "a0")], "a0 is in two groups, a and b", "b"),
         ([of("a", KEEP, "a0", nbytes=63)], "a claims 63 bytes, but its storages have 64", "a"),
-        ([of("a", KEEP, "r1")], "a holds r1, which the caller gets: it is kept", "a"),
+        ([of("a", KEEP, "r1")], "a holds r1, which the forward returns to the caller", "a"),
         ([of("a", AGAIN, "n0")], "a holds n0, which the forward does not save", "a"),
-        ([of("a", KEEP, "d")], "a holds d, which the forward does not make", "a"),
-        ([of("a", AWAY, "w0")], "a holds w0, which the forward does not make", "a"),
-        ([of("a", KEEP, "a0"), of("a", KEEP, "g0")], "The activations a have the name of something else", "a"),
-        ([of("b0", KEEP, "a0")], "The activations b0 have the name of something else", "b0"),
-        ([of("b0.grad", KEEP, "a0")], "The activations b0.grad have the name of something else", "b0.grad"),
+        ([of("a", KEEP, "d")], "a holds d, which the forward does not compute", "a"),
+        ([of("a", AWAY, "w0")], "a holds w0, which the forward does not compute", "a"),
+        ([of("a", KEEP, "a0"), of("a", KEEP, "g0")], "The activations a have the name of another group", "a"),
+        ([of("b0", KEEP, "a0")], "The activations b0 have the name of another group", "b0"),
+        ([of("b0.grad", KEEP, "a0")], "The activations b0.grad have the name of another group", "b0.grad"),
         (
             [of("a", AGAIN, "a0"), of("b", AGAIN, "g0", "m1"), of("c", AGAIN, "t1")],
-            "b: the storage m1 is to be made again, but fwd.drop_1 must not run twice",
+            "b: the storage m1 is to be recomputed, but fwd.drop_1 must not run twice",
             "b",
         ),
     ],
