@@ -1,4 +1,4 @@
-"""Run a plan without tensors."""
+"""Simulate a step of a plan: a record with spans on each lane, and figures of it."""
 
 from elixir_compile.simulate.engine import Cycle, Played, play, simulate
 from elixir_compile.simulate.prediction import (

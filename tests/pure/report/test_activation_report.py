@@ -143,8 +143,8 @@ def test_a_layer_says_what_happens_to_each_group_why_and_what_was_rejected() -> 
 def test_without_the_graph_nothing_is_said_of_it() -> None:
     text = explain(PLAN, "h.1")
     assert "  fixed  16 B recomputed\n" in text
-    assert "stored for" not in text
-    assert "  input  8 B kept; stored for the ops that run again\n" in explain(PLAN, "h.1", LAYERS)
+    assert "saved for" not in text
+    assert "  input  8 B kept; saved for the ops that run again\n" in explain(PLAN, "h.1", LAYERS)
     assert answer(PLAN, "h.1").layers[0].groups[0].again is None
 
 
@@ -153,25 +153,25 @@ def test_a_group_is_told_alone_and_a_layer_without_a_decision_says_so() -> None:
     assert text.startswith("h.0  activations of 1 of 2 groups, 32 B\n")
     assert "matmul  " not in text
     assert "no decision of this plan names them" in explain(PLAN, "h.1")
-    assert "they fit where they are" in explain(PLAN, "h.1.kept")
+    assert "they fit on the device" in explain(PLAN, "h.1.kept")
 
 
-def test_a_region_says_what_runs_again_leaves_and_comes_back() -> None:
+def test_a_region_lists_recomputed_offloaded_and_prefetched_groups() -> None:
     back = explain(PLAN, region_of("bwd.re_gelu_0"), LAYERS)
-    assert "  come back  h.0.matmul (64 B)\n" in back
-    assert "  again      h.0.pointwise: 1 op\n" in back
+    assert "  prefetched  h.0.matmul (64 B)\n" in back
+    assert "  recomputes  h.0.pointwise: 1 op\n" in back
     left = explain(PLAN, region_of("fwd.gelu_0"))
-    assert "  leave   h.0.matmul (64 B)\n" in left
-    assert "again" not in left
-    assert "come back" not in left
+    assert "  offloads  h.0.matmul (64 B)\n" in left
+    assert "recomputes" not in left
+    assert "prefetched" not in left
 
 
 def test_the_whole_plan_counts_layers_and_leaves_their_reasons_to_them() -> None:
     text = explain(PLAN)
     assert "  activations  12 B kept, in 1 layer\n               48 B recomputed, in 2 layers\n" in text
-    assert "  moved        1 bucket and 1 layer by decisions of their own" in text
+    assert "  moved        1 bucket and 1 layer have decisions of their own" in text
     assert WHY.because not in text
-    assert "no decision of this plan: it stays where" in explain(PLAN, "b1")
+    assert "no decision of this plan: its home is that of" in explain(PLAN, "b1")
 
 
 @pytest.mark.parametrize("subject", ["", "h.0", "h.1.fixed", "bwd.0"])

@@ -116,7 +116,7 @@ def test_a_plan_that_keeps_everything_beside_one_that_does_not() -> None:
 def test_plans_that_differ_elsewhere_only_are_not_called_equal() -> None:
     other = replace(TIGHT, decisions=())
     assert not plan_diff(TIGHT, other).is_equal
-    assert "place and count the same" in diff(TIGHT, other)
+    assert "have the same placements and counts" in diff(TIGHT, other)
 
 
 def test_a_step_that_went_as_planned_has_nothing_flagged() -> None:
