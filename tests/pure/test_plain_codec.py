@@ -104,7 +104,7 @@ def test_equal_values_have_equal_text() -> None:
     assert to_json(FORM, one) == to_json(FORM, other)
 
 
-def test_a_number_that_is_not_finite_is_not_written() -> None:
+def test_numbers_that_are_not_finite_are_not_written() -> None:
     box = Box(id=BoxId("a"), colour=Colour.RED, counts={}, pair=(1, True), lid=Lid(width_s=float("nan")))
     with pytest.raises(ValueError, match="not JSON compliant"):
         to_json(FORM, box)

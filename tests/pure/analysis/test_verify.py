@@ -163,7 +163,7 @@ def test_the_good_schedule_is_the_one_that_is_broken_below() -> None:
         ("gather b2", "send b2", "`send` is not part of a step on these placements", "send b2"),
     ],
 )
-def test_a_broken_schedule_says_what_and_where(old: str, new: str, sentence: str, here: str) -> None:
+def test_a_fault_in_the_schedule_is_named_and_marked(old: str, new: str, sentence: str, here: str) -> None:
     assert old in SCHEDULE
     with pytest.raises(IllegalSchedule) as caught:
         verify(GRAPH, scheduled(SCHEDULE.replace(old, new, 1)))
@@ -172,7 +172,7 @@ def test_a_broken_schedule_says_what_and_where(old: str, new: str, sentence: str
     assert [line.split()[:2] for line in marked] == [here.split()]
 
 
-def test_a_region_that_is_never_run() -> None:
+def test_a_region_that_is_never_run_is_refused() -> None:
     """The last region alone can be missing without another being out of order."""
     text = SCHEDULE.replace("gather b0; wait b0; run bwd.4; release b0; ", "")
     with pytest.raises(IllegalSchedule, match=r"b0 is updated before bwd\.4 is run"):
@@ -300,7 +300,7 @@ def with_prediction(**changes: Any) -> Plan:
         (with_prediction(device_peak_at="nowhere"), "claims a peak of 304 bytes at nowhere; it is 304 at", "peak"),
     ],
 )
-def test_a_broken_structure_says_what_and_where(plan: Plan, sentence: str, here: str) -> None:
+def test_a_structural_fault_is_named_and_marked(plan: Plan, sentence: str, here: str) -> None:
     with pytest.raises(IllegalSchedule, match=sentence) as caught:
         verify(GRAPH, plan)
     marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
@@ -350,7 +350,7 @@ def test_no_action_may_be_of_another_micro_batch(at: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_ranks_with_programs_of_their_own_are_refused(cut: int) -> None:
+def test_ranks_with_different_programs_are_refused(cut: int) -> None:
     """All ranks run the program of rank 0, so one that says something else would not be obeyed."""
     whole = make_plan(GRAPH, BUCKETS, ["device"] * len(BUCKETS))
     good = whole.schedules[0].actions
@@ -425,7 +425,7 @@ def depends(first: Action, second: Action) -> bool:
 
 
 @given(planned_graphs(training=True), st.data())
-def test_no_action_can_go_before_what_it_needs(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+def test_no_action_can_precede_its_requirements(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
     graph, plan = planned
     actions = list(plan.schedules[0].actions)
     pairs = [at for at, two in enumerate(itertools.pairwise(actions)) if depends(*two)]

@@ -125,7 +125,7 @@ def test_the_good_schedule_is_the_one_that_is_broken_below() -> None:
         ("prefetch acts.h", "prefetch acts.x", "`prefetch` is not part of a step on", "prefetch acts.x"),
     ],
 )
-def test_a_broken_schedule_says_what_and_where(old: str, new: str, sentence: str, here: str) -> None:
+def test_a_fault_in_the_schedule_is_named_and_marked(old: str, new: str, sentence: str, here: str) -> None:
     assert old in SCHEDULE
     with pytest.raises(IllegalSchedule) as caught:
         verify(GELU, scheduled(SCHEDULE.replace(old, new, 1)))
@@ -152,7 +152,7 @@ UNREAD_BUCKETS = [bucket_of(LAYERS, "b0", [s for s in LAYERS.storages if s.kind 
         (1, "The prefetch of acts.n0 is never waited for."),
     ],
 )
-def test_a_life_that_does_not_end(num_left_out: int, sentence: str) -> None:
+def test_unfinished_offloads_are_refused(num_left_out: int, sentence: str) -> None:
     """Nothing reads `n0` in the backward, so that no region can be the first at fault."""
     plan = make_plan(LAYERS, UNREAD_BUCKETS, ["device"], (UNREAD,))
     verify(LAYERS, plan)
@@ -172,7 +172,7 @@ def test_a_life_that_does_not_end(num_left_out: int, sentence: str) -> None:
     ],
 )
 @pytest.mark.parametrize("verb", [Verb.OFFLOAD, Verb.WAIT, Verb.PREFETCH])
-def test_what_stays_or_is_recomputed_is_not_carried(saving: Saving, sentence: str, verb: Verb) -> None:
+def test_kept_and_recomputed_groups_are_not_moved(saving: Saving, sentence: str, verb: Verb) -> None:
     plan = make_plan(GELU, BUCKETS, ["device"], (H, dataclasses.replace(G, saving=saving)))
     verify(GELU, plan)
     actions = (*plan.schedules[0].actions, Action(verb=verb, what=G.id))
@@ -209,7 +209,7 @@ KEEP, AGAIN, AWAY = Saving.KEEP, Saving.RECOMPUTE, Saving.OFFLOAD
         ),
     ],
 )
-def test_groups_that_contradict_the_graph(groups: list[Activations], sentence: str, here: str) -> None:
+def test_groups_that_contradict_the_graph_are_refused(groups: list[Activations], sentence: str, here: str) -> None:
     plan = make_plan(LAYERS, UNREAD_BUCKETS, ["device"])
     with pytest.raises(IllegalSchedule) as caught:
         verify(LAYERS, dataclasses.replace(plan, activations=tuple(groups)))
@@ -218,7 +218,7 @@ def test_groups_that_contradict_the_graph(groups: list[Activations], sentence: s
     assert marked(caught.value)[0] == here
 
 
-def test_regions_are_of_the_step_that_runs() -> None:
+def test_regions_cover_repeated_ops() -> None:
     """A plan that recomputes has one op more than one that keeps."""
     kept = make_plan(GELU, BUCKETS, ["device"])
     again = dataclasses.replace(kept, activations=(dataclasses.replace(G, saving=AGAIN),))
@@ -243,7 +243,7 @@ def test_no_action_can_be_left_out_or_done_twice(planned: tuple[StepGraph, Plan]
 
 
 @given(mixed_plans(), st.data())
-def test_activations_move_in_one_order(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+def test_activations_move_in_a_fixed_order(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
     graph, plan = planned
     actions = list(plan.schedules[0].actions)
     own = [
@@ -258,7 +258,7 @@ def test_activations_move_in_one_order(planned: tuple[StepGraph, Plan], data: st
         verify(graph, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=tuple(actions)),)))
 
 
-def test_a_group_of_nothing_or_of_one_thing_twice_is_none() -> None:
+def test_a_group_without_storages_or_with_repeats_is_refused() -> None:
     for storages in ((), ("a0", "a0")):
         with pytest.raises(ValueError, match="must list storages, each once"):
             Activations(id=GroupId("a"), storages=tuple(map(StorageId, storages)), nbytes=0, saving=KEEP)

@@ -193,7 +193,7 @@ def test_a_mutated_record_or_machine_is_read_or_refused(data: st.DataObject) -> 
         ("a" * (1 << 21), "has 2097152 characters"),
     ],
 )
-def test_sizes_that_take_long_are_refused(text: str, sentence: str) -> None:
+def test_sizes_that_take_too_long_are_refused(text: str, sentence: str) -> None:
     with few_steps(400_000), pytest.raises(InvalidPlan) as caught:
         sizes.check_text(text)
     assert any(part in str(caught.value) for part in sentence.split("|"))
@@ -227,7 +227,7 @@ def test_absurd_numbers_are_refused(change: Callable[[dict[str, Any]], dict[str,
     assert sentence in str(caught.value)
 
 
-def test_bytes_that_overflow_when_they_are_added_up_are_refused() -> None:
+def test_sums_of_bytes_that_overflow_are_refused() -> None:
     data = json.loads(graph_to_json(GRAPH))
     for storage in data["storages"]:
         storage["nbytes"] = 1 << 62

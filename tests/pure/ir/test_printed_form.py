@@ -50,7 +50,7 @@ def lines_of(plan: Plan) -> list[str]:
 
 
 @given(NAMES)
-def test_any_name_prints_as_one_word_on_one_line(name: str) -> None:
+def test_any_name_prints_as_a_single_word(name: str) -> None:
     printed = word(name)
     assert len(printed.splitlines()) == 1
     assert printed == name != "" if not printed.startswith('"') else json.loads(printed) == name

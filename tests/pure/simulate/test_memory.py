@@ -33,7 +33,7 @@ def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan
 
 @given(problems() | mixed_graphs().map(problem_of), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60)
-def test_they_agree_for_any_levels_modes_and_moves(problem: Problem, seed: int, is_spread: bool) -> None:
+def test_both_counts_agree_for_any_levels_modes_and_moves(problem: Problem, seed: int, is_spread: bool) -> None:
     """On one rank and on two, transfers at their use and as far out as memory allows; every such plan is legal."""
     draw = random.Random(seed)
     evaluator = Evaluator(gather_facts(problem))
