@@ -85,9 +85,9 @@ def _parse(text: str) -> Any:
             f"line {error.lineno} column {error.colno}", f"JSON ({error.msg})", text[error.pos :][:20]
         ) from error
     except RecursionError as error:
-        raise _Wrong("the whole text", "JSON of at most a few levels", "a deeper one") from error
+        raise _Wrong("the whole text", "JSON of a few levels", "deeper nesting") from error
     except ValueError as error:  # Python parses whole numbers of at most 4300 digits
-        raise _Wrong("a number", "one of fewer digits", str(error)) from error
+        raise _Wrong("a number", "a number of fewer digits", str(error)) from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ def cache_dir() -> Path:
 
     `ELIXIR_CACHE_DIR` if it is set, else `elixir_compile` in `XDG_CACHE_HOME`, else in `~/.cache`.
     """
-    own = os.environ.get("ELIXIR_CACHE_DIR")
-    if own:
-        return Path(own)
+    chosen = os.environ.get("ELIXIR_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "elixir_compile"
 

@@ -147,9 +147,10 @@ class _Scan:
         return found
 
     def _chain(
-        self, targets: Iterable[StorageId], there: "frozenset[StorageId] | set[StorageId]"
+        self, targets: Iterable[StorageId], available: "frozenset[StorageId] | set[StorageId]"
     ) -> tuple[list[Op] | None, list[StorageId]]:
-        """Return the ops to compute `targets` from `there` and given storages, and the storages of `there` they read.
+        """Return the ops to compute `targets` from `available` and given storages, and the storages of `available` they
+        read.
 
         The ops are None if one of them must not run again.
         """
@@ -164,9 +165,9 @@ class _Scan:
                 continue
             ops[op.id] = op
             for read in op.reads:
-                if (op.id, read) in self._stale or (read not in there and read not in self._given):
+                if (op.id, read) in self._stale or (read not in available and read not in self._given):
                     pending.append(read)
-                elif read in there:
+                elif read in available:
                     leaves[read] = None
         return list(ops.values()), list(leaves)
 

@@ -66,7 +66,7 @@ def _repeats(
 def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> Iterator[tuple[Repeat, ...]]:
     """Yield `repeats` of each of `choices`; faster than single calls, because facts of the graph are computed once."""
     maker, stale, saved = makers(graph), stale_reads(graph), saved_storages(graph)
-    there = given_storages(graph) | saved
+    available = given_storages(graph) | saved
     readers: dict[StorageId, list[int]] = {}
     for i, op in enumerate(graph.ops):
         for name in op.reads if op.phase is Phase.BACKWARD else ():
@@ -74,10 +74,10 @@ def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> 
     for activations in choices:
         dropped = _dropped(activations)
         listed = {s for group in activations if group.saving is not Saving.RECOMPUTE for s in group.storages}
-        own = (there | (listed - saved)) - dropped
+        usable = (available | (listed - saved)) - dropped
 
-        def missing(op: Op, own: frozenset[StorageId] = own) -> Sequence[StorageId]:
-            return [name for name in op.reads if name not in own or (op.id, name) in stale]
+        def missing(op: Op, usable: frozenset[StorageId] = usable) -> Sequence[StorageId]:
+            return [name for name in op.reads if name not in usable or (op.id, name) in stale]
 
         made: set[StorageId] = set()
         found: list[Repeat] = []
@@ -134,8 +134,8 @@ def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
 
 def _missing(graph: StepGraph, activations: Sequence[Activations]) -> Callable[[Op], Sequence[StorageId]]:
     """Return a function from a forward op to the storages to recompute before it runs again."""
-    there, stale = stored(graph, activations), stale_reads(graph)
-    return lambda op: [name for name in op.reads if name not in there or (op.id, name) in stale]
+    available, stale = stored(graph, activations), stale_reads(graph)
+    return lambda op: [name for name in op.reads if name not in available or (op.id, name) in stale]
 
 
 def repeated_storage(name: StorageId) -> StorageId:
@@ -237,8 +237,8 @@ def _arrives_earlier(first: Op, repeat: Op) -> tuple[Op, Op]:
 
     Tangents are the writes of `first` before its own result, whose storage has the name of the op.
     """
-    own = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
-    num_tangents = next((place for place, name in enumerate(first.writes) if name in own), 0)
+    results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
+    num_tangents = next((place for place, name in enumerate(first.writes) if name in results), 0)
     tangents, rest = first.writes[:num_tangents], first.writes[num_tangents:]
     return replace(first, writes=rest), replace(repeat, writes=(*tangents, *repeat.writes))
 

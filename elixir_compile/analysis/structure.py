@@ -147,11 +147,11 @@ def _group_fault(
     return None
 
 
-def _saving_fault(group: Activations, there: frozenset[StorageId], outputs: frozenset[StorageId]) -> str | None:
+def _saving_fault(group: Activations, allowed: frozenset[StorageId], outputs: frozenset[StorageId]) -> str | None:
     for name in group.storages:
         if name in outputs:
             return f"{group.id} holds {name}, which the forward returns to the caller, so it stays on the device."
-        if name not in there:
+        if name not in allowed:
             saved = "the forward does not save" if group.saving is Saving.RECOMPUTE else "the forward does not compute"
             return f"{group.id} holds {name}, which {saved}."
     return None

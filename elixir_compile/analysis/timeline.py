@@ -112,11 +112,11 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     tally = _Tally(len(step.ops))
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
     storages = {storage.id: storage for storage in step.storages}
-    whole_bytes: Counter[BucketId] = Counter()
+    grad_bytes: Counter[BucketId] = Counter()
     for name, lives in _lives(step, plan, moves).items():
         of = storages[name].of
         if of is not None and of in owners:
-            whole_bytes[owners[of]] += storages[name].nbytes
+            grad_bytes[owners[of]] += storages[name].nbytes
         for life in () if storages[name].kind is Kind.PARAM and name in owners else lives:
             tally.add(storages[name].kind, storages[name].nbytes, life.first, life.last)
     for bucket in plan.buckets:
@@ -130,7 +130,7 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
         if bucket.is_sharded:
             _add_gathers(tally, bucket, placements[bucket.id], moves, end)
         if bucket.is_sharded or bucket.is_packed:
-            _add_reduced(tally, bucket, placements[bucket.id], moves, whole_bytes[bucket.id])
+            _add_reduced(tally, bucket, placements[bucket.id], moves, grad_bytes[bucket.id])
     _add_streamed(tally, step, plan, rank)
     backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
     if backward:
@@ -198,8 +198,8 @@ def _add_gathers(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "
             tally.add(Kind.GATHERED, bucket.flat_shard_nbytes, gather, last)
 
 
-def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", whole_bytes: int) -> None:
-    """Add the bytes that a reduce on several ranks needs beside `whole_bytes` of gradients, and the reduced
+def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_bytes: int) -> None:
+    """Add the bytes that a reduce on several ranks needs beside `unreduced_bytes` of gradients, and the reduced
     gradient."""
     reduced, end = moves.reduced_at.get(bucket.id), tally.num_ops - 1
     if reduced is None:
@@ -215,7 +215,7 @@ def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "
     new_bytes = at_once_bytes = bucket.reduced_nbytes if grad_end < reduced else 0
     if bucket.is_packed:
         # The gradients are freed before the shard is allocated, which may be larger in a wider dtype.
-        more_bytes = max(0, at_once_bytes - whole_bytes) if bucket.is_sharded else 0
+        more_bytes = max(0, at_once_bytes - unreduced_bytes) if bucket.is_sharded else 0
         new_bytes = bucket.flat_grad_nbytes + more_bytes
     tally.add(Kind.GRAD, max(0, new_bytes - gone_bytes), reduced - 1, reduced - 1)
 

@@ -153,24 +153,26 @@ def graph_at(graph: StepGraph, values: Mapping[str, int]) -> StepGraph:
 
     Raises InvalidPlan if the graph has no such symbol.
     """
-    here = dict(graph.symbols)
-    unknown = [name for name in values if name not in here]
+    old_values = dict(graph.symbols)
+    unknown = [name for name in values if name not in old_values]
     if unknown:
-        known = ", ".join(here) or "none"
+        known = ", ".join(old_values) or "none"
         raise InvalidPlan(f"graph {graph.name} has no symbol {unknown[0]}; its symbols are: {known}.")
-    there = {**here, **values}
+    new_values = {**old_values, **values}
     texts = {storage.size for storage in graph.storages} | {op.flops_size for op in graph.ops}
-    at = {text: sizes.evaluate(text, there) for text in texts if text}
-    grown = {storage.id: at[storage.size] - storage.nbytes for storage in graph.storages if storage.size}
+    value_of = {text: sizes.evaluate(text, new_values) for text in texts if text}
+    grown = {storage.id: value_of[storage.size] - storage.nbytes for storage in graph.storages if storage.size}
 
     def moved(op: Op) -> int:
         return max(0, op.moved_bytes + sum(grown.get(name, 0) for name in (*op.reads, *op.writes)))
 
     return replace(
         graph,
-        ops=tuple(replace(op, flops=at.get(op.flops_size, op.flops), moved_bytes=moved(op)) for op in graph.ops),
-        storages=tuple(replace(storage, nbytes=at.get(storage.size, storage.nbytes)) for storage in graph.storages),
-        symbols=tuple(there.items()),
+        ops=tuple(replace(op, flops=value_of.get(op.flops_size, op.flops), moved_bytes=moved(op)) for op in graph.ops),
+        storages=tuple(
+            replace(storage, nbytes=value_of.get(storage.size, storage.nbytes)) for storage in graph.storages
+        ),
+        symbols=tuple(new_values.items()),
     )
 
 

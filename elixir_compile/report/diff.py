@@ -189,8 +189,8 @@ def _bucket_changes(first: Plan, second: Plan) -> list[Change]:
     changes: list[Change] = []
     for bucket in dict.fromkeys((*before, *after)):
         if bucket not in before or bucket not in after:
-            here, there = ("there" if bucket in side else "not there" for side in (before, after))
-            changes.append(Change(what=bucket, first=here, second=there))
+            in_first, in_second = ("present" if bucket in side else "absent" for side in (before, after))
+            changes.append(Change(what=bucket, first=in_first, second=in_second))
             continue
         changes += [
             Change(what=f"{bucket} {what}", first=figure, second=after[bucket][what])
@@ -220,12 +220,12 @@ def _activation_changes(first: Plan, second: Plan) -> list[Change]:
     """Return the differences in activations. A group that a plan does not list is kept by that plan."""
     before, after = _saved_figures(first), _saved_figures(second)
     changes = [Change(what=what, first=before[what], second=after[what]) for what in _SAVED_BYTES.values()]
-    ways = [{group.id: group.saving for group in made.activations} for made in (first, second)]
-    for group in dict.fromkeys((*ways[0], *ways[1])):
-        here, there = (own.get(group) for own in ways)
-        if (here or Saving.KEEP) is not (there or Saving.KEEP):
-            told = [_NOT_LISTED if saving is None else saving.value for saving in (here, there)]
-            changes.append(Change(what=group, first=told[0], second=told[1]))
+    savings = [{group.id: group.saving for group in made.activations} for made in (first, second)]
+    for group in dict.fromkeys((*savings[0], *savings[1])):
+        first_saving, second_saving = (saving_of.get(group) for saving_of in savings)
+        if (first_saving or Saving.KEEP) is not (second_saving or Saving.KEEP):
+            texts = [_NOT_LISTED if saving is None else saving.value for saving in (first_saving, second_saving)]
+            changes.append(Change(what=group, first=texts[0], second=texts[1]))
     return changes
 
 

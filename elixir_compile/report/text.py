@@ -31,11 +31,11 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def entry_text(title: str, fields: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Return `title` with a row for each line of each field below; fields without lines are left out."""
-    told = [(name, lines) for name, lines in fields if lines]
-    width = max((len(name) for name, _ in told), default=0)
+    shown = [(name, lines) for name, lines in fields if lines]
+    width = max((len(name) for name, _ in shown), default=0)
     rows = [
         f"  {name if first else '':<{width}}  {line}".rstrip()
-        for name, lines in told
+        for name, lines in shown
         for first, line in ((at == 0, line) for at, line in enumerate(lines))
     ]
     return "\n".join((title, *rows))

@@ -73,7 +73,7 @@ def test_the_table_has_units_and_a_row_per_change() -> None:
 def test_missing_buckets_and_other_parameters_are_listed() -> None:
     fewer = replace(TIGHT, buckets=TIGHT.buckets[:-1], placements=TIGHT.placements[:-1])
     (change,) = plan_diff(TIGHT, fewer).buckets
-    assert change == Change(what=TIGHT.buckets[-1].id, first="there", second="not there")
+    assert change == Change(what=TIGHT.buckets[-1].id, first="present", second="absent")
     renamed = replace(TIGHT.buckets[0], params=("other",))
     found = plan_diff(TIGHT, replace(TIGHT, buckets=(renamed, *TIGHT.buckets[1:])))
     assert found.buckets == (Change(what="b0 params", first=" ".join(TIGHT.buckets[0].params), second="other"),)
