@@ -1,4 +1,4 @@
-"""Train models that do not fit the device: `torch.compile(model, backend="elixir", options={"device_memory": "20GiB"})`."""
+"""Train models larger than the device: `torch.compile(model, backend="elixir", options={"device_memory": "20GiB"})`."""
 
 import importlib
 from typing import TYPE_CHECKING
