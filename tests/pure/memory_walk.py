@@ -215,7 +215,7 @@ class _Walk:
                 self.drop("storage", name)
 
     def stream(self) -> None:
-        """Allocate the bytes of the largest streamed bucket: its state, and its parameters and gradients if not there."""
+        """Allocate the largest streamed bucket: its state, and its parameters and gradients if they are on the host."""
         largest_bytes = 0
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]
