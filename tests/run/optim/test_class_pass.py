@@ -323,12 +323,12 @@ def test_a_bucket_on_the_host_is_one_call(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
 
     def counted_runs(found: Any, steps: Any) -> Any:
-        for members, tensors in runs(found, steps):
+        for members, tensors in coalesce(found, steps):
             sizes.append(len(members))
             yield members, tensors
 
-    runs = class_pass.runs
-    monkeypatch.setattr(class_pass, "runs", counted_runs)
+    coalesce = class_pass.coalesce
+    monkeypatch.setattr(class_pass, "coalesce", counted_runs)
 
     def make(params: Any) -> Optimizer:
         return elixir.hybrid(SGD)(params, lr=0.1, momentum=0.9)
