@@ -27,7 +27,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     return made
 
 
-def test_a_search_lasts_its_cpu_seconds_and_at_most_four_times_wall_time(
+def test_a_busy_machine_ends_no_search_early_and_no_search_runs_for_more_than_four_times_its_seconds(
     seconds: Seconds,
 ) -> None:
     end = deadline_in(10.0)
@@ -39,7 +39,7 @@ def test_a_search_lasts_its_cpu_seconds_and_at_most_four_times_wall_time(
     assert end.is_over
 
 
-def test_a_solver_gets_its_limit_in_wall_seconds(seconds: Seconds) -> None:
+def test_a_solver_is_told_seconds_of_the_wall(seconds: Seconds) -> None:
     end = Clock().until(10.0)
     seconds.own_s, seconds.wall_s = 104.0, 104.0
     assert end.wall_s == pytest.approx(6.0)

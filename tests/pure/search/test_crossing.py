@@ -34,7 +34,7 @@ def mixed_problem(draw: random.Random) -> Problem:
     return problem_of(graph, cluster, update=Update.ACROSS_STEPS, bucket_min_bytes=1, bucket_max_bytes=800)
 
 
-def test_rows_bound_steps_with_frozen_shared_and_streamed_buckets() -> None:
+def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() -> None:
     """With gathers at their use and as early as eight windows: those of frozen buckets do not wait for the host, and
     second ones come when they like."""
     num_late = 0

@@ -55,7 +55,7 @@ def test_a_bucket_ends_with_a_layer_once_it_is_large_enough() -> None:
     assert names(made) == ["p0_0 p1_0", "p2_0 p2_1", "p3_0"]
 
 
-def test_bucket_size_limits_hold_for_large_models() -> None:
+def test_bounds_hold_for_a_model_that_is_large_enough() -> None:
     """Twenty layers of 100 bytes, at least 120 and at most 250: two layers each."""
     graph = chain(layers(*[[25]] * 20))
     made = form_buckets(problem(graph, min_bytes=120, max_bytes=250))
@@ -81,7 +81,7 @@ def test_small_models_still_have_choices() -> None:
     assert len(form_buckets(problem(graph, min_bytes=16 << 20, max_bytes=128 << 20))) == 8
 
 
-def test_placed_buckets_are_kept_and_their_names_not_reused() -> None:
+def test_buckets_in_force_are_kept_and_their_names_not_reused() -> None:
     graph = chain(layers([25], [25]))
     kept = Bucket(
         id=BucketId("b0"),
@@ -116,7 +116,7 @@ def test_a_problem_that_contradicts_itself_is_refused() -> None:
         problem(graph, placements=(Placement(bucket=BucketId("b"), param=Tier.HOST, optim=Tier.HOST, resident=True),))
 
 
-def test_a_bucket_ends_with_its_param_group() -> None:
+def test_a_bucket_ends_where_a_param_group_does() -> None:
     """Twenty weights of 100 bytes, at least 120 and at most 250: two each; twenty biases of 8 bytes: 15 and 5."""
     graph = chain(layers(*[[25, 2]] * 20))
     biases = {StorageId(f"p{number}_1"): 3 for number in range(20)}

@@ -38,7 +38,7 @@ def collectives(made: Plan) -> list[str]:
 
 @given(shared_problems(fewest=2), st.data())
 @settings(max_examples=60)
-def test_a_plan_in_step_is_legal_and_claims_its_bytes(problem: Problem, data: st.DataObject) -> None:
+def test_it_is_legal_and_says_what_it_needs(problem: Problem, data: st.DataObject) -> None:
     buckets, homes = data.draw(st.sampled_from(all_homes(problem)))
     made = plan_in_step(problem, buckets, homes, "two graphs")  # which verifies it
     assert plan_from_json(plan_to_json(made)) == made
@@ -52,7 +52,7 @@ def test_a_plan_in_step_is_legal_and_claims_its_bytes(problem: Problem, data: st
     assert (caught.value.needed_bytes, caught.value.memory) == (needed_bytes, "device")
 
 
-def test_graphs_with_other_use_orders_move_buckets_in_the_same_order() -> None:
+def test_graphs_that_use_parameters_in_another_order_move_buckets_in_the_same() -> None:
     """b0, b1 and b2 of the first graph; the second reads them the other way round, and its activations are larger."""
     ours, theirs = question("a", "b", "c"), question("c", "b", "a", act_numel=128)
     for buckets, homes in all_homes(ours):
@@ -63,7 +63,7 @@ def test_graphs_with_other_use_orders_move_buckets_in_the_same_order() -> None:
         assert gathers == ["b0", "b1", "b2"] * (1 if homes[0].resident else 2)
 
 
-def test_a_bucket_without_readers_is_gathered_too() -> None:
+def test_a_bucket_that_no_op_reads_travels_all_the_same() -> None:
     """The second graph has `b` as a parameter that nothing reads and nothing trains."""
     ours = question("a", "b")
     graph = question("a").graph
@@ -75,7 +75,7 @@ def test_a_bucket_without_readers_is_gathered_too() -> None:
     assert [line.split()[1] for line in collectives(made) if line.startswith("reduce")] == ["b0"]
 
 
-def test_new_buckets_leave_the_device_before_placed_ones() -> None:
+def test_new_buckets_leave_the_device_first_and_those_in_force_last() -> None:
     problem = question("a", "b")
     first, second = form_buckets(problem)
     resident = homes_in_step(problem, (first, second))[0]
@@ -99,7 +99,7 @@ def with_elementwise_layers() -> Problem:
     return problem_of(chain(layers), TWO)
 
 
-def test_activations_are_recomputed_if_they_do_not_fit() -> None:
+def test_activations_are_made_again_where_they_do_not_fit() -> None:
     problem = with_elementwise_layers()
     buckets, homes = all_homes(problem)[0]
     kept = plan_in_step(problem, buckets, homes, "")
@@ -113,7 +113,7 @@ def test_activations_are_recomputed_if_they_do_not_fit() -> None:
     assert made.decisions[1].choice == "are recomputed where they can be"
 
 
-def test_the_error_names_the_least_memory_and_why_there_was_no_search() -> None:
+def test_an_error_names_the_least_and_says_why_nothing_was_searched() -> None:
     problem = replace(with_elementwise_layers(), budget_bytes=1)
     buckets, homes = all_homes(problem)[0]
     with pytest.raises(NoFeasiblePlan, match=r"two graphs\. Try device_memory=\d+, .* or equal graphs\.$") as caught:

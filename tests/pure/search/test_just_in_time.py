@@ -18,7 +18,7 @@ from tests.pure.search.test_planner import problem_of
 from tests.pure.strategies import Layer, chain
 
 
-def test_late_moves_fit_and_the_best_moves_are_not_slower_than_early() -> None:
+def test_it_keeps_the_budget_and_best_moves_are_no_longer_than_early_ones() -> None:
     num_played = num_late = 0
     for seed, problem in instances(40, num_layers=8):
         evaluator, draw = Evaluator(gather_facts(problem)), random.Random(seed)
@@ -37,7 +37,7 @@ def test_late_moves_fit_and_the_best_moves_are_not_slower_than_early() -> None:
     assert num_late > 10
 
 
-def test_late_moves_cost_nothing_on_a_single_rank_with_ample_memory() -> None:
+def test_with_all_the_memory_being_later_costs_nothing_on_one_rank() -> None:
     for seed, problem in instances(24, num_layers=8):
         if problem.cluster.num_ranks > 1:
             continue
@@ -49,7 +49,7 @@ def test_late_moves_cost_nothing_on_a_single_rank_with_ample_memory() -> None:
         assert late_s == pytest.approx(early_s, rel=1e-9), f"seed {seed}"
 
 
-def test_copies_to_and_from_the_host_wait_for_no_all_gather() -> None:
+def test_what_the_links_to_the_host_carry_waits_for_no_all_gather() -> None:
     """On two ranks the copies of activations and the gathers of what lives on the device are on links of their own."""
     num_ahead = num_shorter = 0
     for seed in range(120):

@@ -40,7 +40,7 @@ def planned(problem: Problem) -> Plan | None:
 
 @given(st.integers(0, 400_000), st.sampled_from([1 << 30, 60_000, 30_000]))
 @settings(max_examples=25)
-def test_the_largest_batch_has_a_plan_and_the_next_has_none(budget_bytes: int, host_budget_bytes: int) -> None:
+def test_it_has_a_plan_and_one_more_has_none(budget_bytes: int, host_budget_bytes: int) -> None:
     def problem_at(batch: int) -> Problem:
         return problem_of(graph_at(GRAPH, {"s0": batch}), budget_bytes, host_budget_bytes)
 
@@ -49,7 +49,7 @@ def test_the_largest_batch_has_a_plan_and_the_next_has_none(budget_bytes: int, h
     assert batch == 0 or planned(problem_at(batch)) is not None
 
 
-def test_each_batch_is_tried_once_up_to_the_limit() -> None:
+def test_each_value_is_asked_for_once_and_the_limit_holds() -> None:
     asked: list[int] = []
 
     def problem_at(batch: int) -> Problem:
@@ -72,11 +72,11 @@ def test_the_floor_is_the_smallest_budget_with_a_plan(batch: int) -> None:
     assert found.prediction.device_peak_bytes == needed_bytes
 
 
-def test_no_batch_fits_if_the_parameters_do_not() -> None:
+def test_no_batch_fits_where_the_parameters_do_not() -> None:
     largest_param = max(s.nbytes for s in GRAPH.storages if s.kind is Kind.PARAM)
     assert largest_feasible(lambda batch: problem_of(graph_at(GRAPH, {"s0": batch}), largest_param)) == 0
 
 
-def test_the_search_stops_at_the_limit_for_constant_sizes() -> None:
+def test_sizes_that_are_constant_stop_at_the_limit() -> None:
     constant = problem_of(GRAPH, 1 << 30)
     assert largest_feasible(lambda batch: constant, limit=1000) == 1000

@@ -76,7 +76,7 @@ SHARES = st.sampled_from([0.0, 0.05, 0.1, 0.1, 0.15, 0.2, 0.4, 0.7])
 """Of the way from the least budget to keep-everything; about 0.1 casts are made again and some weights stay."""
 
 
-def test_a_weight_may_be_resident_if_its_cast_may_be_recomputed() -> None:
+def test_a_cast_weight_may_stay_resident_if_its_cast_may_be_made_again() -> None:
     problem = problem_of(cast_chain([400, 400], 64, [True, False]))
     evaluator = Evaluator(gather_facts(problem))
     cast, plain = evaluator.facts.choices
@@ -110,7 +110,7 @@ def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float
 
 @given(SEEDS)
 @settings(max_examples=25)
-def test_every_candidate_is_feasible_in_the_program_and_above_its_bound(seed: int) -> None:
+def test_any_answer_has_a_place_in_the_program_and_is_bounded_by_it(seed: int) -> None:
     evaluator = Evaluator(gather_facts(cast_problem(seed)))
     program = Program(evaluator, reference_s=1.0)
     draw = random.Random(seed)
@@ -132,7 +132,7 @@ def test_it_equals_brute_force_if_levels_depend_on_modes(seed: int) -> None:
     assert_as_good_as_brute_force(problem, f"seed {seed}")
 
 
-def test_the_search_of_integer_solutions_ends_if_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_solutions_that_do_not_fit_end_the_search_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the least budget the rows count a cast that is made again for too little: 150 solves, none of which fit."""
     num_solves = 0
 

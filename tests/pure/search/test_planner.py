@@ -91,7 +91,7 @@ SHARES = st.sampled_from([0.0, 0.3, 0.7, 0.95])
 
 @given(problems(), SHARES)
 @settings(max_examples=60)
-def test_a_plan_is_legal_fits_and_claims_its_bytes(problem: Problem, share: float) -> None:
+def test_a_plan_verifies_fits_and_says_what_it_needs(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     made = plan(problem, timeout_s=QUICK_S)
     verify(problem.graph, made)
@@ -122,7 +122,7 @@ def test_nothing_moves_when_everything_fits(problem: Problem) -> None:
 
 @given(problems())
 @settings(max_examples=60)
-def test_the_error_names_the_smallest_sufficient_budget(problem: Problem) -> None:
+def test_the_error_names_the_smallest_budget_that_would_do(problem: Problem) -> None:
     needed = needed_bytes(problem)
     made = plan(replace(problem, budget_bytes=needed), timeout_s=QUICK_S)
     assert made.prediction.device_peak_bytes == needed
@@ -200,7 +200,7 @@ def test_greedy_fills_the_budget_instead_of_moving_everything() -> None:
     assert "device short by 100 B" in made.decisions[0].because
 
 
-def test_more_memory_is_never_slower_if_nothing_overlaps() -> None:
+def test_more_memory_is_never_slower_where_nothing_overlaps() -> None:
     """Each byte moved then costs time: the step is compute plus every transfer."""
     problem = problem_of(chain_of(8), CLUSTERS["cpu"], hybrid=False)
     times_s = [plan(between(problem, share)).prediction.step_s for share in (0, 0.25, 0.5, 0.75, 1)]
@@ -208,7 +208,7 @@ def test_more_memory_is_never_slower_if_nothing_overlaps() -> None:
     assert times_s[0] > times_s[-1]
 
 
-def test_only_hybrid_optimizers_split_state_from_parameters() -> None:
+def test_state_leaves_its_parameters_only_where_the_hybrid_optimizer_owns_them() -> None:
     for hybrid in (True, False):
         homes = set()
         for share in (0.3, 0.5, 0.7, 0.9):
@@ -217,7 +217,7 @@ def test_only_hybrid_optimizers_split_state_from_parameters() -> None:
         assert ((Tier.DEVICE, Tier.HOST) in homes) == hybrid
 
 
-def test_keep_all_moves_nothing_or_names_the_needed_bytes() -> None:
+def test_keep_all_moves_nothing_or_says_what_it_needs() -> None:
     problem = problem_of(chain_of(4))
     keep = plan(problem, "keep_all").prediction.device_peak_bytes
     assert plan(replace(problem, budget_bytes=keep), "keep_all").prediction.device_peak_bytes == keep
@@ -226,7 +226,7 @@ def test_keep_all_moves_nothing_or_names_the_needed_bytes() -> None:
     assert caught.value.needed_bytes == keep
 
 
-def test_the_host_budget_holds_and_the_error_names_a_sufficient_one() -> None:
+def test_host_memory_is_a_hard_constraint_and_the_error_names_what_would_do() -> None:
     problem = between(problem_of(chain_of(8)), 0.2)
     with pytest.raises(NoFeasiblePlan) as caught:
         plan(replace(problem, host_budget_bytes=0))
@@ -254,7 +254,7 @@ def outgrown() -> Problem:
 @example(outgrown(), 0.0, 0.8)
 @example(crowded(), 0.7, 0.6)
 @settings(max_examples=40)
-def test_greedy_finds_a_plan_for_any_feasible_host_budget(problem: Problem, share: float, host: float) -> None:
+def test_greedy_finds_a_plan_on_a_small_host_whenever_there_is_one(problem: Problem, share: float, host: float) -> None:
     problem = between(problem, share)
     assume(len(gather_facts(problem).buckets) <= 3)
     roomy = plan(problem, timeout_s=QUICK_S).prediction.host_peak_bytes
@@ -268,7 +268,7 @@ def test_greedy_finds_a_plan_for_any_feasible_host_budget(problem: Problem, shar
         assert plan(problem, timeout_s=QUICK_S).prediction.host_peak_bytes <= problem.host_budget_bytes
 
 
-def test_current_placements_only_move_further_from_the_device() -> None:
+def test_placements_in_force_are_only_moved_further_off() -> None:
     """After the backward: across steps the host's updates cost nothing here, and all of them are moved at once."""
     problem = problem_of(chain_of(8), update=Update.AFTER_BACKWARD)
     first = plan(between(problem, 0.5))
@@ -298,7 +298,7 @@ def test_a_tied_embedding_is_gathered_for_each_window() -> None:
     assert gathers.count(embed) == 4
 
 
-def test_exhaustive_refuses_problems_with_too_many_candidates() -> None:
+def test_exhaustive_refuses_what_would_take_too_long() -> None:
     with pytest.raises(InvalidOption, match="too many to try"):
         plan(problem_of(chain_of(12)), "exhaustive")
 

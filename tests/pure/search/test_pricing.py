@@ -21,7 +21,7 @@ def program_of(evaluator: Evaluator) -> Program:
     return Program(evaluator, least.step_s(least.min_memory_levels, least.at_use(least.min_memory_levels)))
 
 
-def test_the_bound_is_below_every_step_and_every_integer_optimum() -> None:
+def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
     for seed, problem in instances(10):
         evaluator = Evaluator(gather_facts(problem))
         program = program_of(evaluator)
@@ -57,7 +57,7 @@ def test_any_multipliers_make_a_bound() -> None:
             assert min(program.seconds(bound), program.reference_s) <= best.step_s * (1 + 1e-9), f"seed {seed}"
 
 
-def test_the_rounded_candidate_fits_and_is_near_the_optimum() -> None:
+def test_the_nearest_whole_answer_fits_and_is_near() -> None:
     num_found = 0
     for seed, problem in instances(12, num_layers=8):
         evaluator = Evaluator(gather_facts(problem))

@@ -7,7 +7,7 @@ from elixir_compile.search.writing import unused_memory
 from tests.pure.problems import tight_problem
 
 
-def test_unused_memory_beside_exposed_transfers_is_reported() -> None:
+def test_memory_unused_while_transfers_are_exposed_is_reported_with_the_gap() -> None:
     made = plan(tight_problem(), "zero3_offload")
     free = max(bucket.flat_nbytes for bucket in made.buckets)
     exposed = replace(made.prediction, exposed_s=0.2 * made.prediction.step_s)

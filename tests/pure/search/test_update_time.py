@@ -11,7 +11,7 @@ from tests.pure.problems import tight_problem
 TIGHT = tight_problem()
 
 
-def test_updates_run_across_steps_if_the_host_updates_any_bucket() -> None:
+def test_the_host_updates_across_steps_and_the_device_after_the_backward() -> None:
     tight = plan(TIGHT, "greedy")
     assert any(placement.update is Tier.HOST for placement in tight.placements)
     assert tight.update is Update.ACROSS_STEPS
@@ -19,7 +19,7 @@ def test_updates_run_across_steps_if_the_host_updates_any_bucket() -> None:
 
 
 @pytest.mark.parametrize("update", list(Update))
-def test_the_asked_update_time_is_used(update: Update) -> None:
+def test_what_is_asked_for_is_done(update: Update) -> None:
     assert plan(replace(TIGHT, update=update), "greedy").update is update
 
 
