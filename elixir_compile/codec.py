@@ -53,7 +53,7 @@ class _Wrong(Exception):  # noqa: N818 - never leaves this module
 def to_json(form: Form, value: Any, *, indent: int | None = 1) -> str:
     """Return the dataclass `value` as JSON, on a single line if `indent` is None.
 
-    Raises ValueError if it holds a number that is not finite.
+    Raises ValueError if it holds NaN or infinity.
     """
     fields = {"elixir": form.what, "format": form.version} | _encoder(type(value))(value)
     return json.dumps(fields, indent=indent, allow_nan=False)

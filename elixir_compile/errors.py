@@ -3,33 +3,33 @@
 ```text
 Exception
 └── ElixirError
-    ├── _UnknownName       (ValueError)     a name that is not known
-    │   ├── UnknownOption                   an option that does not exist
+    ├── _UnknownName       (ValueError)     an unknown name
+    │   ├── UnknownOption                   an unknown option
     │   ├── UnknownHardware                 a machine without a built-in profile
     │   └── UnknownModel                    neither a named shape nor a function nor a configuration
     ├── _FileError         (ValueError)     text of another form than its file should have
-    │   ├── PlanFileError                   text that is not a plan
-    │   └── ProfileFileError                text that is not a hardware profile
-    ├── InvalidOption      (ValueError)     a known option with a value that cannot be used
+    │   ├── PlanFileError                   a file without a valid plan
+    │   └── ProfileFileError                a file without a valid hardware profile
+    ├── InvalidOption      (ValueError)     a known option with an unusable value
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
     │   ├── IllegalSchedule                 actions in an order that would compute wrong results
     │   └── InvalidProfile                  a number that no machine can have in a hardware profile
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
-    ├── UnknownSubject     (ValueError)     a name that the plan does not have
+    ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
     ├── NotPrepared        (RuntimeError)   the model must be prepared first
-    │   ├── OptimizerTooEarly               an optimizer of parameters that were replaced by `prepare(model, mesh=...)`
+    │   ├── OptimizerTooEarly               an optimizer of parameters replaced by `prepare(model, mesh=...)`
     │   └── WrongDtype                      parameters in another dtype than the option `param_dtype`
-    ├── MasterIgnored      (RuntimeError)   an optimizer without fp32 masters, on parameters that have them
+    ├── MasterIgnored      (RuntimeError)   an optimizer without fp32 masters, on parameters with masters
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
     ├── ParameterReplaced  (RuntimeError)   a parameter was replaced after the step was captured
     ├── UnsupportedBackward (RuntimeError)  gradients of gradients, or of many outputs at once
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
-    ├── ActivationsGone    (RuntimeError)   offloaded activations that are no longer on the host
-    ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or that cannot be managed
-    ├── _DiskError         (OSError)        optimizer state on disk that cannot be written or read
+    ├── ActivationsGone    (RuntimeError)   offloaded activations, freed on the host before their backward
+    ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or with unsupported ones
+    ├── _DiskError         (OSError)        a failed write or read of optimizer state on disk
     │   ├── DiskFull                        too little free space; nothing was written
-    │   ├── DiskFailed                      an operation that the system refused
+    │   ├── DiskFailed                      an operation refused by the system
     │   └── DiskCorrupted                   bytes read differ from the bytes written
     ├── UnforeseenState    (RuntimeError)   an update made optimizer state without space on disk
     └── NestedMeasurement  (RuntimeError)   a step measured during the measurement of another
@@ -53,7 +53,7 @@ from elixir_compile.units import format_bytes
 
 
 class ElixirError(Exception):
-    """The base class of every error that the package raises."""
+    """The base class of all errors of the package."""
 
 
 class _UnknownName(ElixirError, ValueError):
@@ -74,7 +74,7 @@ class _UnknownName(ElixirError, ValueError):
 
 
 class UnknownOption(_UnknownName):
-    """An option that does not exist."""
+    """The option `name` does not exist; `nearest` is the most similar option, or None."""
 
     def __str__(self) -> str:
         return f"unknown option {self.name!r}. {self._hint()}The options are: {', '.join(self.known)}."
@@ -330,7 +330,7 @@ class WrongDtype(NotPrepared):
 class MasterIgnored(ElixirError, RuntimeError):
     """`optimizer` would update `parameter`, of `dtype`, without its fp32 master.
 
-    If `is_kept_by_another`, an optimizer that was made later keeps the master; else `optimizer` keeps no masters.
+    If `is_kept_by_another`, an optimizer made later keeps the master; else `optimizer` keeps no masters.
     """
 
     def __init__(self, parameter: str, dtype: str, optimizer: str, is_kept_by_another: bool = False) -> None:
@@ -536,7 +536,7 @@ class NestedMeasurement(ElixirError, RuntimeError):
 
 
 class ElixirWarning(UserWarning):
-    """The base class of every warning of the package."""
+    """The base class of all warnings of the package."""
 
 
 class NoGraphCaptured(ElixirWarning):

@@ -33,10 +33,10 @@ class Options:
     """Bytes of host memory for parameters, gradients, optimizer state and activations. None: the free memory of the
     host, shared by its ranks."""
     disk_path: Path | None = None
-    """An existing folder on a local drive, for optimizer state that does not fit into `host_memory`. Its files are
+    """An existing folder on a local drive, for optimizer state beyond `host_memory`. Its files are
     removed when the process ends. None: no state on disk."""
     disk_check: bool = False
-    """Verify a checksum of each block that is read from `disk_path`."""
+    """Verify a checksum of each block read from `disk_path`."""
     planner: Planner = "milp"
     """`milp` proves a bound on every plan, `greedy` is faster, `exhaustive` tries every placement of a few buckets. The
     others are fixed rules for comparison: `elixir` (of the paper), `zero3_offload`, `zero_offload`, `fsdp_offload`,
@@ -56,7 +56,7 @@ class Options:
     dtype of the parameter."""
     search_timeout: float = 10.0
     """CPU seconds of the searching thread after which `milp` returns the best plan so far, with the gap proved so far.
-    On a busy machine that is at most four times as many seconds of wall time."""
+    On a busy machine these are at most four times as many seconds of wall time."""
     hardware: str | None = None
     """The machine to plan for: a name such as `"4 x a100-40g"`, or the path of a profile that `elixir-compile measure`
     wrote. None: this machine, by its measured profile if there is one, else by a rough built-in one."""
@@ -64,7 +64,7 @@ class Options:
     """The path of a saved plan, used without a search; refused if it is for another graph, machine or number of
     ranks."""
     plan_cache: bool = True
-    """Reuse the plan that an earlier run found for the same graph, machine and options."""
+    """Reuse the plan found by an earlier run for the same graph, machine and options."""
     profile_regions: bool = False
     """Time every distinct region once before planning. The times are kept per machine for later runs."""
     replan: bool = True
@@ -73,7 +73,7 @@ class Options:
     """The compiler of regions: `inductor`, or `aot_eager` for the kernels and the bits of eager PyTorch."""
     compile_by: CompileBy = "auto"
     """At which ops regions begin, besides the ops at which the plan moves something. `layer`: at each of four or more
-    equal layers, so that there are few different regions to compile. `plan`: at no others. `auto`: `layer` under
+    equal layers, so there are few different regions to compile. `plan`: at no others. `auto`: `layer` under
     `inductor`, `plan` under `aot_eager`."""
     report: bool = True
     """Log a line with the plan at the first step, and a line with measured figures after some steps. On a terminal,

@@ -62,7 +62,7 @@ class LayerAnswer:
 
     layer: str
     groups: tuple[GroupAnswer, ...]
-    """The groups that were asked about."""
+    """The groups in question."""
     num_groups: int
     """Number of all groups of the layer."""
     decisions: tuple[Decision, ...]

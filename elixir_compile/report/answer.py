@@ -92,7 +92,7 @@ class PlanAnswer:
     counts: Mapping[Verb, int]
     """Number of actions of a rank by verb."""
     decisions: tuple[Decision, ...]
-    """Decisions that are not about a single bucket or layer."""
+    """Decisions about more than a single bucket or layer."""
     num_moved: int
     """Number of buckets with a decision of their own."""
     num_layers: int
@@ -203,7 +203,7 @@ def home_text(bucket: Bucket, placement: Placement) -> str:
 
 
 def _shared(plan: Plan) -> tuple[Decision, ...]:
-    """Return the decisions that are not about a single bucket or layer."""
+    """Return the decisions about more than a single bucket or layer."""
     single = {*layers_of_plan(plan), *(bucket.id for bucket in plan.buckets)}
     return tuple(decision for decision in plan.decisions if decision.subject not in single)
 

@@ -1,4 +1,4 @@
-"""Write a plan and a measured step as a line each: the two lines that a run logs."""
+"""Write a plan and a measured step as a line each: the two lines in the log of a run."""
 
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record

@@ -47,7 +47,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def curve_text(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
     """Return a block character for each value, scaled from `low` to `high` (default: the extremes of `values`).
 
-    Values outside the scale are cut to it. Values that are not finite print as `!`.
+    Values outside the scale are cut to it. NaN and infinity print as `!`.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
