@@ -1,4 +1,4 @@
-"""A search iterates over the uniform modes several times, above all if no plan fits."""
+"""The uniform modes are listed several times in one search, above all if nothing fits."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from elixir_compile.search.space.memory import MemoryModel
 from tests.pure.search.test_best import instances
 
 
-def test_the_second_iteration_yields_the_same_evaluators_and_lowers_no_mode_layer_by_layer_again(
+def test_a_second_list_of_uniform_modes_is_the_same_without_a_new_search_by_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_made = 0
@@ -26,7 +26,7 @@ def test_the_second_iteration_yields_the_same_evaluators_and_lowers_no_mode_laye
         if not evaluator.facts.layers:
             continue
         first = list(uniform_modes(evaluator))
-        assert num_made > before, "no modes are lowered layer by layer"
+        assert num_made > before, "no modes are looked for layer by layer"
         after = num_made
         assert list(uniform_modes(evaluator)) == first
         assert leanest(evaluator).floor_bytes == min(
