@@ -45,7 +45,7 @@ early, so the rest of their gap never closes. GPT-2 124M with 6 GiB on an RTX 30
 plan."""
 _MAX_MISSES = 24
 """The stage `integral` also ends after so many solutions in a row that do not fit by the exact count: each of them
-forbids a single candidate, and the rows that forbid candidates make the next solve longer. A small model under
+forbids a single candidate, and rows against single candidates make the next solve longer. A small model under
 `torch.autocast` at its smallest budget: 73 solves in 5 s, none of which fit."""
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
 """Shares of the time after which integral solves end, and after which all simulation ends. The decisions get the rest.
@@ -56,7 +56,7 @@ use of a released bucket is a gather: most candidates without free memory do not
 _MAX_STALE = 2
 """Solves in a row without a higher bound after which a relaxed optimum is good enough to be rounded."""
 _WORTH_MOVING = 0.01
-"""If everything fits where it is, a plan that moves anything must be shorter by more than this share of the step."""
+"""If everything fits where it is, a plan with moves must be shorter by more than this share of the step."""
 
 
 def place_best(
@@ -204,7 +204,7 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
 
 
 def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int) -> None:
-    """Try the integral candidate nearest to the optimum x: the last that `rounded` yields, which breaks no row."""
+    """Try the integral candidate nearest to the optimum x: the last from `rounded`, which breaks no row."""
     candidates = list(rounded(program, x, tries.deadline, more_bytes=more_bytes))
     if not candidates:
         also = [program.vector(tries.best.candidate)]
@@ -215,7 +215,7 @@ def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int) -> 
 
 def _try_pool(tries: Tries, program: Program, pool: Sequence[Vector], more_bytes: int, bound_s: float) -> None:
     """Try each integral candidate over the options used by the optima in `pool` and by the best candidate, until the
-    best is good for `bound_s`. Each is also tried with the streamed updates that the program chooses.
+    best is good for `bound_s`. Each is also tried with the streamed updates of the program.
 
     All of them are tried because the last is hardly better than the first: GPT-2 20B on an A100 had a gap of 0.7 %
     after the second of eight solves of 1 to 2 s each, and of 0.8 % with the eighth alone.
@@ -253,7 +253,7 @@ def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
         # `lower_s` holds for a single choice of streamed updates; `rest_s` holds for this candidate with any choice.
         own_s = rest_s if program.has_streams else program.lower_s(program.vector(candidate))
         proved[candidate] = max(proved.get(candidate, 0.0), own_s)
-        # Equal layers give many candidates that are equal to the program, but leave different memory for prefetch.
+        # Equal layers give many candidates with equal rows in the program, which leave different memory for prefetch.
         num_idle = num_idle + 1 if tries.best.step_s > since_s * (1 - tries.tolerance) else 0
         since_s = min(since_s, tries.best.step_s) if num_idle == 0 else since_s
         if tries.is_good(rest_s) or num_idle >= max_idle or num_missed >= _MAX_MISSES:

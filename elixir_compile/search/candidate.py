@@ -1,4 +1,4 @@
-"""The values that planners compare: candidates, draft plans and their certificates."""
+"""The values compared by planners: candidates, draft plans and their certificates."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Certificate:
     bound_s: float
     """Every plan for the problem takes at least so many seconds."""
     binding: tuple[str, ...]
-    """The lanes and memories that are full at the relaxed optimum, in words."""
+    """The full lanes and memories at the relaxed optimum, in words."""
     gib_saves_s: float | None
     """Seconds by which the bound falls with one more GiB of device memory; None if the time was too short to tell."""
 

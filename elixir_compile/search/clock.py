@@ -21,7 +21,7 @@ class Clock:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since the clock was made: CPU time of the thread, or a quarter of the wall time if that is more."""
+        """Seconds since the clock was made: CPU time of the thread, or a quarter of the wall time if longer."""
         return max(self._cpu_s, self._wall_s / _MAX_WALL_FACTOR)
 
     @property
@@ -30,7 +30,7 @@ class Clock:
         return min(_MAX_WALL_FACTOR, max(1.0, self._wall_s / max(self._cpu_s, 1e-3)))
 
     def until(self, seconds: float) -> "Deadline":
-        """Return the deadline that is over if this clock has counted more than `seconds`."""
+        """Return the deadline at `seconds` on this clock."""
         return Deadline(self, seconds)
 
     @property
@@ -61,5 +61,5 @@ class Deadline:
 
 
 def deadline_in(seconds: float) -> Deadline:
-    """Return the deadline that is over in `seconds`."""
+    """Return the deadline `seconds` from now, on a new clock."""
     return Clock().until(seconds)

@@ -1,4 +1,4 @@
-"""Choose the optimizer state that goes to disk if the host has no room for all state that leaves the device.
+"""Choose the optimizer state that goes to disk if the host has no room for all state off the device.
 
     1  search as if state took no host memory       a relaxation: its bound holds for every plan, with disk or without
     2  put the fewest bytes of state on disk        until the rest, and the staging buffers of the disk, fit the host
@@ -28,7 +28,7 @@ log = logging.getLogger("elixir_compile")
 def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     """Return the plan found by `search`, with the state on disk for which the host has no room, if `problem` allows it.
 
-    Raises NoFeasiblePlan if the host has too little room even with that state on disk.
+    Raises NoFeasiblePlan if the host still has too little room.
     """
     in_memory = replace(problem, disk=False)
     found = search(problem if _may_add(problem) else in_memory)
@@ -105,7 +105,7 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
 
 
 def _may_add(problem: Problem) -> bool:
-    """Return whether state may go to disk that is not on disk yet."""
+    """Return whether more state may go to disk."""
     return problem.disk and problem.hybrid
 
 
@@ -114,7 +114,7 @@ def _state_bytes(buckets: list[Bucket]) -> int:
 
 
 def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
-    """Return `plan` with the state of the buckets `going` on disk, and with the prediction for that."""
+    """Return `plan` with the state of the buckets `going` on disk, and with a new prediction."""
     if not going:
         return plan
     placements = tuple(

@@ -39,11 +39,11 @@ class Evaluator:
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
         self.away_bytes = sum(interval.nbytes for interval in facts.offload_intervals) + staging_bytes
-        """Host bytes that do not depend on levels: offloaded activations, and the staging buffers of the disk."""
+        """Host bytes independent of levels: offloaded activations, and the staging buffers of the disk."""
         self.update = asked_time(problem)
         """When the host updates its buckets."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
-        # If state may go to disk, it counts as no host memory: a relaxation that `disk_placement` makes good.
+        # If state may go to disk, it counts as no host memory: a relaxation, which `disk_placement` corrects.
         without_state = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
         self._host_bytes = [
             {
@@ -96,11 +96,11 @@ class Evaluator:
         )
 
     def host_bytes(self, levels: Sequence[Level]) -> int:
-        """Return the bytes that the host holds during the whole step."""
+        """Return the host bytes of the whole step."""
         return self.away_bytes + sum(nbytes[level] for nbytes, level in zip(self._host_bytes, levels, strict=True))
 
     def host_bytes_of(self, bucket: int, level: Level) -> int:
-        """Return the bytes that the host holds for the bucket with index `bucket` at `level`."""
+        """Return the host bytes of the bucket with index `bucket` at `level`."""
         return self._host_bytes[bucket][level]
 
     def at_use(self, levels: Sequence[Level]) -> Moves:

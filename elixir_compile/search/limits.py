@@ -1,4 +1,4 @@
-"""Count the device bytes that a graph needs at least, and the bytes it uses if nothing moves, without a search."""
+"""Count the fewest device bytes of a graph, and its device bytes if nothing moves, without a search."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from elixir_compile.search.space.levels import Level, placement_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Device bytes of one graph, without external usage."""
+    """Device bytes of a graph, without external usage."""
 
     peak_bytes: int
     """The peak of a step, `resident_bytes` included."""
     left_bytes: int
-    """Activations, inputs and gathered copies that are live between its forward and its backward."""
+    """Activations, inputs and gathered copies live between its forward and its backward."""
     resident_bytes: int
     """Parameters and optimizer state on the device, during the whole step."""
     grad_bytes: int
@@ -83,7 +83,7 @@ def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kep
 
 
 def _kept_bytes(step: StepGraph, activations: Sequence[Activations]) -> int:
-    """Return the bytes of saved activations and inputs that stay on the device until the backward.
+    """Return the bytes of saved activations and inputs on the device between forward and backward.
 
     `step` is the graph as it runs with `activations`, recomputed ops included.
     """

@@ -1,4 +1,4 @@
-"""Make a verified plan for a problem with the planner that the user chose.
+"""Make a verified plan for a problem with the planner chosen by the user.
 
     plan(problem) -> Plan
 
@@ -35,7 +35,7 @@ _MANY_BUCKETS = 64
 
 
 def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -> Plan:
-    """Return the plan that `planner` chooses for `problem`, verified.
+    """Return the verified plan of `planner` for `problem`.
 
     The same problem gives the same plan, unless `milp` reaches its limit of `timeout_s` seconds. Raises
     `NoFeasiblePlan` with the smallest budget for which this planner finds a plan, and `InvalidOption` if the planner is
@@ -73,7 +73,7 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
 def _without_solver(
     problem: Problem, error: NoFeasiblePlan, search: Callable[[Problem], Plan], timeout_s: float
 ) -> Plan:
-    """Return the plan that `search` finds for `problem`, for which a search with the solver raised `error`.
+    """Return the plan of `search` for `problem`, after a search with the solver raised `error`.
 
     Raises `NoFeasiblePlan` with the fewest host bytes for which `search` finds a plan.
     """
@@ -127,7 +127,7 @@ def _first_draft(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) 
 
 
 def _fewest_host_bytes_of(evaluator: Evaluator, starts: Sequence[tuple[int, Evaluator]]) -> DraftPlan:
-    """Return the draft plan with the fewest host bytes found at any modes in `starts`, of those that fit the device.
+    """Return the draft plan with the fewest host bytes found within the device budget, at any modes in `starts`.
 
     `starts` are pairs of a lower limit on host bytes and an evaluator, at least one pair, sorted by the limit.
     """
@@ -147,7 +147,7 @@ def _fewest_host_bytes_of(evaluator: Evaluator, starts: Sequence[tuple[int, Eval
 def _quick_draft(evaluator: Evaluator) -> DraftPlan:
     """Return a draft plan that fits, without a search if all fits in place or if there are many buckets.
 
-    The greedy planner finds a better one, but simulates a number of steps that grows with the square of the buckets.
+    The greedy planner finds a better draft plan, but simulates about as many steps as the square of the buckets.
     """
     start = evaluator.facts.start_levels
     if evaluator.fits(start, ahead=0):
@@ -205,9 +205,9 @@ def _at_use(evaluator: Evaluator, levels: Sequence[Level]) -> DraftPlan:
 
 
 def _fewest_host_bytes(evaluator: Evaluator) -> DraftPlan:
-    """Return the draft plan with the fewest host bytes found, of those that fit the device, whatever the host budget.
+    """Return the draft plan with the fewest host bytes found within the device budget, whatever the host budget.
 
-    If no draft plan that fits the device is found, return the draft plan with the smallest peak.
+    If none is found, return the draft plan with the smallest peak.
     """
     is_small = len(evaluator.facts.buckets) <= _MANY_BUCKETS
     orders = (True, False) if is_small else (True,)
@@ -226,7 +226,7 @@ def _require_minimum(evaluator: Evaluator) -> None:
 
 def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     """Return the error that names the bytes of `smallest`: its device bytes if they are over the budget, else its host
-    bytes. `smallest` is the draft plan that needs the fewest bytes."""
+    bytes. `smallest` is the draft plan with the fewest bytes."""
     problem = evaluator.facts.problem
     evaluator = evaluator.at(smallest.modes)
     peak = plan_timeline(problem.graph, write_out(evaluator, smallest)).peak

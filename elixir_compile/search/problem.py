@@ -19,7 +19,7 @@ class Problem:
     cluster: Cluster
     """All machines, with a rank per device."""
     budget_bytes: int
-    """Device bytes that the step may hold at once, `base_bytes` included."""
+    """The device budget of the step, `base_bytes` included."""
     host_budget_bytes: int
     """Host bytes for this graph; `host_base_bytes` are subtracted already."""
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Problem:
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
     """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
-    """The parameter group of each trainable parameter that an optimizer owns already; 0 for any other parameter."""
+    """The parameter group of each trainable parameter owned by an optimizer already; 0 for any other parameter."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
     moves_what_fits: bool = False
@@ -49,12 +49,12 @@ class Problem:
     host_base_bytes: int = 0
     """Host bytes held outside this graph. Messages add them, to name the whole host budget."""
     between_bytes: int = 0
-    """Device bytes that other graphs need, beyond `base_bytes`, between the forward and the backward of this graph."""
+    """Device bytes needed by other graphs, beyond `base_bytes`, between the forward and the backward of this graph."""
     after_bytes: int = 0
-    """Device bytes that other graphs need, beyond `base_bytes`, while this graph holds only parameters, state and
+    """Device bytes needed by other graphs, beyond `base_bytes`, while this graph holds only parameters, state and
     gradients."""
     measured: Measured = field(default_factory=Measured)
-    """Seconds of ops that were measured on this machine."""
+    """Seconds of ops measured on this machine."""
     savings: frozenset[Saving] = frozenset(Saving)
     """How activations may be saved; keeping them is always allowed."""
     least_alike: int | None = None

@@ -17,7 +17,7 @@ _FULL = 1 - 1e-3
 
 
 def binding(program: Program, x: Vector) -> tuple[str, ...]:
-    """Return the limits that are reached at the relaxed optimum x: lanes of the longest paths, and full memories."""
+    """Return the limits reached at the relaxed optimum x: lanes of the longest paths, and full memories."""
     facts, live_bytes = program.evaluator.facts, program.live_bytes(x)
     labels = _longest_labels(program, x)
     fullest = int(live_bytes.argmax())
@@ -158,7 +158,7 @@ def _moved(chosen: _Chosen, change: _Change, after: int) -> _Other:
 
 class _Alternative(NamedTuple):
     rank: tuple[int, float]
-    """Options that fit first, by added seconds; then options over a budget, by bytes over it."""
+    """Fitting options first, by added seconds; then options over a budget, by bytes over it."""
     text: str
 
 

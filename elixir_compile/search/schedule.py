@@ -111,7 +111,7 @@ def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[
 
 
 def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[Verb, str]]]:
-    """Return per op the offloads that start after it, then the waits for offloads that have to end by then."""
+    """Return per op the offloads started after it, then the waits for offloads due by then."""
     found: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
     for interval in facts.offload_intervals:
         found[interval.leave].append((Verb.OFFLOAD, str(interval.group)))
@@ -132,7 +132,7 @@ def _leave(bucket: Bucket, level: Level, ending: Sequence[str]) -> list[tuple[Ve
 
 
 def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
-    """Return `cuts` as regions of a plan, each with the buckets that its ops read."""
+    """Return `cuts` as regions of a plan, each with the buckets read by its ops."""
     ops = facts.graph.ops
     used = _uses(facts)
     return tuple(
@@ -157,7 +157,7 @@ def schedule(actions: Sequence[tuple[Verb, str]]) -> Schedule:
 
 
 def _uses(facts: Facts) -> list[tuple[BucketId, list[int]]]:
-    """Return per bucket the sorted indices of the forward and backward ops that read it."""
+    """Return per bucket the sorted indices of the forward and backward ops reading it."""
     owner = {param: i for i, bucket in enumerate(facts.buckets) for param in bucket.params}
     indices: list[list[int]] = [[] for _ in facts.buckets]
     for i, op in enumerate(facts.graph.ops[: facts.num_run]):

@@ -12,9 +12,9 @@ from elixir_compile.search.heuristics.transfers import just_in_time
 from elixir_compile.search.space.levels import Level
 
 _MIN_GAIN = 1e-4
-"""Swaps and flips that shorten the step by a smaller share do not count."""
+"""Swaps and flips with a smaller gain, as a share of the step, do not count."""
 _MAX_SWAPS_SIMULATED, _MAX_SWAPS = 8, 64
-"""The most swaps of streamed updates that are simulated in a round, and the most rounds."""
+"""The most swaps of streamed updates simulated in a round, and the most rounds."""
 _GOOD_ENOUGH = ((6, 5e-3), (8, 1e-2))
 """(number, share): after so many simulated candidates the search of a large program ends if untried candidates can be
 shorter by no more than this share of the step. Llama 7B on an RTX 4090 came to 0.3 % with its 7th candidate after 6 CPU
@@ -24,7 +24,7 @@ seconds, and to 0.2 % after 11; GPT-2 20B on an A100 to 0.9 % with its 8th after
 
 @dataclass(slots=True, kw_only=True)
 class Tries:
-    """The candidates of a problem that fit, with the draft plan of each and the best of these."""
+    """The draft plans of all candidates that were simulated and fit, and the best of them."""
 
     evaluator: Evaluator
     program: Program
@@ -145,7 +145,7 @@ class Tries:
 _ROUNDING = 1e-9
 """Sums of seconds in another order differ by less than this share."""
 _MAX_FLIPS, _MAX_ROUNDS = 20, 16
-"""The most flips that are simulated in a round, and the most rounds. A round without a better draft plan is the last.
+"""The most flips simulated in a round, and the most rounds. A round without a better draft plan is the last.
 """
 _MAX_BROUGHT_BACK, _MAX_BROUGHT_BACK_LARGE = 20, 8
 """The most candidates simulated by `bring_back` in a small and in a large program: 20 of Llama 7B took 1.4 of 9 s."""
