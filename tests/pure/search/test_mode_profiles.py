@@ -1,4 +1,4 @@
-"""What a layer adds alone, counted for several layers in one step."""
+"""The seconds that a layer adds alone, counted for several layers in one step."""
 
 import random
 
