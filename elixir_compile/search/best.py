@@ -247,7 +247,7 @@ def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
     columns = _IDLE_STREAMED if program.has_streams else _IDLE_COLUMNS
     num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // program.num_choices), 0
     for candidate, rest_s in whole(program, deadline, tries.tolerance / 2):
-        # A candidate not yielded before takes at least `rest_s`; a candidate yielded before, its own longest paths.
+        # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
         bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != candidate))))
         num_missed = num_missed + 1 if tries.try_candidate(candidate) is None else 0
         # `lower_s` holds for a single choice of streamed updates; `rest_s` holds for this candidate with any choice.

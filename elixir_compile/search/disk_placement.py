@@ -136,7 +136,7 @@ def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> lis
     full = (
         f"with all state in memory the host would hold {host} of {format_bytes(problem.host_budget_bytes + base_bytes)}"
     )
-    there = "it is there since an earlier plan"
+    on_disk_before = "it is on disk since an earlier plan"
     found: list[Decision] = []
     for bucket in plan.buckets:
         if bucket.id not in going:
@@ -147,7 +147,7 @@ def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> lis
             Decision(
                 subject=bucket.id,
                 choice="optim disk",
-                because=f"{there if bucket.id in problem.on_disk else full}; {moved} in {format_s(disk_s)}",
+                because=f"{on_disk_before if bucket.id in problem.on_disk else full}; {moved} in {format_s(disk_s)}",
                 cost_s=max(0.0, disk_s - update_s),
             )
         )

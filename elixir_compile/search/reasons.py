@@ -185,6 +185,6 @@ def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
             fitting.append((peak_bytes, other, text))
     for _, other, text in sorted(fitting, key=lambda entry: -entry[0])[: chosen.num_priced]:
         added_s = max(0.0, other.step_s - chosen.step_s)
-        longer = f"{format_s(added_s)} longer" if added_s else "no shorter, once what is early and late is played"
+        longer = f"{format_s(added_s)} longer" if added_s else "no shorter once the times of transfers are simulated"
         found.append(_Alternative((0, added_s), f"{text}: {longer}"))
     return found

@@ -137,7 +137,7 @@ def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:
 
 
 def tried_s(problem: Problem) -> float:
-    """Seconds of the best of all answers."""
+    """Return the seconds of the best of all candidates."""
     best = place_exhaustively(Evaluator(gather_facts(problem)))
     assert best is not None
     return best.step_s

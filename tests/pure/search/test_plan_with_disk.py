@@ -144,7 +144,7 @@ def test_state_on_disk_stays_on_disk_if_no_more_may_go() -> None:
     again = plan(closed, "greedy")
     assert on_disk(again) == on_disk(first) != []
     assert host_bytes(again) <= closed.host_budget_bytes
-    assert "it is there since an earlier plan" in explain(again, on_disk(again)[0])
+    assert "it is on disk since an earlier plan" in explain(again, on_disk(again)[0])
 
 
 def test_another_graph_with_state_on_disk_changes_nothing() -> None:

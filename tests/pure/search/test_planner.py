@@ -237,13 +237,13 @@ def test_host_memory_is_a_hard_constraint_and_the_error_names_enough_bytes() -> 
 
 
 def crowded() -> Problem:
-    """The activations that have to leave are more than the host has room for, whatever stays with them."""
+    """The activations that have to be offloaded need more than the host budget at any levels."""
     layers = [Layer(module=f"h.{i}", params=(("p", 1),), frozen=False, act_numel=1) for i in range(6)]
     return problem_of(chain(layers, dtype="bfloat16"), hybrid=False)
 
 
 def outgrown() -> Problem:
-    """The answer of the least depth that the host has room for needs more of the device than there is."""
+    """The candidate with the smallest depth that fits the host needs more than the device budget."""
     layers = [
         Layer(module=f"h.{i}", params=(("p", 1),), frozen=False, act_numel=size) for i, size in enumerate((1, 1, 50))
     ]

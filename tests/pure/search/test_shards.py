@@ -356,7 +356,7 @@ def uneven_instance(seed: int) -> Problem:
 
 
 def test_the_search_is_as_good_as_trying_everything() -> None:
-    """Its rows count to the byte, so that no plan that fits is cut off; its answer is the best of all."""
+    """Its rows count to the byte, so that no plan that fits is cut off; its plan is the best of all."""
     num_unpacked = 0
     for seed in range(6):
         problem = uneven_instance(seed)
