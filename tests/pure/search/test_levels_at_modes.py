@@ -92,7 +92,7 @@ def test_a_cast_weight_may_stay_resident_if_its_cast_may_be_made_again() -> None
 
 @given(SEEDS, SHARES)
 @settings(max_examples=25)
-def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float) -> None:
+def test_every_planner_finds_a_plan_if_levels_depend_on_modes(seed: int, share: float) -> None:
     problem = between(cast_problem(seed), share)
     made = plan(problem, timeout_s=0.1)
     verify(problem.graph, made)
@@ -110,7 +110,7 @@ def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float
 
 @given(SEEDS)
 @settings(max_examples=25)
-def test_any_answer_has_a_place_in_the_program_and_is_bounded_by_it(seed: int) -> None:
+def test_any_candidate_is_a_vector_of_the_program_and_is_bounded_by_it(seed: int) -> None:
     evaluator = Evaluator(gather_facts(cast_problem(seed)))
     program = Program(evaluator, reference_s=1.0)
     draw = random.Random(seed)
