@@ -11,7 +11,7 @@ from elixir_compile.search.heuristics.streaming import best_moves, may_be_stream
 from elixir_compile.search.heuristics.transfers import just_in_time
 from elixir_compile.search.space.levels import Level
 
-_MIN_GAIN = 1e-4
+_MIN_SWAP_GAIN, _MIN_FLIP_GAIN = 1e-5, 1e-4
 """Swaps and flips with a smaller gain, as a share of the step, do not count."""
 _MAX_SWAPS_SIMULATED, _MAX_SWAPS = 8, 64
 """The most swaps of streamed updates simulated in a round, and the most rounds."""
@@ -94,12 +94,12 @@ class Tries:
             swapped = {now ^ {i} for i in possible} - seen
             ranked = sorted((self._lower_s(candidate, streamed), tuple(sorted(streamed))) for streamed in swapped)
             for lower_s, streamed in ranked[:_MAX_SWAPS_SIMULATED]:
-                if lower_s >= before_s * (1 - _MIN_GAIN) or self.is_over():
+                if lower_s >= before_s * (1 - _MIN_SWAP_GAIN) or self.is_over():
                     break
                 seen.add(frozenset(streamed))
                 moves = self.best.moves._replace(streamed=frozenset(streamed))
                 step_s = evaluator.step_s(candidate.levels, moves)
-                if step_s < before_s * (1 - _MIN_GAIN):
+                if step_s < before_s * (1 - _MIN_SWAP_GAIN):
                     self._keep(replace(self.best, moves=moves, step_s=step_s))
                     break
             if self.best.step_s == before_s:
@@ -155,7 +155,8 @@ def flip(tries: Tries, program: Program, bound_s: float) -> None:
     """Change the best candidate an option at a time, as long as the step gets shorter or the host bytes fewer.
 
     Stop if the best is good for `bound_s`. Each round simulates the candidates with the shortest paths by `program`
-    first, and begins anew if the step got shorter by `_MIN_GAIN`. Candidates that do not fit by `program` are left out.
+    first, and begins anew if the step got shorter by `_MIN_FLIP_GAIN`. Candidates that do not fit by `program` are
+    left out.
     """
     seen: set[Candidate] = set()
     for _ in range(_MAX_ROUNDS):
@@ -166,7 +167,7 @@ def flip(tries: Tries, program: Program, bound_s: float) -> None:
                 return
             seen.add(candidate)
             tries.try_candidate(candidate)
-            if tries.best.step_s < before.step_s * (1 - _MIN_GAIN):
+            if tries.best.step_s < before.step_s * (1 - _MIN_FLIP_GAIN):
                 break
         if tries.best is before:
             return
