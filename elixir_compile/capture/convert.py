@@ -303,7 +303,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema_of(node.target)
     if schema is None or not schema.is_mutable:
         return []
     found: list[StorageId] = []

@@ -243,7 +243,7 @@ def _writes(node: fx.Node) -> bool:
     """Whether `node` may write what it is given: `x.relu_()`, `torch.relu_(x)`, `relu(x, inplace=True)`, `out=`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema_of(node.target)
     is_mutable = schema is not None and schema.is_mutable
     return (
         is_in_place

@@ -51,6 +51,7 @@ _ALLOCATES_NOTHING = {
 _WRITES_INTO_FIRST = {
     torch.ops.aten.index_put.default,
     torch.ops.aten._unsafe_index_put.default,
+    torch.ops.aten._unsafe_masked_index_put_accumulate.default,
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter.value,
     torch.ops.aten.scatter_add.default,
@@ -65,11 +66,7 @@ _PURE = ("aten", "prims")
 
 def kernel_of(node: fx.Node) -> Kernel:
     """Return what Inductor can fuse of `node`."""
-    return _kernel_of_op(node.target) if _is_op(node) else Kernel.OPAQUE
-
-
-def _is_op(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload)  # the type of every ATen op has no public name
+    return _kernel_of_op(node.target) if compat.is_op_overload(node.target) else Kernel.OPAQUE
 
 
 @functools.cache
@@ -91,11 +88,11 @@ def runs_once(node: fx.Node) -> bool:
     is no plain operator, or is what the user's checkpoint policy saves. A node that takes a dynamic size is not moved
     to the other half either.
     """
-    if not _is_op(node):
+    if not compat.is_op_overload(node.target):
         return not is_number(node)
     if node.target.namespace not in _PURE:
         return True
-    schema = node.target._schema  # pyright: ignore
+    schema = compat.schema_of(node.target)
     is_random = _may_be_random(node.target) and _dropout_p(node) != 0.0
     is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     return is_random or is_saved or schema.is_mutable or any(is_number(source) for source in node.all_input_nodes)
@@ -103,7 +100,7 @@ def runs_once(node: fx.Node) -> bool:
 
 def _dropout_p(node: fx.Node) -> object:
     """Return by how much an attention kernel drops; None for an op that takes no such argument."""
-    for place, argument in enumerate(node.target._schema.arguments):
+    for place, argument in enumerate(compat.schema_of(node.target).arguments):
         if argument.name == "dropout_p":
             default = node.kwargs.get("dropout_p", argument.default_value)
             return node.args[place] if place < len(node.args) else default
@@ -113,9 +110,7 @@ def _dropout_p(node: fx.Node) -> object:
 def overwritten_input(node: fx.Node) -> fx.Node | None:
     """Return the input whose memory a functional scatter takes for its result, or None: Inductor writes into a
     value nobody else reads."""
-    name = getattr(node.target, "_opname", "")
-    writes_into_first = node.target in _WRITES_INTO_FIRST or name == "_unsafe_masked_index_put_accumulate"
-    if not writes_into_first or not isinstance(node.args[0], fx.Node):
+    if node.target not in _WRITES_INTO_FIRST or not isinstance(node.args[0], fx.Node):
         return None
     base = node.args[0]
     return base if len(base.users) == 1 and base.op == "call_function" else None

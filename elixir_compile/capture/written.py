@@ -153,7 +153,8 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
         if not is_only_writing:
             return op(*args, **kwargs)
         # The fake tensors stay as the capture left them: `set_` and `t_` would change their shape or memory.
-        return None if not op._schema.returns else written[0] if len(op._schema.returns) == 1 else tuple(written)
+        num_returns = len(compat.schema_of(op).returns)
+        return None if num_returns == 0 else written[0] if num_returns == 1 else tuple(written)
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), example_of)
     function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
@@ -172,7 +173,7 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
 
 def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], bool]:
     """Return the arguments that `op` writes, and whether it does nothing else."""
-    schema = op._schema
+    schema = compat.schema_of(op)
     if not schema.is_mutable:
         return [], False
     written = [
@@ -184,7 +185,7 @@ def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
 
 def _argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(compat.schema_of(op).arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name)
     return None
