@@ -1,4 +1,4 @@
-"""Add the parameters that only other ranks use to the capture of this rank.
+"""Add the parameters of other ranks' graphs to the capture of this rank.
 
 ```text
   forward   w = parameter(key)                  no op reads it, but the parameter is gathered all the same

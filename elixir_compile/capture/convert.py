@@ -49,7 +49,7 @@ class Captured:
 
 
 def ops_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of `graph` that become ops of the `StepGraph`, in order.
+    """Return the nodes of `graph` for the ops of the `StepGraph`, in order.
 
     A view is no op: it computes nothing, takes no memory, and stays with its base. The exception is a view of a
     parameter among the outputs of the step.
@@ -79,13 +79,13 @@ def op_id(phase: Phase, node: fx.Node) -> OpId:
 def step_graph(captured: Captured, values: Mapping[str, int]) -> StepGraph:
     """Return the `StepGraph` of `captured` at the sizes `values`, by the symbols of dynamic shapes.
 
-    A symbol that `values` lacks has its value at the capture.
+    A symbol outside of `values` has its value at the capture.
     """
     return _Builder(captured, values).build()
 
 
 def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
-    """Return `step` with the parameters `siblings`, which no op reads but whose bucket has a parameter that is read."""
+    """Return `step` with the parameters `siblings`, which no op reads but whose bucket is gathered."""
     unread = [
         Storage(id=StorageId(slot.name), nbytes=slot.nbytes, kind=Kind.PARAM, dtype=_dtype(slot.param))
         for slot in siblings
@@ -190,7 +190,7 @@ class _Builder:
     def _start_tangents(self, first: int) -> None:
         """Make the tangents, inputs of the backward alone, results of its first op, which has the index `first`.
 
-        Autograd makes the tangents at that time and frees them after their last use.
+        Autograd makes the tangents then and frees them after their last use.
         """
         tangents = [
             d for d in self.drafts.values() if d.kind is Kind.INPUT and d.id.startswith(_PREFIX[Phase.BACKWARD])
@@ -202,7 +202,7 @@ class _Builder:
                 draft.kind = Kind.TEMP
 
     def _mark_gradients(self, backward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
-        """Set the kind of each temporary storage that holds a parameter's gradient to GRAD.
+        """Set the kind of each temporary storage with a parameter's gradient to GRAD.
 
         If a parameter has several gradients, they stay several storages.
         """
@@ -245,7 +245,7 @@ class _Builder:
         return (storage,)
 
     def _enter(self, node: fx.Node, kind: Kind, by_key: dict[int, StorageId], phase: Phase) -> tuple[StorageId, ...]:
-        """Return the storages of the tensors of `node`, after adding the ones that are new."""
+        """Return the storages of the tensors of `node`, after adding new ones."""
         found: list[StorageId] = []
         for index, value in enumerate(_tensors(node)):
             key = compat.storage_key(value)
@@ -302,7 +302,7 @@ class _Builder:
 
 
 def _target(node: fx.Node) -> str:
-    """Return the name of the function that `node` calls, without the address that Python would print."""
+    """Return the name of the target of `node`, without the address from Python's `str`."""
     return f"{node.target.__module__}.{node.target.__name__}" if inspect.isroutine(node.target) else str(node.target)
 
 

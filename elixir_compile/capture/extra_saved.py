@@ -1,6 +1,6 @@
 """Add extra saved values to a capture, because a later plan of the same capture may save more than the first plan.
 
-The list of saved values is fixed when the joint graph is partitioned, so the extra values are added at that time.
+The list of saved values is fixed when the joint graph is partitioned, so the extra values are added then.
 
 ```text
   forward   return loss, ticket, SPARES..., saved..., sizes..., SPARE SIZES...
@@ -8,10 +8,10 @@ The list of saved values is fixed when the joint graph is partitioned, so the ex
 ```
 
 An extra value, a spare, has no reader in the backward, so the step is the same with and without it. A program returns
-an empty tensor at each position that its plan does not keep, so a spare that no plan keeps costs nothing. Spares are
+an empty tensor at each position not kept by its plan, so a spare outside of all plans costs nothing. Spares are
 
   the storages from which a layer may be recomputed and which the capture did not save (`is_input` groups),
-  the caller's inputs that a recomputed op may read,
+  the caller's inputs of recomputed ops,
   another view of a saved storage, if a recomputed op reads a view to which no saved view of the storage leads.
 """
 
@@ -46,7 +46,7 @@ def _saved_positions(captured: Captured) -> tuple[fx.Node, ...]:
 
 
 def _spare_numbers(captured: Captured, saved: list[fx.Node]) -> list[fx.Node]:
-    """Return the sizes that views of the forward take and that are not saved yet."""
+    """Return the sizes taken by views of the forward and not saved yet."""
     views = [node for node in captured.forward.graph.nodes if node.op == "call_function" and is_view(node)]
     read = dict.fromkeys(source for view in views for source in view.all_input_nodes if is_number(source))
     return [node for node in read if node not in saved]

@@ -51,7 +51,7 @@ for _marker in (gradient, ticket):
 
 @dataclass(slots=True)
 class _Hidden:
-    """The parameters and gradients that were taken out of a joint graph."""
+    """The parameters and gradients taken out of a joint graph."""
 
     keys: dict[str, int] = field(default_factory=dict)
     """The key of each parameter, by the name of the placeholder in its place."""
@@ -64,7 +64,7 @@ class _Hidden:
 
 
 def gather_keys(graph: fx.Graph) -> list[int]:
-    """Return the keys of the parameters that `graph` gathers, in order of first use."""
+    """Return the keys of the parameters gathered in `graph`, in order of first use."""
     return list(dict.fromkeys(node.args[3] for node in graph.find_nodes(op="call_function", target=GATHER)))
 
 
@@ -78,7 +78,7 @@ def partition_hidden(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition `joint` as if each parameter were one input; forward and backward read the parameters through markers.
 
-    `keys` maps the position of each input that is a parameter to the key of the parameter. `options` are the
+    `keys` has the key of each parameter among the inputs, by position. `options` are the
     partitioner's own: `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
     """
     hidden = _hide(joint, options["num_fwd_outputs"], keys)
@@ -96,7 +96,7 @@ def partition_hidden(
 
 
 def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Rename the backward's inputs that are states of the random generator as the forward names them.
+    """Give random generator states the same names among the backward's inputs as in the forward.
 
     The partitioner saves a state for each random op of a `checkpoint` region. Unlike for other saved values, it names
     the backward's inputs by a count: `rng_state_output_0`. Both halves have them in the same order.
@@ -118,7 +118,7 @@ def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
 def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
     """Make an inference graph read each parameter through one marker, instead of by gathers or as an input.
 
-    `keys` maps the position of each input that is a parameter to the key of the parameter.
+    `keys` has the key of each parameter among the inputs, by position.
     """
     graph, first = module.graph, first_op(module.graph)
     for node, position in compat.inputs_at(graph, keys).items():
@@ -142,7 +142,7 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) 
     reads |= {node: node.args[3] for node in gathers}
     inputs: dict[int, fx.Node] = {}
     last = primals[-1]
-    # In the order of the keys, so that the step does not depend on the order of the reads.
+    # In the order of the keys, so the step does not depend on the order of the reads.
     for read, key in sorted({key: (read, key) for read, key in reads.items()}.values(), key=lambda found: found[1]):
         with graph.inserting_after(last):
             last = inputs[key] = graph.placeholder(f"elixir_parameter_{key}")
@@ -162,7 +162,7 @@ def _turn_gradients_into_extra_outputs(
 ) -> None:
     """Move the gradients of all parameters behind the other outputs, in the order in which they are computed.
 
-    The parameters are the inputs `given`, and the ones that `graph` gathers.
+    The parameters are the inputs `given` and the gathered parameters.
     """
     output = graph.output_node()
     outputs = list(output.args[0])
@@ -189,7 +189,7 @@ def _turn_gradients_into_extra_outputs(
 
 
 def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return `roots` and all nodes that depend on them but the output node.
+    """Return `roots` and all nodes computed from them, without the output node.
 
     From the reduces on, these are the sums of the one-element gradients of handles.
     """
@@ -251,8 +251,8 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
 def _view_chain(node: object, names: Collection[str], saved: Collection[fx.Node]) -> list[fx.Node] | None:
     """Return a hidden parameter's placeholder and the views that lead from it to the saved `node`.
 
-    Return None if `node` is no such view, or if the views take a dynamic size that is not saved too, because the
-    backward could not make the views again.
+    Return None if `node` is no such view, or if the views take an unsaved dynamic size, because the backward could
+    not make the views again.
     """
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node):
@@ -272,7 +272,7 @@ def _rebuild_view(
 ) -> fx.Node:
     """Make the saved view again in the backward, in front of the node `before`; return the first new node.
 
-    A view that is saved would keep the whole gathered bucket alive. `sizes` are the inputs that are sizes, by name.
+    A saved view would keep the full gathered bucket alive. `sizes` are the sizes among the inputs, by name.
     """
     base, *views = hidden.saved_views[saved.name]
     with graph.inserting_before(before):

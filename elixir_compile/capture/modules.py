@@ -1,4 +1,4 @@
-"""Make the parameters of modules read as gathers, undo that, and find the models that hold a parameter."""
+"""Make the parameters of modules read as gathers, undo it, and find the models of parameters."""
 
 import copyreg
 import gc
@@ -21,7 +21,7 @@ from elixir_compile.ops.sites import Sites
 
 
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules in the process that hold any of `params`."""
+    """Return the outermost modules in the process with any of `params`."""
     modules = [
         thing
         for thing in gc.get_objects()
@@ -47,7 +47,7 @@ _READS_DIRECTLY = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
 
 
 class Owner(Protocol):
-    """The members of an executor that a swapped module uses."""
+    """The interface of an executor for swapped modules."""
 
     device: torch.device
     sites: Sites
@@ -93,7 +93,7 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
 def read_plainly(module: nn.Module, names: Collection[str]) -> None:
     """Make the parameters `names` of a swapped module read as plain parameters again.
 
-    The module gets a new class, so that Dynamo captures each graph that reads the module again.
+    The module gets a new class, so Dynamo captures its graphs again.
     """
     base = type(module).__bases__[0]
     namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
@@ -117,7 +117,7 @@ def executor_of(model: nn.Module) -> Any:
 
 
 def undo_swap(module: nn.Module) -> None:
-    """Give `module` the class that it had before `swap`. Its parameters stay on their devices."""
+    """Give `module` its class from before `swap`. Its parameters stay on their devices."""
     swapped = _swapped_class(module)
     (base,) = swapped.__bases__
     if type(module) is swapped:
@@ -131,7 +131,7 @@ def undo_swap(module: nn.Module) -> None:
 
 
 def retire(sites: Sites) -> None:
-    """Mark `sites` outdated: Dynamo captures each graph that reads them again before it runs another forward."""
+    """Mark `sites` outdated: Dynamo captures each graph with them again before its next forward."""
     if sites.is_outdated:
         return
     sites.is_outdated = True
@@ -185,7 +185,7 @@ def _gathered(name: str, slot: Slot) -> property:
     return property(read, write)
 
 
-@torch.compiler.disable  # between the graphs of a model that breaks, Dynamo would compile the gate
+@torch.compiler.disable  # between the graphs of a model with graph breaks, Dynamo would compile the gate
 def _copy_for_eager_code(executor: Owner, slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
     """Return a copy of the slot's parameter on the device, of `size` and `stride`.
 

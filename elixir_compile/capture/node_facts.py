@@ -42,7 +42,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def example_of(node: fx.Node) -> object:
-    """Return the example value that Dynamo gave `node`, with fake tensors for tensors; None if it has none."""
+    """Return Dynamo's example value of `node`, with fake tensors for tensors; None if it has none."""
     return node.meta.get("example_value")
 
 

@@ -65,7 +65,7 @@ _PURE = ("aten", "prims")
 
 
 def kernel_of(node: fx.Node) -> Kernel:
-    """Return the kind of kernel that Inductor makes for `node`, which says with which nodes it can fuse."""
+    """Return the kind of Inductor's kernel for `node`, by which it can be fused or not."""
     return _kernel_of_op(node.target) if compat.is_op_overload(node.target) else Kernel.OPAQUE
 
 
@@ -85,8 +85,8 @@ def runs_once(node: fx.Node) -> bool:
     """Return whether `node` must not be recomputed.
 
     It must not if it draws random numbers, writes an input, is no operator of `aten` or `prims`, or is saved by the
-    user's checkpoint policy. Inductor's random ops may run again, because they read saved seeds. A node that takes a
-    dynamic size is not recomputed either.
+    user's checkpoint policy. Inductor's random ops may run again, because they read saved seeds. A node with a
+    dynamic size among its inputs is not recomputed either.
     """
     if not compat.is_op_overload(node.target):
         return not is_number(node)

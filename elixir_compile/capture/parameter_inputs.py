@@ -4,12 +4,12 @@
     after    v = placeholder;  ...;  w = placeholder
 
 AOTAutograd takes 7.5 ms to trace a gather and its gradient; an input costs nothing. Each gather becomes a separate
-input: the last gather of a handle takes the place of the handle, the others come behind all inputs. So a parameter that
-is read twice has two gradients, and neither is kept until the other is computed. `capture/joint.py` turns these inputs
+input: the last gather of a handle takes the place of the handle, the others come behind all inputs. So a parameter with
+two reads has two gradients, and neither is kept until the other is computed. `capture/joint.py` turns these inputs
 into markers. A call of the compiled graph passes the handle for each of them, and no op reads it.
 
 Two kinds of gathers stay as they are: gathers in the graphs that nodes run, such as the inside of a `checkpoint`, and
-gathers of parameters that share memory with an output, because AOTAutograd would make such an output from the input,
+gathers of parameters in the memory of an output, because AOTAutograd would make such an output from the input,
 which is a handle.
 """
 
@@ -82,7 +82,7 @@ def _fake_parameter(gather: fx.Node) -> torch.Tensor:
 def with_handles(gm: fx.GraphModule, examples: Sequence[Any], keys: Mapping[int, int]) -> list[Any]:
     """Return the example inputs of AOTAutograd's `gm`, with handles at the positions `keys`.
 
-    Called for a graph that reads no parameter: its compiled code may still check the shape of an input.
+    Called for a graph without parameters: its compiled code may still check the shape of an input.
     """
     given = list(examples)
     places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}

@@ -85,13 +85,13 @@ def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.
 
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """Return the graphs that `node` of `gm` runs, such as the inside of a `checkpoint`."""
+    """Return the graphs run by `node` of `gm`, such as the inside of a `checkpoint`."""
     found = [getattr(gm, source.target, None) for source in node.all_input_nodes if source.op == "get_attr"]
     return [body for body in found if isinstance(body, fx.GraphModule)]
 
 
 def gathers_of(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return the gathers in `gm` and in the graphs that its nodes run."""
+    """Return the gathers in `gm` and in the graphs run by its nodes."""
     inside = [gather for node in gm.graph.nodes for body in bodies_of(gm, node) for gather in gathers_of(body)]
     return [*gm.graph.find_nodes(op="call_function", target=GATHER), *inside]
 
@@ -115,7 +115,7 @@ def _replace_gathers(gm: fx.GraphModule, slot: Slot, full: fx.Node) -> None:
 
 
 def _placeholder_of(gm: fx.GraphModule, slot: Slot) -> fx.Node:
-    """Return an input of `gm` that is a handle for gathers of `slot`, in `gm` or in a graph that its nodes run."""
+    """Return a handle for gathers of `slot`, in `gm` or in a graph run by its nodes, among the inputs of `gm`."""
     handles = _handles_of(gm, slot)
     found = [node for node in gm.graph.find_nodes(op="placeholder") if id(example_of(node)) in handles]
     if not found:
@@ -126,13 +126,13 @@ def _placeholder_of(gm: fx.GraphModule, slot: Slot) -> fx.Node:
 def _handles_of(gm: fx.GraphModule, slot: Slot) -> set[int]:
     """Return the ids of the fake handles by which `gm` gathers `slot`.
 
-    A graph and the graphs that its nodes run have the same fake tensor for a handle.
+    A graph and the graphs run by its nodes have the same fake tensor for a handle.
     """
     return {id(example_of(gather.args[0])) for gather in gathers_of(gm) if gather.args[3] == slot.key}
 
 
 def read_functionally(gm: fx.GraphModule) -> Slot | None:
-    """Return the slot of a parameter that a Dynamo graph gathers inside of `torch.func.functional_call`, or None.
+    """Return the slot of a parameter gathered inside of `torch.func.functional_call` in a Dynamo graph, or None.
 
     The call puts another tensor in the place of the parameter, but Dynamo traces the call, and the swapped module
     gathers the parameter instead of reading that tensor.
@@ -144,7 +144,7 @@ def read_functionally(gm: fx.GraphModule) -> Slot | None:
 
 
 def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Rewired:
-    """Replace each input of `gm` that is a parameter with a slot by a handle and gathers. `gm` is changed in place."""
+    """Replace each parameter with a slot among the inputs of `gm` by a handle and gathers, in place."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     fake_mode = compat.fake_mode_of(node.meta.get("example_value") for node in placeholders)
     inputs, handles = list(example_inputs), {}

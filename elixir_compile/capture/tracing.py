@@ -24,7 +24,7 @@ from elixir_compile.ops.registry import slot_by_key
 def collector_off() -> Iterator[None]:
     """Pause the garbage collector of the process inside, and restore its state, also after an exception.
 
-    A capture makes about a million objects that all stay, and each collection visits them again: without collections
+    A capture makes about a million objects, which all stay, and each collection visits them again: without collections
     the plan of 32 layers of Llama takes 21.7 s instead of 24.3 s. Inside another pause, on this thread or another, the
     context changes nothing.
     """
@@ -84,7 +84,7 @@ def trace_step(
 def captured_step(
     name: str, forward: fx.GraphModule, backward: fx.GraphModule | None, *, num_outputs: int, inner: str
 ) -> Captured:
-    """Return the capture of `forward` and `backward`, with the names of the parameters that they read."""
+    """Return the capture of `forward` and `backward`, with the names of their parameters."""
     halves = [half for half in (forward, backward) if half is not None]
     _name_inputs(halves)
     markers = [node for half in halves for node in half.graph.find_nodes(op="call_function", target=parameter)]

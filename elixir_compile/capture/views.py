@@ -16,7 +16,7 @@ _VIEWS_BEYOND_SCHEMAS = (operator.getitem, torch.ops.aten._unsafe_view.default)
 def viewed(node: fx.Node) -> fx.Node | None:
     """Return the node of which `node` is a view, or None if `node` is no view.
 
-    With dynamic shapes, the sizes that a view takes are inputs of the node too: `view(x, [s0, 64])`.
+    With dynamic shapes, the sizes of a view are inputs of the node too: `view(x, [s0, 64])`.
     """
     if node.target not in _VIEWS_BEYOND_SCHEMAS and not getattr(node.target, "is_view", False):
         return None
@@ -30,7 +30,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def view_chain(node: fx.Node) -> list[fx.Node]:
-    """Return `node`, the node of which it is a view, and so on, to the node that owns the memory."""
+    """Return `node`, the node of which it is a view, and so on, to the owner of the memory."""
     found = [node]
     while (base := viewed(found[-1])) is not None:
         found.append(base)
@@ -68,7 +68,7 @@ class Path:
 def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Container[str]) -> Path | None:
     """Return the shortest path from an available value to `wanted`, a node of the forward; None if there is no path.
 
-    `there` has the available nodes, by the node that owns their memory. `numbers` has the names of the available
+    `there` has the available nodes, by the owner of their memory. `numbers` has the names of the available
     dynamic sizes.
     """
     chain_of_wanted = view_chain(wanted)
@@ -87,7 +87,7 @@ def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Co
 
 
 def by_owner(nodes: "list[fx.Node] | tuple[fx.Node, ...]") -> dict[fx.Node, list[fx.Node]]:
-    """Return `nodes` grouped by the node that owns the memory of each."""
+    """Return `nodes` grouped by the owner of their memory."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         found.setdefault(view_chain(node)[-1], []).append(node)
@@ -110,7 +110,7 @@ def inverse(view: fx.Node) -> tuple[Callable[..., object], tuple[object, ...]]:
 def example_of(node: fx.Node, base: fx.Node | None = None) -> object:
     """Return new fake tensors like the values of `node`: views of the values of `base`, or with separate memory.
 
-    They are the values of a node that takes the place of `node` in the backward. The partitioner may have recomputed
+    They are for a node in place of `node` in the backward. The partitioner may have recomputed
     `node` there with the same fake tensors, and two values with one storage would count as views of each other.
     """
     known: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Find the parameters that Dynamo's graph writes. They cannot be gathers, because a gather returns a copy.
+"""Find the parameters written by Dynamo's graph. They cannot be gathers, because a gather returns a copy.
 
     weight.clamp_(-1, 1)                 embedding(ids, weight, max_norm=1.0)          weight.data = ...
     torch.mul(a, b, out=weight)          torch._foreach_lerp_(targets, sources, 0.01)
@@ -51,7 +51,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
     A parameter must be an input if `gm` writes it, if `gm` returns it to eager code behind a graph break, which may
     write it, if its gradient is sparse, or if an earlier graph made it an input.
 
-    Raises UnsupportedModel for a parameter that is written with gradients on, which eager PyTorch refuses.
+    Raises UnsupportedModel for a write to a parameter with gradients on, which eager PyTorch refuses.
     """
     found = _Found()
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -73,7 +73,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
 
 
 def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
-    """Return the slots of the parameters in `params` that `gm` gathers, each with the reason of the parameter."""
+    """Return the slots of `params` gathered in `gm`, each with the reason of the parameter."""
     reasons = {id(param): reason for param, reason in params}
     slots = dict.fromkeys(slot_by_key(node.args[3]) for node in (gathers_of(gm) if reasons else ()))
     return {slot: reasons[id(slot.param)] for slot in slots if id(slot.param) in reasons}
@@ -91,7 +91,7 @@ def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
         if not taken or bodies or node.op == "output":
             continue
         if compat.is_higher_order(node.target):
-            # Such a function may write any input, as a Triton kernel does: it has no schema that says which.
+            # Such a function may write any input, as a Triton kernel does: it has no schema.
             found.mark(frozenset().union(*(found.roots[source] for source in taken)), _reason(node))
         elif _may_write(node):
             _call(node, taken, found, is_grad_on=is_grad_on)
@@ -129,7 +129,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on: bool) -> None:
-    """Call `node` on fake tensors, and mark the parameters that it writes."""
+    """Call `node` on fake tensors, and mark the written parameters."""
     by_object = {id(leaf): found.roots[source] for source in taken for leaf in tensors_of(source)}
     by_storage: dict[int, _Roots] = {}
     for source in taken:
@@ -173,7 +173,7 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
 
 
 def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """Return the arguments that `op` writes, and whether all its results are such arguments."""
+    """Return the arguments written by `op`, and whether all its results are such arguments."""
     schema = compat.schema_of(op)
     if not schema.is_mutable:
         return [], False

@@ -1,8 +1,8 @@
 """Every use of a private or version-dependent name of torch, each with the versions it was checked on.
 
 A docstring here names the torch versions, and says after "Gone:" what happens if the name is missing. Private names
-are imported by the function that uses them, so a name that torch renames breaks that function and not the import of
-the package. No other package uses `torch._*`; `tests/house/test_names.py` has the exceptions, each with its reason.
+are imported by the function that uses them, so a renamed name of torch breaks its function and not the import of the
+package. No other package uses `torch._*`; `tests/house/test_names.py` has the exceptions, each with its reason.
 """
 
 from elixir_compile.compat.aot_graphs import gradients_at as gradients_at

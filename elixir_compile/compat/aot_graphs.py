@@ -1,4 +1,4 @@
-"""The inputs and gradients of AOTAutograd's graphs, by the positions that the inputs had in the graph it was given."""
+"""The inputs and gradients of AOTAutograd's graphs, by the positions of inputs in the graph it was given."""
 
 from collections.abc import Collection
 from typing import Any
@@ -7,7 +7,7 @@ from torch import fx
 
 
 def inputs_at(graph: fx.Graph, positions: Collection[int]) -> dict[fx.Node, int]:
-    """Return the inputs of AOTAutograd's `graph` that had one of `positions` in the graph it was made from.
+    """Return the inputs of AOTAutograd's `graph` with one of `positions` in the graph it was made from.
 
     Each input comes with its position. Inputs of a backward graph have no position.
 
@@ -25,7 +25,7 @@ def inputs_at(graph: fx.Graph, positions: Collection[int]) -> dict[fx.Node, int]
 
 
 def gradients_at(graph: fx.Graph, positions: Collection[int]) -> dict[int, int]:
-    """Return the indices of the outputs of joint `graph` that are gradients of the inputs at `positions`.
+    """Return the indices of gradients of the inputs at `positions` among the outputs of joint `graph`.
 
     Each index comes with the position of the input.
 

@@ -8,7 +8,7 @@ import torch
 
 
 def backward_pass_id() -> int:
-    """Return the number of the backward pass that runs on this thread, -1 if none runs.
+    """Return the number of the running backward pass of this thread, -1 if none runs.
 
     `torch._C._current_graph_task_id`: torch 2.11 to 2.13. Gone: AttributeError at the first backward.
     """
@@ -34,12 +34,12 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
 
 
 class AccumulateNode:
-    """The autograd node that adds to `.grad` of a leaf. Each leaf that requires a gradient has at most one."""
+    """The autograd node that adds to `.grad` of a leaf. A leaf has at most one; it must require a gradient."""
 
     def __init__(self, leaf: torch.Tensor) -> None:
         with torch.enable_grad():
             self._reader = leaf.view_as(leaf).grad_fn
-        # torch 2.13 holds a reference to the Python object of a node that other nodes lead to. `_reader` always leads
+        # torch 2.13 holds a reference to the Python object of a node if other nodes lead to it. `_reader` always leads
         # to this node, so the count below is the same whether or not the user's graph does.
         self._node = self._reader.next_functions[0][0]
 
@@ -51,7 +51,7 @@ class AccumulateNode:
     def is_held_by_others(self) -> bool:
         """Whether other Python code holds the node. Code that registers a hook on it must, or torch frees the node.
 
-        torch keeps a single Python object for a node as long as Python code holds that object: torch 2.11 to 2.13. If
+        torch keeps a single Python object for a node as long as Python code holds the object: torch 2.11 to 2.13. If
         torch made a new object at each access, hooks on the node would be called without a gradient.
         """
         return self.num_references() > _REFERENCES_OF_OURS
@@ -61,7 +61,7 @@ _REFERENCES_OF_OURS = AccumulateNode(torch.zeros(1, requires_grad=True)).num_ref
 
 
 class Asked(Enum):
-    """The use that the running backward has for the gradient of a leaf."""
+    """The use of the gradient of a leaf in the running backward."""
 
     NOT = auto()
     """None: the caller asked for the gradients of other tensors."""

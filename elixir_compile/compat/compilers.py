@@ -1,4 +1,4 @@
-"""Calls into torch that partition a captured graph and compile it, by Inductor or op by op."""
+"""Partition and compile a captured graph by calls into torch, by Inductor or op by op."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -64,7 +64,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
 
 
 def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
-    """Compile `gm` to ATen ops that run one by one, without decompositions, as torch's `aot_eager` does.
+    """Compile `gm` to single ATen ops, without decompositions, as torch's `aot_eager` does.
 
     `torch._dynamo.backends.common.aot_autograd`: torch 2.11 to 2.13. Gone: ImportError at the first capture.
     """
@@ -131,7 +131,7 @@ def lower_with_inductor(
     context.output_strides = []
     apart = _kernels_apart(frozenset(repeated)) if repeated else nullcontext()
     # The backward of GPT-2 124M in one region holds 66 MB more in Inductor's order than in the order of the plan.
-    # With buffer reuse, memory stays allocated until a later value of its size takes it, and no plan counts that.
+    # With buffer reuse, memory stays allocated until a later value of its size takes it, and plans do not count it.
     order = config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False)
     with tracing(context), order, _calls_apart(), kernels.gathered(), best_instructions_only(), apart:
         # No CUDA graphs: they need inputs at fixed addresses.
@@ -200,7 +200,7 @@ def _kernels_apart(repeated: frozenset[str]) -> AbstractContextManager[Any]:
 
 
 def lower_plainly_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
-    """Return `gm` compiled in the contexts that the front end has set, as `torch.compile` does.
+    """Return `gm` compiled in the contexts of the front end, as `torch.compile` does.
 
     `compile_fx_inner`: torch 2.11 to 2.13. Gone: ImportError at the first graph without parameters.
     """

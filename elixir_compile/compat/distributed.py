@@ -20,7 +20,7 @@ def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def scaled_sum(factor: float) -> Any:
-    """Return the NCCL reduction that multiplies the tensor of each rank by that rank's `factor`, and sums.
+    """Return the NCCL reduction that multiplies each rank's tensor by the `factor` of the rank before the sum.
 
     `torch.distributed._make_nccl_premul_sum`: torch 2.11 to 2.13. Gone: AttributeError when ranks weigh gradients.
     """

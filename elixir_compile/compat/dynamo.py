@@ -12,7 +12,7 @@ from torch import fx
 
 
 class _PastLogging(set[Callable[..., Any]]):
-    """The functions whose calls Dynamo drops, with `logging.Logger.warning_once` as soon as that method exists.
+    """The functions whose calls Dynamo drops, with `logging.Logger.warning_once` as soon as the method exists.
 
     transformers adds the method to the class on import, which may be after the import of the backend.
     """
@@ -45,7 +45,7 @@ def trace_past_logging() -> None:
 
 
 def trace_again(reason: str) -> NoReturn:
-    """Make Dynamo drop the graph that a backend is compiling, and trace the frame again on the modules as they are now.
+    """Make Dynamo drop the graph that it is compiling, and trace the frame again on the modules as they are now.
 
     Called by the backend.
 
@@ -64,7 +64,7 @@ def trace_again(reason: str) -> NoReturn:
 
 @contextmanager
 def shapes_apart() -> Iterator[None]:
-    """Make Dynamo forget, inside, the shapes that it saw outside, and the reverse.
+    """Make Dynamo forget, inside, the shapes from outside, and the reverse.
 
     Dynamo makes a size symbolic if it changed between two calls of the same forward, and the shapes of a plan without
     training would count as calls. `torch._dynamo.reset()` would drop the user's compiled code too.
@@ -103,7 +103,7 @@ def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def uncompiled_name(name: str) -> str:
-    """Return the parameter name `name` without the parts that compiled modules add to it.
+    """Return the parameter name `name` without the parts added by compiled modules.
 
     `OptimizedModule._orig_mod`, the part: torch 2.11 to 2.13. Gone: names keep the part under its new name.
     """
@@ -135,7 +135,7 @@ def never_compile_alone(fn: Callable) -> None:
 def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
     """Make Dynamo guard the tensors of `inputs` by identity, on whatever device they are.
 
-    `inputs` maps placeholders of Dynamo's graph to the tensors that are passed for them. Called while Dynamo waits for
+    `inputs` maps placeholders of Dynamo's graph to the tensors passed for them. Called while Dynamo waits for
     the compiled form of that graph. The guard `TENSOR_MATCH` of such a tensor is dropped, because it fails once the
     tensor is on another device. If gradients are on and a tensor requires none, its `requires_grad` is guarded too,
     because the graph computes no gradient of it. Outside of Dynamo, or for a placeholder without a source, no guard
@@ -164,7 +164,7 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
 
 
 def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
-    """Return whether Dynamo guards class attributes of a module that holds one of the parameters `inputs`.
+    """Return whether Dynamo guards class attributes of a module with one of the parameters `inputs`.
 
     `inputs` are placeholders of Dynamo's graph. Called while Dynamo waits for the compiled form of that graph.
 
@@ -208,7 +208,7 @@ def before_each_capture(call: Callable[[], None]) -> None:
 
 
 class _Callback:
-    """A callback of Dynamo that ignores Dynamo's facts about the compilation."""
+    """A callback of Dynamo without use for the facts about the compilation."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call = call

@@ -1,7 +1,7 @@
 """Compile the C++ kernels of Inductor: each different kernel once, several in one translation unit, in parallel.
 
 Inductor runs g++ once for each kernel: 0.8 to 1.2 CPU seconds. Of these, 0.66 are spent on an empty function too, to
-read the precompiled header and to link. A step that is cut into regions has many small kernels, and different regions
+read the precompiled header and to link. A step in regions has many small kernels, and different regions
 have equal kernels.
 """
 
@@ -84,7 +84,7 @@ class Kernels:
     def gathered(self) -> Iterator[None]:
         """Collect the C++ kernels that Inductor makes inside; each is compiled by `start`, or at its first call.
 
-        The kernels of another thread that compiles at the same time are collected too.
+        Kernels of other threads are collected too.
 
         `AsyncCompile.cpp_pybinding`, `.wait`: checked on torch 2.13. Gone: AttributeError at the first region.
         """

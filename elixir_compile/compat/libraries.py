@@ -1,4 +1,4 @@
-"""Find the libraries of compiled C++ kernels that earlier processes left, and the vector instructions to use."""
+"""Find the libraries of C++ kernels from earlier processes, and the vector instructions to use."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from elixir_compile.folders import write_cached
 def best_instructions_only() -> Iterator[None]:
     """Make Inductor stop at the first instruction set that works, the widest first.
 
-    Inductor uses that set too, but compiles and loads a small library for each set of the processor before: on a
+    Inductor uses the same set, but compiles and loads a small library for each set of the processor before: on a
     machine with AVX-512 and empty caches, six g++ runs of 9 CPU seconds, while three runs of 3 CPU seconds find the
     same set. If the user names a set by `ATEN_CPU_CAPABILITY` or `config.cpp.simdlen`, nothing is changed.
 
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 def source_key(argtypes: Sequence[str], source: str, command_line: str) -> str:
-    """Return a key that differs if the kernel or its `command_line` differs.
+    """Return a key of the kernel and its `command_line`.
 
     `torch._inductor.codecache.get_hash`: checked on torch 2.13. Gone: ImportError at the first program.
     """
@@ -69,7 +69,7 @@ def source_key(argtypes: Sequence[str], source: str, command_line: str) -> str:
 
 
 def command_line() -> str:
-    """Return the g++ command line of a kernel, with `i` and `o` for the files that g++ reads and writes.
+    """Return the g++ command line of a kernel, with `i` and `o` for the input and output files.
 
     `CppBuilder.get_command_line`, `CppTorchDeviceOptions`, `pick_vec_isa`, `cpp_compile_command_flags`: checked on
     torch 2.13. Gone: ImportError, TypeError or AttributeError at the first program.
@@ -100,7 +100,7 @@ def note_place(key: str, place: Place) -> None:
 
 
 def _path(key: str) -> Path:
-    """Return the file that records the place of the kernel `key`, in the same cache folder as the libraries.
+    """Return the file with the place of the kernel `key`, in the same cache folder as the libraries.
 
     `torch._inductor.runtime.cache_dir_utils.cache_dir`: checked on torch 2.13. Gone: ImportError at the first program.
     """

@@ -34,7 +34,7 @@ def no_names_of_lines() -> Iterator[None]:
 
 @contextmanager
 def templates_when_used() -> Iterator[None]:
-    """Make modules of Inductor that are imported inside compile each kernel template at its first use.
+    """Make modules of Inductor, if imported inside, compile each kernel template at its first use.
 
     A capture uses no template, and compiling all of them takes 0.15 CPU seconds.
 
@@ -58,7 +58,7 @@ def templates_when_used() -> Iterator[None]:
 
 
 class _Template:
-    """A kernel template that is compiled from its source when it is first rendered."""
+    """A kernel template, compiled from its source at its first rendering."""
 
     def __init__(self, compiled: Callable[[str], Any], source: str) -> None:
         self._compiled = compiled

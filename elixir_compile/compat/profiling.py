@@ -12,7 +12,7 @@ def is_profiling() -> bool:
 
 
 def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, int]]:
-    """Return (time, address, bytes) for each block that the CPU allocator gave out or freed under `profiler`, in order.
+    """Return (time, address, bytes) for each block allocated or freed on the CPU under `profiler`, in order.
 
     Times are ns on the clock of `time.time_ns`. Bytes are negative if the block was freed. The profiler sees only
     threads that inherited it: the caller's and autograd's.
@@ -33,7 +33,7 @@ def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, in
 
 
 def drop_cublas_workspaces() -> None:
-    """Free the workspaces that cuBLAS keeps. Each thread allocates a new workspace at its next matrix product.
+    """Free the workspaces of cuBLAS. Each thread allocates a new workspace at its next matrix product.
 
     `torch._C._cuda_clearCublasWorkspaces`: torch 2.11 to 2.13. Gone: AttributeError at the first capture on CUDA.
     """

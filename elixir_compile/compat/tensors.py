@@ -1,4 +1,4 @@
-"""Storages, symbolic sizes, schemas, and the ops that run on tensors."""
+"""Storages, symbolic sizes, schemas, and ops on tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +26,7 @@ def num_holders(storage: torch.UntypedStorage) -> int:
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return indices and values if `tensor` is sparse, else `tensor` itself, as a list of dense tensors.
 
-    `Tensor._indices`, `_values`, which unlike the public methods work on a tensor that is not coalesced: torch 2.11 to
+    `Tensor._indices`, `_values`, which unlike the public methods do not require a coalesced tensor: torch 2.11 to
     2.13. Gone: AttributeError at the capture of a sparse gradient.
     """
     return [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]

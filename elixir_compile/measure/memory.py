@@ -16,10 +16,10 @@ from elixir_compile.runtime.slab import is_slab_memory
 def peak_bytes(
     resident: Mapping[int, int], freed: Iterable[tuple[int, int]], allocations: Iterable[tuple[int, int, int]]
 ) -> int:
-    """Return the most bytes that were live at once in a step.
+    """Return the peak of live bytes in a step.
 
     `resident` has the bytes of the blocks at the start of the step, by address, and `freed` (time, address) for each
-    resident block that was freed. `allocations` are (time, address, bytes) in order, on the same clock; bytes are
+    freed resident block. `allocations` are (time, address, bytes) in order, on the same clock; bytes are
     negative if the block was freed.
 
     A block is known only by its address. torch reports the end of a resident block only if an earlier profiler saw its
@@ -42,9 +42,9 @@ def peak_bytes(
 
 
 class Resident:
-    """The storages of the CPU tensors that are alive when it is made, without slabs.
+    """The storages of all CPU tensors alive at its creation, without slabs.
 
-    Until `close` it records the storages that are freed.
+    Until `close` it records freed storages.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Resident:
         return sum(self.nbytes_at.values())
 
     def close(self) -> None:
-        """Stop recording storages that are freed."""
+        """Stop recording freed storages."""
         self._watches.clear()
 
     def __enter__(self) -> Self:
@@ -94,7 +94,7 @@ def _cpu_storages() -> Iterator[torch.UntypedStorage]:
 
 def _tensors() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
-        # Not `isinstance`: it reads `__class__`, and lazy modules import themselves if that is read.
+        # Not `isinstance`: it reads `__class__`, and lazy modules import themselves at this read.
         if issubclass(type(thing), torch.Tensor):
             yield thing
             if thing.is_leaf and thing.grad is not None:  # a gradient may have no Python object among those of `gc` yet

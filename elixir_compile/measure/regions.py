@@ -1,9 +1,9 @@
-"""Measure the seconds and bytes of one compiled region on random inputs.
+"""Measure the seconds and bytes of a compiled region on random inputs.
 
 Inputs have the shapes, strides and dtypes of the capture: random floats, and zeros for other dtypes, so that an index
 is always in range. Only the inputs of one region are on the device at a time, so regions of a model that does not fit
-can be measured. The states of random generators are restored. The effect of caches that the previous region warmed is
-not measured.
+can be measured. The states of random generators are restored. The effect of warm caches from the previous region is not
+measured.
 """
 
 import statistics
@@ -26,7 +26,7 @@ _ENOUGH_S = 0.1  # of timed runs: many runs of a short region, `_MIN_RUNS` of a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTime:
-    """The seconds and bytes of one region."""
+    """The seconds and bytes of a region."""
 
     run_s: float
     """Median of several runs, without the first."""

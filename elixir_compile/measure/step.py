@@ -1,4 +1,4 @@
-"""Measure one training step: bytes from the allocators, spans and counts from the executors.
+"""Measure a training step: bytes from the allocators, spans and counts from the executors.
 
 No figure of the planner is used.
 """
@@ -24,7 +24,7 @@ _measuring = threading.Lock()
 
 
 def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Record:
-    """Run `fn`, one training step, once, and return its seconds, bytes, spans and counts.
+    """Run `fn`, a training step, once, and return its seconds, bytes, spans and counts.
 
     `device_peak_bytes` counts all tensors on the device, also those from before the step. On CUDA it is
     `torch.cuda.max_memory_allocated`. On a CPU it is computed from the storages of all live tensors and the memory
@@ -80,7 +80,7 @@ def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:
 
 
 class _Seen:
-    """The spans and counts of all ledgers during one step."""
+    """The spans and counts of all ledgers during a step."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -1,4 +1,4 @@
-"""Find tensors that share memory and so must not be moved one by one, as after `head.weight.data = embed.weight.data`.
+"""Find tensors with shared memory, which must not be moved one by one, as after `head.weight.data = embed.weight.data`.
 
 Views of one storage that do not overlap may move, unless another object holds the storage: the flat buffer of apex, or
 `vector = parameters_to_vector(...)`. A parameter of another model may share the memory too:
@@ -19,7 +19,7 @@ Named = tuple[str, torch.Tensor]
 
 
 def aliases(named: Iterable[Named]) -> dict[str, str]:
-    """Return the names of the tensors that must not move one by one, each with the name of a tensor it shares with.
+    """Return the names of tensors that must move together, each with the name of a tensor in the same memory.
 
     Tensors on `meta` and DTensors are left out.
     """
@@ -36,7 +36,7 @@ def aliases(named: Iterable[Named]) -> dict[str, str]:
 
 
 def held_by_others(named: Iterable[Named]) -> list[str]:
-    """Return the names of the tensors that share memory with a tensor that is not in `named`."""
+    """Return the names of the tensors that share memory with a tensor outside of `named`."""
     with torch.DisableTorchFunctionSubclass():
         groups = _by_storage(named).values()
         return [name for group in groups if _has_other_holders(group) for name, _ in group]
@@ -73,12 +73,12 @@ def _storages_of_other_parameters(held: Mapping[int, Collection[int]]) -> set[in
 
     if not held or not found():
         return set()
-    gc.collect()  # the parameter may belong to a deleted model that is not collected yet
+    gc.collect()  # the parameter may belong to a deleted model, not collected yet
     return found()
 
 
 def _bound_together(group: Sequence[Named]) -> dict[str, str]:
-    """Return the tensors of `group`, all of one storage, that must not move one by one, in the form of `aliases`."""
+    """Return the tensors of `group`, all in one storage, that must move together, in the form of `aliases`."""
     if _has_other_holders(group):
         return {name: next(other for other, _ in group if other != name) for name, _ in group}
     spans = sorted((*_span(tensor), name) for name, tensor in group)

@@ -44,7 +44,7 @@ class EagerReads:
         self._reads.append(_Read(slot.name, weakref.ref(copy), twin, twin._version))
 
     def check(self) -> None:
-        """Raise UnsupportedModel if a copy was written in place; forget the copies that were freed."""
+        """Raise UnsupportedModel if a copy was written in place; forget freed copies."""
         written = next((read for read in self._reads if read.twin._version != read.version), None)
         if written is not None:
             self._reads.clear()

@@ -1,4 +1,4 @@
-"""The autograd node between parameters and the handles that stand for them in captured graphs.
+"""The autograd node between parameters and their handles in captured graphs.
 
     w, b   -->  gate  -->  handle of w, handle of b  -->  gather ...  -->  loss
 
@@ -23,7 +23,7 @@ from elixir_compile.ops.registry import GradientSink, Slot
 
 
 class Gate:
-    """Handles of `slots` that lead autograd to the parameters. All slots belong to one executor."""
+    """Handles of `slots`, through which autograd reaches the parameters. All slots belong to the same executor."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
@@ -102,10 +102,8 @@ class Gate:
 
     def _connect(self) -> None:
         owner = self.slots[0].sink
-        with (
-            torch.DisableTorchFunctionSubclass(),
-            torch.enable_grad(),
-        ):  # reads no value, so it need not wait for a queued update
+        # `DisableTorchFunctionSubclass`, because nothing here reads a value, so it need not wait for a queued update.
+        with torch.DisableTorchFunctionSubclass(), torch.enable_grad():
             trained = [slot for slot in self.slots if slot.param.requires_grad]
             made: dict[int, torch.Tensor] = {}
             for slot in trained:
@@ -132,9 +130,8 @@ class _GateNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.slots = [weakref.ref(slot) for slot in slots]
         ctx.gradients = weakref.ref(gradients)
-        memory: dict[
-            torch.dtype, torch.Tensor
-        ] = {}  # no op reads a handle, so all handles of a dtype share one element
+        # No op reads a handle, so all handles of a dtype share an element.
+        memory: dict[torch.dtype, torch.Tensor] = {}
         for slot in slots:
             if slot.param.dtype not in memory:
                 memory[slot.param.dtype] = torch.zeros(1, dtype=slot.param.dtype, device=slot.device)

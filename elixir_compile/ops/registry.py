@@ -1,7 +1,7 @@
 """Find the slot of a parameter, by its key in captured graphs or by the `Parameter` itself.
 
-A slot connects one parameter of a prepared model with its executor. The maps hold slots weakly: a slot lives as long as
-its executor, and the executor as long as the modules that it prepared.
+A slot connects a parameter of a prepared model with its executor. The maps hold slots weakly: a slot lives as long as
+its executor, and the executor as long as its prepared modules.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from elixir_compile.ops.shards import full_tensor, is_dtensor, is_sharded, own_p
 
 
 class GradientSink(Protocol):
-    """The part of an executor that receives the gradients of its parameters."""
+    """The receiver of the gradients of an executor's parameters."""
 
     sentinel: torch.Tensor
     """A leaf to which all gates of the executor lead, and which the user never has.
@@ -29,7 +29,7 @@ class GradientSink(Protocol):
     Autograd runs its accumulate node only in a backward for the gradients of all leaves."""
 
     def accumulate(self, slot: "Slot", grad: torch.Tensor) -> None:
-        """Add `grad` to the gradient of the slot's parameter if this backward computes that gradient."""
+        """Add `grad` to the gradient of the slot's parameter if this backward computes it."""
         ...
 
     def hand_over(self, slots: "Sequence[Slot | None]") -> "Sequence[torch.Tensor | None]":
@@ -38,7 +38,7 @@ class GradientSink(Protocol):
 
 
 class SlotOwner(Protocol):
-    """The members of an executor that a slot uses."""
+    """The interface of an executor for slots."""
 
     gradients: GradientSink
     generation: int
@@ -49,13 +49,13 @@ class SlotOwner(Protocol):
         ...
 
     def await_update(self, slot: "Slot") -> None:
-        """Wait for a queued update of the slot's bucket; after that its parameters can be read."""
+        """Wait for a queued update of the slot's bucket; then its parameters can be read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """The optimizer state of one parameter."""
+    """The optimizer state of a parameter."""
 
     group: int
     """The index of the parameter group, counted over all optimizers."""
@@ -63,7 +63,7 @@ class ParamState:
 
 
 class StateOwner(Protocol):
-    """The members of a hybrid optimizer that the planner and the executor use."""
+    """The interface of a hybrid optimizer for the planner and the executor."""
 
     @property
     def places_state(self) -> bool:
@@ -79,7 +79,7 @@ class StateOwner(Protocol):
         ...
 
     def landed(self, params: Sequence[torch.Tensor], arrived: "torch.cuda.Event | None") -> None:
-        """Note that this backward published the gradients of `params`, all of a bucket that it also updates.
+        """Note that this backward, which also updates the bucket of `params`, published their gradients.
 
         The gradients are in memory after the event `arrived`, or now if it is None.
         """
@@ -87,7 +87,7 @@ class StateOwner(Protocol):
 
 
 class Slot:
-    """The place of one parameter of a prepared model, with its handles, its autograd node and its executor."""
+    """The place of a parameter of a prepared model, with its handles, its autograd node and its executor."""
 
     __slots__ = ("__weakref__", "_handles", "_made_as", "_node", "device", "key", "name", "param", "sink")
 
@@ -144,13 +144,13 @@ class Slot:
 
     @property
     def version(self) -> int:
-        """A number that grows with every write to the parameter."""
+        """A number that grows with each write to the parameter."""
         return version(self.param)
 
     def whole(self) -> torch.Tensor:
         """Return the gathered parameter on the compute device, detached.
 
-        The result is an alias of the parameter if that is on the device and not sharded. If it is sharded, all ranks
+        The result is an alias of a parameter on the device if it is not sharded. If it is sharded, all ranks
         must call this together. Raises RanksDiffer if a rank does another op.
         """
         if is_sharded(self.param):
@@ -159,18 +159,18 @@ class Slot:
         return full_tensor(self.param, self.device)
 
     def handle(self) -> torch.Tensor:
-        """Make a handle, a leaf of one element that stands for the parameter in captured graphs."""
+        """Make a handle: a leaf with a single element, in place of the parameter in captured graphs."""
         requires_grad = self.param.requires_grad
         handle = torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=requires_grad)
         self._handles.append(handle)
         return handle
 
     def find_node(self) -> None:
-        """Look up the autograd node that accumulates the gradient of the parameter. It must require a gradient.
+        """Look up the node that accumulates the gradient of the parameter. It must require a gradient.
 
         torch makes a new node if the parameter moves to another device.
         """
-        self.forget_node()  # the old `AccumulateNode` holds a reference, which the new one would count
+        self.forget_node()  # the old `AccumulateNode` holds a reference, which the new `AccumulateNode` would count
         self._node = compat.AccumulateNode(self.param)
 
     def forget_node(self) -> None:
@@ -193,7 +193,7 @@ class Slot:
         return self._handles
 
     def follow_thaw(self) -> bool:
-        """If the parameter requires a gradient, make all handles require one; return whether any handle changed.
+        """If the parameter requires a gradient, set `requires_grad` of all handles; return whether any handle changed.
 
         If a parameter was frozen instead, graphs still compute its gradient, which is dropped, so nothing changes.
         """
@@ -267,12 +267,12 @@ def follow_all_thaws() -> None:
 
 
 def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
-    """Record that the hybrid optimizer `owner` updates `param`, so a plan may place its state."""
+    """Make the hybrid optimizer `owner` the owner of the state of `param`, so a plan may place the state."""
     _HYBRID[param] = weakref.ref(owner)
 
 
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
-    """Return the state that hybrid optimizers keep for `params`, by the id of the parameter.
+    """Return the state of `params` in hybrid optimizers, by the id of the parameter.
 
     A parameter of another optimizer is left out.
     """
@@ -312,7 +312,7 @@ def _owned(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor
 
 
 def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Increment the versions of the parameters that `optimizer` updated, because fused kernels do not.
+    """Increment the versions of the updated parameters, because fused kernels do not.
 
     Runs after each step of any optimizer. Versions tell stale copies of parameters.
     """

@@ -1,6 +1,6 @@
 """The ops `elixir::gather`, which Dynamo captures for a parameter, and `elixir::reduce`, its backward.
 
-`gather(handle, size, stride, key)` returns the gathered parameter on the compute device. `handle` is a tensor of one
+`gather(handle, size, stride, key)` returns the gathered parameter on the compute device. `handle` is a tensor of a single
 element that carries `requires_grad`, a leaf during capture (see `gate`). The parameter is no input of Dynamo's graph,
 so its device, dtype and placement can change and no guard fails. AOTAutograd gets most parameters as inputs
 (`capture/parameter_inputs.py`) and traces the ops for the others; for tracing, both ops are functional. A compiled
@@ -39,7 +39,7 @@ def _reduce_fake(grad: torch.Tensor, key: int) -> torch.Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.key = inputs[3]
-    # Autograd keeps a parameter alive that is deleted before the backward, so the context keeps the slot. Not during
+    # Autograd keeps a parameter alive if it is deleted before the backward, so the context keeps the slot. Not during
     # tracing: the graph, and with it the slot, would outlive the model.
     ctx.slot = slot_by_key(inputs[3]) if type(inputs[0]) is torch.Tensor else None
 

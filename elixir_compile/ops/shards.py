@@ -1,4 +1,4 @@
-"""Parameters of several ranks: DTensors that are sharded in dimension 0, or replicated if they are small.
+"""Parameters of several ranks: DTensors, sharded in dimension 0, or replicated if they are small.
 
 own_part(param)       the local tensor of this rank, or the parameter itself if it is no DTensor
 as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p`, in the same memory
@@ -52,9 +52,9 @@ def own_grad(param: torch.Tensor) -> torch.Tensor:
 
 
 def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return the shard of `value`, a DTensor or a full tensor, that belongs to this rank's shard of `param`.
+    """Return the shard of `value`, a DTensor or a full tensor, for this rank's shard of `param`.
 
-    A shard that is cut from a full tensor is a copy, so that it does not keep the full tensor alive.
+    A shard of a full tensor is a copy, in order not to keep the full tensor alive.
     """
     if isinstance(value, DTensor):
         return own_part(value)

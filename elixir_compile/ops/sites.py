@@ -1,9 +1,9 @@
-"""Find parameters of a prepared model that the user replaced.
+"""Find replaced parameters of a prepared model.
 
-A graph reads parameters by key, so no guard of Dynamo fails after `module.weight = nn.Parameter(...)`. A site is one
-entry of `module._parameters` with the slot that graphs read for it; `Sites.moved` compares them before each forward.
+A graph reads parameters by key, so no guard of Dynamo fails after `module.weight = nn.Parameter(...)`. A site is an
+entry of `module._parameters` with its slot in graphs; `Sites.moved` compares them before each forward.
 
-    the new parameter has the form of the old one     the slot takes it: graphs, buckets and plans stay as they are
+    the new parameter has the form of the old         the slot takes it: graphs, buckets and plans stay as they are
     any other change                                  the graphs are outdated: the step is captured again
 """
 
@@ -21,7 +21,7 @@ from elixir_compile.ops.shards import has_layout_of
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An entry of `_parameters` of a module, and the slot that graphs read for it."""
+    """An entry of `_parameters` of a module, and its slot in graphs."""
 
     params: dict[str, nn.Parameter | None]
     """The dictionary `_parameters` of the module."""
@@ -32,7 +32,7 @@ class Site:
 
 @dataclass(slots=True)
 class Sites:
-    """The sites of one executor."""
+    """The sites of an executor."""
 
     is_outdated: bool = False
     """Whether a module changed so much that graphs captured before must not run again."""
@@ -54,7 +54,7 @@ class Sites:
         self._num_of_slot.clear()
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules that are still alive, each once."""
+        """Return the live modules, each once."""
         found = (site.module() for site in self._sites)
         return list({id(module): module for module in found if module is not None}.values())
 

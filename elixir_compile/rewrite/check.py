@@ -83,7 +83,7 @@ def _check_releases(program: fx.GraphModule) -> None:
 
 
 def _last_reader(bucket: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
-    """Return the last node that reads the bucket's tensors, which is the box of a region."""
+    """Return the last reader of the bucket's tensors, which is the box of a region."""
     readers = [user for view in bucket.users for user in view.users]
     return max((bucket, *readers), key=position.__getitem__)
 

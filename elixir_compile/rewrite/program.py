@@ -1,6 +1,6 @@
-"""Write the program of one half of a capture under a plan: an FX graph that calls regions and methods of the executor.
+"""Write the program of a half of a capture under a plan: an FX graph of calls of regions and of the executor.
 
-    def forward(self, args):                      # a list; emptied, so that the program has the only references
+    def forward(self, args):                      # a list; emptied, as the program must have the only references
         primals_1 = args[0]; ...; args.clear()
         executor = self.executor
         b1_gather = executor.gather('b1')
@@ -9,7 +9,7 @@
         executor.release('b1')
         h_0_matmul_offload = executor.offload_saved('h.0.matmul', [gelu])
         ...
-        return [loss, ticket, executor.nothing, ...]      # an empty tensor for a value that is not kept
+        return [loss, ticket, executor.nothing, ...]      # an empty tensor for a value not kept
 
 The nodes are in the order of the schedule, and FX drops each value after its last use, so order and memory are as
 planned. The functions here decide nothing: each action comes from the schedule of the plan.
@@ -31,7 +31,7 @@ from elixir_compile.rewrite.regions import RegionGraph, split_regions
 
 
 def boxed(*values: object) -> list[object]:
-    """Return `values` as a list. A region empties the list, so that it has the only references."""
+    """Return `values` as a list. A region empties the list, to have the only references."""
     return list(values)
 
 
@@ -40,7 +40,7 @@ Lower = Callable[[RegionGraph], torch.nn.Module]
 
 @dataclass(slots=True)
 class _Writer:
-    """The state of the program that is being written."""
+    """The state of the program during writing."""
 
     halves: Partition
     plan: Plan
@@ -58,10 +58,10 @@ class _Writer:
 def write_program(
     halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
 ) -> fx.GraphModule:
-    """Return the program of `phase`. Its `forward` takes one list of inputs, which it empties, and returns a list.
+    """Return the program of `phase`. Its `forward` takes a list of inputs, which it empties, and returns a list.
 
-    `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles one
-    region, and `executor` is the executor that the program calls.
+    `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles a
+    region, and the program calls `executor`.
     """
     source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward
     regions = split_regions(source, plan.regions, phase, halves.inline)
@@ -85,7 +85,7 @@ def write_program(
 def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
     """Return the actions of `phase` in the schedule of this rank, without updates, which the optimizer does.
 
-    The forward ends behind its last `run` and the releases and offloads of activations that directly follow. Raises
+    The forward ends behind its last `run` and the releases and offloads of activations directly after it. Raises
     IllegalSchedule if activations are offloaded later, because only the forward has them.
     """
     actions = plan.schedules[0].actions
@@ -133,7 +133,7 @@ def _names(writer: _Writer, keys: Sequence[int]) -> tuple[str, ...]:
 
 
 def _write_copies(writer: _Writer, actions: Sequence[Action]) -> None:
-    """Get the sharded buckets that the forward left gathered, at the start of the backward.
+    """Get the sharded buckets left gathered by the forward, at the start of the backward.
 
     If another backward released a bucket, this call gathers it again. All ranks must gather together, so the call is
     there even if the graph of this rank does not read the bucket.
@@ -184,7 +184,7 @@ def _call(writer: _Writer, verb: str, what: "str | fx.Node", name: str | None = 
 
 
 def _call_for_forward(writer: _Writer, verb: str, what: str, name: str) -> fx.Node:
-    """Call a method of the executor that acts on the activations of one forward, given by the ticket."""
+    """Call a method of the executor for the activations of a forward, given by the ticket."""
     args = (writer.executor, writer.values[TICKET], what)
     return writer.graph.create_node("call_method", verb, args, name=name)
 

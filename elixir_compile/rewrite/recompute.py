@@ -31,7 +31,7 @@ from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGra
 class Partition:
     """The two halves of a capture, changed to the activations of a plan.
 
-    The forward returns None for each saved value that the backward does not read.
+    The forward returns None for each saved value without a reader in the backward.
     """
 
     captured: Captured
@@ -47,9 +47,9 @@ class Partition:
 
 
 def partition_of(captured: Captured, graph: StepGraph, activations: Sequence[Activations]) -> Partition:
-    """Return copies of the halves of `captured` that obey `activations`. `graph` is the step of `captured`.
+    """Return copies of the halves of `captured`, changed to `activations`. `graph` is the step of `captured`.
 
-    Raises InvalidPlan if an op must be recomputed that cannot be.
+    Raises InvalidPlan if an op must be recomputed and cannot be.
     """
     if captured.backward is None:
         return Partition(captured=captured, away={})
@@ -166,7 +166,7 @@ class _Repeater:
         return made
 
     def _stamp(self) -> None:
-        """Add the versions of the parameters that recomputed ops read to the ticket."""
+        """Add the versions of the parameters of recomputed ops to the ticket."""
         stamp = self.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
         read = self.captured.backward.graph.find_nodes(op="call_function", target=parameter)
         stamp.args = (tuple(dict.fromkeys([*stamp.args[0], *(node.args[0] for node in read)])),)
@@ -182,7 +182,7 @@ def _by_id(captured: Captured) -> dict[OpId, fx.Node]:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Move each node that stands before a value that it reads directly behind that value.
+    """Move each node in front of one of its inputs to the place directly behind this input.
 
     Such nodes are the views of recomputed values.
     """
@@ -212,7 +212,7 @@ def _sort(graph: fx.Graph) -> None:
 def _save_what_is_read(
     captured: Captured, behind: Mapping[fx.Node, StorageId], activations: Sequence[Activations]
 ) -> Mapping[GroupId, tuple[str, ...]]:
-    """Replace saved values that the backward does not read by None; return the offloaded values by group."""
+    """Replace saved values without a reader in the backward by None; return the offloaded values by group."""
     placeholders = captured.backward.graph.find_nodes(op="placeholder")
     read = {str(node.target) for node in placeholders if node.users}
     group_of = {s: group.id for group in activations if group.saving is Saving.OFFLOAD for s in group.storages}

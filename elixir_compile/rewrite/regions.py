@@ -1,4 +1,4 @@
-"""Cut one half of a capture into the regions of a plan, each a separate graph that only computes."""
+"""Cut a half of a capture into the regions of a plan, each a separate graph of computing ops."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from elixir_compile.ir import OpId, Phase, Region, RegionId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGraph:
-    """One region. `module` takes the values of `inputs` and returns the values of `outputs`, nodes of the capture."""
+    """A region. `module` takes the values of `inputs` and returns the values of `outputs`, nodes of the capture."""
 
     id: RegionId
     phase: Phase
@@ -36,7 +36,7 @@ def split_regions(
 ) -> Mapping[str, RegionGraph]:
     """Return the regions of `phase` by id.
 
-    Views of parameters and inputs, and the ops in `inline`, are copied into each region that reads them.
+    Views of parameters and inputs, and the ops in `inline`, are copied into each reading region.
     """
     graph = source.graph
     spans = [region for region in regions if region.phase is phase]
@@ -82,10 +82,10 @@ def _is_output(node: fx.Node) -> bool:
 
 
 def _assign(graph: fx.Graph, spans: Sequence, phase: Phase, loose: set[fx.Node]) -> dict[fx.Node, int]:
-    """Return the region index of each op that is not loose.
+    """Return the region index of each op not in `loose`.
 
-    A view costs nothing, so it belongs to the region of its base, or of the last size that it takes. So a gradient that
-    is a view is complete as soon as its storage is written.
+    A view costs nothing, so it belongs to the region of its base, or of the last size among its inputs. So a gradient
+    that is a view is complete as soon as its storage is written.
     """
     index, where, ops = 0, {}, set(ops_of(graph))
     for node in graph.nodes:
@@ -96,14 +96,14 @@ def _assign(graph: fx.Graph, spans: Sequence, phase: Phase, loose: set[fx.Node])
                 where[node] = index
             index += op_id(phase, node) == spans[index].last
         elif node not in loose:
-            # An output that is a view of an input belongs to the region of the next op, or to the last region.
+            # A view of an input among the outputs belongs to the region of the next op, or to the last region.
             made = [where[source] for source in node.all_input_nodes if source in where]
             where[node] = max(made, default=min(index, len(spans) - 1))
     return where
 
 
 def _members(graph: fx.Graph, body: Sequence[fx.Node], loose: set[fx.Node]) -> list[fx.Node]:
-    """Return `body` and the nodes of `loose` and the constants that it reads, in the order of the graph."""
+    """Return `body` and its inputs in `loose` and among constants, in the order of the graph."""
     found = dict.fromkeys(body)
     pending = list(body)
     while pending:
@@ -115,7 +115,7 @@ def _members(graph: fx.Graph, body: Sequence[fx.Node], loose: set[fx.Node]) -> l
 
 
 def _inputs(members: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return the nodes outside of `members` that `members` read, in the order of the reads."""
+    """Return the inputs of `members` from outside of `members`, in the order of the reads."""
     inside = set(members)
     return dict.fromkeys(n for node in members for n in node.all_input_nodes if n not in inside)
 
@@ -159,7 +159,7 @@ def _extract(
 
 
 def _symbols(graph: fx.Graph) -> list[fx.Node]:
-    """Return the inputs of `graph` that are single symbols of dynamic sizes.
+    """Return the single symbols of dynamic sizes among the inputs of `graph`.
 
     Inductor needs each symbol as an input: `s0` and `s1` for a tensor of `s0*s1`.
     """

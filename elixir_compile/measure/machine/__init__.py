@@ -2,12 +2,12 @@
 
 clock         median seconds of a function, alone or beside another
 copies        host to device, device to host, and both at once
-updates       AdamW on the device, on the host, and on a host that copies
+updates       AdamW on the device, on the host, and on a host busy with copies
 kernels       matrix products, pointwise kernels, the launch of an op, and the host's DRAM
 collectives   all-gather and reduce-scatter by size
 disk          reads and writes of optimizer state
 rates         all rates, in several rounds
-limits        the cores and the memory that this process may use
+limits        the cores and the memory of this process
 cluster       the `Cluster` of all rates and limits
 """
 

@@ -14,7 +14,7 @@ MAX_REPEATS = 50
 
 
 def median_s(run: Callable[[], object], device: torch.device, at_most_s: float) -> float:
-    """Return the median seconds of `run`, including the compute that it queued on `device`.
+    """Return the median seconds of `run`, including its queued compute on `device`.
 
     The first run is not counted. The others stop after `at_most_s`, but there are at least `MIN_REPEATS` and at most
     `MAX_REPEATS`.
@@ -31,7 +31,7 @@ def _timed_s(run: Callable[[], object], device: torch.device) -> float:
     began_s = time.perf_counter()
     run()
     if device.type == "cuda":
-        # Not the device: a function that runs beside this one has its own stream.
+        # Not the device: a function that runs beside `run` has its own stream.
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter() - began_s
 

@@ -65,7 +65,7 @@ class _Ranks:
 
 
 def _node(device: torch.device, rates: Mapping[str, float], num_local: int, source: str) -> Node:
-    """Return a node with one device: name and reserves of the rough profile, memory and rates of this machine."""
+    """Return a node with a single device: name and reserves of the rough profile, memory and rates of this machine."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rough = profile_for(device.type, *memory_sizes_bytes(device), name).nodes[0]
     dtypes = [key.removeprefix("flops_per_s.") for key in rates if key.startswith("flops_per_s.")]
@@ -98,13 +98,13 @@ def _copy_link(device: torch.device, rates: Mapping[str, float], name: str, sour
         latency_s=_rounded(rates[f"{name}.latency_s"]),
         overlaps_compute=device.type == "cuda",
         source=source,
-        # If the other direction does not slow this one down, noise may make the busy rate the higher one.
+        # If the other direction does not slow down this direction, noise may make the busy rate the higher rate.
         busy_bytes_per_s=_rounded(min(busy, alone)),
     )
 
 
 def _collective_links(device: torch.device, ranks: _Ranks, source: str) -> tuple[Link | None, Link | None]:
-    """Return the link between the devices of a node and the link between nodes; None for a link that does not exist."""
+    """Return the link between the devices of a node and the link between nodes; None for a missing link."""
     over_all = _collective_link(device, None, source)
     if ranks.num_local == ranks.num_ranks:
         return over_all, None

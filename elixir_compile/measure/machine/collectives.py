@@ -44,7 +44,7 @@ def measure_collectives(device: torch.device, group: "distributed.ProcessGroup |
 def _collectives(
     device: torch.device, group: "distributed.ProcessGroup | None"
 ) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Return the functions that gather and reduce a bucket of `group`, each called with (output, input)."""
+    """Return the gather and the reduce of a bucket of `group`, each called with (output, input)."""
     ranks = group or distributed.group.WORLD
     messenger = None if ranks is None else messenger_of(ranks, device)
     if messenger is None:
@@ -71,7 +71,7 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
 def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return latency in seconds, 0 or more, and bytes per second of the (bytes, seconds) in `points`.
 
-    Minimises the sum of ((latency + bytes / rate - seconds) / seconds) ** 2, so that small sizes count as much as
+    Minimises the sum of ((latency + bytes / rate - seconds) / seconds) ** 2, so small sizes count as much as
     large ones.
     """
     weights = [1 / seconds for _, seconds in points]

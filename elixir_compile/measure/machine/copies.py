@@ -1,10 +1,10 @@
 """Measure the latencies and rates of copies between a slab on the host and the device, made as the executor makes them.
 
     h2d   a slab into a newly allocated flat tensor, then a second time into the same    (gather)
-    d2h   a tensor into a slab that was used before                                      (offload)
+    d2h   a tensor into a slab used before                                               (offload)
 
 The copy to the device is made twice because a step has copies to new and to reused memory. On a CPU, newly mapped
-memory costs a page fault every 4 KiB, and memory that the C allocator reuses does not: in GPT-2 under a budget gathers
+memory costs a page fault every 4 KiB, and memory reused by the C allocator does not: in GPT-2 under a budget gathers
 ran at 11-12 GB/s in the forward, and at 2-4 GB/s in the backward, near the peak of the step. glibc maps each
 allocation of 32 MiB or more, so the size here is larger.
 """
@@ -26,7 +26,7 @@ _NUM_COPIES = {"h2d": 2, "d2h": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """The copy of each direction. It is complete as soon as the call returns, and returns the tensor that it wrote."""
+    """The copy of each direction. It is complete as soon as the call returns, and returns the written tensor."""
 
     h2d: Callable[[], torch.Tensor]
     d2h: Callable[[], torch.Tensor]

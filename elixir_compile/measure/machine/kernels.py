@@ -40,7 +40,7 @@ def measure_products(device: torch.device, at_most_s: float) -> dict[str, float]
 
 
 def _flops_per_s(device: torch.device, dtype: torch.dtype, at_most_s: float) -> float:
-    """Return the rate of one dtype at the size in `_LAYERS`, or at a smaller size if that would take too long.
+    """Return the rate of `dtype` at the size in `_LAYERS`, or at a smaller size if that would take too long.
 
     A dtype may be emulated: float16 on a CPU without instructions for it is 40 times slower than float32.
     """

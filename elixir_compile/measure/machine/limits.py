@@ -51,7 +51,7 @@ def text_of(file: Path) -> str:
 
 
 def allowed_cores() -> frozenset[int]:
-    """Return the cores that this process may run on."""
+    """Return the cores allowed by the affinity of this process."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(os.getpid()))
     return frozenset(range(os.cpu_count() or 1))
@@ -66,7 +66,7 @@ def num_usable_cores() -> int:
 
 
 def quota_cores(memberships: Path, groups: Path) -> float | None:
-    """Return the smallest CPU quota of this process's control groups, in cores; None if no group has one.
+    """Return the smallest CPU quota of this process's control groups, in cores; None if no group has a quota.
 
     See `group_folders` for the arguments. Docker's `--cpus=2.5` and Kubernetes' CPU limits are such quotas.
     """
@@ -101,7 +101,7 @@ def memory_sizes_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of host memory that this process may use. A control group may limit them."""
+    """Return the bytes of host memory allowed to this process. A control group may limit them."""
     total_bytes = psutil.virtual_memory().total
     limit_bytes = group_limit_bytes(MEMBERSHIPS, GROUPS)
     return total_bytes if limit_bytes is None else min(total_bytes, limit_bytes)
@@ -128,7 +128,7 @@ def group_limit_bytes(memberships: Path, groups: Path) -> int | None:
 
 
 def pinned_limit_bytes(device: torch.device) -> int:
-    """Return the bytes of host memory that may be page-locked; all, if `device` is a CPU and none must be."""
+    """Return the most bytes of page-locked host memory; all, if `device` is a CPU and none must be."""
     memory_bytes = host_memory_bytes()
     if device.type != "cuda":
         return memory_bytes

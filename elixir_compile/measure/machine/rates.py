@@ -1,4 +1,4 @@
-"""Measure all rates of one machine, each as the median of several rounds.
+"""Measure all rates of a machine, each as the median of several rounds.
 
 Other programs load the machine in bursts of seconds, longer than a measurement, so all repeats of a measurement may be
 wrong. Rounds spread the repeats of each measurement over the full time.
