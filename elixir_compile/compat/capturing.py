@@ -27,8 +27,8 @@ def outside_captures() -> Iterator[None]:
     object stays the same, because Dynamo recognises it by identity. A lock instead could deadlock a capture with an
     update that needs Dynamo.
 
-    `torch.compiler._is_compiling_flag`: checked on torch 2.13. Gone: AttributeError at the first
-    step of `hybrid(cls)`.
+    `torch.compiler._is_compiling_flag`: checked on torch 2.13. Gone: AttributeError at the first step of
+    `hybrid(cls)`.
     """
     _let_threads_differ()
     before, _thread.is_outside_captures = _thread.is_outside_captures, True

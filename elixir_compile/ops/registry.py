@@ -147,11 +147,11 @@ class Slot:
         """A number that grows with each write to the parameter."""
         return version(self.param)
 
-    def whole(self) -> torch.Tensor:
+    def gather(self) -> torch.Tensor:
         """Return the gathered parameter on the compute device, detached.
 
-        The result is an alias of a parameter on the device if it is not sharded. If it is sharded, all ranks
-        must call this together. Raises RanksDiffer if a rank does another op.
+        The result is an alias of a parameter on the device if it is not sharded. If it is sharded, all ranks must call
+        this together. Raises RanksDiffer if a rank does another op.
         """
         if is_sharded(self.param):
             self.sink.check_same_op(self)

@@ -20,7 +20,7 @@ _LIBRARY.define("reduce(Tensor grad, int key) -> Tensor")
 
 
 def _gather(handle: torch.Tensor, size: Sequence[int], stride: Sequence[int], key: int) -> torch.Tensor:
-    return slot_by_key(key).whole()
+    return slot_by_key(key).gather()
 
 
 def _reduce(grad: torch.Tensor, key: int) -> torch.Tensor:

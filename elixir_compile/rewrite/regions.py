@@ -22,7 +22,7 @@ class RegionGraph:
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    is_whole: bool
+    is_only: bool
     """Whether the region is the only one of its phase."""
 
     @property
@@ -51,7 +51,7 @@ def split_regions(
     found: dict[str, RegionGraph] = {}
     for span, nodes, body in zip(spans, members, bodies, strict=True):
         outputs = [node for node in body if node in read or _is_output(node)]
-        found[span.id] = _extract(source, span.id, phase, nodes, outputs, is_whole=len(spans) == 1)
+        found[span.id] = _extract(source, span.id, phase, nodes, outputs, is_only=len(spans) == 1)
     return found
 
 
@@ -127,14 +127,14 @@ def _extract(
     members: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     *,
-    is_whole: bool,
+    is_only: bool,
 ) -> RegionGraph:
     graph, root = source.graph, torch.nn.Module()
     for node in members:
         if node.op == "get_attr":
             setattr(root, str(node.target), getattr(source, str(node.target)))
     inputs = dict.fromkeys([*_symbols(graph), *_inputs(members)])
-    if is_whole:
+    if is_only:
         # In the order of the captured graph, because torch has facts about inputs and outputs by position.
         order = [node for node in graph.nodes if node in inputs]
         inputs = dict.fromkeys(order)
@@ -154,7 +154,7 @@ def _extract(
         module=compat.graph_module(root, region),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        is_whole=is_whole,
+        is_only=is_only,
     )
 
 
