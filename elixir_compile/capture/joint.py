@@ -78,8 +78,8 @@ def partition_hidden(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition `joint` as if each parameter were one input; forward and backward read the parameters through markers.
 
-    `keys` has the key of each parameter among the inputs, by position. `options` are the
-    partitioner's own: `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
+    `keys` has the key of each parameter among the inputs, by position. `options` are the partitioner's own:
+    `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
     """
     hidden = _hide(joint, options["num_fwd_outputs"], keys)
     num_primals = sum("tangents" not in str(node.target) for node in joint.graph.find_nodes(op="placeholder"))

@@ -110,8 +110,8 @@ def inverse(view: fx.Node) -> tuple[Callable[..., object], tuple[object, ...]]:
 def example_of(node: fx.Node, base: fx.Node | None = None) -> object:
     """Return new fake tensors like the values of `node`: views of the values of `base`, or with separate memory.
 
-    They are for a node in place of `node` in the backward. The partitioner may have recomputed
-    `node` there with the same fake tensors, and two values with one storage would count as views of each other.
+    They are for a node in place of `node` in the backward. The partitioner may have recomputed `node` there with the
+    same fake tensors, and two values with one storage would count as views of each other.
     """
     known: dict[int, torch.Tensor] = {}
     under = None if base is None else base.meta["val"]
