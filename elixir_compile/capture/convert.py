@@ -29,8 +29,8 @@ from elixir_compile.ops.registry import Slot
 _PREFIX = {Phase.FORWARD: "fwd.", Phase.BACKWARD: "bwd."}
 MARKERS = (gradient, parameter, ticket)
 _DATA_DEPENDENT = (
-    "the shape of a value in its forward depends on what tensors hold, as that of `nonzero` does, so its bytes cannot "
-    "be planned. Compiled without fullgraph=True it is planned in several graphs, which begin behind such values"
+    "the shape of a value in its forward depends on the elements of a tensor, as the shape of `nonzero` does, so its "
+    "bytes cannot be planned. Without fullgraph=True it is planned in several graphs, which begin behind such values"
 )
 
 

@@ -74,7 +74,7 @@ class Kernel:
 
 
 class Kernels:
-    """The C++ kernels of the regions of one model; equal kernels are one object."""
+    """All C++ kernels of a model. Equal kernels are a single object."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[str, ...], str], Kernel] = {}
@@ -150,13 +150,13 @@ def _is_found(kernel: Kernel) -> bool:
     try:
         kernel.install(function_at(place))
     except (ImportError, OSError, AttributeError) as error:
-        log.debug("compiled again, as %s cannot be loaded: %s", place.path, error)
+        log.debug("a kernel is compiled again, because %s cannot be loaded: %s", place.path, error)
         return False
     return True
 
 
 class _Unit:
-    """The kernels of one translation unit, which one g++ run compiles."""
+    """The kernels of a translation unit, compiled by a single run of g++."""
 
     def __init__(self, kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> None:
         """Begin to compile `kernels` by `submit`, which runs a function in another thread; at a first call if None.
@@ -186,7 +186,7 @@ class _Unit:
             try:
                 library = self._load()
             except CppCompileError as error:
-                log.debug("%d kernels do not compile in one unit, so each is alone: %s", len(kernels), error)
+                log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", len(kernels), error)
                 for kernel in kernels:
                     kernel.install(_alone(kernel))
                 return

@@ -50,8 +50,8 @@ class EagerReads:
             self._reads.clear()
             raise UnsupportedModel(
                 written.name,
-                "eager code, outside of the compiled graphs, wrote in place to what it read, a copy of the parameter "
-                "on the device, so that write is lost. Write to the parameter between two steps, by "
+                "eager code, outside of the compiled graphs, wrote in place to a copy of the parameter on the device, "
+                "so the write is lost. Write to the parameter between two steps, by "
                 f"`dict(model.named_parameters())[{written.name!r}]`",
             )
         self._reads = [read for read in self._reads if read.copy() is not None]

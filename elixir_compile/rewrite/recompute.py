@@ -131,7 +131,7 @@ class _Repeater:
             is_made = chain[-1] in self.copies or chain[-1].target is parameter or chain[-1].op == "get_attr"
             if len(chain) > 1 and is_made:
                 return self._copy(node)
-            raise InvalidPlan(f"{node.name} is read by an op that runs again, but nothing that is saved leads to it.")
+            raise InvalidPlan(f"a recomputed op reads {node.name}, which cannot be made from saved values.")
         value = self.there[path.source.name]
         for view in path.undo:
             value = self._undone(view, value)
