@@ -40,9 +40,13 @@ class GradientSink(Protocol):
 class SlotOwner(Protocol):
     """The interface of an executor for slots."""
 
-    gradients: GradientSink
     generation: int
     """A number that grows if parameters move."""
+
+    @property
+    def gradients(self) -> GradientSink:
+        """Takes the gradients of the executor's parameters."""
+        ...
 
     def check_same_op(self, slot: "Slot") -> None:
         """Wait until all ranks are about to gather the slot's parameter. Raises RanksDiffer if a rank is not."""
