@@ -186,8 +186,7 @@ def counting() -> Iterator[Counts]:
     play, keep, place = Evaluator.played, tries.Tries._keep, planner.place_best
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
         (pricing, "linprog", pricing.linprog),
-        (solver, "solve_whole", solver.solve_whole),
-        (solver, "solve_whole", solver.solve_whole),
+        (solver, "solve_integral", solver.solve_integral),
     ]
 
     def counted_play(*arguments: Any) -> Any:

@@ -23,14 +23,14 @@ class Solution:
     """Of the objective, scaled."""
 
 
-def solve_whole(
+def solve_integral(
     program: Program,
     *,
     limit_s: float,
     gap: float,
     more_bytes: int = 0,
     is_open: NDArray[np.bool_] | None = None,
-    streams_whole: bool = True,
+    integral_streams: bool = True,
     most_nodes: int = _MOST_NODES,
 ) -> Solution | None:
     """Return the best whole x under the rows so far, None when there is none or the time is up before one is found.
@@ -45,7 +45,7 @@ def solve_whole(
         most[: program.num_options] = is_open[: program.num_options]
     objective = np.zeros(num_columns)
     objective[program.num_choices : program.num_choices + len(program.phases)] = 1.0
-    whole = np.arange(num_columns) < (program.num_choices if streams_whole else program.num_options)
+    is_integral = np.arange(num_columns) < (program.num_choices if integral_streams else program.num_options)
     result = milp(
         objective,
         constraints=[
@@ -53,7 +53,7 @@ def solve_whole(
             LinearConstraint(one_each(program), 1.0, 1.0),  # pyright: ignore[reportArgumentType] (stubs)
         ],
         bounds=Bounds(0.0, most),  # pyright: ignore[reportArgumentType] (stubs)
-        integrality=whole.astype(np.int64),
+        integrality=is_integral.astype(np.int64),
         options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "node_limit": most_nodes},
     )
     if result.x is None:
@@ -61,7 +61,7 @@ def solve_whole(
     found = result.mip_dual_bound
     bound = 0.0 if found is None or not np.isfinite(found) else float(found)
     x = np.asarray(result.x[: program.num_choices])
-    x[whole[: program.num_choices]] = np.round(x[whole[: program.num_choices]])
+    x[is_integral[: program.num_choices]] = np.round(x[is_integral[: program.num_choices]])
     return Solution(x=x, bound=bound)
 
 
@@ -86,13 +86,13 @@ def one_each(program: Program) -> sparse.csr_array:
     return sparse.csr_array((np.ones(len(owners)), (owners, np.arange(len(owners)))), shape=shape)
 
 
-def whole(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
+def integral_candidates(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
     """Yield candidates, best first as far as the program can tell; end when there is none left or the time is up.
 
     Each comes with the bound in seconds of every plan that was not yielded before.
     """
     while not deadline.is_over:
-        solution = solve_whole(program, limit_s=deadline.wall_s, gap=gap)
+        solution = solve_integral(program, limit_s=deadline.wall_s, gap=gap)
         if solution is None:
             return
         candidate = program.candidate(solution.x)
@@ -128,31 +128,31 @@ def rounded(
     *,
     more_bytes: int = 0,
     also: Iterable[Vector] = (),
-    streams_whole: bool = False,
+    integral_streams: bool = False,
 ) -> Iterator[Rounded]:
     """Yield whole answers over the options that x and the optima in `also` use, after each of which rows come in that
     it breaks: the last one is the best by all rows, unless the deadline was over. Yield nothing if none fits.
 
     `more_bytes` is device memory on top of the budget, or, below 0, kept free. Streamed updates are whole only if
-    `streams_whole` says so: which ones are is then found by playing.
+    `integral_streams` says so: which ones are is then found by playing.
     """
     used = x > USED
     for other in also:
         used |= other > USED
     for _ in range(_MOST_ROUNDS):
-        solution = solve_whole(
+        solution = solve_integral(
             program,
             limit_s=max(deadline.wall_s, _LEAST_S * deadline.clock.times),
             gap=_GAP,
             more_bytes=more_bytes,
             is_open=used,
-            streams_whole=streams_whole,
+            integral_streams=integral_streams,
             most_nodes=_MOST_NODES,
         )
         if solution is None:
             return
         candidate = program.candidate(solution.x)
-        streamed = program.streamed(solution.x, candidate) if streams_whole else frozenset[int]()
+        streamed = program.streamed(solution.x, candidate) if integral_streams else frozenset[int]()
         has_new = program.add_memory(solution.x, more_bytes)
         has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
         has_new |= program.add_leaving(candidate)
