@@ -28,7 +28,7 @@ from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.pricing import Priced, priced
 from elixir_compile.search.formulation.program import Program, Vector
-from elixir_compile.search.formulation.solver import rounded, whole
+from elixir_compile.search.formulation.solver import integral_candidates, rounded
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.modes import deepest
 from elixir_compile.search.tries import Tries, bring_back, flip
@@ -221,7 +221,7 @@ def _try_pool(tries: Tries, program: Program, pool: Sequence[Vector], more_bytes
     after the second of eight solves of 1 to 2 s each, and of 0.8 % with the eighth alone.
     """
     x = np.max([*pool, program.vector(tries.best.candidate)], axis=0)
-    for found in rounded(program, x, tries.deadline, more_bytes=more_bytes, streams_whole=True):
+    for found in rounded(program, x, tries.deadline, more_bytes=more_bytes, integral_streams=True):
         if tries.try_candidate(found.candidate) is not None:
             tries.try_streamed(found.candidate, found.streamed)
         if tries.is_good(bound_s):
@@ -246,7 +246,7 @@ def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
     proved: dict[Candidate, float] = {}
     columns = _IDLE_STREAMED if program.has_streams else _IDLE_COLUMNS
     num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // program.num_choices), 0
-    for candidate, rest_s in whole(program, deadline, tries.tolerance / 2):
+    for candidate, rest_s in integral_candidates(program, deadline, tries.tolerance / 2):
         # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
         bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != candidate))))
         num_missed = num_missed + 1 if tries.try_candidate(candidate) is None else 0

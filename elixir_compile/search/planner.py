@@ -20,7 +20,7 @@ from elixir_compile.search.clock import Clock
 from elixir_compile.search.disk_placement import plan_with_disk
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.greedy import place_greedily
-from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_least_host
+from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_min_host_bytes
 from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, RULES, num_placements, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
@@ -80,7 +80,7 @@ def _without_solver(
     try:
         return search(problem)
     except NoFeasiblePlan:
-        raise with_least_host(problem, error, search, timeout_s) from None
+        raise with_min_host_bytes(problem, error, search, timeout_s) from None
 
 
 def _place_without_solver(evaluator: Evaluator, planner: Planner) -> DraftPlan:

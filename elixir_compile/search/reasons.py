@@ -36,7 +36,7 @@ def _longest_labels(program: Program, x: Vector) -> list[str]:
     If a longer path crosses several phases, its label replaces the labels of these phases.
     """
     sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in program.phases]
-    if any(phase.longest_s(x) >= program.lower_s(x) for phase in program.whole):
+    if any(phase.longest_s(x) >= program.lower_s(x) for phase in program.whole_step):
         return ["step: host memory is busy"]
     across = max((phase.longest(x) for phase in program.across), key=lambda path: path.seconds, default=None)
     if across is None or across.seconds <= sum(sides[number].seconds for number in program.spanned):

@@ -96,7 +96,7 @@ def test_the_bound_is_at_most_every_simulated_step(update: Update) -> None:
             streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
             x = program.vector(answer, streamed)
             lower_s = program.lower_s(x)
-            num_binding += any(phase.longest_s(x) >= lower_s for phase in program.whole)
+            num_binding += any(phase.longest_s(x) >= lower_s for phase in program.whole_step)
             for ahead in (0, 2):
                 moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)
                 assert lower_s <= here.played(levels, moves).step_s * (1 + 1e-9), f"seed {seed}"

@@ -136,12 +136,14 @@ def test_whole_solutions_that_do_not_fit_end_the_search_of_them(monkeypatch: pyt
     """At the least budget the rows count a cast that is made again for too little: 150 solves, none of which fit."""
     num_solves = 0
 
-    def solve_whole(*arguments: Any, **named: Any) -> Solution | None:
+    solve_integral = solver.solve_integral
+
+    def counted(*arguments: Any, **named: Any) -> Solution | None:
         nonlocal num_solves
         num_solves += 1
-        return solver.solve_whole(*arguments, **named)
+        return solve_integral(*arguments, **named)
 
-    monkeypatch.setattr(solver, "solve_whole", solve_whole)
+    monkeypatch.setattr(solver, "solve_integral", counted)
     made = plan(between(cast_problem(6), 0.0))
     assert made.bound_s is not None
     assert 24 <= num_solves < 40
