@@ -18,7 +18,7 @@ import torch
 from neighbours import QUIET_CORES, Neighbours
 
 from elixir_compile import compat
-from elixir_compile.optim.host import HostThreads, accumulate, fallback, mixed_adamw, split_adamw, sum_of_squares
+from elixir_compile.optim.host import HostThreads, fallback, mixed_adamw, split_adamw, sum_of_squares
 from elixir_compile.optim.host.build import build_command
 from elixir_compile.optim.host.flat import FlatStep, Rule
 
@@ -165,7 +165,6 @@ def variants(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], obj
             [a.master], [a.wide_grad], [a.exp_avg], [a.exp_avg_sq], [], counts, **scalars
         ),
         "fp32: torch.optim.AdamW(fused=True)": fused_step,
-        "accumulate bf16: C": lambda: accumulate(a.wide_grad, a.grad, threads),
         "sum of squares bf16: C": lambda: sum_of_squares(a.grad, threads),
     }
     return {name: call for name, call in found.items() if call is not None}

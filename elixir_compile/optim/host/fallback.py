@@ -48,13 +48,6 @@ def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def accumulate(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add `grad` to `total`: `total.add_` of another dtype would take ten times as long."""
-    for block in _blocks(total.numel()):
-        _of(total, block).add_(_of(grad, block).to(torch.float32))
-
-
-@torch.no_grad()
 def sum_of_squares(grad: torch.Tensor) -> float:
     """Return the sum of the squares of `grad`, in double."""
     wide = (_of(grad, block).to(torch.float64) for block in _blocks(grad.numel()))

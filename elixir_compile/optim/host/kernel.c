@@ -3,7 +3,7 @@
        mixed   gradient 16 or 32 bit -> master fp32, moments fp32 (in place) -> parameter 16 bit
        split   the same, where the parameter, bf16, is the high half of the master and an int16 its low half
 
-   Also: add a gradient to an fp32 total, and the sum of squares of a gradient. Sizes are in elements.
+   Also: the sum of the squares of a gradient. Sizes are in elements.
 
    Every multiply-add is written out and the compiler contracts none (-ffp-contract=off), so that an element gets the
    same bits in the body of a loop, in its tail, at any split between threads, and in both forms of the master. */
@@ -241,14 +241,6 @@ void split_adamw(int16_t *low, Moments moments, Gradient grad, uint16_t *high, s
         const size_t rest = n - start < TILE ? n - start : TILE;
         const float *slope = widened(tile, grad, start, rest);
         updated(low + start, high + start, slope, moments, start, rest, k, SPLIT);
-    }
-}
-
-void accumulate(float *total, Gradient grad, size_t n) {
-    float tile[TILE];
-    for (size_t start = 0; start < n; start += TILE) {
-        const size_t rest = n - start < TILE ? n - start : TILE;
-        add(total + start, widened(tile, grad, start, rest), rest);
     }
 }
 

@@ -74,7 +74,6 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     arguments = {
         "mixed_adamw": (pointer, Moments, Gradient, pointer, kind, size, scalars),
         "split_adamw": (pointer, Moments, Gradient, pointer, size, scalars),
-        "accumulate": (pointer, Gradient, size),
         "sums_of_squares": (ctypes.POINTER(ctypes.c_double), Gradient, size, size),
     }
     for name, types in arguments.items():

@@ -2,7 +2,6 @@
 
     mixed_adamw      grad, master, moments -> master, moments, param      28 B per parameter (16-bit grad and param)
     split_adamw      grad, param, low, moments -> the same                26 B, and 14 B of host memory instead of 16
-    accumulate       total += grad                                        10 B
     sum_of_squares   grad -> one number                                    2 B
 
 In C where there is a compiler, else in blocks of torch's ops (`fallback.py`). What is fp32 throughout is no business of
@@ -76,21 +75,6 @@ def split_adamw(
     if low.dtype != torch.int16:
         raise ValueError(f"low has dtype {low.dtype}: needs torch.int16")
     _step(low, exp_avg, exp_avg_sq, grad, param, step, extras)
-
-
-def accumulate(total: torch.Tensor, grad: torch.Tensor, threads: HostThreads | None = None) -> None:
-    """Add `grad`, bf16, fp16 or fp32, to `total`, fp32, in place. Raises ValueError for tensors that do not fit."""
-    check_tensor("total", total, (torch.float32,), total)
-    check_tensor("grad", grad, GRADIENT_DTYPES, total)
-    library = kernel()
-    if library is None:
-        fallback.accumulate(total, grad)
-        return
-    (threads or host_threads_for()).run(
-        total.numel(),
-        lambda start, stop: library.accumulate(_at(total, start), _gradient(grad, None, start), stop - start),
-    )
-    increment_version(total)
 
 
 def sum_of_squares(grad: torch.Tensor, threads: HostThreads | None = None) -> float:
