@@ -8,8 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
-
-from elixir_compile import compat
+from torch.optim import adamw
 
 State = MutableMapping[str, Any]
 """The statistics of one parameter by name, and what counts, such as `step`."""
@@ -108,13 +107,14 @@ class AdamWRule:
             kinds.setdefault((weight.device, weight.dtype), []).append(index)
         for indices in kinds.values():
             own = [states[index] for index in indices]
-            compat.fused_adamw_(
+            adamw.adamw(
                 [weights[index] for index in indices],
                 [grads[index] for index in indices],
                 [state["exp_avg"] for state in own],
                 [state["exp_avg_sq"] for state in own],
                 [state["max_exp_avg_sq"] for state in own] if group["amsgrad"] else [],
                 [state["step"] for state in own],
+                fused=True,
                 amsgrad=group["amsgrad"],
                 lr=beside(group["lr"], weights[indices[0]]),
                 beta1=group["betas"][0],

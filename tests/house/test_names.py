@@ -40,12 +40,12 @@ def private_torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module
         if isinstance(node, ast.Import):
             yield from ((node.lineno, one.name) for one in node.names if re.match(r"torch(\.\w+)*\._", one.name))
-        # `torch._foreach_mul_` and `torch._fused_adamw_` are ATen's own operators, always underscored.
+        # `torch._foreach_mul_` and its like are ATen's own operators, always underscored.
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id == "torch"
-            and re.match(r"_(?!foreach_|fused_)", node.attr)
+            and re.match(r"_(?!foreach_)", node.attr)
         ):
             yield node.lineno, f"torch.{node.attr}"
 

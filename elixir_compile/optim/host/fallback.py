@@ -8,15 +8,15 @@
 from collections.abc import Iterator
 
 import torch
+from torch.optim import adamw
 
-from elixir_compile import compat
 from elixir_compile.optim.host.flat import FlatStep, Rule
 
 BLOCK = 1 << 19
 
 
 @torch.no_grad()
-def adamw(flat: FlatStep) -> None:
+def take_step(flat: FlatStep) -> None:
     """Take the step in place."""
     for block in _blocks(flat.weights.numel()):
         grad = _of(flat.grad, block).to(torch.float32, copy=True)
@@ -56,13 +56,14 @@ def sum_of_squares(grad: torch.Tensor) -> float:
 
 def _fused(rule: Rule, tensors: tuple[torch.Tensor, ...], most: list[torch.Tensor]) -> None:
     master, grad, exp_avg, exp_avg_sq = tensors
-    compat.fused_adamw_(
+    adamw.adamw(
         [master],
         [grad],
         [exp_avg],
         [exp_avg_sq],
         most,
         [torch.tensor(rule.step - 1.0)],
+        fused=True,
         amsgrad=bool(most),
         lr=rule.lr,
         beta1=rule.beta1,

@@ -119,7 +119,7 @@ def _step(
     )
     library = kernel()
     if library is None:
-        fallback.adamw(flat)
+        fallback.take_step(flat)
         return
     coefficients = Coefficients(*flat.rule.scalars())
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import adamw
 
 import elixir_compile as elixir
-from elixir_compile import compat
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
 from elixir_compile.optim.host import threads
@@ -200,10 +200,10 @@ def test_host_updates_take_their_threads_and_say_so_once(
     try:
         with controlled_worker(), caplog.at_level(logging.INFO, "elixir_compile"):
             torch.set_num_threads(1)
-            fused = compat.fused_adamw_
+            fused = adamw.adamw
             monkeypatch.setattr(
-                compat,
-                "fused_adamw_",
+                adamw,
+                "adamw",
                 lambda *args, **rest: (seen.append(torch.get_num_threads()), fused(*args, **rest)),
             )
             with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS) as run:
