@@ -43,7 +43,7 @@ class Cautious(users.Lion):
 
 
 class ReadsElements(users.Lion):
-    """Branches on the elements in a way that its dry step cannot see."""
+    """Branches on the elements in a expression that its dry step cannot see."""
 
     def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         if float(param.detach().flatten()[0]) < 1e6:
@@ -211,9 +211,9 @@ def test_a_pass_that_rounds_otherwise_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here a product is rounded before it is added, as in Inductor's code."""
-    ways = {**code._ways(), "add": "{0} + {2} * {1}"}
+    expressions = {**code._torch_expressions(), "add": "{0} + {2} * {1}"}
     code.compiled.cache_clear()
-    monkeypatch.setattr(code, "_ways", lambda: ways)
+    monkeypatch.setattr(code, "_torch_expressions", lambda: expressions)
     pair = Pair(SGD, lr=0.1, momentum=0.9)
     pair.train()
     code.compiled.cache_clear()
@@ -227,7 +227,7 @@ def test_without_a_compiler_the_class_keeps_its_own_step(
     for name, value in (("CC", str(tmp_path / "cc")), ("ELIXIR_CACHE_DIR", str(tmp_path))):
         monkeypatch.setenv(name, value)
     code.compiled.cache_clear()
-    code._ways.cache_clear()
+    code._torch_expressions.cache_clear()
     pair = Pair(SGD, lr=0.1, momentum=0.9)
     pair.train()
     pair.assert_same()
@@ -309,9 +309,9 @@ def test_parts_on_several_threads_are_the_whole() -> None:
 
 
 def test_an_op_without_torchs_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {name: way for name, way in code._ways().items() if name != "add"}
+    expressions = {name: expression for name, expression in code._torch_expressions().items() if name != "add"}
     code.compiled.cache_clear()
-    monkeypatch.setattr(code, "_ways", lambda: ways)
+    monkeypatch.setattr(code, "_torch_expressions", lambda: expressions)
     form = Form(num_inputs=2, ops=(("add", (("v", 0), ("v", 1), ("s", 0))),), outputs=((0, 2),))
     with pytest.raises(TapeError, match="no formula reproduces torch's add on this processor"):
         code.compiled(form)
@@ -323,12 +323,12 @@ def test_a_bucket_on_the_host_is_one_call(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
 
     def counted_runs(found: Any, steps: Any) -> Any:
-        for members, tensors in runs(found, steps):
+        for members, tensors in coalesce(found, steps):
             sizes.append(len(members))
             yield members, tensors
 
-    runs = class_pass.runs
-    monkeypatch.setattr(class_pass, "runs", counted_runs)
+    coalesce = class_pass.coalesce
+    monkeypatch.setattr(class_pass, "coalesce", counted_runs)
 
     def make(params: Any) -> Optimizer:
         return elixir.hybrid(SGD)(params, lr=0.1, momentum=0.9)
