@@ -16,7 +16,7 @@ from typing import Any
 import quiet  # noqa: F401  before torch
 import torch
 from neighbours import QUIET_CORES, Neighbours
-from torch.optim import adamw
+from torch.optim.adamw import adamw
 
 from elixir_compile.optim.host import HostThreads, fallback, mixed_adamw, split_adamw, sum_of_squares
 from elixir_compile.optim.host.build import build_command
@@ -161,7 +161,7 @@ def variants(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], obj
         "read and write 26 B": limit("rmw_split", a, threads),
         "cast, torch fused, cast": cast_around,
         "mixed: torch in blocks": lambda: fallback.take_step(blocks),
-        "fp32: fused op": lambda: adamw.adamw(
+        "fp32: fused op": lambda: adamw(
             [a.master], [a.wide_grad], [a.exp_avg], [a.exp_avg_sq], [], counts, fused=True, **scalars
         ),
         "fp32: torch.optim.AdamW(fused=True)": fused_step,

@@ -6,7 +6,7 @@ hybrid(torch.optim.SGD)   class HybridSGD, a subclass of SGD: its constructor, p
 import functools
 import inspect
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +21,7 @@ from elixir_compile.optim.rule import UpdateRule
 C = TypeVar("C", bound=Optimizer)
 
 
-class HybridAdamW(KeepsMasters, torch.optim.AdamW):
+class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleVariableOverride]  `state`
     """`torch.optim.AdamW` with its state on the device, on the host or on disk, as planned.
 
     Arguments, `param_groups`, hooks and `state_dict()` are the same as in `torch.optim.AdamW`; state dicts load in both
@@ -101,8 +101,8 @@ def _restored(cls: type[Optimizer]) -> Optimizer:
 def hybrid(cls: type[C]) -> type[C]:
     """Return a subclass of the optimizer class `cls` that keeps its state and runs its updates as the plan says.
 
-    An update runs the step of `cls` on the tensors of one bucket, so the result is bitwise equal to `cls` with the same
-    flags on the same device. On the host, the step runs as one host pass if its ops can be recorded: see `class_pass`.
+    An update runs the step of `cls` on the tensors of a bucket, so the result is bitwise equal to `cls` with the same
+    flags on the same device. On the host, the step runs as a host pass if its ops can be recorded: see `class_pass`.
     Dry steps on small tensors measure which state `cls` keeps and whether `cls` is element-wise. If `cls` is not
     element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
     parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
@@ -114,7 +114,7 @@ def hybrid(cls: type[C]) -> type[C]:
     if issubclass(cls, Hybrid):
         return cls
     if cls is torch.optim.AdamW:
-        return HybridAdamW  # pyright: ignore[reportReturnType] - it is a subclass of AdamW, which C is
+        return cast("type[C]", HybridAdamW)
     doc = f"`{cls.__module__}.{cls.__qualname__}` with its state on the device, on the host or on disk, as planned."
     attributes = {
         "updates_as": cls,
@@ -122,4 +122,4 @@ def hybrid(cls: type[C]) -> type[C]:
         "__module__": cls.__module__,
         "__signature__": inspect.signature(cls),
     }
-    return type(f"Hybrid{cls.__name__}", (_HybridOfClass, cls), attributes)
+    return cast("type[C]", type(f"Hybrid{cls.__name__}", (_HybridOfClass, cls), attributes))

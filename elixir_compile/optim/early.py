@@ -1,4 +1,4 @@
-"""Track parameters that were updated during the backward, and check at `step()` that their gradients are unchanged.
+"""Track parameters that were updated during the backward, and check at `step()` if their gradients changed.
 
 backward    gradients of a bucket are published -> its update is queued, `note`
 step()      `check`: same gradients, unchanged, same hyperparameters -> these parameters need no further update
@@ -23,7 +23,7 @@ _UPDATED = "was updated in its backward, and then"
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """The gradient and hyperparameters that an update reads."""
+    """The inputs of an update: gradient and hyperparameters."""
 
     grad: torch.Tensor
     version: int
@@ -31,7 +31,7 @@ class _Note:
 
 
 class EarlyUpdates:
-    """The updates that one optimizer queued in a backward, until the next `step()`."""
+    """The updates that an optimizer queued in a backward, until the next `step()`."""
 
     def __init__(self) -> None:
         self._notes: dict[nn.Parameter, _Note] = {}
@@ -45,7 +45,7 @@ class EarlyUpdates:
             raise GradientsChanged(name_of(param), f"{_UPDATED} {because}")
 
     def require_first(self, params: Sequence[nn.Parameter]) -> None:
-        """Raise GradientsChanged, and forget all, if one of `params` was updated since the last step."""
+        """Raise GradientsChanged, and forget all, if any of `params` was updated since the last step."""
         for param in params:
             note = self._notes.get(param)
             if note is not None:
@@ -79,7 +79,7 @@ class EarlyUpdates:
     def check(self, groups: Sequence[Mapping[str, Any]]) -> frozenset[nn.Parameter]:
         """Return the parameters that were updated in the backward, and forget them.
 
-        Raises GradientsChanged if a gradient or a hyperparameter differs from the value that the update read.
+        Raises GradientsChanged if a gradient or a hyperparameter differs from the value at the update.
         """
         notes, self._notes = self._notes, {}
         overwritten, self._overwritten = self._overwritten, {}

@@ -1,4 +1,4 @@
-"""Group slices: tensors and hyperparameters of one param group in one bucket, copied when an update is queued."""
+"""Group slices: tensors and hyperparameters of a param group in a bucket, copied when an update is queued."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class GroupSlice:
     grads: tuple[torch.Tensor, ...]
     states: tuple[State, ...]
     buffers: tuple[Mapping[str, torch.Tensor], ...]
-    """By parameter, the host tensors for statistics that the update creates, by name."""
+    """For each parameter, host tensors by name for statistics created by the update."""
     group: Mapping[str, Any]
 
 
@@ -55,7 +55,7 @@ def group_slice_of(
 def require_dense(params: Iterable[nn.Parameter]) -> None:
     """Raise UnsupportedModel if a parameter in `params` has a sparse gradient. Plans never place such parameters."""
     for param in params:
-        if param.grad.is_sparse:
+        if param.grad is not None and param.grad.is_sparse:
             raise UnsupportedModel(
                 f"a parameter of shape {tuple(param.shape)}",
                 "its gradient is sparse, and HybridAdamW updates dense ones. Give it to torch.optim.SparseAdam",

@@ -1,4 +1,4 @@
-"""The hybrid optimizer: keep state and update each bucket in the memory and at the time that the plan says.
+"""The hybrid optimizer: keep state and update each bucket in the memory and at the time chosen by the plan.
 
     in the backward      a bucket is updated once its gradients are published; `step()` updates the remaining buckets
     after the backward   `step()` updates all buckets and returns
@@ -22,12 +22,13 @@ from torch import nn
 from elixir_compile.errors import ElixirWarning, NoGraphCaptured
 from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
+from elixir_compile.optim.by_bucket import bucket_of, group_by_bucket
 from elixir_compile.optim.clip.guard import watch
 from elixir_compile.optim.clip.overflow import Overflow
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.generic.transient import plain_step
 from elixir_compile.optim.group_slice import GroupSlice, group_slice_of, require_dense
-from elixir_compile.optim.host.threads import HostThreads, at_least_threads, bind_thread, host_threads_for
+from elixir_compile.optim.host.threads import at_least_threads, host_threads_for, on_host_threads
 from elixir_compile.optim.rule import AdamWRule, UpdateRule, scaled
 from elixir_compile.optim.state.disk import DiskState
 from elixir_compile.optim.state.loading import shared_entry, unwrap_statistics, wrap_statistics
@@ -35,7 +36,7 @@ from elixir_compile.optim.state.placer import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.updates import UpdateLine, Work
+from elixir_compile.runtime.updates import UpdateLine
 
 
 class Hybrid(torch.optim.Optimizer):
@@ -70,7 +71,7 @@ class Hybrid(torch.optim.Optimizer):
         return not self._why_not_elementwise()
 
     def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
-        """Return the param group and the state bytes of each of `params`, including state that is not created yet."""
+        """Return the param group and the state bytes of each of `params`, including state to be created."""
         group_of = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
         return [self._state_of(param, group_of.get(id(param))) for param in params]
 
@@ -102,11 +103,11 @@ class Hybrid(torch.optim.Optimizer):
         return self.__dict__["state"]
 
     @state.setter
-    def state(self, states: States) -> None:
+    def state(self, states: States) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  readers must wait
         self.__dict__["state"] = states
 
     def wait(self) -> None:
-        """Wait for all queued updates and disk writes. Raises the exception of an update or write that failed."""
+        """Wait for all queued updates and disk writes. Raises the exception of a failed update or write."""
         self._line.wait()
         self._placer.disk.wait_for_writes()
         self._line.check()
@@ -172,7 +173,7 @@ class Hybrid(torch.optim.Optimizer):
         self.follow([param for param in self.state if self._is_off_device(param)])
 
     def _is_off_device(self, param: nn.Parameter) -> bool:
-        found = _bucket_of(param)
+        found = bucket_of(param)
         return found is not None and found[0].placement.optim is not Tier.DEVICE
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,7 +185,9 @@ class Hybrid(torch.optim.Optimizer):
 
     @torch.compiler.disable  # for `torch.compile(optimizer.step)`: updates use a thread and locks, and follow the plan
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]  `disable` hides the signature
+        self, closure: Callable[[], Any] | None = None
+    ) -> Any:
         """Update all parameters that have gradients, or queue their updates; return the loss of `closure`, if given.
 
         Raises GradientsChanged if the plan updates in the backward and a gradient was changed after the backward. No
@@ -240,7 +243,7 @@ class Hybrid(torch.optim.Optimizer):
 
     @torch.no_grad()
     def landed(self, params: Sequence[torch.Tensor], arrived: torch.cuda.Event | None) -> None:
-        """Update `params`, all of one bucket, in the backward; executors call this once the gradients are published.
+        """Update `params`, all of a bucket, in the backward; executors call this once the gradients are published.
 
         `arrived` is the event after which the gradients are in memory; None if they are there.
         """
@@ -266,9 +269,9 @@ class Hybrid(torch.optim.Optimizer):
         moved = {id(param) for param in params}
         for group in self.param_groups:
             own = [param for param in group["params"] if id(param) in moved]
-            self._placer.reserve(group, _by_bucket(own)[0])
+            self._placer.reserve(group, group_by_bucket(own)[0])
             own = [param for param in own if self._states.get(param)]
-            self._placer.place(self._states, group, _by_bucket(own)[0])
+            self._placer.place(self._states, group, group_by_bucket(own)[0])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -276,9 +279,9 @@ class Hybrid(torch.optim.Optimizer):
 
         If False, `GradScaler` unscales the gradients itself and skips `step()` on overflow, so that weights, state and
         step count stay unchanged. `GradScaler` looks for infinities after reading this property, so ranks agree on
-        overflow here. That is a collective: all ranks must read the property together.
+        overflow here. This is a collective: all ranks must read the property together.
 
-        Raises GradientsChanged if the backward has already updated parameters with gradients that are still scaled.
+        Raises GradientsChanged if the backward has already updated parameters with scaled gradients.
         """
         self._early.refuse("a GradScaler asked to unscale its gradient")
         self._overflow.spread(self.param_groups)
@@ -314,7 +317,7 @@ class Hybrid(torch.optim.Optimizer):
         unplanned_by_group: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
         for group in scaled(self.param_groups, factor):
             own = [param for param in group["params"] if id(param) in wanted]
-            buckets, unplanned, found = _by_bucket(own)
+            buckets, unplanned, found = group_by_bucket(own)
             executors |= found
             for bucket in buckets:
                 bucket.await_update()
@@ -356,8 +359,9 @@ class Hybrid(torch.optim.Optimizer):
                 update.run()
             return
         for param in update.params:
-            watch(param.grad)
-        queued = self._line.queue(_on_host_threads(update.work(arrived), threads), update.label)
+            if param.grad is not None:
+                watch(param.grad)
+        queued = self._line.queue(on_host_threads(update.work(arrived), threads), update.label)
         update.bucket.begin_update(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
@@ -367,37 +371,3 @@ class Hybrid(torch.optim.Optimizer):
         if params:
             part = group_slice_of(params, self._states, group)
             rule.update(part.weights, part.grads, part.states, part.group)
-
-
-def _on_host_threads(work: Work, threads: HostThreads) -> Work:
-    """Return `work` for the update thread, with as many torch threads as `threads` has, on the same cores."""
-
-    def run() -> torch.cuda.Event | None:
-        bind_thread(threads.cores)  # OpenMP threads that this thread starts later inherit the cores
-        with at_least_threads(threads.num_threads):
-            return work()
-
-    return run
-
-
-def _bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
-    slot = slot_of(param)
-    bucket = None if slot is None else slot.sink.running(slot)
-    return None if bucket is None else (bucket, slot.sink)
-
-
-def _by_bucket(
-    params: Iterable[nn.Parameter],
-) -> tuple[dict[RunningBucket, list[nn.Parameter]], list[nn.Parameter], dict[RunningBucket, Executor]]:
-    """Return `params` by bucket, the parameters without a bucket, and the executor of each bucket."""
-    buckets: dict[RunningBucket, list[nn.Parameter]] = {}
-    unplanned: list[nn.Parameter] = []
-    executors: dict[RunningBucket, Executor] = {}
-    for param in params:
-        found = _bucket_of(param)
-        if found is None:
-            unplanned.append(param)
-        else:
-            buckets.setdefault(found[0], []).append(param)
-            executors[found[0]] = found[1]
-    return buckets, unplanned, executors

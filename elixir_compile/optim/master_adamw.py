@@ -79,7 +79,7 @@ class MixedAdamWRule(AdamWRule):
             self._on_host(on_host, group)
 
     def _on_device(self, weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
-        """Update one parameter with a master on its device, in blocks of `_BLOCK` elements."""
+        """Update a parameter with a master on its device, in blocks of `_BLOCK` elements."""
         names = self.statistics(group)
         kept = (master_rest_of(state), *(state[name] for name in names))
         tensors = [flat(tensor) for tensor in (weight, in_layout_of(grad, weight), *kept) if tensor is not None]
@@ -136,7 +136,7 @@ def master_rest_of(state: State) -> torch.Tensor | None:
 
 
 def begin_master_rest(param: torch.Tensor, state: State) -> None:
-    """Write the rest of the master of `param` to `state`, with the bits that `prepare` kept if it kept them."""
+    """Write the rest of the master of `param` to `state`, from the bits kept by `prepare` if there are any."""
     target, rest = state[REST_NAMES[param.dtype]], take_rest(param)
     if rest is not None:
         target.copy_(rest)

@@ -1,6 +1,6 @@
-"""Update rules: the arithmetic of one optimizer class, from gradients and statistics to new weights, in place.
+"""Update rules: the arithmetic of an optimizer class, from gradients and statistics to new weights, in place.
 
-A rule does not know placements, threads or devices. `BucketUpdate` calls it with the tensors of one group slice. This
+A rule does not know placements, threads or devices. `BucketUpdate` calls it with the tensors of a group slice. This
 module has the rule of AdamW in the parameter's own dtype; `class_rule` has the rule of any other optimizer class.
 """
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.optim import adamw
+from torch.optim.adamw import adamw
 
 State = MutableMapping[str, Any]
-"""The optimizer state of one parameter by name: its statistics, and counters such as `step`."""
+"""The optimizer state of a parameter by name: its statistics, and counters such as `step`."""
 
 GRAD_SCALE = "grad_scale"
 """The hyperparameter by which an update multiplies gradients; 1 if the group has no such key."""
@@ -109,7 +109,7 @@ class AdamWRule:
             kinds.setdefault((weight.device, weight.dtype), []).append(index)
         for indices in kinds.values():
             selected = [states[index] for index in indices]
-            adamw.adamw(
+            adamw(
                 [weights[index] for index in indices],
                 [grads[index] for index in indices],
                 [state["exp_avg"] for state in selected],
@@ -132,5 +132,6 @@ def lr_for_device_of(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float
 
     Kernels of every device read numbers and tensors on the host.
     """
-    is_elsewhere = isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device
-    return lr.to(weight.device) if is_elsewhere else lr
+    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device:
+        return lr.to(weight.device)
+    return lr

@@ -1,11 +1,11 @@
-"""Update one bucket with the tensors and hyperparameters that it had when the update was requested.
+"""Update a bucket with its tensors and hyperparameters at the time of the request.
 
     update DEVICE, state DEVICE     in place, on the device
     update HOST                     in place, on the host; if the parameter is on the device, its value and gradient are
                                     copied to the host, and the new value is copied back
     update DEVICE, state elsewhere  streamed: tensors on the host are copied to the device, updated there, copied back
 
-If the compute device is the CPU, device and host share one memory, and only streamed state is copied.
+If the compute device is the CPU, device and host share a memory, and only streamed state is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from elixir_compile.runtime.updates import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketUpdate:
-    """One optimizer's update of one bucket."""
+    """An optimizer's update of a bucket."""
 
     bucket: RunningBucket
     executor: Executor
@@ -123,7 +123,7 @@ class BucketUpdate:
     def _stream(self, part: GroupSlice) -> None:
         """Update `part` on the device, in copies of its tensors that live on the host.
 
-        The copies of one bucket are freed before the next bucket is streamed.
+        The copies of a bucket are freed before the next bucket is streamed.
         """
         device = self.executor.device
 
@@ -163,8 +163,12 @@ def _store_results(
     for index, (home, state) in enumerate(zip(homes, updated, strict=True)):
         for name, value in list(state.items()):
             target = buffers[index].get(name, home.get(name)) if buffers else home.get(name)
-            is_elsewhere = isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor) and target is not value
-            if is_elsewhere and (target.shape, target.dtype) == (value.shape, value.dtype):
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(target, torch.Tensor)
+                and target is not value
+                and (target.shape, target.dtype) == (value.shape, value.dtype)
+            ):
                 home[name] = target.copy_(value, non_blocking=True)
             else:
                 home[name] = value

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import adamw
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
+from elixir_compile.optim import rule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.state import disk_states
 from elixir_compile.options import Options
@@ -258,7 +258,7 @@ class Worker:
 @contextmanager
 def controlled_worker() -> Iterator[Worker]:
     """Yield what holds or slows the kernels that the worker runs, and no other."""
-    usual, worker = adamw.adamw, Worker()
+    usual, worker = rule.adamw, Worker()
 
     def kernel(*args: Any, **kwargs: Any) -> None:
         if threading.current_thread().name == "elixir updates":
@@ -266,7 +266,7 @@ def controlled_worker() -> Iterator[Worker]:
         usual(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw, "adamw", kernel)
+        patch.setattr(rule, "adamw", kernel)
         try:
             yield worker
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 
 import torch
-from torch.optim import adamw
+from torch.optim.adamw import adamw
 
 from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.copies import COPY_BYTES, copies_of
@@ -59,7 +59,7 @@ def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[]
 
     def update() -> None:
         params, grads, means, squares, steps = next(turns)
-        adamw.adamw(
+        adamw(
             params,
             grads,
             means,

@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -85,8 +85,10 @@ class _Watched:
         with torch.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             if func in _FOREACH_WRITES:
-                written = args[0] if args else (kwargs or {})["self"]
-                torch.autograd.graph.increment_version([own_part(t) for t in written if isinstance(t, _Watched)])
+                written: Iterable[torch.Tensor] = args[0] if args else (kwargs or {})["self"]
+                torch.autograd.graph.increment_version(
+                    [own_part(grad) for grad in written if isinstance(grad, _Watched)]
+                )
         return found
 
     # Copies get the original class: pickle cannot import a class made by `_watched`.
@@ -95,13 +97,14 @@ class _Watched:
         with _unwatched(self):
             return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         with _unwatched(self):
             return self.__reduce_ex__(protocol)
 
 
 @contextmanager
-def _unwatched(grad: "_Watched") -> Iterator[None]:
+def _unwatched(grad: Any) -> Iterator[None]:
+    """Give the watched gradient `grad` its original class inside this context."""
     watched, grad.__class__ = type(grad), grad.usual
     try:
         yield

@@ -13,6 +13,7 @@ from torch import nn
 
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_sharded, own_grad, sum_over_parts
+from elixir_compile.optim.by_bucket import executor_of
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.runtime.landed import Squares, SquaresOf
 from elixir_compile.runtime.slab import flat
@@ -32,7 +33,7 @@ def squares_of(grad: torch.Tensor) -> Squares:
 
 def norm_of(grad: torch.Tensor) -> torch.Tensor:
     """Return the 2-norm of `grad`, with its dtype, on its device."""
-    return torch._foreach_norm([grad], 2.0)[0]
+    return _foreach_norm([grad])[0]
 
 
 def known_squares(params: Iterable[nn.Parameter], squares: SquaresOf) -> Mapping[int, Squares]:
@@ -42,7 +43,7 @@ def known_squares(params: Iterable[nn.Parameter], squares: SquaresOf) -> Mapping
     """
     slots = {id(param): slot for param in params if (slot := slot_of(param)) is not None}
     found: dict[int, Squares] = {}
-    for executor in dict.fromkeys(slot.sink for slot in slots.values()):
+    for executor in dict.fromkeys(map(executor_of, slots.values())):
         selected = {key: slot for key, slot in slots.items() if slot.sink is executor}
         known = executor.gradients.norm_cache.known(squares)
         found |= {key: known[slot.key] for key, slot in selected.items() if slot.key in known}
@@ -85,20 +86,26 @@ def clip_as_torch(params: Sequence[nn.Parameter], max_norm: float, known: Mappin
     """
     if not known:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
-    unknown: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for param in params:
-        if id(param) not in known:
-            unknown.setdefault((param.grad.device, param.grad.dtype), []).append(param)
-    norms = dict(known)
+    grads = {id(param): param.grad for param in params if param.grad is not None}
+    norms = {key: norm for key, norm in known.items() if isinstance(norm, torch.Tensor)}
+    unknown: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for key, grad in grads.items():
+        if key not in norms:
+            unknown.setdefault((grad.device, grad.dtype), {})[key] = grad
     for group in unknown.values():
-        norms |= zip(map(id, group), torch._foreach_norm([param.grad for param in group], 2.0), strict=True)
+        norms |= zip(group, _foreach_norm(list(group.values())), strict=True)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for param in params:
-        by_device.setdefault(norms[id(param)].device, []).append(norms[id(param)])
-    first = params[0].grad.device
+    for key in grads:
+        by_device.setdefault(norms[key].device, []).append(norms[key])
+    first = next(iter(grads.values())).device
     total = torch.linalg.vector_norm(torch.cat([torch.stack(group).to(first) for group in by_device.values()]), 2.0)
     if not torch.isfinite(total):  # a device norm in fp32 may overflow although torch's norm on the host does not
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     if max_norm / (total + 1e-6) < 1.0:  # torch also multiplies by a factor of 1, which changes no finite number
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
+
+
+def _foreach_norm(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the 2-norm of each gradient, by the operator that `torch.nn.utils.clip_grad_norm_` calls."""
+    return torch._foreach_norm(list(grads), 2.0)  # pyright: ignore[reportPrivateImportUsage]

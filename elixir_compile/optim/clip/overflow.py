@@ -1,8 +1,8 @@
-"""Make all ranks find overflow if any rank has gradients that are not finite, so that all ranks skip the step.
+"""Make all ranks find overflow if any rank has gradients that are not finite: then all ranks skip the step.
 
 ```text
             GradScaler.step(optimizer)                                          GradScaler.update()
-  rank 0    asks the optimizer: agrees, one element becomes inf    finds inf    halves the scale
+  rank 0    asks the optimizer: agrees, an element becomes inf    finds inf    halves the scale
   rank 1    asks the optimizer: agrees, has inf already            finds inf    halves the scale
 ```
 
@@ -31,7 +31,7 @@ class Overflow:
 
     @torch.no_grad()
     def spread(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Set one gradient element to infinity on each rank if any rank has overflow. A collective of all ranks."""
+        """Set a gradient element to infinity on each rank if any rank has overflow. A collective of all ranks."""
         params = [param for group in groups for param in group["params"] if param.grad is not None]
         sharded = [param for param in params if is_sharded(param)]
         self._seen = KeptGradients()

@@ -121,8 +121,8 @@ class KeepsMasters(Hybrid):
 
 def _multiply_grads(params: Sequence[nn.Parameter], factor: float) -> None:
     if params:
-        torch._foreach_mul_(list(map(own_grad, params)), factor)
-        torch.autograd.graph.increment_version([param.grad for param in params if is_dtensor(param)])
+        torch._foreach_mul_(list(map(own_grad, params)), factor)  # pyright: ignore[reportPrivateImportUsage]
+        torch.autograd.graph.increment_version(_grads(filter(is_dtensor, params)))
 
 
 def _grads(params: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Any optimizer class: its state schema, its recorded step, and C code that runs the step as one host pass."""
+"""Any optimizer class: its state schema, its recorded step, and C code to run the step as a host pass."""

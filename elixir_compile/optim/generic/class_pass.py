@@ -1,4 +1,4 @@
-"""Run the step of an optimizer class as one host pass, bitwise equal to the class's own step.
+"""Run the step of an optimizer class as a single host pass, bitwise equal to the class's own step.
 
 The class's own step reads and writes memory once for each of its ops; a host pass does so once in all.
 
@@ -35,7 +35,7 @@ _COMPARED = 4099
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The recorded step of one parameter."""
+    """The recorded step of a parameter."""
 
     form: Form
     numbers: tuple[float, ...]
@@ -44,18 +44,18 @@ class Recorded:
 
 
 class ClassPasses:
-    """The host passes of one optimizer, compiled when a form is first seen."""
+    """The host passes of an optimizer, compiled when a form is first seen."""
 
     def __init__(self) -> None:
         self.threads: HostThreads | None = None
-        """The threads that run passes; None for the threads of the process without a device."""
+        """The threads for the passes; None for the threads of the process without a device."""
         self._lock = threading.Lock()
         self._passes: dict[Form, Pass | None] = {}
         """The pass of each form; None if the form cannot run as a pass."""
         self._said: set[str] = set()
 
     def update(self, step: ClassStep, rows: Sequence[Row], schema: StateSchema) -> list[Row]:
-        """Update the rows that can run as a pass; return the remaining rows unchanged, for the class's own step."""
+        """Update rows for which a pass exists; return the remaining rows unchanged, for the class's own step."""
         names = tuple(schema.dtypes)
         found: dict[object, Recorded | None] = {}
         ready: dict[tuple[Form, tuple[float, ...]], list[tuple[Row, Recorded]]] = {}
@@ -106,7 +106,7 @@ class ClassPasses:
 def _key_of(row: Row, names: Sequence[str]) -> object:
     """Return a key that is equal for rows with the same recorded step; None if the row cannot run as a pass.
 
-    A row can run as a pass if all tensors are fp32, dense, on the host, of one shape and in separate memory, and all
+    A row can run as a pass if all tensors are fp32, dense, on the host, of equal shape and in separate memory, and all
     other state is plain numbers.
     """
     tensors = [row.weight, *(row.state.get(name) for name in names)]

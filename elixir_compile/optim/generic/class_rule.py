@@ -1,10 +1,10 @@
-"""The update rule of any optimizer class: run the class's own `step` on the tensors of one bucket.
+"""The update rule of any optimizer class: run the class's own `step` on the tensors of a bucket.
 
     weights, grads, states  ->  a transient optimizer: an instance of the class with these tensors  ->  its `step()`
 
 The parameters of the transient optimizer share memory with the weights and gradients. So no formula is written a second
 time, and the result is bitwise equal to the class with the same flags on the same device. The class creates the state
-of a parameter at the first step. Later steps on the host run as one host pass if `class_pass` can record the class.
+of a parameter at the first step. Later steps on the host run as a host pass if `class_pass` can record the class.
 """
 
 import weakref
@@ -94,7 +94,7 @@ class ClassRule:
             for weight, grad, state in zip(weights, grads, states, strict=True)
         ]
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
-        if not group.get("fused"):  # torch's fused steps are one pass already
+        if not group.get("fused"):  # torch's fused steps are single passes already
             rows = self._passes.update(step, rows, self.schema(group, weights[0].dtype))
         if rows:
             step.take(rows)

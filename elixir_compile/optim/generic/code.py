@@ -42,14 +42,14 @@ def function_text(name: str, form: Form, expressions: Mapping[str, str]) -> str:
 class _Stages:
     """The ops of a form as a sequence of loops over a block, with MKL's square roots between the loops.
 
-    A stage is one loop. A value is named by its index: inputs first, then the result of each op.
+    A stage is a loop. A value is named by its index: inputs first, then the result of each op.
     """
 
     def __init__(self, form: Form, expressions: Mapping[str, str]) -> None:
         self._form, self._torch_expressions = form, expressions
         self._ops = dict(enumerate(form.ops, start=form.num_inputs))
         self._stage = dict.fromkeys(range(form.num_inputs), 0)
-        """By value, the stage that computes it; for a root by MKL, the first stage that can read it."""
+        """By value, the stage that computes it; for a root by MKL, the first stage after it."""
         for value, (formula, _) in self._ops.items():
             before = max((self._stage[operand] for operand in self._read(value)), default=0)
             self._stage[value] = before + 1 if expressions[formula] == BY_MKL else before
@@ -59,7 +59,7 @@ class _Stages:
         reads += [(value, self._writes[index]) for index, value in form.outputs]
         later = {value for value, stage in reads if value in self._ops and stage > self._stage[value]}
         self.kept = later | {value for value in self._ops if self._is_root(value)}
-        """Values that are stored in an array, because a later stage or MKL reads them."""
+        """The values stored in arrays, because a later stage or MKL reads them."""
 
     def kind(self, value: int) -> str:
         """Return the C type of a value."""

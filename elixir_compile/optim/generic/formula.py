@@ -21,7 +21,7 @@ class Formula:
     """An element-wise op as C text; `{0}`, `{1}` and so on are its operands."""
 
     expressions: tuple[str, ...]
-    """Expressions that torch may use; they differ only in rounding."""
+    """The expressions torch may use; they differ only in rounding."""
     is_mask: bool = False
     """Whether the result is a mask: true or false."""
     takes_masks: bool = False
@@ -30,7 +30,7 @@ class Formula:
     """torch's op, called with tensors and then numbers; None if there is only a single expression."""
     num_tensors: int = 0
     numbers: tuple[tuple[float, ...], ...] = ()
-    """The numbers with which `eager` is compared, one tuple for each call."""
+    """The numbers with which `eager` is compared, a tuple for each call."""
 
 
 def _plain(expression: str) -> Formula:
@@ -99,7 +99,7 @@ FORMULAS: Mapping[str, Formula] = {
         num_tensors=3,
         numbers=_FACTORS,
     ),
-    "addcmul of 1": Formula(  # some versions add the product in one rounding
+    "addcmul of 1": Formula(  # some versions of torch round only once here
         expressions=("{0} + {1} * {2}", "fmaf({1}, {2}, {0})"), eager=torch.addcmul, num_tensors=3, numbers=((),)
     ),
     "addcdiv": Formula(
@@ -128,7 +128,7 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def samples(num_tensors: int, numel: int) -> list[torch.Tensor]:
-    """Return `num_tensors` flat fp32 tensors of all magnitudes that training has, with zeros, infinities and NaNs."""
+    """Return `num_tensors` flat fp32 tensors of all magnitudes seen in training, with zeros, infinities and NaNs."""
     made: list[Any] = []
     generator = torch.Generator().manual_seed(7)
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, float("inf"), float("nan")])

@@ -28,7 +28,7 @@ _SCALES = (1e-2, 1.0, 1e2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSchema:
-    """The state that an optimizer class keeps for one parameter."""
+    """The state of an optimizer class for a parameter."""
 
     dtypes: Mapping[str, torch.dtype]
     """The dtype of each statistic by name; statistics have the shape of the parameter."""
@@ -93,7 +93,7 @@ class _Transient:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """Makes an optimizer by its constructor, for classes such as Adagrad that create state there."""
+    """Makes an optimizer by its constructor, for classes such as Adagrad, which create state there."""
 
     cls: type[Optimizer]
     group: Mapping[str, Any]

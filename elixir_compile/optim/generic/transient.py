@@ -1,4 +1,4 @@
-"""Transient optimizers: instances of the user's optimizer class that hold one bucket's tensors during an update."""
+"""Transient optimizers: instances of the user's optimizer class with a bucket's tensors, made for a single update."""
 
 import inspect
 from collections import OrderedDict, defaultdict
@@ -17,7 +17,7 @@ _NOT_COPIED = frozenset(
     {"state", "param_groups", "step", "_rule", "_line", "_placer", "_early", "_overflow"}
     | {"_is_accumulating", "_has_stepped", "_has_warned"}
 )
-"""Attributes that are not copied: params, state, a `step` that a scheduler wrapped, and the attributes of `Hybrid`."""
+"""Attributes not to copy: params, state, a `step` that a scheduler wrapped, and the attributes of `Hybrid`."""
 
 
 def attributes_of(optimizer: Optimizer) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassStep:
-    """The step of `cls` for one param group, with the attributes of the user's optimizer."""
+    """The step of `cls` for a param group, with the attributes of the user's optimizer."""
 
     cls: type[Optimizer]
     attributes: Mapping[str, Any]
@@ -61,7 +61,7 @@ class ClassStep:
         params = [nn.Parameter(row.weight) for row in rows]
         optimizer = self._transient(params, rows[0].weight)
         for param, row in zip(params, rows, strict=True):
-            param.grad = row.grad.data  # `detach()` would share the version that GradientGuard checks
+            param.grad = row.grad.data  # `detach()` would share the version, which GradientGuard checks
             if row.state:
                 optimizer.state[param] = dict(row.state)
         self._step(optimizer)

@@ -109,7 +109,7 @@ def _cpu() -> bytes:
     except OSError:
         lines = []
     names = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
-    # Cores of one machine may differ in their order only.
+    # The cores of a machine may differ only in the order of these lines.
     found = sorted({line for line in lines if line.startswith(names)})
     return "\n".join([platform.machine(), platform.processor(), *found]).encode()
 

@@ -1,4 +1,4 @@
-"""Join tensors that follow each other in host memory, so that a bucket takes one call into C, not one per tensor.
+"""Join tensors that follow each other in host memory, so that a bucket takes a single call into C.
 
     slab of the parameters   |-- a --|pad|---- b ----|pad|-- c --|
     slab of a moment         |-- a --|pad|---- b ----|pad|-- c --|      the same elements, each of another size

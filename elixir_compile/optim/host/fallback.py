@@ -9,7 +9,7 @@ threads.
 from collections.abc import Iterator
 
 import torch
-from torch.optim import adamw
+from torch.optim.adamw import adamw
 
 from elixir_compile.optim.host.flat import FlatStep, Rule
 
@@ -26,11 +26,12 @@ def take_step(flat: FlatStep) -> None:
         if flat.rule.grad_factor != 1.0:
             grad.mul_(flat.rule.grad_factor)
         weights = _of(flat.weights, block)
-        master = joined(_of(flat.param, block), weights) if flat.is_split else weights
+        high = _of(flat.param, block) if flat.is_split and flat.param is not None else None
+        master = weights if high is None else joined(high, weights)
         most = [] if flat.max_exp_avg_sq is None else [_of(flat.max_exp_avg_sq, block)]
         _fused(flat.rule, (master, grad, _of(flat.exp_avg, block), _of(flat.exp_avg_sq, block)), most)
-        if flat.is_split:
-            split(master, _of(flat.param, block), weights)
+        if high is not None:
+            split(master, high, weights)
         elif flat.param is not None:
             _of(flat.param, block).copy_(master)
 
@@ -57,7 +58,7 @@ def sum_of_squares(grad: torch.Tensor) -> float:
 
 def _fused(rule: Rule, tensors: tuple[torch.Tensor, ...], most: list[torch.Tensor]) -> None:
     master, grad, exp_avg, exp_avg_sq = tensors
-    adamw.adamw(
+    adamw(
         [master],
         [grad],
         [exp_avg],

@@ -1,4 +1,4 @@
-"""The arguments of a host pass: flat tensors of one bucket and the scalars of the step, checked when constructed."""
+"""The arguments of a host pass: flat tensors of a bucket and the scalars of the step, checked when constructed."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ PARAMETER_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The scalars of one AdamW step."""
+    """The scalars of an AdamW step."""
 
     step: int
     """The number of the step; the first step is 1."""
@@ -57,7 +57,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatStep:
-    """One AdamW step on the host; all tensors are contiguous, on the CPU and have equal element counts."""
+    """An AdamW step on the host; all tensors are contiguous, on the CPU and have equal element counts."""
 
     weights: torch.Tensor
     """The fp32 master; or its int16 low half, if `param` is its high half."""

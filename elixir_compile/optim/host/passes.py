@@ -10,7 +10,7 @@ passes: torch's own fused AdamW is as fast, and users compare bits with it.
 
 import ctypes
 import math
-from typing import NotRequired, TypedDict, Unpack
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch.autograd.graph import increment_version
@@ -107,7 +107,7 @@ def _step(
     step: int,
     extras: Extras,
 ) -> None:
-    scalars = dict(extras)
+    scalars: dict[str, Any] = dict(extras)
     tensors = {name: scalars.pop(name, None) for name in ("max_exp_avg_sq", "total")}
     threads = scalars.pop("threads", None)
     flat = FlatStep(

@@ -1,4 +1,4 @@
-"""Threads for host passes: few, each making one large call into C, which runs without the GIL.
+"""Threads for host passes: few, each making a single large call into C, which runs without the GIL.
 
     number of threads = cores of this process / ranks on this machine - 1 for the training thread, at least 1
 
@@ -145,6 +145,17 @@ def at_least_threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(usual)
+
+
+def on_host_threads(work: Callable[[], T], threads: HostThreads) -> Callable[[], T]:
+    """Return `work` for the update thread, with as many torch threads as `threads` has, on the same cores."""
+
+    def run() -> T:
+        bind_thread(threads.cores)  # OpenMP threads started later inherit the cores
+        with at_least_threads(threads.num_threads):
+            return work()
+
+    return run
 
 
 def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Optimizer state on disk: one file per bucket and statistic, with reads and writes by parameter.
+"""Optimizer state on disk: a file per bucket and statistic, with reads and writes by parameter.
 
     b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters in a row, at the same elements as in a slab
     b1.exp_avg_sq   |--- weight ---|- bias -|
@@ -28,7 +28,7 @@ from elixir_compile.runtime.disk.read_ahead import Piece
 from elixir_compile.runtime.slab import ALIGN_BYTES, Slab, flat
 
 Kind = tuple[str, torch.dtype]
-"""The name and dtype of a statistic; parameters of one bucket may keep it in different dtypes."""
+"""The name and dtype of a statistic; parameters of a bucket may keep it in different dtypes."""
 
 
 class Extent:
@@ -152,15 +152,15 @@ class DiskHome:
         return tuple(found)
 
     def note_update(self, params: Iterable[int]) -> None:
-        """Record that the statistics of `params` were written, so that `clear` must write zeros."""
+        """Record the statistics of `params` as written: `clear` must then write zeros."""
         self._written.update((param, kind) for param in params for kind in self._regions)
 
     def enter(self, param: int) -> None:
-        """Record that the state of the parameter with the id `param` is on disk."""
+        """Record the state of the parameter with the id `param` as on disk."""
         self._inside.add(param)
 
     def leave(self, param: int) -> None:
-        """Record that the state of a parameter has left the disk; free the files after the last parameter.
+        """Record the state of a parameter as removed from disk; free the files after the last parameter.
 
         No read or write of these files may be running.
         """
@@ -196,7 +196,7 @@ class DiskHome:
 
 
 class DiskState(MutableMapping[str, Any]):
-    """The state of one parameter: statistics on disk, other entries in memory."""
+    """The state of a parameter: statistics on disk, other entries in memory."""
 
     def __init__(
         self, home: DiskHome, param: nn.Parameter, kinds: Mapping[str, torch.dtype], in_memory: Mapping[str, Any]
@@ -204,16 +204,16 @@ class DiskState(MutableMapping[str, Any]):
         self.home = home
         self.param = id(param)
         self.kinds = dict(kinds)
-        """The statistics that have a file, with their dtypes. Other parameters of the bucket may have more."""
+        """The statistics with a file, and their dtypes. Other parameters of the bucket may have more."""
         self.made: set[str] = set()
-        """The statistics that exist; an optimizer class may create a statistic at the first update, or later."""
+        """The existing statistics; an optimizer class may create a statistic at the first update, or later."""
         self.in_memory = dict(in_memory)
         """The entries in memory."""
         home.enter(self.param)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the statistics that exist, in the order of `kinds`."""
+        """Return the existing statistics, in the order of `kinds`."""
         return tuple(name for name in self.kinds if name in self.made)
 
     def begin(self, name: str) -> None:
@@ -222,7 +222,7 @@ class DiskState(MutableMapping[str, Any]):
         self.made.add(name)
 
     def finish_update(self, made: Set[str], in_memory: Mapping[str, Any]) -> None:
-        """Record that the statistics `made` exist after an update, and store its entries `in_memory` in memory."""
+        """Record that the statistics `made` exist after an update, and store the entries `in_memory`."""
         for name, value in in_memory.items():
             before = self.in_memory.get(name)
             if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -262,7 +262,7 @@ class DiskState(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"DiskState({self.home.label}: {', '.join(self.names)} on disk, {self.in_memory})"
 
-    # Copies and pickles are ordinary dicts in memory, because files belong to one process.
+    # Copies and pickles are ordinary dicts in memory, because files belong to a single process.
 
     def __copy__(self) -> dict[str, Any]:
         return dict(self)

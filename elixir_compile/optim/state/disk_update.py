@@ -119,7 +119,7 @@ class _Slice:
 
 
 class _ParamUpdate:
-    """One parameter of an update: its flat weight and gradient in memory, and its state on disk."""
+    """A parameter in an update: its flat weight and gradient in memory, and its state on disk."""
 
     def __init__(self, weight: torch.Tensor, grad: torch.Tensor, state: DiskState) -> None:
         self.extent: Extent = state.home.extent(state.param)

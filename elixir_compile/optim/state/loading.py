@@ -23,7 +23,7 @@ class _Wrapped:
 
 
 def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
-    """Return the state of one parameter with its `statistics` wrapped."""
+    """Return `entry`, the state of a parameter, with its `statistics` wrapped."""
     return {
         name: _Wrapped(value) if name in statistics and isinstance(value, torch.Tensor) else value
         for name, value in entry.items()

@@ -1,4 +1,4 @@
-"""Place the state of one optimizer: create it at the first update of a parameter, and move it when the plan changes."""
+"""Place the state of an optimizer: create it at the first update of a parameter, and move it when the plan changes."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -18,7 +18,7 @@ _Kind = tuple[str, torch.dtype]
 
 
 class StateBuffers:
-    """The host slabs of one optimizer, allocated at first use and freed with their bucket."""
+    """The host slabs of an optimizer, allocated at first use and freed with their bucket."""
 
     def __init__(self) -> None:
         self._buffers: weakref.WeakKeyDictionary[RunningBucket, dict[_Kind, dict[int, torch.Tensor]]] = (
@@ -60,7 +60,7 @@ class StatePlacer:
         """Host memory of the state, a slab per bucket and statistic."""
         self._rule = rule
         self._placed: weakref.WeakKeyDictionary[RunningBucket, set[int]] = weakref.WeakKeyDictionary()
-        """By bucket, the ids of the parameters whose state is in the memory that the placement names."""
+        """By bucket, the ids of the parameters whose state is where the placement wants it."""
 
     def place(
         self, states: States, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]
@@ -94,7 +94,7 @@ class StatePlacer:
     def buffers_of(
         self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], ...]:
-        """Return, for each of `params`, the host tensors by name for statistics that the update creates.
+        """Return, for each of `params`, the host tensors by name for statistics created by the update.
 
         The mappings are empty if the rule does not create state, or if the home of the state is not the host.
         """

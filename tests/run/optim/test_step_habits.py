@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import adamw
 
 import elixir_compile as elixir
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
+from elixir_compile.optim import rule
 from elixir_compile.optim.host import threads
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import (
@@ -200,9 +200,9 @@ def test_host_updates_take_their_threads_and_say_so_once(
     try:
         with controlled_worker(), caplog.at_level(logging.INFO, "elixir_compile"):
             torch.set_num_threads(1)
-            fused = adamw.adamw
+            fused = rule.adamw
             monkeypatch.setattr(
-                adamw,
+                rule,
                 "adamw",
                 lambda *args, **rest: (seen.append(torch.get_num_threads()), fused(*args, **rest)),
             )

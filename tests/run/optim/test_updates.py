@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from torch.optim import adamw
+from torch.optim.adamw import adamw
 
 from elixir_compile.runtime import updates
 from elixir_compile.runtime.updates import UpdateLine
@@ -95,7 +95,7 @@ def test_the_kernel_gives_the_same_bits_in_the_worker_whatever_the_threads(numel
         weights, grads, means = values
         squares, steps = [means[0].square()], [torch.zeros(())]
         for _ in range(3):
-            adamw.adamw(
+            adamw(
                 weights, grads, means, squares, [], steps, fused=True, amsgrad=False, lr=1e-2, beta1=0.9,
                 beta2=0.999, weight_decay=0.01, eps=1e-8, maximize=False,
             )  # fmt: skip
