@@ -22,9 +22,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/elixir-compile demo
 
-# A file stays in one process, so that its fixtures are made once.
+# A file stays in one process, so that its fixtures are made once. Files keep the order of `tests/conftest.py`: by
+# default xdist starts files of few tests last, and those of several ranks have few tests that take long.
 test: venv
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow

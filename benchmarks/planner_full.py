@@ -9,7 +9,7 @@
 The grid: activations and updates as the planner likes, 8 and 12 bytes of optimizer state per element, GPT-2 4b to 20b
 and Llama 7b to 70b, A100s, H100s and RTX 4090s, 1 to 8 ranks, batches of 1 to 16 sequences each. What is saved are
 counted plays and solves beside CPU seconds, and the best step after 2, 5 and 10 CPU seconds of search: seconds of
-another machine are other seconds. No GPU is needed and no weight is allocated; each model is captured once, for any
+another machine are other seconds. No GPU is needed and no weight is allocated; each model is captured once for each
 batch, in a process of its own, and kept in the cache folder.
 """
 
@@ -32,7 +32,8 @@ import torch
 from machine import RESULTS, save
 
 from elixir_compile.api.preview.capture import Capture, capture_step
-from elixir_compile.api.preview.models import TextBatch, load_model
+from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.models import TextBatch, find_model, load_model
 from elixir_compile.api.preview.shapes import model_named
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.folders import cache_dir, write_cached
@@ -124,7 +125,7 @@ def captured(model: str, batch: int, layers: int = 0) -> Capture:
     """Return the step of `model`, with all or so many `layers`, from the cache folder where an earlier run left it."""
     path = _path(model, batch, layers)
     if not path.exists():
-        subprocess.run([sys.executable, __file__, "--capture", model, str(layers)], check=True)
+        subprocess.run([sys.executable, __file__, "--capture", model, str(batch), str(layers)], check=True)
     fields = json.loads(path.read_text(encoding="utf-8"))
     return Capture(
         graph=graph_from_json(json.dumps(fields["graph"])),
@@ -141,32 +142,32 @@ def _path(model: str, batch: int, layers: int) -> Path:
     return cache_dir() / "benchmarks" / f"full-{model}-{layers}-{batch}-torch-{torch.__version__}.json"
 
 
-def capture_of(model: str, layers: int) -> Capture:
-    """Return one step of `model`, with all or so many `layers`, for any batch, its activations free to be chosen."""
+def capture_of(model: str, batch: int, layers: int) -> Capture:
+    """Return one step of `model`, with all or so many `layers`, its activations free to be chosen: of all layers as
+    `elixir-compile plan` captures it."""
     length = LENGTHS.get(model) or LENGTHS[model.partition("-")[0]]
-    text = TextBatch(batch=2, seq=length, dtype=torch.bfloat16)
+    text = TextBatch(batch=batch, seq=length, dtype=torch.bfloat16)
     if not layers:
-        return capture_step(*load_model(model, text), dynamic=True)
+        return capture_model(*find_model(model, text))
     shape = model_named(model)
     fields = {**shape.fields, **dict.fromkeys(shape.layer_fields, layers), "model_type": shape.model_type}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(fields), encoding="utf-8")
-        return capture_step(*load_model(str(path), text), dynamic=True)
+        return capture_step(*load_model(str(path), text))
 
 
-def capture_all(model: str, layers: int) -> None:
-    """Capture one step and write it to the cache folder for every batch of the grid."""
-    capture = capture_of(model, layers)
-    for batch in BATCHES:
-        fields = {
-            "graph": json.loads(graph_to_json(capture.at_batch(batch).graph)),
-            "device": str(capture.device),
-            "numels": dict(capture.numels),
-            "masters": dict(capture.masters),
-            "base_bytes": capture.base_bytes,
-        }
-        write_cached(_path(model, batch, layers), json.dumps(fields))
+def write_capture(model: str, batch: int, layers: int) -> None:
+    """Capture one step and write it to the cache folder."""
+    capture = capture_of(model, batch, layers)
+    fields = {
+        "graph": json.loads(graph_to_json(capture.graph)),
+        "device": str(capture.device),
+        "numels": dict(capture.numels),
+        "masters": dict(capture.masters),
+        "base_bytes": capture.base_bytes,
+    }
+    write_cached(_path(model, batch, layers), json.dumps(fields))
 
 
 @dataclass(slots=True)
@@ -303,22 +304,29 @@ def line(row: Row) -> str:
     case = row.case
     cells = [case.shape, str(case.batch), str(case.state), f"{case.ranks} x {case.machine}"]
     if row.step_s is None or row.gap is None:
-        return "| " + " | ".join([*cells, "nothing fits", *[""] * 5]) + " |"
+        return "| " + " | ".join([*cells, "nothing fits", *[""] * 6]) + " |"
     rule = "none fits" if row.best_rule is None else f"{row.best_rule:.2f}"
     counted = [str(row.num_plays), str(row.num_solves), f"{row.cpu_s:.1f}"]
-    return "| " + " | ".join([*cells, f"{row.step_s:.4g}", f"{row.gap:.2%}", rule, *counted]) + " |"
+    at = " ".join(f"{gap:.1%}" for gap in row.gaps_at.values())
+    return "| " + " | ".join([*cells, f"{row.step_s:.4g}", f"{row.gap:.2%}", at, rule, *counted]) + " |"
 
 
 def read_rows(path: Path) -> dict[Case, Row]:
-    """Return the rows of an earlier run, by case, from a file with one row a line; none where there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    """Return the rows of an earlier run, by case, from a file with one row a line; none where there is no file.
+
+    A last line that was not written to its end is cut off: its case is run again.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    if text and not text.endswith("\n"):
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     rows = [Row(**{**fields, "case": Case(**fields["case"])}) for fields in map(json.loads, lines)]
     return {row.case: row for row in rows}
 
 
 HEAD = (
-    "| model | batch | state | machine | step in s | gap | fastest rule / step | plays | solves | CPU s |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| model | batch | state | machine | step in s | gap | after 2, 5, 10 s | fastest rule / step | plays | solves "
+    "| CPU s |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -361,11 +369,11 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, metavar="FILE", help="rows of an earlier run, and where new ones go")
     parser.add_argument("--table", metavar="NOTE", help="run nothing, save the table of the rows in FILE")
     parser.add_argument("--small", action="store_true", help="shallow models, as the tests plan them")
-    parser.add_argument("--capture", nargs=2, metavar=("MODEL", "LAYERS"))
+    parser.add_argument("--capture", nargs=3, metavar=("MODEL", "BATCH", "LAYERS"))
     arguments = parser.parse_args()
     if arguments.capture:
-        model, layers = arguments.capture
-        capture_all(model, int(layers))
+        model, batch, layers = arguments.capture
+        write_capture(model, int(batch), int(layers))
         return 0
     rows = run(arguments)
     print("\n" + "\n".join(summary(rows)))

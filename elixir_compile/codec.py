@@ -49,10 +49,11 @@ class _Wrong(Exception):  # noqa: N818 - never leaves this module
         self.got = got
 
 
-def to_json(form: Form, value: Any) -> str:
-    """Return the dataclass `value` as JSON; ValueError for a number that is not finite."""
-    fields = {"elixir": form.what, "format": form.version} | _encode(type(value), value)
-    return json.dumps(fields, indent=1, allow_nan=False)
+def to_json(form: Form, value: Any, *, indent: int | None = 1) -> str:
+    """Return the dataclass `value` as JSON, on one line if `indent` is None; ValueError for a number that is not
+    finite."""
+    fields = {"elixir": form.what, "format": form.version} | _encoder(type(value))(value)
+    return json.dumps(fields, indent=indent, allow_nan=False)
 
 
 def from_json(form: Form, cls: type[_Value], text: str) -> _Value:
@@ -105,20 +106,32 @@ def _fields(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _encode(hint: Any, value: Any) -> Any:
-    """Return `value`, which has the type `hint`, as what JSON can hold."""
+@functools.cache
+def _encoder(hint: Any) -> Callable[[Any], Any]:
+    """Return the function that turns a value of type `hint` into what JSON can hold."""
     hint = _plain(hint)
     if dataclasses.is_dataclass(hint):
-        return {name: _encode(kind, getattr(value, name)) for name, kind in _fields(typing.cast(type, hint)).items()}
+        encoders = [(name, _encoder(kind)) for name, kind in _fields(typing.cast(type, hint)).items()]
+        return lambda value: {name: encode(getattr(value, name)) for name, encode in encoders}
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and args[-1] is Ellipsis:
+        encode_item = _encoder(args[0])
+        return lambda value: [encode_item(item) for item in value]
     if origin is tuple:
-        return [_encode(kind, item) for kind, item in zip(_item_hints(args, len(value)), value, strict=True)]
+        item_encoders = [_encoder(kind) for kind in args]
+        return lambda value: [encode(item) for encode, item in zip(item_encoders, value, strict=True)]
     if origin is Mapping:
-        return {str(key): _encode(args[1], item) for key, item in sorted(value.items())}
+        encode_value = _encoder(args[1])
+        return lambda value: {str(key): encode_value(item) for key, item in sorted(value.items())}
     if origin in _UNIONS:
-        return None if value is None else _encode(args[0], value)
+        encode_some = _encoder(args[0])
+        return lambda value: None if value is None else encode_some(value)
     # numpy's numbers become Python's.
-    return hint(value) if hint in (int, float) else value
+    return hint if hint in (int, float) else _itself
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _decode(hint: Any, data: Any, path: str) -> Any:

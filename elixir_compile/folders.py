@@ -5,7 +5,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -35,6 +35,19 @@ def write_cached(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(part)
         raise
+
+
+def drop_oldest(folder: Path, most: int) -> None:
+    """Keep the `most` JSON files of `folder` that were used last; another process may drop the same ones.
+
+    Raises OSError if the folder cannot be written.
+    """
+    aged: list[tuple[float, str]] = []
+    for path in folder.glob("*.json"):
+        with suppress(FileNotFoundError):
+            aged.append((path.stat().st_mtime, path.name))
+    for _, name in sorted(aged)[:-most]:
+        (folder / name).unlink(missing_ok=True)
 
 
 _OPENED_FILES = Path("/proc/self/fd")

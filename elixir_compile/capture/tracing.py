@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.deep_calls import with_deep_calls
 from elixir_compile.capture.joint import parameter, partition_hidden, reads_parameters
 from elixir_compile.capture.parameter_inputs import gathers_to_inputs
 from elixir_compile.capture.rewire import split_gathers
@@ -58,9 +59,15 @@ def trace_step(
     compat.trace_past_logging()
     # Dynamo keeps nothing of a compile that its backend left, so the user's next one of this model starts afresh.
     compiled = torch.compile(model, backend=_backend(name, inner, edit), fullgraph=True)
-    with torch.enable_grad(), compat.shapes_apart(), collector_off(), compat.no_collection_at_end():
+    with (
+        torch.enable_grad(),
+        compat.shapes_apart(),
+        collector_off(),
+        compat.no_collection_at_end(),
+        compat.no_names_of_lines(),
+    ):
         try:
-            compiled(*args, **kwargs)
+            with_deep_calls(lambda: compiled(*args, **kwargs))
         except _Stopped as stopped:
             found = stopped.found
         except Exception as error:

@@ -33,8 +33,8 @@ from elixir_compile.checkpoint.manifest import STATE_FILE, TENSORS_FOLDER, Manif
 from elixir_compile.checkpoint.model_state import model_plain, model_state
 from elixir_compile.checkpoint.optimizer_state import optimizer_plain
 from elixir_compile.checkpoint.random_state import random_state
+from elixir_compile.checkpoint.rank_group import RankGroup, rank_group_of, turn
 from elixir_compile.checkpoint.sums import FileRecord
-from elixir_compile.checkpoint.together import RankGroup, rank_group_of, turn
 from elixir_compile.checkpoint.values import Deferred, Sources, Unfit, to_plain
 from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
 

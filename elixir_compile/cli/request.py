@@ -10,6 +10,7 @@ import torch
 from elixir_compile.api.plan import named_cluster
 from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.preview.models import TextBatch, find_model
 from elixir_compile.capture.tracing import collector_off
 from elixir_compile.errors import InvalidOption
@@ -66,8 +67,13 @@ class Request:
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
         options = self.parsed_options()
         with collector_off():  # transformers is imported, and models are made
-            model, inputs = find_model(self.model, text)
-            capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
+            key = capture_key(self.model, text, options, dynamic=dynamic, chunks=chunks)
+            capture = None if key is None else kept_capture(key)
+            if capture is None:
+                model, inputs = find_model(self.model, text)
+                capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
+                if key is not None:
+                    keep_capture(key, capture)
             gc.freeze()  # the collector passes over what torch leaves: 5 MB a layer, and 1 s if looked at
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 

@@ -52,6 +52,7 @@ from elixir_compile.compat.dynamo import trace_past_logging as trace_past_loggin
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
 from elixir_compile.compat.kernels import Kernels as Kernels
+from elixir_compile.compat.needless import no_names_of_lines as no_names_of_lines
 from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
 from elixir_compile.compat.profiling import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.profiling import is_profiling as is_profiling

@@ -12,6 +12,7 @@ from torch._guards import TracingContext, tracing
 from elixir_compile.compat.dynamo import fake_mode_of
 from elixir_compile.compat.kernels import Kernels
 from elixir_compile.compat.libraries import best_instructions_only
+from elixir_compile.compat.needless import templates_when_used
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
@@ -33,7 +34,9 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
     both callbacks. Gone: ImportError or TypeError.
     """
     import torch._inductor.config as inductor_config
-    from torch._inductor.compile_fx import compile_fx
+
+    with templates_when_used():
+        from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache nothing,

@@ -114,6 +114,11 @@ class StepGraph:
     symbols: tuple[tuple[str, int], ...] = ()
     """Each symbol of the sizes with the value at which bytes and flops are given, in the order of the inputs."""
 
+    def __hash__(self) -> int:
+        """Of a few fields: what is remembered by graph is looked up hundreds of times in a search, and hashing every op
+        of 3,000 takes 4 ms."""
+        return hash((self.name, len(self.ops), len(self.storages), self.outputs))
+
     def __post_init__(self) -> None:
         ids = {storage.id for storage in self.storages}
         if len(ids) != len(self.storages):

@@ -77,8 +77,9 @@ class Compilation:
         self._review = review
         self._reviewed: Plan | None = None
         self._own: Captured | None = None
+        self._step: StepGraph | None = None
         self._captured: Captured | None = None
-        """The capture, and the same with what the graphs of other ranks use besides."""
+        """The capture, its step at its own sizes, and the capture with what the graphs of other ranks use besides."""
         self._progress = Progress(is_on=options.report)
         self._profiler = StepProfiler(executor, is_on=options.report or options.replan, records=self.may_replan())
         self._stats: StepStats | None = None
@@ -131,20 +132,19 @@ class Compilation:
         self._own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
         self._captured = self._own
         if backward is not None:
-            add_extra_saved(self._captured)
+            self._step = add_extra_saved(self._captured)
             self._ticket_at = ticket_position(self._captured)
         self._variants.find_graph_set(lambda: roll_key(graph_of(self._captured, self._executor, self._sizes.values)))
         before = self._replan()
-        if self._review is not None and not self._variants.outstanding:
-            self.plan = self._review(self.plan)
-            self._reviewed = self.plan
+        if self._review is not None and not self._variants.graph_set_digest:
+            self.plan = self._reviewed = self._review(self.plan)
         self.outstanding.take_over(before)
         if not self.is_inference and not any(other.is_superseded for other in self._executor.compilations):
             self._progress.planned(self.plan)
 
     def _replan(self) -> "Compilation | None":
         """Plan for the sizes at hand, on top of what is in force; return the earlier capture whose plan was taken."""
-        if self._variants.outstanding:
+        if self._variants.graph_set_digest:
             self.beside_bytes = self._executor.saved.held_bytes()
             found = planned_in_step(self._executor, self._own, self._options, self._sizes.values, self._answered)
             self._captured, self._problem, self.plan = found
@@ -152,7 +152,7 @@ class Compilation:
             require_disk(self.plan, self._executor.disk)
             return None
         self._captured = self._own
-        self.graph = graph_of(self._captured, self._executor, self._sizes.values)
+        self.graph = graph_of(self._captured, self._executor, self._sizes.values, self._step)
         return with_room(self._executor, unread_bytes(self._captured, self._executor), self._plan_beside)
 
     def _plan_beside(self, external: ExternalUsage) -> "Compilation | None":
@@ -361,7 +361,7 @@ class Compilation:
         while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
             with _compile_lock:
                 if call.step is Step.JOIN:
-                    wants_plan = not self._join(call.outstanding) or self._wants_plan(args)
+                    wants_plan = not self._join(call.graph_set_digest) or self._wants_plan(args)
                 else:
                     self._plan_anew(args)
                     wants_plan = False
@@ -379,13 +379,13 @@ class Compilation:
         may_stay = not is_moved or executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=may_adopt)
         return bool(self._sizes.grown(self._captured, args)) or has_company or not may_stay
 
-    def _join(self, company: str) -> bool:
-        """Go on with what was planned for the graphs of `company`; return whether there is anything."""
+    def _join(self, graph_set_digest: str) -> bool:
+        """Go on with the plan made for the graphs of `graph_set_digest`; return whether there is one."""
         now = None
         if self._variants.is_planned:
             programs, room = self._programs.last, PlanLimits(dict(self._sizes.values), self.beside_bytes)
             now = PlanVariant(self._captured, self._problem, self.plan, programs, room, self._generation)
-        found = self._variants.join(company, now)
+        found = self._variants.join(graph_set_digest, now)
         if found is None:
             return False
         self._captured, self._problem, self.plan, programs, room, self._generation = found

@@ -97,10 +97,10 @@ class PlanVariants:
         self._name = name
         self.key = ""
         """What the roll call of several ranks says of the graph; empty on one rank, which calls no roll."""
-        self.outstanding = ""
+        self.graph_set_digest = ""
         """The graphs of all ranks, as a digest; empty where they are equal."""
         self.is_planned = False
-        """Whether there is a plan for `company`."""
+        """Whether there is a plan for `graph_set_digest`."""
         self._executor = executor
         self._written_for = ""
         self._others: dict[str, PlanVariant] = {}
@@ -108,7 +108,9 @@ class PlanVariants:
     def call(self, *, wants_plan: bool) -> RollCall:
         """Return what all ranks do before the graph can run; see `roll_call`."""
         wants_plan = wants_plan or not self.is_planned
-        return call_the_roll(self._executor, self.key, self.outstanding, wants_plan=wants_plan, doing=self._doing())
+        return call_the_roll(
+            self._executor, self.key, self.graph_set_digest, wants_plan=wants_plan, doing=self._doing()
+        )
 
     def begin_backward(self, ticket: torch.Tensor) -> None:
         """Before the backward of the forward of `ticket`: RanksDiffer where another rank does something else."""
@@ -128,21 +130,21 @@ class PlanVariants:
             self.key = key_of_graph()
             _ = ranks.num_local  # now, as all ranks are here the first time; planning may fail on one
         while (call := self.call(wants_plan=True)).step is Step.JOIN:
-            self.outstanding = call.outstanding
+            self.graph_set_digest = call.graph_set_digest
 
-    def join(self, company: str, now: PlanVariant | None) -> PlanVariant | None:
-        """Change to `company`, and keep `now`, what the graph runs as in the one before; return what it ran as there,
-        or None where it has to be planned."""
+    def join(self, graph_set_digest: str, now: PlanVariant | None) -> PlanVariant | None:
+        """Change to the graphs of `graph_set_digest`, and keep `now`, the plan beside the graphs before. Return the
+        plan that the graph had beside these graphs, or None if it has to be planned."""
         if now is not None:
-            self._others[self.outstanding] = now
-        self.outstanding = company
-        found = self._others.pop(company, None)
+            self._others[self.graph_set_digest] = now
+        self.graph_set_digest = graph_set_digest
+        found = self._others.pop(graph_set_digest, None)
         self.is_planned = found is not None
         if len(self._others) > MOST:
             self._others.pop(next(iter(self._others)))
         return found
 
     def record_written(self) -> bool:
-        """Note that there are programs for `company`; return whether they are the first since it changed."""
-        before, self._written_for, self.is_planned = self._written_for, self.outstanding, True
-        return before != self.outstanding
+        """Note that there are programs for `graph_set_digest`; return whether they are the first since it changed."""
+        before, self._written_for, self.is_planned = self._written_for, self.graph_set_digest, True
+        return before != self.graph_set_digest

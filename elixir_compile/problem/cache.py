@@ -20,7 +20,7 @@ from pathlib import Path
 
 from elixir_compile.analysis import verify
 from elixir_compile.errors import ElixirError, ElixirWarning
-from elixir_compile.folders import cache_dir, write_cached
+from elixir_compile.folders import cache_dir, drop_oldest, write_cached
 from elixir_compile.hardware import hardware_fingerprint
 from elixir_compile.ir import PLAN_FORMAT, Op, Plan, StepGraph, Tier, plan_from_json, plan_to_json
 from elixir_compile.options import Options
@@ -90,7 +90,7 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
     path = _path(problem, options)
     try:
         write_cached(path, plan_to_json(made))
-        _drop_oldest(path.parent)
+        drop_oldest(path.parent, MOST_PLANS)
     except OSError as error:
         warnings.warn(
             f"plans cannot be kept in {path.parent}: {error.strerror}. Set ELIXIR_CACHE_DIR to a folder that can be "
@@ -184,13 +184,3 @@ def _drop(path: Path, error: Exception) -> None:
     warnings.warn(f"a cached plan was not usable and is removed: {path}: {error}", ElixirWarning, stacklevel=3)
     with suppress(OSError):  # it stays where the folder may only be read
         path.unlink(missing_ok=True)
-
-
-def _drop_oldest(folder: Path) -> None:
-    """Keep the `MOST_PLANS` that were used last; another process may drop the same ones."""
-    aged: list[tuple[float, str]] = []
-    for path in folder.glob("*.json"):
-        with suppress(FileNotFoundError):
-            aged.append((path.stat().st_mtime, path.name))
-    for _, name in sorted(aged)[:-MOST_PLANS]:
-        (folder / name).unlink(missing_ok=True)

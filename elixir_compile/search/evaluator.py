@@ -55,6 +55,9 @@ class Evaluator:
         self._step_s: dict[tuple[Level, ...], float] = {}
         self._profiles: tuple[tuple[Profile, ...], ...] | None = None
         self._least_levels: tuple[Level, ...] = ()
+        self._floor_bytes: int | None = None
+        self.lowered_modes: tuple[int, ...] | None = None
+        """Modes with fewer bytes, reached from `modes` layer by layer; None until `uniform_modes` looked for them."""
 
     def at(self, modes: Sequence[int]) -> "Evaluator":
         """Return the evaluator of the same problem at `modes`, one per layer."""
@@ -76,6 +79,13 @@ class Evaluator:
         """The levels that need the fewest device bytes, gathered at use."""
         self._least_levels = self._least_levels or min_memory_levels(self.facts, self.memory)
         return self._least_levels
+
+    @property
+    def floor_bytes(self) -> int:
+        """The device bytes with every bucket as far off as it can be, gathered at use."""
+        if self._floor_bytes is None:
+            self._floor_bytes = self.memory.peak_bytes(self.min_memory_levels, ahead=0)
+        return self._floor_bytes
 
     def fits(self, levels: Sequence[Level], ahead: int) -> bool:
         """Whether the levels fit both budgets, every gather `ahead` windows early."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.heuristics.uniform_modes import floor_bytes as floor_of
 from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
 from elixir_compile.search.planner import plan
 from elixir_compile.search.problem import Problem
@@ -19,7 +18,7 @@ MAX_BATCH = 1 << 30
 def floor_bytes(problem: Problem) -> int:
     """Return the fewest device bytes that a plan for `problem` needs: every bucket as far off as it can be, gathered
     at use, and of activations what the leanest rung of the ladder keeps. Nothing says that there is no lower one."""
-    return floor_of(leanest(Evaluator(gather_facts(problem))))
+    return leanest(Evaluator(gather_facts(problem))).floor_bytes
 
 
 def is_feasible(problem: Problem) -> bool:
@@ -28,7 +27,7 @@ def is_feasible(problem: Problem) -> bool:
     Exact where the host can hold everything; else whether the greedy planner finds one.
     """
     evaluator = Evaluator(gather_facts(problem))
-    if all(floor_of(rung) > problem.budget_bytes for rung in uniform_modes(evaluator)):
+    if all(rung.floor_bytes > problem.budget_bytes for rung in uniform_modes(evaluator)):
         return False
     if any(rung.fits(rung.min_memory_levels, ahead=0) for rung in uniform_modes(evaluator)):
         return True

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.heuristics.uniform_modes import floor_bytes, uniform_modes
+from elixir_compile.search.heuristics.uniform_modes import uniform_modes
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level, placement_of
@@ -40,7 +40,7 @@ def extents(problem: Problem) -> tuple[Extent, Extent]:
     evaluator = Evaluator(gather_facts(replace(problem, base_bytes=0, between_bytes=0, after_bytes=0)))
     lean = min(
         uniform_modes(evaluator),
-        key=lambda rung: (floor_bytes(rung), _kept_bytes(rung.facts.graph, rung.facts.activations)),
+        key=lambda rung: (rung.floor_bytes, _kept_bytes(rung.facts.graph, rung.facts.activations)),
     )
     return _extent(lean, lean.min_memory_levels), _extent(evaluator, evaluator.facts.start_levels)
 

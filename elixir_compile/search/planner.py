@@ -23,7 +23,7 @@ from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_least_host
 from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, RULES, num_placements, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
-from elixir_compile.search.heuristics.uniform_modes import floor_bytes, leanest, uniform_modes
+from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
@@ -112,7 +112,7 @@ def _first(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) -> Dra
             return place(rung)
         starts.append(rung)
     # Not everything fits the host: some of it may.
-    fit = [(host_floor_bytes(rung), rung) for rung in starts if floor_bytes(rung) <= problem.budget_bytes]
+    fit = [(host_floor_bytes(rung), rung) for rung in starts if rung.floor_bytes <= problem.budget_bytes]
     for host_floor, rung in fit:
         if host_floor <= problem.host_budget_bytes:
             with contextlib.suppress(NoFeasiblePlan):
@@ -208,7 +208,7 @@ def _least_host(evaluator: Evaluator) -> DraftPlan:
 
 
 def _require_minimum(evaluator: Evaluator) -> None:
-    if all(floor_bytes(rung) > evaluator.facts.problem.budget_bytes for rung in uniform_modes(evaluator)):
+    if all(rung.floor_bytes > evaluator.facts.problem.budget_bytes for rung in uniform_modes(evaluator)):
         least = leanest(evaluator)
         raise _no_plan(least, _furthest(least))
 

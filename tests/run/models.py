@@ -93,23 +93,23 @@ def hf_batches(num_batches: int = 3, *, num_words: int = 128) -> list[Mapping[st
     return [{"input_ids": ids, "labels": ids} for ids in tokens(num_batches, num_words=num_words)]
 
 
-def small_gpt2(**options: object) -> nn.Module:
-    """Return a GPT-2 of three layers without dropout, tied."""
+def small_gpt2(*, num_layers: int = 3, **options: object) -> nn.Module:
+    """Return a GPT-2 without dropout, tied."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=3, n_embd=WIDTH, n_head=4, vocab_size=128, n_positions=64,
+        n_layer=num_layers, n_embd=WIDTH, n_head=4, vocab_size=128, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **options,
     )  # fmt: skip
     return seeded(GPT2LMHeadModel, config)
 
 
-def small_llama(*, tied: bool) -> nn.Module:
-    """Return a Llama of three layers."""
+def small_llama(*, tied: bool, num_layers: int = 3) -> nn.Module:
+    """Return a Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=3, num_attention_heads=4,
+        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=128, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return seeded(LlamaForCausalLM, config)

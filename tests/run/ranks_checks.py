@@ -105,7 +105,8 @@ def own_bytes(bucket: Bucket) -> int:
 def runs_the_collectives_of_the_plan(rank: int, world_size: int, *shape: int) -> dict[str, Any]:
     """Count the collectives of two steps and their bytes on a mesh of `shape`, and compare what they train."""
     steps = batches(3)
-    pair = pair_of("gpt2", shape, device_memory=int(1.2 * least_bytes("gpt2", steps[0], shape)))
+    name = "gpt2 of one layer" if len(shape) > 1 else "gpt2"  # the axes of a mesh are the same for every layer
+    pair = pair_of(name, shape, device_memory=int(1.2 * least_bytes(name, steps[0], shape)))
     found = [pair.step(steps[0])]
     ledger = executor_of(pair.model).ledger
     times, nbytes = Counter(ledger.times), Counter(ledger.bytes)
@@ -127,7 +128,7 @@ def runs_the_collectives_of_the_plan(rank: int, world_size: int, *shape: int) ->
 def evaluates_and_generates(rank: int, world_size: int) -> None:
     """Read the model eagerly and compiled without gradients, between steps."""
     steps = batches(3)
-    pair = pair_of("gpt2", [world_size])
+    pair = pair_of("gpt2 of one layer", [world_size])
     pair.step(steps[0])
     with torch.no_grad():
         expected = pair.double(steps[1])
@@ -304,7 +305,7 @@ def keeps_habits(rank: int, world_size: int) -> None:
 
 def weighs_uneven_batches(rank: int, world_size: int) -> None:
     """Give each rank another number of rows."""
-    pair = pair_of("gpt2", [world_size])
+    pair = pair_of("gpt2 of one layer", [world_size])
     sizes = [2 + other for other in range(world_size)]
     for batch in batches(3):
         rows = batch[: sum(sizes)]

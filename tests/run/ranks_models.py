@@ -126,7 +126,8 @@ def by_peft() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": gpt2, "llama": llama, "odd": odd, "adapted": adapted, "peft": by_peft
+    "gpt2": gpt2, "gpt2 of one layer": lambda: gpt2(num_layers=1), "llama": llama,
+    "llama of one layer": lambda: llama(num_layers=1), "odd": odd, "adapted": adapted, "peft": by_peft,
 }  # fmt: skip
 
 

@@ -111,7 +111,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def compiled_with(model: nn.Module, **options: object) -> Callable[..., Any]:
     """Return `model` compiled by Elixir, op by op."""
     torch._dynamo.reset()
-    options = {"inner": "aot_eager", "report": False, "plan_cache": False, "replan": False, **options}
+    quick = {"search_timeout": 1.0}  # the first rank searches while the others wait; a plan that is good enough will do
+    options = {"inner": "aot_eager", "report": False, "plan_cache": False, "replan": False, **quick, **options}
     return torch.compile(model, backend="elixir", options=options)
 
 

@@ -162,6 +162,19 @@ def find_described(model: Any, example_inputs: Inputs) -> Any:
     return find_model(model, TextBatch(batch=batch, seq=seq, dtype=torch.bfloat16))[0]
 
 
+def description_of(name: str) -> str | None:
+    """Return the text that says which model `name` stands for: a named shape's name, or a configuration. Return None
+    for a function, and for a name that leads nowhere."""
+    if name.rpartition(":")[0].endswith(".py"):
+        return None
+    if name.lower() in model_names():
+        return name.lower()
+    try:
+        return _config_file(Path(name)).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
 _CLASSES: Mapping[Head, str] = {
     Head.NEXT_TOKEN: "AutoModelForCausalLM",
     Head.MASKED_TOKEN: "AutoModelForMaskedLM",
@@ -214,10 +227,14 @@ def _config_of(shape: ModelShape, text: TextBatch) -> Any:
     return transformers.AutoConfig.for_model(shape.model_type, **fields)
 
 
+def _config_file(path: Path) -> Path:
+    return path / "config.json" if path.is_dir() else path
+
+
 def _config_from(path: Path) -> Any:
     import transformers
 
-    file = path / "config.json" if path.is_dir() else path
+    file = _config_file(path)
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

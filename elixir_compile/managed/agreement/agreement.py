@@ -175,13 +175,13 @@ def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
     return "yes" in executor.ranks.control.exchange("yes" if is_so else "no", what)
 
 
-def call_the_roll(executor: Executor, key: str, company: str, *, wants_plan: bool, doing: str) -> "RollCall":
+def call_the_roll(executor: Executor, key: str, graph_set_digest: str, *, wants_plan: bool, doing: str) -> "RollCall":
     """Return what all ranks of `executor` do next, where this one is about to run the graph `key`: see `roll_call`.
 
     What failed in an update of this rank is raised here, and is PeerFailed on the others.
     """
     if executor.ranks is None:
-        return RollCall(step=Step.PLAN if wants_plan else Step.RUN, company=company)
+        return RollCall(step=Step.PLAN if wants_plan else Step.RUN, graph_set_digest=graph_set_digest)
     control = executor.ranks.control
     try:
         executor.check_updates()
@@ -189,7 +189,7 @@ def call_the_roll(executor: Executor, key: str, company: str, *, wants_plan: boo
         with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
             control.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
         raise
-    found = roll_call(control, key, company, wants_plan=wants_plan, doing=doing)
+    found = roll_call(control, key, graph_set_digest, wants_plan=wants_plan, doing=doing)
     executor.num_calls += 1
     return found
 
@@ -221,17 +221,19 @@ class RollCall:
     """What a roll call says."""
 
     step: Step
-    company: str
+    graph_set_digest: str
     """A digest of the graphs that all ranks are about to run; empty where they are equal."""
 
 
-def roll_call(control: ControlChannel, key: str, company: str, *, wants_plan: bool, doing: str = "") -> RollCall:
+def roll_call(
+    control: ControlChannel, key: str, graph_set_digest: str, *, wants_plan: bool, doing: str = ""
+) -> RollCall:
     """Return what all ranks of `talk` do before the graph `key` can run; all of them must call this.
 
-    `company` is that for which this rank has its plan at hand. It is one collective of 96 bytes per rank. Raises
-    RanksDiffer, which tells what each rank is `doing`, where one does something else.
+    `graph_set_digest` names the graphs for which this rank has a plan at hand. It is one collective of 96 bytes per
+    rank. Raises RanksDiffer, with what each rank is `doing`, if a rank does something else.
     """
-    here = company or _ALIKE
+    here = graph_set_digest or _ALIKE
     calls = control.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
     failed = [place for place, call in enumerate(calls) if call.startswith(_FAULT)]
     if failed:
@@ -239,9 +241,9 @@ def roll_call(control: ControlChannel, key: str, company: str, *, wants_plan: bo
     keys = [call[1 : 1 + _DIGITS] for call in calls]
     found = "" if len(set(keys)) == 1 else digest_of(keys)[:_DIGITS]
     if any(call[1 + _DIGITS :] != (found or _ALIKE) for call in calls):
-        return RollCall(step=Step.JOIN, company=found)
+        return RollCall(step=Step.JOIN, graph_set_digest=found)
     plans = any(call.startswith("p") for call in calls)
-    return RollCall(step=Step.PLAN if plans else Step.RUN, company=found)
+    return RollCall(step=Step.PLAN if plans else Step.RUN, graph_set_digest=found)
 
 
 def _versions() -> dict[str, str]:

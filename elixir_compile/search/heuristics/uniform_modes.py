@@ -28,8 +28,10 @@ def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
     if not layers:
         yield evaluator
         return
-    for start in (evaluator.at([0] * len(layers)), min(map(evaluator.at, seen), key=floor_bytes)):
-        modes = _layer_by_layer(evaluator, start)
+    for start in (evaluator.at([0] * len(layers)), min(map(evaluator.at, seen), key=lambda rung: rung.floor_bytes)):
+        if start.lowered_modes is None:
+            start.lowered_modes = _layer_by_layer(evaluator, start)
+        modes = start.lowered_modes
         if modes not in seen:
             seen.add(modes)
             yield evaluator.at(modes)
@@ -37,12 +39,7 @@ def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
 
 def leanest(evaluator: Evaluator) -> Evaluator:
     """Return the rung that needs the fewest device bytes with every bucket as far off as it can be."""
-    return min(uniform_modes(evaluator), key=floor_bytes)
-
-
-def floor_bytes(evaluator: Evaluator) -> int:
-    """Return the device bytes at the evaluator's modes with every bucket as far off as it can be, gathered at use."""
-    return evaluator.memory.peak_bytes(evaluator.min_memory_levels, ahead=0)
+    return min(uniform_modes(evaluator), key=lambda rung: rung.floor_bytes)
 
 
 def _layer_by_layer(evaluator: Evaluator, start: Evaluator) -> tuple[int, ...]:

@@ -34,6 +34,9 @@ _Added = tuple[tuple[int, float], ...]
 _MOST_ALONE, _MANY_OPS = 4, 6000
 """So many layers are looked at alone at each depth, and one where a step has more ops than these: each takes 0.1 s for
 3,000 ops."""
+_CLOSE = 3
+"""Layers with fewer than so many between them may change what each other adds: a neighbour makes the other's input, and
+an op between them may fuse with either."""
 _MOVABLE = (Kind.TEMP, Kind.SAVED)
 
 
@@ -110,9 +113,11 @@ class _Count:
         totals_s = [round(sum(seconds for _, seconds in own), 12) for own in self.added_s]
         unlike = [i for i, total_s in enumerate(totals_s) if total_s > 0.0 and totals_s.count(total_s) == 1]
         most = _MOST_ALONE if len(graph.ops) <= _MANY_OPS else 1
-        for i in (*unlike[: most - 1], *unlike[most - 1 :][-1:]) if depth is not Depth.KEPT else ():
-            alone_s = _alone_s(problem, layers[i], depth, index, kept_s)
-            self.added_s[i] = min(self.added_s[i], alone_s, key=lambda own: sum(seconds for _, seconds in own))
+        chosen = (*unlike[: most - 1], *unlike[most - 1 :][-1:]) if depth is not Depth.KEPT else ()
+        for apart in _far_apart(chosen):
+            alone = self._added_alone(problem, {i: layers[i] for i in apart}, depth, index, kept_s)
+            for i, own in alone.items():
+                self.added_s[i] = min(self.added_s[i], own, key=lambda one: sum(seconds for _, seconds in one))
         self.trips = self._trips(layers, depth)
 
     def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int], num_slots: int) -> NDArray[np.int64]:
@@ -137,6 +142,34 @@ class _Count:
             slot = int(self._slot_of[i])
             found[layer][slot] = found[layer].get(slot, 0.0) + more_s
         return [tuple(own.items()) for own in found]
+
+    def _added_alone(
+        self,
+        problem: Problem,
+        apart: Mapping[int, Layer],
+        depth: Depth,
+        index: Mapping[OpId, int],
+        kept_s: Mapping[OpId, float],
+    ) -> dict[int, _Added]:
+        """(slot, seconds) that the step takes more than with everything kept if only the layers `apart`, which are so
+        far from each other that what one adds has nothing to do with the others, are recomputed to `depth`."""
+        graph = problem.graph
+        activations = activations_of(
+            list(apart.values()), [deepest(own, depth, leaves=False) for own in apart.values()]
+        )
+        step = as_run(graph, activations)
+        seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
+        found: dict[int, dict[int, float]] = {number: {} for number in apart}
+        near = next(iter(apart))
+        slots = _slots(step, index).tolist()
+        for op, slot, op_s in reversed(list(zip(step.ops, slots, seconds, strict=True))):
+            number = self._repeated_by.get(op.id, self._number.get(layer_of(op.module)))
+            if number is not None:
+                near = min(apart, key=lambda other, number=number: abs(other - number))
+            more_s = op_s - kept_s.get(op.id, 0.0)
+            if more_s:
+                found[near][slot] = found[near].get(slot, 0.0) + more_s
+        return {number: tuple(own.items()) for number, own in found.items()}
 
     def _owner_of_ops(self) -> list[int | None]:
         """The layer, by its number, that what each op takes more or less is due to: an op outside of all layers takes
@@ -169,20 +202,16 @@ class _Count:
         }
 
 
-def _alone_s(
-    problem: Problem, layer: Layer, depth: Depth, index: Mapping[OpId, int], kept_s: Mapping[OpId, float]
-) -> _Added:
-    """What the step takes more than with everything kept if only `layer` is recomputed to `depth`."""
-    graph = problem.graph
-    activations = activations_of([layer], [deepest(layer, depth, leaves=False)])
-    step = as_run(graph, activations)
-    seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
-    found: dict[int, float] = {}
-    for op, slot, op_s in zip(step.ops, _slots(step, index).tolist(), seconds, strict=True):
-        more_s = op_s - kept_s.get(op.id, 0.0)
-        if more_s:
-            found[slot] = found.get(slot, 0.0) + more_s
-    return tuple(found.items())
+def _far_apart(numbers: Sequence[int]) -> list[list[int]]:
+    """Return `numbers` of layers in groups of which none has two that are close to one another."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        group = next((own for own in groups if all(abs(number - other) > _CLOSE for other in own)), None)
+        if group is None:
+            groups.append([number])
+        else:
+            group.append(number)
+    return groups
 
 
 def _repeated_alone(graph: StepGraph, layers: Sequence[Layer], depth: Depth) -> list[frozenset[OpId]]:

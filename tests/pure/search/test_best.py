@@ -21,7 +21,7 @@ from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import RULES, gathers_first, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.heuristics.uniform_modes import floor_bytes, leanest, uniform_modes
+from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use
@@ -75,7 +75,7 @@ def instance(seed: int, num_layers: int = 4, num_ranks: int = 1) -> Problem | No
     problem = problem_of(chain(layers), machine(draw, num_ranks), hybrid=draw.random() < 0.7)
     problem = replace(problem, savings=savings)
     evaluator = Evaluator(gather_facts(problem))
-    least = floor_bytes(leanest(evaluator))
+    least = leanest(evaluator).floor_bytes
     most = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
     if least == most:
         return None

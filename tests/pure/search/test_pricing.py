@@ -8,7 +8,7 @@ from elixir_compile.search.clock import deadline_in
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.pricing import bound_of, priced
 from elixir_compile.search.formulation.program import SCALE, Program
-from elixir_compile.search.formulation.solver import matrix_of, nearest, solve_whole
+from elixir_compile.search.formulation.solver import matrix_of, rounded, solve_whole
 from elixir_compile.search.heuristics.rules import place_exhaustively
 from elixir_compile.search.heuristics.uniform_modes import leanest
 from elixir_compile.search.space.facts import gather_facts
@@ -66,13 +66,14 @@ def test_the_nearest_whole_answer_fits_and_is_near() -> None:
         seeds = [program.vector(random_answer(draw, evaluator)) for _ in range(4)]
         optimum = priced(program, seeds, end)
         assert optimum is not None
-        rounded = nearest(program, optimum.x, end)
-        if rounded is None:  # over these options alone nothing fits
+        answers = list(rounded(program, optimum.x, end))
+        if not answers:  # over these options alone nothing fits
             continue
+        answer = answers[-1].candidate
         num_found += 1
-        assert evaluator.at(rounded.candidate.modes).fits(rounded.candidate.levels, ahead=0), f"seed {seed}"
+        assert evaluator.at(answer.modes).fits(answer.levels, ahead=0), f"seed {seed}"
         # Streams are divided at this optimum, so all that can be said of a whole answer is that all of it is no less.
-        every = program.vector(rounded.candidate, range(len(evaluator.facts.buckets)))
-        none = program.vector(rounded.candidate)
+        every = program.vector(answer, range(len(evaluator.facts.buckets)))
+        none = program.vector(answer)
         assert max(program.lower_s(every), program.lower_s(none)) >= program.seconds(optimum.bound), f"seed {seed}"
     assert num_found >= 6

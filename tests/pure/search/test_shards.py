@@ -36,7 +36,7 @@ from elixir_compile.search.formulation.program import Program
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import place_exhaustively
 from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.heuristics.uniform_modes import floor_bytes, leanest, uniform_modes
+from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
 from elixir_compile.search.limits import extent_of
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.search.space.facts import gather_facts
@@ -351,7 +351,7 @@ def uneven_instance(seed: int) -> Problem:
     # Streamed updates have no rows of memory, and take long to prove: `test_streaming` is about them.
     problem = replace(problem, update=Update.AFTER_BACKWARD)
     evaluator = Evaluator(gather_facts(problem))
-    least, most = floor_bytes(leanest(evaluator)), evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
+    least, most = leanest(evaluator).floor_bytes, evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
     return replace(problem, budget_bytes=least + int(max(0, most - least) * draw.choice([0.0, 0.3, 0.6, 0.8])))
 
 

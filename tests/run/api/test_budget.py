@@ -3,9 +3,8 @@
 Each run has a process of its own: a measured peak is that of everything on the device, other tests' tensors included.
 """
 
-import multiprocessing
+import functools
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.ir import Tier
+from tests.run.processes import apart
 
 
 class Deep(nn.Module):
@@ -30,10 +30,10 @@ class Deep(nn.Module):
         return functional.cross_entropy(self.out(x), y)
 
 
+@functools.cache
 def measured(inner: str, num_steps: int, budget_bytes: int | None = None) -> tuple[elixir.Plan, elixir.Record]:
-    """Train for some steps and measure the next, in a new process."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(train, inner, num_steps, budget_bytes).result()
+    """Train for some steps and measure the next, in a new process; once for all tests that ask for the same."""
+    return apart(train, inner, num_steps, budget_bytes)
 
 
 def train(inner: str, num_steps: int, budget_bytes: int | None) -> tuple[elixir.Plan, elixir.Record]:

@@ -2,9 +2,7 @@
 
 import functools
 import gc
-import multiprocessing
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,10 +17,11 @@ from elixir_compile.managed.correction import Correction
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run.activation_models import CASES, blocks, broken, routed
+from tests.run.processes import apart
 from tests.run.runtime.test_activations import two_forwards
 from tests.run.training import Run, Step, assert_same, by_elixir, by_torch, hybrid_adamw, plain_step, planned_peak_bytes
 
-OPTIONS: Mapping[str, Any] = {"plan_cache": False, "search_timeout": 2, "report": False}
+OPTIONS: Mapping[str, Any] = {"plan_cache": False, "search_timeout": 0.5, "report": False}
 CROWDED: Mapping[str, Step] = {"broken": plain_step, "blocks": two_forwards}
 """Steps in which several forwards wait, by the name of their model."""
 UNPLANNED_BYTES = 4096
@@ -115,15 +114,12 @@ def test_what_made_room_leaves_no_trace() -> None:
 
 
 def test_measured_peaks_keep_the_budget_once_settled() -> None:
-    with ProcessPoolExecutor(
-        max_workers=1, max_tasks_per_child=1, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        budgets_bytes = [half_bytes(name) for name in CROWDED]
-        found = pool.map(measured, CROWDED, budgets_bytes)
-        for budget_bytes, (planned_bytes, record) in zip(budgets_bytes, found, strict=True):
-            assert record.device_peak_bytes <= budget_bytes + UNPLANNED_BYTES
-            # Planned is a batch that both forwards read twice.
-            assert 0.9 * planned_bytes <= record.device_peak_bytes <= planned_bytes + UNPLANNED_BYTES
+    for name in CROWDED:
+        budget_bytes = half_bytes(name)
+        planned_bytes, record = apart(measured, name, budget_bytes)
+        assert record.device_peak_bytes <= budget_bytes + UNPLANNED_BYTES
+        # Planned is a batch that both forwards read twice.
+        assert 0.9 * planned_bytes <= record.device_peak_bytes <= planned_bytes + UNPLANNED_BYTES
 
 
 def measured(name: str, budget_bytes: int) -> tuple[int, elixir.Record]:

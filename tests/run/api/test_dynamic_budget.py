@@ -3,8 +3,6 @@
 Each run has a process of its own: a measured peak is that of everything on the device, other tests' tensors included.
 """
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +13,7 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.analysis import plan_timeline
 from elixir_compile.ir import StepGraph
+from tests.run.processes import apart
 
 WIDTH, SMALL, LARGE = 1024, 32, 512
 
@@ -43,8 +42,7 @@ class Seen:
 
 
 def measured(inner: str, budget_bytes: int | None = None) -> Seen:
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(train, inner, budget_bytes).result()
+    return apart(train, inner, budget_bytes)
 
 
 def train(inner: str, budget_bytes: int | None) -> Seen:

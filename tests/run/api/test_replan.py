@@ -82,6 +82,11 @@ class Machine:
 @pytest.fixture
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Plan for links a hundred times too slow, and let spans show the truth."""
+    return mistake(monkeypatch)
+
+
+def mistake(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Return a machine whose links are planned to be a hundred times too slow, and whose spans show the truth."""
     machine, real_machine, real_plan_for = Machine(), planning.machine, compiling.plan_for
 
     def plan_for(problem: Problem, options: Options) -> Plan:
@@ -111,6 +116,25 @@ def tight() -> int:
     """A budget under which half of the model has to move."""
     run = by_elixir(model(), **PLAIN).train(batches(1))
     return int(SHARE * planned_peak_bytes(run))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The one problem that a first step on a mistaken machine asked the planner, and the default planner's answer."""
+
+    machine: Machine
+    problem: Problem
+    plan: Plan
+
+
+@pytest.fixture(scope="module")
+def asked(tight: int) -> Asked:
+    """What the tests of `correct` and `replan` begin with; they change none of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        machine = mistake(patch)
+        by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
+    (problem,) = machine.problems
+    return Asked(machine=machine, problem=problem, plan=search.plan(problem))
 
 
 def homes(run: Run) -> dict[str, tuple[Tier, Tier]]:
@@ -200,30 +224,24 @@ def _whole(problem: Problem, search: Callable[[Problem], Plan]) -> Outcome:
     return Outcome(plan=search(free), is_new=True, line="")
 
 
-def test_a_right_profile_changes_nothing(mistaken: Machine, tight: int) -> None:
-    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
-    (problem,) = mistaken.problems
-    plan = search.plan(problem)
+def test_a_right_profile_changes_nothing(asked: Asked) -> None:
+    problem, plan = asked.problem, asked.plan
     correction = correct(problem, plan, seen_on(problem.cluster, problem, plan))
     assert correction.cluster.h2d.bytes_per_s == pytest.approx(problem.cluster.h2d.bytes_per_s)
     assert correction.cluster.host.update_elements_per_s == pytest.approx(problem.cluster.host.update_elements_per_s)
     assert replan(problem, plan, correction, None) is None
 
 
-def test_rates_become_those_of_the_machine(mistaken: Machine, tight: int) -> None:
-    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
-    (problem,) = mistaken.problems
-    plan = search.plan(problem)
-    correction = correct(problem, plan, seen_on(mistaken.truth, problem, plan))
-    assert correction.cluster.h2d.bytes_per_s == pytest.approx(mistaken.truth.h2d.bytes_per_s, rel=0.05)
-    assert correction.cluster.d2h.bytes_per_s == pytest.approx(mistaken.truth.d2h.bytes_per_s, rel=0.05)
+def test_rates_become_those_of_the_machine(asked: Asked) -> None:
+    problem, plan = asked.problem, asked.plan
+    correction = correct(problem, plan, seen_on(asked.machine.truth, problem, plan))
+    assert correction.cluster.h2d.bytes_per_s == pytest.approx(asked.machine.truth.h2d.bytes_per_s, rel=0.05)
+    assert correction.cluster.d2h.bytes_per_s == pytest.approx(asked.machine.truth.d2h.bytes_per_s, rel=0.05)
     assert correction.cluster.name == problem.cluster.name
 
 
-def test_a_peak_above_the_plan_becomes_base_bytes(mistaken: Machine, tight: int) -> None:
-    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
-    (problem,) = mistaken.problems
-    plan = search.plan(problem)
+def test_a_peak_above_the_plan_becomes_base_bytes(asked: Asked) -> None:
+    problem, plan = asked.problem, asked.plan
     peak_bytes = plan.budget_bytes + 1000
     correction = correct(problem, plan, seen_on(problem.cluster, problem, plan, device_peak_bytes=peak_bytes))
     assert correction.excess_bytes == peak_bytes - plan.prediction.device_peak_bytes
@@ -236,10 +254,8 @@ def test_a_peak_above_the_plan_becomes_base_bytes(mistaken: Machine, tight: int)
     assert "above the plan" in outcome.line
 
 
-def test_where_nothing_fits_any_more_the_plan_stays_and_says_so(mistaken: Machine, tight: int) -> None:
-    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
-    (problem,) = mistaken.problems
-    plan = search.plan(problem)
+def test_where_nothing_fits_any_more_the_plan_stays_and_says_so(asked: Asked) -> None:
+    problem, plan = asked.problem, asked.plan
     correction = correct(problem, plan, seen_on(problem.cluster, problem, plan, device_peak_bytes=2**40))
     outcome = replan(problem, plan, correction, search.plan)
     assert not outcome.is_new
@@ -247,10 +263,8 @@ def test_where_nothing_fits_any_more_the_plan_stays_and_says_so(mistaken: Machin
     assert outcome.plan.prediction.device_peak_bytes == 2**40
 
 
-def test_an_unseen_region_corrects_nothing(mistaken: Machine, tight: int) -> None:
-    by_elixir(model(), device_memory=tight, **PLAIN).train(batches(1))
-    (problem,) = mistaken.problems
-    plan = search.plan(problem)
+def test_an_unseen_region_corrects_nothing(asked: Asked) -> None:
+    problem, plan = asked.problem, asked.plan
     stats = seen_on(problem.cluster, problem, plan)
     spans = tuple(span for span in stats.spans if span.label != f"run {plan.regions[-1].id}")
     assert correct(problem, plan, replace(stats, spans=spans)) is None

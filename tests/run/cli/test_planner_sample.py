@@ -33,7 +33,7 @@ def saved(name: str) -> dict[str, Any]:
 def test_ratios_are_those_of_the_saved_table(grid: Any, number: int) -> None:
     """Gap and rules as ratios, work as counts: seconds of another machine are other seconds."""
     model = grid.SMALL[2 * number]
-    capture = grid.capture_of(model.model, model.layers).at_batch(model.batch)
+    capture = grid.capture_of(model.model, model.batch, model.layers)
     by_case = {json.dumps(row["case"], sort_keys=True): row for row in saved("planner_small")["rows"]}
     for case in grid.SMALL[2 * number : 2 * number + 2]:
         row = grid.solve(case, grid.asked(case, capture))
@@ -55,3 +55,14 @@ def test_saved_plans_are_no_slower_than_rules_and_most_are_within_a_percent_of_t
         assert row["bound_s"] <= row["step_s"] <= min(row["rules"].values(), default=row["step_s"]) * (1 + 1e-9)
         assert row["bound_s"] <= min(row["rules"].values(), default=row["step_s"])
     assert sum(row["gap"] <= 0.01 for row in planned) >= share * len(planned)
+
+
+def test_a_run_that_was_interrupted_while_it_wrote_a_row_goes_on_with_the_case_of_that_row(
+    grid: Any, tmp_path: Path
+) -> None:
+    rows = [grid.Row(case=case, cpu_s=1.0, num_plays=2, num_solves=3) for case in grid.SMALL[:2]]
+    whole, torn = (json.dumps(asdict(row)) for row in rows)
+    path = tmp_path / "rows"
+    path.write_text(f"{whole}\n{torn[:-5]}", encoding="utf-8")
+    assert grid.read_rows(path) == {rows[0].case: rows[0]}
+    assert path.read_text(encoding="utf-8") == f"{whole}\n"  # the next row begins a line

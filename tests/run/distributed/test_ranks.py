@@ -57,7 +57,7 @@ def test_two_ranks_run_the_collectives_of_their_plan(tmp_path: Path) -> None:
 
 def test_three_ranks_in_single_precision_with_batches_of_other_sizes(tmp_path: Path) -> None:
     llama = {"dtype": "float32", "tightness": 1.15}
-    _, found = all_of(3, tmp_path, ["weighs_uneven_batches"], ["trains", "llama", llama])
+    _, found = all_of(3, tmp_path, ["weighs_uneven_batches"], ["trains", "llama of one layer", llama])
     assert_trained(found, close=1e-6)
     assert found["param"] == ["device", "host"]
 

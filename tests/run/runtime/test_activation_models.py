@@ -4,9 +4,7 @@ Bitwise op by op; through Inductor within rounding, since a plan's regions fuse 
 """
 
 import gc
-import multiprocessing
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,10 +19,11 @@ from elixir_compile.ir import Op, Saving
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.fx.handmade import planned, to_depth
 from tests.run.activation_models import CASES, blocks, gpt2_wide, routed, selective
+from tests.run.processes import apart
 from tests.run.runtime.test_activations import accumulate, backward_twice, two_forwards
 from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step, planned_peak_bytes
 
-OPTIONS: Mapping[str, Any] = {"plan_cache": False, "search_timeout": 3, "report": False}
+OPTIONS: Mapping[str, Any] = {"plan_cache": False, "search_timeout": 1, "report": False}
 UNPLANNED_BYTES = 2048
 """The optimizer's step counters, the forward's ticket and the loss: beside a GPU they are host tensors."""
 
@@ -171,15 +170,13 @@ def test_an_exception_between_forward_and_backward_leaks_nothing() -> None:
 
 @pytest.mark.parametrize(("name", "share"), [("routed", 0.5), pytest.param("selective", 0.5, marks=pytest.mark.slow)])
 def test_the_measured_peak_keeps_the_budget(name: str, share: float) -> None:
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        budget_bytes, planned_bytes, record = pool.submit(measured, name, share).result()
+    budget_bytes, planned_bytes, record = apart(measured, name, share)
     assert record.device_peak_bytes <= budget_bytes + UNPLANNED_BYTES
     assert planned_bytes == pytest.approx(record.device_peak_bytes, rel=0.03)
 
 
 def test_kernels_of_inductor_hold_what_the_plan_counts() -> None:
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        budget_bytes, planned_bytes, record = pool.submit(measured, "gpt2_wide", 0.6, "inductor").result()
+    budget_bytes, planned_bytes, record = apart(measured, "gpt2_wide", 0.6, "inductor")
     assert record.device_peak_bytes <= budget_bytes
     assert planned_bytes == pytest.approx(record.device_peak_bytes, rel=0.001)
 

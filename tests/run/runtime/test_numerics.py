@@ -1,5 +1,6 @@
 """Under every budget, training is bitwise that of `torch.compile(backend="aot_eager")` with torch's fused AdamW."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,24 @@ from tests.run.training import (
     on_host,
     planned_peak_bytes,
     state_on_host,
-    tight_bytes,
 )
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
-    "gpt2": (small_gpt2, hf_batches),
-    "llama-tied": (lambda: small_llama(tied=True), hf_batches),
+    "gpt2": (lambda: small_gpt2(num_layers=2), hf_batches),
+    "llama-tied": (lambda: small_llama(tied=True, num_layers=2), hf_batches),
     "llama-untied": (lambda: small_llama(tied=False), hf_batches),
     "stack": (lambda: seeded(Stack), vectors),
 }
 NAMES = ["gpt2", "llama-tied", pytest.param("llama-untied", marks=pytest.mark.slow), "stack"]
+SHARES = {"gpt2": [0.7], "llama-tied": [0.5], "llama-untied": [0.7, 0.5], "stack": [0.7, 0.5]}
+"""Of what a step takes without a budget: between that and the least. With layers enough, a model goes through both."""
+
+
+@functools.cache
+def least_of(name: str) -> int:
+    """Return the smallest budget of a model, which takes a capture to know."""
+    make, batches_of = MODELS[name]
+    return least_bytes(make(), batches_of()[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,9 +48,9 @@ def test_weights_are_bitwise_equal_under_every_budget(name: str) -> None:
     unbudgeted = by_elixir(model).train(batches)
     assert not on_host(unbudgeted)
     assert_same(expected, unbudgeted)
-    full, least = planned_peak_bytes(unbudgeted), least_bytes(model, batches[0])
+    full, least = planned_peak_bytes(unbudgeted), least_of(name)
     assert least < full / 2
-    for share in (0.7, 0.5):
+    for share in SHARES[name]:
         got = by_elixir(model, device_memory=int(share * full)).train(batches)
         assert state_on_host(got)  # with room enough, optimizer state alone leaves the device
         assert_same(expected, got)
@@ -66,7 +75,7 @@ def test_clipping_gives_the_same_norms_and_weights(name: str) -> None:
         return loss
 
     expected = by_torch(model).train(batches, step)
-    got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches, step)
+    got = by_elixir(model, device_memory=int(1.05 * least_of(name))).train(batches, step)
     assert_offloads(got)
     assert norms[id(expected.optimizer)] == norms[id(got.optimizer)]
     assert_same(expected, got)

@@ -43,7 +43,7 @@ class RankGroup:
     """The ranks that save or load one model; this process alone where there are no others."""
 
     def __init__(self, control: ControlChannel) -> None:
-        self._talk = control
+        self._control = control
         self.rank = control.rank
         self.num_ranks = len(control.ranks)
 
@@ -60,7 +60,7 @@ class RankGroup:
         Where it fails on any rank, all of them raise: an error of the checkpoint as it is, another as PeerFailed on
         the ranks that did not fail.
         """
-        return self._talk.told(what, act, text_of, _CARRIED)
+        return self._control.run_on_all_ranks(what, act, text_of, _CARRIED)
 
     def first(self, what: str, act: Callable[[], str]) -> str:
         """Let the first rank alone `act`, and return on all ranks what that returned."""
@@ -69,7 +69,7 @@ class RankGroup:
 
     def require_same(self, facts: Sequence[dict[str, object]]) -> None:
         """Raise RanksDiffer unless the `facts` of all ranks are equal."""
-        ranks, usual = self._talk.ranks, facts[0]
+        ranks, usual = self._control.ranks, facts[0]
         odd = [place for place, own in enumerate(facts) if own != usual]
         if not odd:
             return
