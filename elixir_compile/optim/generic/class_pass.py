@@ -148,7 +148,7 @@ def _record(step: ClassStep, row: Row, names: Sequence[str]) -> Recorded:
     except Exception as error:  # a user's class may raise anything for tensors without values
         raise TapeError(f"it fails on tensors without values: {type(error).__name__}: {error}") from None
     if after.keys() != state.keys() or any(recorder.holds(after[name]) != (name in names) for name in after):
-        raise TapeError("a step changes what its state holds")
+        raise TapeError("a step adds or removes entries of its state")
     counts = {name: value for name, value in after.items() if name not in names}
     form = recorder.form([weight, empty[1], *(after[name] for name in names)])
     return Recorded(form=form, numbers=tuple(recorder.numbers), counts=counts)
@@ -172,7 +172,7 @@ def _compare(run: Pass, form: Form, step: ClassStep, row: Row, names: Sequence[s
         raise TapeError(f"its ops depend on the shape of a parameter, such as {tuple(row.weight.shape)}")
     run([tensor.data_ptr() for tensor in tensors], recorded.numbers, _COMPARED)
     if not all(map(is_same, tensors, _tensors_of(expected, names))):
-        raise TapeError("one pass would round otherwise")
+        raise TapeError("its compiled pass rounds differently")
 
 
 def _tensors_of(row: Row, names: Sequence[str]) -> list[torch.Tensor]:

@@ -97,7 +97,7 @@ class Recorder:
         values = [self._value(end) for end in ends]
         masks = [self._is_mask_value(value) for value in values]
         if any(masks):
-            raise TapeError("it ends with a tensor of true and false")
+            raise TapeError("it ends with a tensor of booleans")
         outputs = tuple((index, value) for index, value in enumerate(values) if index != value)
         return Form(num_inputs=len(self._inputs), ops=tuple(self._ops), outputs=outputs)
 
@@ -160,7 +160,7 @@ class Recorder:
         if formula == "where":
             are_masks = are_masks[1:] or [False]
         if are_masks and all(are_masks) and not known.takes_masks:
-            raise TapeError("it computes with tensors of true and false")
+            raise TapeError("it does arithmetic on tensors of booleans")
         self._ops.append((formula, tuple(map(self._operand, operands))))
         return len(self._inputs) + len(self._ops) - 1, known.is_mask
 
@@ -172,14 +172,14 @@ class Recorder:
             isinstance(given, torch.Tensor) and not given.dim() and given.device.type == "cpu"
         )
         if not is_number:
-            raise TapeError("it computes with what is neither a number nor shaped like the parameter")
+            raise TapeError("it computes with a value that is neither a number nor a tensor shaped like the parameter")
         self.numbers.append(float(given))
         return "s", len(self.numbers) - 1
 
     def _value(self, tensor: torch.Tensor) -> int:
         value = self._values.get(compat.storage_key(tensor))
         if value is None:
-            raise TapeError("it reads what nothing wrote")
+            raise TapeError("it reads memory that it has not written")
         return value
 
     def _is_mask_value(self, value: int) -> bool:
@@ -188,7 +188,9 @@ class Recorder:
 
     def _check_shape(self, tensor: torch.Tensor) -> None:
         if (tensor.shape, tensor.stride()) != (self._shape, self._stride):
-            raise TapeError(f"it takes tensors of shape {tuple(tensor.shape)} for one of {tuple(self._shape)}")
+            raise TapeError(
+                f"it uses a tensor of shape {tuple(tensor.shape)} for a parameter of shape {tuple(self._shape)}"
+            )
 
     def _new(self, value: int | None, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(self._shape, dtype=dtype, device="meta")

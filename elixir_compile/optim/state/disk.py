@@ -94,8 +94,8 @@ class DiskHome:
         """Raise DiskFailed if the state is invalid; `operation` names the operation in the error."""
         if self._failure is not None:
             because = (
-                f"the optimizer state of {self.label} is neither that before nor that after an update that failed "
-                f"({self._failure}). What checkpoints hold is safe: load one"
+                f"the optimizer state of {self.label} is partly old and partly new after an update that failed "
+                f"({self._failure}). Checkpoints are not affected: load one"
             )
             raise DiskFailed(self._store.path, operation, because) from self._failure
 

@@ -79,8 +79,8 @@ class DiskUpdate:
     def _wrote(self, error: BaseException | None) -> None:
         if error is not None:
             error.add_note(
-                f"the optimizer state of {self._home.label} is lost with it, and is not used any more. "
-                "What checkpoints hold is safe: load one"
+                f"the optimizer state of {self._home.label} is lost with it, and is not used again. "
+                "Checkpoints are not affected: load one"
             )
             self._home.fail(error)
             self._fail(error)
