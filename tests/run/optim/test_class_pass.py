@@ -191,7 +191,7 @@ def test_a_pass_gives_the_bits_of_the_class_at_any_learning_rate(
 @pytest.mark.parametrize(
     ("cls", "because"),
     [
-        (ReadsElements, "takes tensors of shape"),
+        (ReadsElements, "uses a tensor of shape"),
         (Exponential, "it calls exp, which has no formula"),
     ],
 )
