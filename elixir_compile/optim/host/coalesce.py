@@ -4,7 +4,7 @@
     slab of a moment         |-- a --|pad|---- b ----|pad|-- c --|      the same elements, each of another size
 
 In a slab, each tensor starts at the end of the tensor before it, rounded up to `ALIGN_BYTES` of the parameters. Only
-padding is between them, so an update may run over the padding too. See `RunningBucket.state_room`.
+padding is between them, so an update may run over the padding too. See `RunningBucket.state_buffers`.
 """
 
 import ctypes
