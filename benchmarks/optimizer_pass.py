@@ -16,9 +16,9 @@ from typing import Any
 import quiet  # noqa: F401  before torch
 import torch
 from neighbours import QUIET_CORES, Neighbours
+from torch.optim.adamw import adamw
 
-from elixir_compile import compat
-from elixir_compile.optim.host import HostThreads, accumulate, fallback, mixed_adamw, split_adamw, sum_of_squares
+from elixir_compile.optim.host import HostThreads, fallback, mixed_adamw, split_adamw, sum_of_squares
 from elixir_compile.optim.host.build import build_command
 from elixir_compile.optim.host.flat import FlatStep, Rule
 
@@ -160,12 +160,11 @@ def variants(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], obj
         "split: C": lambda: split_adamw(a.low, *moments, a.grad, a.param, 10, threads=threads, **SCALARS),
         "read and write 26 B": limit("rmw_split", a, threads),
         "cast, torch fused, cast": cast_around,
-        "mixed: torch in blocks": lambda: fallback.adamw(blocks),
-        "fp32: fused op": lambda: compat.fused_adamw_(
-            [a.master], [a.wide_grad], [a.exp_avg], [a.exp_avg_sq], [], counts, **scalars
+        "mixed: torch in blocks": lambda: fallback.take_step(blocks),
+        "fp32: fused op": lambda: adamw(
+            [a.master], [a.wide_grad], [a.exp_avg], [a.exp_avg_sq], [], counts, fused=True, **scalars
         ),
         "fp32: torch.optim.AdamW(fused=True)": fused_step,
-        "accumulate bf16: C": lambda: accumulate(a.wide_grad, a.grad, threads),
         "sum of squares bf16: C": lambda: sum_of_squares(a.grad, threads),
     }
     return {name: call for name, call in found.items() if call is not None}

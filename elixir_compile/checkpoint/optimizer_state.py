@@ -15,7 +15,7 @@ from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, tens
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
-from elixir_compile.optim.master_adamw import with_whole_master
+from elixir_compile.optim.master_adamw import with_joined_master
 
 OPTIMIZER_KEY = "optimizer."
 """How the keys of its tensors begin."""
@@ -125,7 +125,7 @@ def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple
     if kind == _LOW:  # changes with the parameter, which has the other half
         form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
         like = _as_of(form, param)
-        return "master", Deferred(like=like, read=lambda: with_whole_master({kind: state[kind]}, param)["master"])
+        return "master", Deferred(like=like, read=lambda: with_joined_master({kind: state[kind]}, param)["master"])
     value = state[kind]
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return kind, value

@@ -65,7 +65,6 @@ from elixir_compile.compat.tensors import dense_parts as dense_parts
 from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
-from elixir_compile.compat.tensors import fused_adamw_ as fused_adamw_
 from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors

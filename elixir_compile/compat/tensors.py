@@ -95,26 +95,6 @@ def ops_seen_by(see: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> 
     return Seen()
 
 
-def fused_adamw_(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    max_exp_avg_sqs: list[torch.Tensor],
-    steps: list[torch.Tensor],
-    **hyperparameters: Any,
-) -> None:
-    """Add 1 to `steps`, then update `params` and the statistics in place by torch's fused AdamW kernel.
-
-    `torch._foreach_add_`, `torch._fused_adamw_`, as in torch's fused AdamW: torch 2.11 to 2.13. Gone: AttributeError at
-    the first update.
-    """
-    torch._foreach_add_(steps, 1)
-    torch._fused_adamw_(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, grad_scale=None, found_inf=None, **hyperparameters
-    )
-
-
 def foreach_writes() -> frozenset[Any]:
     """Return torch's functions that write each tensor of a list, their first argument.
 

@@ -1,4 +1,4 @@
-"""The optimizers that a user takes: `HybridAdamW`, and `hybrid(cls)` for any other class.
+"""The public optimizers: `HybridAdamW`, and `hybrid(cls)` for any other optimizer class.
 
 hybrid(torch.optim.SGD)   class HybridSGD, a subclass of SGD: its constructor, param groups, hooks, state dicts
 """
@@ -6,7 +6,7 @@ hybrid(torch.optim.SGD)   class HybridSGD, a subclass of SGD: its constructor, p
 import functools
 import inspect
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -21,17 +21,17 @@ from elixir_compile.optim.rule import UpdateRule
 C = TypeVar("C", bound=Optimizer)
 
 
-class HybridAdamW(KeepsMasters, torch.optim.AdamW):
-    """`torch.optim.AdamW` with its state on the device or on the host, as planned.
+class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportIncompatibleVariableOverride]  `state`
+    """`torch.optim.AdamW` with its state on the device, on the host or on disk, as planned.
 
-    Arguments, `param_groups`, hooks and `state_dict()` are those of `torch.optim.AdamW`; state dicts load in both
-    directions. `foreach` and `fused` are accepted and change nothing: the update is fused, bitwise that of
-    `torch.optim.AdamW(fused=True)` on the same side. Parameters of models that Elixir did not compile are updated where
-    they are.
+    Arguments, `param_groups`, hooks and `state_dict()` are the same as in `torch.optim.AdamW`; state dicts load in both
+    directions. `foreach` and `fused` are accepted and change nothing: the update is fused, bitwise equal to
+    `torch.optim.AdamW(fused=True)` on the same device. Parameters of models that Elixir did not compile are updated in
+    place.
 
-    Where the plan updates across steps, `step()` returns before the host is done. Reading a parameter, its gradient or
-    `state` waits for what is read; `wait()` waits for everything. An exception of an update is raised by the next call
-    that waits for it.
+    If the plan updates across steps, `step()` returns before the host has finished. Reading a parameter, its gradient
+    or `state` waits for the updates it depends on; `wait()` waits for all updates. An exception of an update is raised
+    by the next call that waits for the update.
     """
 
     updates_as = torch.optim.AdamW
@@ -52,21 +52,21 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as every torch optimizer does.
+        """Add a param group as in `torch.optim.Optimizer`.
 
-        Raises UnsupportedModel, and adds nothing, if one of its parameters is complex.
+        Raises UnsupportedModel, and adds nothing, if a parameter of the group is complex.
         """
         params = param_group["params"]
         if isinstance(params, torch.Tensor):
             params = [params]
-        elif not isinstance(params, set):  # which torch refuses
-            params = param_group["params"] = list(params)  # as torch does; it may be a generator
+        elif not isinstance(params, set):  # torch refuses sets, because their order is random
+            params = param_group["params"] = list(params)  # as torch does; `params` may be a generator
         _refuse_complex(params)
         super().add_param_group(param_group)
 
 
 def _refuse_complex(params: Iterable[Any]) -> None:
-    """Raise UnsupportedModel for a complex parameter among `params`, tensors or pairs of a name and a tensor."""
+    """Raise UnsupportedModel if `params`, tensors or pairs of a name and a tensor, have a complex parameter."""
     for each in params:
         name, param = each if isinstance(each, tuple) else ("", each)
         if isinstance(param, torch.Tensor) and param.is_complex():
@@ -80,13 +80,13 @@ def _refuse_complex(params: Iterable[Any]) -> None:
 
 
 class _HybridOfClass(Hybrid):
-    """What `hybrid` makes, whatever the class."""
+    """The first base of every class that `hybrid` makes."""
 
     def _new_rule(self) -> UpdateRule:
         return ClassRule(self.updates_as, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A made class has no name to import it by; a subclass of one that the user wrote has.
+        # pickle cannot import a class that `hybrid` makes; it can import a user's subclass of such a class.
         if type(self) is hybrid(self.updates_as):
             return _restored, (self.updates_as,), self.__getstate__()
         return super().__reduce_ex__(protocol)
@@ -99,22 +99,27 @@ def _restored(cls: type[Optimizer]) -> Optimizer:
 
 @functools.cache
 def hybrid(cls: type[C]) -> type[C]:
-    """Return a subclass of the optimizer class `cls` whose state lives, and whose updates run, where the plan says.
+    """Return a subclass of the optimizer class `cls` that keeps its state and runs its updates as the plan says.
 
-    An update runs the step of `cls` on the tensors of one bucket, so the result is bitwise that of `cls` with the same
-    flags, on the same side; on the host in one pass where its ops can be recorded, see `class_pass`. What state `cls`
-    keeps, and that it treats each element alone, is measured by dry steps on small tensors. A class that is not
-    element-wise, such as LBFGS, Adafactor or Muon, is left as it is, with its state beside the parameters, and an
-    ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
+    An update runs the step of `cls` on the tensors of a bucket, so the result is bitwise equal to `cls` with the same
+    flags on the same device. On the host, the step runs as a host pass if its ops can be recorded: see `class_pass`.
+    Dry steps on small tensors measure which state `cls` keeps and whether `cls` is element-wise. If `cls` is not
+    element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
+    parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
 
-    Raises TypeError for what is no subclass of `torch.optim.Optimizer`.
+    Raises TypeError if `cls` is not a subclass of `torch.optim.Optimizer`.
     """
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)) or cls is Optimizer:
         raise TypeError(f"hybrid needs a subclass of torch.optim.Optimizer, such as torch.optim.SGD, not {cls!r}")
     if issubclass(cls, Hybrid):
         return cls
     if cls is torch.optim.AdamW:
-        return HybridAdamW  # pyright: ignore[reportReturnType] - it is a subclass of AdamW, which C is
-    doc = f"`{cls.__module__}.{cls.__qualname__}` with its state on the device or on the host, as planned."
-    own = {"updates_as": cls, "__doc__": doc, "__module__": cls.__module__, "__signature__": inspect.signature(cls)}
-    return type(f"Hybrid{cls.__name__}", (_HybridOfClass, cls), own)
+        return cast("type[C]", HybridAdamW)
+    doc = f"`{cls.__module__}.{cls.__qualname__}` with its state on the device, on the host or on disk, as planned."
+    attributes = {
+        "updates_as": cls,
+        "__doc__": doc,
+        "__module__": cls.__module__,
+        "__signature__": inspect.signature(cls),
+    }
+    return cast("type[C]", type(f"Hybrid{cls.__name__}", (_HybridOfClass, cls), attributes))

@@ -1,7 +1,7 @@
-"""Which parameters were updated inside the backward, and that nothing touched their gradients since.
+"""Track parameters that were updated during the backward, and check at `step()` if their gradients changed.
 
-backward    gradients of a bucket land -> its update is queued, `note`
-step()      `check`: the same gradients, unchanged, the same hyperparameters -> nothing left to do for them
+backward    gradients of a bucket are published -> its update is queued, `note`
+step()      `check`: same gradients, unchanged, same hyperparameters -> these parameters need no further update
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _UPDATED = "was updated in its backward, and then"
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What an update read."""
+    """The inputs of an update: gradient and hyperparameters."""
 
     grad: torch.Tensor
     version: int
@@ -31,21 +31,21 @@ class _Note:
 
 
 class EarlyUpdates:
-    """The updates of one optimizer between a backward and its step."""
+    """The updates that an optimizer queued in a backward, until the next `step()`."""
 
     def __init__(self) -> None:
         self._notes: dict[nn.Parameter, _Note] = {}
         self._overwritten: dict[nn.Parameter, TensorWeakRef] = {}
-        """Gradients of updates whose state was replaced since."""
+        """By parameter, the gradient of an update whose result a loaded state dict has replaced."""
 
     def refuse(self, because: str) -> None:
-        """Raise GradientsChanged, and forget all, where a parameter was updated since the last step."""
+        """Raise GradientsChanged if a parameter was updated since the last step; forget all updates."""
         notes, self._notes = self._notes, {}
         for param in notes:
             raise GradientsChanged(name_of(param), f"{_UPDATED} {because}")
 
     def require_first(self, params: Sequence[nn.Parameter]) -> None:
-        """Raise GradientsChanged, and forget all, for a parameter that was updated since the last step."""
+        """Raise GradientsChanged, and forget all, if any of `params` was updated since the last step."""
         for param in params:
             note = self._notes.get(param)
             if note is not None:
@@ -56,17 +56,20 @@ class EarlyUpdates:
                 raise GradientsChanged(name_of(param), f"{_UPDATED} {because if is_added_to else dropped}")
 
     def forget_dropped(self) -> None:
-        """Forget what was noted of gradients that are not there any more: nothing was updated with them."""
+        """Forget notes of parameters whose gradient was dropped; called before the first step, when no update runs."""
         self._notes = {param: note for param, note in self._notes.items() if param.grad is note.grad}
 
     def overwrite(self, *, were_updated: bool) -> None:
-        """Forget all, as a state dict is loaded; a step that wants the gradients of what was updated already raises."""
+        """Forget all updates because a state dict is being loaded.
+
+        If `were_updated`, the next `check` raises for each parameter that still has the gradient of its update.
+        """
         notes, self._notes = self._notes, {}
         if were_updated:
             self._overwritten.update((param, TensorWeakRef(note.grad)) for param, note in notes.items())
 
     def note(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
-        """Remember what an update of `params`, which are in `group` and have gradients, reads."""
+        """Record the gradients and hyperparameters that an update of `params`, which are in `group`, reads."""
         now = snapshot(group) if params else {}
         for param in params:
             if param.grad is not None:
@@ -74,9 +77,9 @@ class EarlyUpdates:
                 self._notes[param] = _Note(param.grad, version(param.grad), now)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> frozenset[nn.Parameter]:
-        """Return the parameters that need no update any more, and forget them.
+        """Return the parameters that were updated in the backward, and forget them.
 
-        Raises GradientsChanged where a gradient, or a hyperparameter, is not what the update read.
+        Raises GradientsChanged if a gradient or a hyperparameter differs from the value at the update.
         """
         notes, self._notes = self._notes, {}
         overwritten, self._overwritten = self._overwritten, {}

@@ -1,4 +1,4 @@
-"""What one param group has in a bucket, for one update: tensors and hyperparameters as they were when it was queued."""
+"""Group slices: tensors and hyperparameters of a param group in a bucket, copied when an update is queued."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from elixir_compile.optim.rule import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSlice:
-    """What one param group has in a bucket."""
+    """The tensors and hyperparameters of a param group in a bucket, for a single update."""
 
     params: tuple[nn.Parameter, ...]
     weights: tuple[torch.Tensor, ...]
-    """The values of `params`, where they live, or where their update has copies of them."""
+    """The values of `params` on this rank: the parameters' own memory, or copies on the host for a host update."""
     grads: tuple[torch.Tensor, ...]
     states: tuple[State, ...]
     buffers: tuple[Mapping[str, torch.Tensor], ...]
-    """Where statistics belong that the update makes, by name."""
+    """For each parameter, host tensors by name for statistics created by the update."""
     group: Mapping[str, Any]
 
 
 def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the hyperparameters of `group` as they are now."""
+    """Return a copy of the hyperparameters of `group`; tensors are cloned."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()
@@ -41,7 +41,7 @@ def group_slice_of(
     group: Mapping[str, Any],
     buffers: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> GroupSlice:
-    """Return the part of `params`, which have gradients, with `group` as it is now."""
+    """Return the slice of `group` with `params`; each parameter must have a gradient."""
     return GroupSlice(
         params=tuple(params),
         weights=tuple(own_part(param).detach() for param in params),
@@ -53,9 +53,9 @@ def group_slice_of(
 
 
 def require_dense(params: Iterable[nn.Parameter]) -> None:
-    """Raise UnsupportedModel for a parameter whose gradient is sparse; no plan places one of these."""
+    """Raise UnsupportedModel if a parameter in `params` has a sparse gradient. Plans never place such parameters."""
     for param in params:
-        if param.grad.is_sparse:
+        if param.grad is not None and param.grad.is_sparse:
             raise UnsupportedModel(
                 f"a parameter of shape {tuple(param.shape)}",
                 "its gradient is sparse, and HybridAdamW updates dense ones. Give it to torch.optim.SparseAdam",

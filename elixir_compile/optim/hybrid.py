@@ -1,13 +1,13 @@
-"""Optimizers whose state lives where the plan says, and which update each bucket where and when the plan says.
+"""The hybrid optimizer: keep state and update each bucket in the memory and at the time chosen by the plan.
 
-    in the backward      a bucket is updated once its gradient has landed; `step()` does what is left
-    after the backward   `step()` updates everything and returns
-    across steps         `step()` updates what the device updates, queues what the host updates and returns;
-                         whoever reads a parameter waits for the update of its bucket, and for no other
+    in the backward      a bucket is updated once its gradients are published; `step()` updates the remaining buckets
+    after the backward   `step()` updates all buckets and returns
+    across steps         `step()` runs the device updates, queues the host updates and returns; reading a parameter
+                         waits for the update of its bucket only
 
-Device updates are queued first, so that on an accelerator both sides work at once, and what is streamed comes last.
-What an update is: see `update` and `rule`; every tensor is a tensor of its own in it, so the result is the same bits in
-each of the three. A class that is not element-wise keeps its own step.
+Device updates are launched first, so that an accelerator and the host work at once; streamed updates come last. All
+three modes give the same bits, because an update treats each tensor alone: see `update` and `rule`. If the optimizer
+class is not element-wise, its own step runs for all parameters at once.
 """
 
 import warnings
@@ -22,27 +22,28 @@ from torch import nn
 from elixir_compile.errors import ElixirWarning, NoGraphCaptured
 from elixir_compile.ir import Tier, Update
 from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
+from elixir_compile.optim.by_bucket import bucket_of, group_by_bucket
 from elixir_compile.optim.clip.guard import watch
 from elixir_compile.optim.clip.overflow import Overflow
 from elixir_compile.optim.early import EarlyUpdates
 from elixir_compile.optim.generic.transient import plain_step
 from elixir_compile.optim.group_slice import GroupSlice, group_slice_of, require_dense
-from elixir_compile.optim.host.threads import HostThreads, at_least_threads, bind_thread, host_threads_for
+from elixir_compile.optim.host.threads import at_least_threads, host_threads_for, on_host_threads
 from elixir_compile.optim.rule import AdamWRule, UpdateRule, scaled
 from elixir_compile.optim.state.disk import DiskState
-from elixir_compile.optim.state.loading import held, shared_entry, unheld
+from elixir_compile.optim.state.loading import shared_entry, unwrap_statistics, wrap_statistics
 from elixir_compile.optim.state.placer import StatePlacer, States
 from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.updates import UpdateLine, Work
+from elixir_compile.runtime.updates import UpdateLine
 
 
 class Hybrid(torch.optim.Optimizer):
-    """The part of a hybrid optimizer that is the same for each class it inherits from; see `classes`."""
+    """The base of all hybrid optimizers; see `HybridAdamW` and `hybrid(cls)`."""
 
     updates_as: ClassVar[type[torch.optim.Optimizer]]
-    """The class whose step it takes."""
+    """The optimizer class that computes the same updates."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._begin()
@@ -50,7 +51,7 @@ class Hybrid(torch.optim.Optimizer):
 
     @abstractmethod
     def _new_rule(self) -> UpdateRule:
-        """Return what the class computes."""
+        """Return the update rule of the class."""
 
     def _begin(self) -> None:
         self._rule = self._new_rule()
@@ -62,26 +63,26 @@ class Hybrid(torch.optim.Optimizer):
         self._has_stepped = False
         self._has_warned = False
 
-    # What the planner and executors ask.
+    # Called by the planner and by executors; see `StateOwner`.
 
     @property
     def places_state(self) -> bool:
-        """Whether the state may live apart from the parameters: the class is element-wise."""
-        return not self._obstacle()
+        """Return whether the state may live in another memory than the parameters: if the class is element-wise."""
+        return not self._why_not_elementwise()
 
     def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
-        """Return what is kept, or will be, for each of `params`; see `StateOwner`."""
-        where = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        return [self._state_of(param, where.get(id(param))) for param in params]
+        """Return the param group and the state bytes of each of `params`, including state to be created."""
+        group_of = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        return [self._state_of(param, group_of.get(id(param))) for param in params]
 
     def _state_of(self, param: torch.Tensor, group: int | None) -> ParamState:
-        if group is None:  # somebody took it out of its group: it is not updated any more
+        if group is None:  # user code removed the parameter from its group, so it is never updated
             return ParamState(0, 0)
-        dtypes = self._rule.kinds(param, self.param_groups[group]).values()
+        dtypes = self._rule.state_dtypes(param, self.param_groups[group]).values()
         return ParamState(group=group, nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes))
 
-    def _obstacle(self) -> str:
-        because = self._rule.obstacle(self.param_groups)
+    def _why_not_elementwise(self) -> str:
+        because = self._rule.why_not_elementwise(self.param_groups)
         if because and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -93,34 +94,33 @@ class Hybrid(torch.optim.Optimizer):
             )
         return because
 
-    # What torch's optimizers have.
+    # The interface of `torch.optim.Optimizer`.
 
     @property
     def state(self) -> States:
-        """The state by parameter; reading it waits for every queued update."""
+        """Return the state by parameter, after waiting for all queued updates."""
         self.wait()
         return self.__dict__["state"]
 
     @state.setter
-    def state(self, states: States) -> None:
+    def state(self, states: States) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  readers must wait
         self.__dict__["state"] = states
 
     def wait(self) -> None:
-        """Return when every queued update is done; raises what failed in one."""
+        """Wait for all queued updates and disk writes. Raises the exception of a failed update or write."""
         self._line.wait()
         self._placer.disk.wait_for_writes()
         self._line.check()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as every torch optimizer does."""
+        """Add a param group as in `torch.optim.Optimizer`."""
         self.wait()
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             claim_for_hybrid(param, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `state_dict()` of the class returns, when every queued update is done; state on disk is read into
-        memory."""
+        """Return the state dict of the optimizer class, after all queued updates; state on disk is read into memory."""
         states = self.state
         for param in [param for param, entry in states.items() if not entry]:
             del states[param]
@@ -128,26 +128,28 @@ class Hybrid(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         names = self._shaped_names(self.param_groups)
         entries = found["state"].items()
-        own = {key: dict(entry) if isinstance(entry, DiskState) else entry for key, entry in entries}
+        in_memory = {key: dict(entry) if isinstance(entry, DiskState) else entry for key, entry in entries}
         state = {
             key: shared_entry(self._saved_entry(entry, params[key]), params[key], names)
             if isinstance(key, int)
             else entry
-            for key, entry in own.items()
+            for key, entry in in_memory.items()
         }
         return {**found, "state": state}
 
     def _saved_entry(self, entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str, Any]:
-        """Return the state of one parameter as a state dict has it."""
+        """Return `entry`, the state of `param`, as state dicts hold it."""
         return entry
 
     def _shaped_names(self, groups: Iterable[Mapping[str, Any]]) -> set[str]:
-        """Return what a state may have that is shaped like its parameter."""
+        """Return the names of all statistics, which have the shape of their parameter, in `groups`."""
         return {"master", *(name for group in groups for name in self._rule.statistics(group))}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; an update that reads them keeps them for itself. Without `set_to_none` it is waited
-        for."""
+        """Set gradients to None without waiting: queued updates hold their gradients themselves.
+
+        If `set_to_none` is False, gradients become zeros, after the queued updates that read them.
+        """
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -155,21 +157,23 @@ class Hybrid(torch.optim.Optimizer):
             super().zero_grad()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of the class it inherits from, and put the state where the plan says."""
+        """Load a state dict of this class or of `updates_as`, and move the state to where the plan wants it."""
         self.wait()
         saved = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         names = self._shaped_names(saved)
         entries = state_dict["state"].items()
         early, is_accumulating = self._early, self._is_accumulating
         early.overwrite(were_updated=self._has_stepped)
-        super().load_state_dict({**state_dict, "state": {index: held(entry, names) for index, entry in entries}})
-        self._early, self._is_accumulating = early, is_accumulating  # which `__setstate__` made new
+        super().load_state_dict(
+            {**state_dict, "state": {index: wrap_statistics(entry, names) for index, entry in entries}}
+        )
+        self._early, self._is_accumulating = early, is_accumulating  # `__setstate__`, called above, replaced them
         for param, entry in self.state.items():
-            self.state[param] = unheld(entry, param, stays=self._is_off_device(param))
+            self.state[param] = unwrap_statistics(entry, param, stays=self._is_off_device(param))
         self.follow([param for param in self.state if self._is_off_device(param)])
 
     def _is_off_device(self, param: nn.Parameter) -> bool:
-        found = _bucket_of(param)
+        found = bucket_of(param)
         return found is not None and found[0].placement.optim is not Tier.DEVICE
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,16 +183,17 @@ class Hybrid(torch.optim.Optimizer):
             for param in group["params"]:
                 claim_for_hybrid(param, self)
 
-    @torch.compiler.disable  # `torch.compile(optimizer.step)`: an update has a thread, locks and a plan of its own
+    @torch.compiler.disable  # for `torch.compile(optimizer.step)`: updates use a thread and locks, and follow the plan
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, or queue that; return the loss that `closure` gives, if there is
-        one.
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]  `disable` hides the signature
+        self, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Update all parameters that have gradients, or queue their updates; return the loss of `closure`, if given.
 
-        Raises GradientsChanged where the plan updates in the backward and a gradient was changed after it. The first
-        step updates nothing before that is known.
+        Raises GradientsChanged if the plan updates in the backward and a gradient was changed after the backward. No
+        update runs in the backward before the first step, so the first step raises before any weight has changed.
         """
-        if self._obstacle():
+        if self._why_not_elementwise():
             self.wait()
             return plain_step(self.updates_as)(self, closure)
         loss = None
@@ -226,17 +231,22 @@ class Hybrid(torch.optim.Optimizer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Let backward passes inside only add to the gradients: all of a step but the last, where the plan updates in
-        the backward."""
-        was, self._is_accumulating = self._is_accumulating, True
+        """Disable updates in backward passes inside this context.
+
+        For gradient accumulation if the plan updates in the backward: wrap all backwards of a step but the last.
+        """
+        before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
         finally:
-            self._is_accumulating = was
+            self._is_accumulating = before
 
     @torch.no_grad()
     def landed(self, params: Sequence[torch.Tensor], arrived: torch.cuda.Event | None) -> None:
-        """Update `params`, of one bucket, whose gradients this backward has published; see `StateOwner`."""
+        """Update `params`, all of a bucket, in the backward; executors call this once the gradients are published.
+
+        `arrived` is the event after which the gradients are in memory; None if they are there.
+        """
         if self._is_accumulating:
             return
         own = [param for param in params if isinstance(param, nn.Parameter)]
@@ -248,29 +258,30 @@ class Hybrid(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._early.note([param for param in group["params"] if id(param) in wanted], group)
             if not self._has_stepped:
-                return  # What no update in the backward allows, scaling or clipping, shows at the first step.
+                return  # The first step shows whether the user clips or scales gradients, which forbids such updates.
             self._update(own, arrived)
             torch.autograd.graph.increment_version(own)
 
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Move the state that `params` have to where the plan in force says."""
+        """Move the state of `params` to where the active plan wants it; executors call this after a change of plan."""
         self.wait()
         moved = {id(param) for param in params}
         for group in self.param_groups:
             own = [param for param in group["params"] if id(param) in moved]
-            self._placer.reserve(group, _by_bucket(own)[0])
+            self._placer.reserve(group, group_by_bucket(own)[0])
             own = [param for param in own if self._states.get(param)]
-            self._placer.place(self._states, group, _by_bucket(own)[0])
+            self._placer.place(self._states, group, group_by_bucket(own)[0])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `GradScaler`, which asks before a step, hands its scale to `step()`; else it unscales the gradients
-        itself and skips `step()` on overflow, so that weights, state and step count stay untouched. It looks for
-        infinities next, so what several ranks have found is agreed here, at once on all of them: nothing else may ask
-        on one rank alone.
+        """Return whether `GradScaler` passes its scale to `step()`; `GradScaler` reads this before each step.
 
-        Raises GradientsChanged where this backward has updated with gradients that are still scaled.
+        If False, `GradScaler` unscales the gradients itself and skips `step()` on overflow, so that weights, state and
+        step count stay unchanged. `GradScaler` looks for infinities after reading this property, so ranks agree on
+        overflow here. This is a collective: all ranks must read the property together.
+
+        Raises GradientsChanged if the backward has already updated parameters with scaled gradients.
         """
         self._early.refuse("a GradScaler asked to unscale its gradient")
         self._overflow.spread(self.param_groups)
@@ -278,44 +289,46 @@ class Hybrid(torch.optim.Optimizer):
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        """Do nothing: torch's fused classes want True."""
+        """Ignore the assignment: torch's fused optimizers assign True in their constructors."""
 
     def _takes_loss_scale(self) -> bool:
         return False
 
     def _take_factor(self) -> float | None:
-        """Return what the update multiplies gradients by, once; None where a gradient overflowed."""
+        """Return the factor by which this update multiplies gradients; None if a gradient overflowed."""
         return 1.0
 
     @property
     def _states(self) -> States:
-        """`state`, without waiting."""
+        """Return `state` without waiting for queued updates."""
         return self.__dict__["state"]
 
     def _update(
         self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None, factor: float = 1.0
     ) -> None:
-        """Update those of `params` that have gradients, or queue that; gradients count `factor` times for parameters
-        that have a master."""
-        rule = self._rule.now()
+        """Update the parameters in `params` that have gradients, or queue their updates.
+
+        Gradients are multiplied by `factor` if their parameter has a master.
+        """
+        rule = self._rule.snapshot()
         wanted = {id(param) for param in params if param.grad is not None}
         parts: dict[RunningBucket, list[GroupSlice]] = {}
         executors: dict[RunningBucket, Executor] = {}
-        elsewhere: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
+        unplanned_by_group: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
         for group in scaled(self.param_groups, factor):
             own = [param for param in group["params"] if id(param) in wanted]
-            buckets, unplanned, found = _by_bucket(own)
+            buckets, unplanned, found = group_by_bucket(own)
             executors |= found
             for bucket in buckets:
                 bucket.await_update()
             if isinstance(rule, AdamWRule):
                 require_dense(unplanned)
-            elsewhere.append((unplanned, group))
+            unplanned_by_group.append((unplanned, group))
             self._placer.place(self._states, group, buckets)
             for bucket, members in buckets.items():
                 buffers = self._placer.buffers_of(bucket, members, group)
                 parts.setdefault(bucket, []).append(group_slice_of(members, self._states, group, buffers))
-        for unplanned, group in elsewhere:  # not before it is known that no earlier update failed and no disk is full
+        for unplanned, group in unplanned_by_group:  # after the checks above for failed updates and a full disk
             self._update_unplanned(unplanned, group, rule)
         updates = [
             BucketUpdate(
@@ -336,7 +349,7 @@ class Hybrid(torch.optim.Optimizer):
             if not update.is_on_device:
                 self._run_on_host(update, arrived)
         for update in updates:
-            if update.bucket.placement.streamed:  # returns when its copies are done: the host works meanwhile
+            if update.bucket.placement.streamed:  # waits for its copies, so queued host updates must already run
                 update.run()
 
     def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:
@@ -346,8 +359,9 @@ class Hybrid(torch.optim.Optimizer):
                 update.run()
             return
         for param in update.params:
-            watch(param.grad)
-        queued = self._line.queue(_on_host_threads(update.work(arrived), threads), update.label)
+            if param.grad is not None:
+                watch(param.grad)
+        queued = self._line.queue(on_host_threads(update.work(arrived), threads), update.label)
         update.bucket.begin_update(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
@@ -357,37 +371,3 @@ class Hybrid(torch.optim.Optimizer):
         if params:
             part = group_slice_of(params, self._states, group)
             rule.update(part.weights, part.grads, part.states, part.group)
-
-
-def _on_host_threads(work: Work, threads: HostThreads) -> Work:
-    """Return `work` for the worker, with as many of torch's own threads as `threads` has, on the same cores."""
-
-    def run() -> torch.cuda.Event | None:
-        bind_thread(threads.cores)  # before OpenMP starts the threads of the worker, which inherit it
-        with at_least_threads(threads.num_threads):
-            return work()
-
-    return run
-
-
-def _bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
-    slot = slot_of(param)
-    bucket = None if slot is None else slot.sink.running(slot)
-    return None if bucket is None else (bucket, slot.sink)
-
-
-def _by_bucket(
-    params: Iterable[nn.Parameter],
-) -> tuple[dict[RunningBucket, list[nn.Parameter]], list[nn.Parameter], dict[RunningBucket, Executor]]:
-    """Return `params` by bucket, those that no plan names, and the executor of each bucket."""
-    buckets: dict[RunningBucket, list[nn.Parameter]] = {}
-    unplanned: list[nn.Parameter] = []
-    executors: dict[RunningBucket, Executor] = {}
-    for param in params:
-        found = _bucket_of(param)
-        if found is None:
-            unplanned.append(param)
-        else:
-            buckets.setdefault(found[0], []).append(param)
-            executors[found[0]] = found[1]
-    return buckets, unplanned, executors

@@ -1,4 +1,8 @@
-"""AdamW for parameters with an fp32 master, and how their state is kept and saved."""
+"""AdamW for parameters with an fp32 master, and the conversion of masters between memory and state dicts.
+
+A 16-bit parameter holds a part of its master; optimizer state holds the rest of the master: the int16 low half if the
+parameter is bf16, and the fp32 master itself if the parameter is fp16. See `ops.masters`.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,38 +21,38 @@ from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
 from elixir_compile.runtime.slab import flat
 
 _BLOCK = 1 << 24
-"""Elements whose master a device makes at once: 64 MiB, and as much for the gradient."""
+"""Elements whose master is computed at once on a device: 64 MiB, and 64 MiB for the fp32 gradient."""
 
 
 class MixedAdamWRule(AdamWRule):
-    """torch's fused AdamW, and for parameters with a master the same arithmetic on the master."""
+    """torch's fused AdamW; parameters with a master get the same arithmetic on the master."""
 
     def __init__(self) -> None:
         self._threads: HostThreads | None = None
 
-    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return the statistics of `param` by name, each shaped like it: moments, and the rest of its master."""
+    def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the dtype of each moment of `param`, and of the rest of the master if `param` has a master."""
         if not has_master(param):
-            return super().kinds(param, group)
+            return super().state_dtypes(param, group)
         rest = {REST_NAMES[param.dtype]: REST_DTYPES[param.dtype]}
         return {**dict.fromkeys(self.statistics(group), torch.float32), **rest}
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
-        """Begin the master of `param` with every bit that `prepare` kept; else with the parameter as it is."""
+        """Write the rest of the master of `param` to fresh `state`: from `prepare`, else from the parameter itself."""
         if not has_master(param):
             return
-        # On the thread that trains, once: the worker's first update would read the machine and build the kernel.
+        # Once, on the training thread: else the worker's first update would inspect the machine and build the kernel.
         if self._threads is None:
             kernel()
             self._threads = host_threads_for(device)
         if not is_fresh:
             return
-        if REST_NAMES[param.dtype] not in state:  # the state is older than the cast
-            own = own_part(param)
-            beside = next((value.device for value in state.values() if value.shape == own.shape), param.device)
-            rest = torch.empty_like(own.detach(), dtype=REST_DTYPES[param.dtype], device=beside)
+        if REST_NAMES[param.dtype] not in state:  # the state was created before the parameter was cast
+            local = own_part(param)
+            device = next((value.device for value in state.values() if value.shape == local.shape), param.device)
+            rest = torch.empty_like(local.detach(), dtype=REST_DTYPES[param.dtype], device=device)
             state[REST_NAMES[param.dtype]] = rest
-        start_rest(param, state)
+        begin_master_rest(param, state)
 
     def update(
         self,
@@ -60,41 +64,41 @@ class MixedAdamWRule(AdamWRule):
         """Update `weights` and `states` in place."""
         plain, on_host = [], []
         for each in zip(weights, grads, states, strict=True):
-            if rest_of(each[2]) is None:
+            if master_rest_of(each[2]) is None:
                 plain.append(each)
             elif each[0].device.type != "cpu":
                 self._on_device(*each, group)
             elif each[0].numel():
                 on_host.append(each)
-            else:  # This rank has nothing of it, and counts its steps as the others do.
+            else:  # The shard of this rank is empty, but all ranks count steps.
                 each[2]["step"].add_(1)
         if plain:
-            own_weights, own_grads, own_states = zip(*plain, strict=True)
-            super().update(own_weights, own_grads, own_states, group)
+            plain_weights, plain_grads, plain_states = zip(*plain, strict=True)
+            super().update(plain_weights, plain_grads, plain_states, group)
         if on_host:
             self._on_host(on_host, group)
 
     def _on_device(self, weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
-        """Update one parameter in blocks, where it is."""
+        """Update a parameter with a master on its device, in blocks of `_BLOCK` elements."""
         names = self.statistics(group)
-        kept = (rest_of(state), *(state[name] for name in names))
-        tensors = [flat(tensor) for tensor in (weight, like(grad, weight), *kept) if tensor is not None]
+        kept = (master_rest_of(state), *(state[name] for name in names))
+        tensors = [flat(tensor) for tensor in (weight, in_layout_of(grad, weight), *kept) if tensor is not None]
         for start in range(0, weight.numel(), _BLOCK):
-            high, given, own, *moments = (tensor[start : start + _BLOCK] for tensor in tensors)
+            high, given, rest, *moments = (tensor[start : start + _BLOCK] for tensor in tensors)
             wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))
-            is_split = own.dtype == torch.int16
-            master = fallback.joined(high, own) if is_split else own
-            # Each block counts from the same step.
+            is_split = rest.dtype == torch.int16
+            master = fallback.joined(high, rest) if is_split else rest
+            # The update of a block adds 1 to its step, so each block gets a copy of the step before the update.
             block = {**dict(zip(names, moments, strict=True)), "step": state["step"].clone()}
             super().update([master], [wide], [block], group)
             if is_split:
-                fallback.split(master, high, own)
+                fallback.split(master, high, rest)
             else:
                 high.copy_(master)
         state["step"].add_(1)
 
     def _on_host(self, updates: Sequence[tuple[torch.Tensor, torch.Tensor, State]], group: Mapping[str, Any]) -> None:
-        """Update the weight, by the gradient, of each state."""
+        """Update weights with a master on the host; `updates` holds weight, gradient and state of each parameter."""
         steps = [int(state["step"]) + 1 for *_, state in updates]
         scalars: Scalars = {
             "lr": float(group["lr"]),
@@ -106,7 +110,12 @@ class MixedAdamWRule(AdamWRule):
             "maximize": group["maximize"],
         }
         rows = [
-            [weight, like(grad, weight), rest_of(state), *(state[name] for name in self.statistics(group))]
+            [
+                weight,
+                in_layout_of(grad, weight),
+                master_rest_of(state),
+                *(state[name] for name in self.statistics(group)),
+            ]
             for weight, grad, state in updates
         ]
         for members, (weight, grad, rest, exp_avg, exp_avg_sq, *most) in coalesce(rows, steps):
@@ -114,20 +123,20 @@ class MixedAdamWRule(AdamWRule):
             extras: Extras = {**scalars, "max_exp_avg_sq": most[0] if most else None, "threads": self._threads}
             kernel_of(rest, exp_avg, exp_avg_sq, grad, weight, steps[members[0]], **extras)
             if len(members) > 1:
-                # The pass saw tensors of its own over the same memory. It only reads gradients, which are second.
+                # The pass wrote through other tensors over the same memory. It only reads gradients, `rows[index][1]`.
                 written = [tensor for index in members for tensor in (rows[index][0], *rows[index][2:])]
                 torch.autograd.graph.increment_version(written)
         for *_, state in updates:
             state["step"].add_(1)
 
 
-def rest_of(state: State) -> torch.Tensor | None:
-    """Return what `state` has of a master: its int16 low half, the fp32 whole, or None where there is none."""
+def master_rest_of(state: State) -> torch.Tensor | None:
+    """Return the int16 low half or the fp32 master in `state`; None if the parameter has no master."""
     return next((state[name] for name in REST_NAMES.values() if name in state), None)
 
 
-def start_rest(param: torch.Tensor, state: State) -> None:
-    """Write the rest of `param`'s master to `state`."""
+def begin_master_rest(param: torch.Tensor, state: State) -> None:
+    """Write the rest of the master of `param` to `state`, from the bits kept by `prepare` if there are any."""
     target, rest = state[REST_NAMES[param.dtype]], take_rest(param)
     if rest is not None:
         target.copy_(rest)
@@ -137,17 +146,18 @@ def start_rest(param: torch.Tensor, state: State) -> None:
         target.copy_(own_part(param).detach())
 
 
-def like(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return `grad` in the memory layout of `weight`."""
+def in_layout_of(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `grad` with the strides of `weight`, copied if its strides differ."""
     if grad.stride() == weight.stride():
         return grad
     return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 
 
-def with_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    """Return loaded `state` with its `master`, in fp32, as `param` has it: none, whole, or split with `param`.
+def load_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    """Return `state`, loaded from a state dict, with its entry `master` converted to the rest of the master of `param`.
 
-    `param` becomes the nearest to the master. State without one, of `torch.optim.AdamW`, begins with the parameter.
+    `param` is set to the 16-bit value nearest to the master. If `state` has no master, as in state dicts of
+    `torch.optim.AdamW`, the master begins with the value of `param`. If `param` has no master, the entry is dropped.
     """
     found = dict(state)
     master = found.pop("master", None)
@@ -157,7 +167,7 @@ def with_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]
     rest = torch.empty_like(own_part(param).detach(), dtype=REST_DTYPES[param.dtype], device=home.device)
     found[REST_NAMES[param.dtype]] = rest
     if master is None:
-        start_rest(param, found)
+        begin_master_rest(param, found)
         return found
     master = torch.empty_like(rest, dtype=torch.float32).copy_(master)
     high = torch.empty_like(rest, dtype=param.dtype)
@@ -173,8 +183,8 @@ def with_master(state: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]
     return found
 
 
-def with_whole_master(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return the state of one parameter with its master whole."""
+def with_joined_master(entry: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return `entry`, the state of `param`, with the fp32 `master` in place of its low half; called to save state."""
     found = dict(entry)
     low = found.pop("master_low", None)
     if low is not None:

@@ -1,59 +1,60 @@
-"""What one kind of optimizer computes: from gradients and statistics to new weights, in place.
+"""Update rules: the arithmetic of an optimizer class, from gradients and statistics to new weights, in place.
 
-A rule knows nothing of placements, threads or devices; `update` calls it with tensors of one bucket and one param
-group. Here is AdamW in the parameter's own dtype; `class_rule` has that of any other class.
+A rule does not know placements, threads or devices. `BucketUpdate` calls it with the tensors of a group slice. This
+module has the rule of AdamW in the parameter's own dtype; `class_rule` has the rule of any other optimizer class.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
-
-from elixir_compile import compat
+from torch.optim.adamw import adamw
 
 State = MutableMapping[str, Any]
-"""The statistics of one parameter by name, and what counts, such as `step`."""
+"""The optimizer state of a parameter by name: its statistics, and counters such as `step`."""
 
 GRAD_SCALE = "grad_scale"
-"""What gradients are multiplied by, among the hyperparameters that an update gets; 1 where it is not there."""
+"""The hyperparameter by which an update multiplies gradients; 1 if the group has no such key."""
 
 
 def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Sequence[Mapping[str, Any]]:
-    """Return `groups` with what their updates multiply gradients by; as they are where that is 1."""
+    """Return `groups` with `GRAD_SCALE` set to `factor`; the groups themselves if `factor` is 1."""
     return groups if factor == 1.0 else [{**group, GRAD_SCALE: factor} for group in groups]
 
 
 class UpdateRule(Protocol):
-    """How tensors of one bucket are updated; `group` holds the hyperparameters of their param group."""
+    """The arithmetic of an optimizer class; `group` holds the hyperparameters of a param group."""
 
     @property
     def makes_state(self) -> bool:
-        """Whether `update` makes the state of a parameter that has none; else it is zeros."""
+        """Return whether `update` creates missing state; if False, `StatePlacer` creates state as zeros."""
         ...
 
-    def now(self) -> "UpdateRule":
-        """Return the rule as it is now, for updates that run later."""
+    def snapshot(self) -> "UpdateRule":
+        """Return the rule with the optimizer's present attributes, for updates that run later."""
         ...
 
-    def obstacle(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Return why parameters of `groups` may not be updated bucket by bucket; empty where they may."""
+    def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return why `groups` may not be updated bucket by bucket; empty if the class is element-wise."""
         ...
 
-    def travels(self, name: str, group: Mapping[str, Any]) -> bool:
-        """Whether the entry `name` of a state goes where the update is."""
+    def moves_with_update(self, name: str, group: Mapping[str, Any]) -> bool:
+        """Return whether the entry `name` of a state must be on the device that updates the parameter."""
         ...
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the statistics, each shaped like its parameter."""
         ...
 
-    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return what is kept for `param` by name, each shaped like it, with the dtypes."""
+    def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the dtype of each statistic of `param` by name; all have the shape of `param`."""
         ...
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
-        """Get ready, on the thread that trains, for updates of `param` on `device` or beside it; fill fresh state, all
-        zero or not there, that does not begin at zero."""
+        """Prepare for updates of `param` on `device` or on the host; called on the training thread.
+
+        If `is_fresh`, statistics in `state` are zeros or missing, and those that do not begin at zero are filled here.
+        """
         ...
 
     def update(
@@ -63,37 +64,37 @@ class UpdateRule(Protocol):
         states: Sequence[State],
         group: Mapping[str, Any],
     ) -> None:
-        """Update `weights` and `states` in place; all tensors of one index are on one device."""
+        """Update `weights` and `states` in place; all tensors at the same index are on the same device."""
         ...
 
 
 class AdamWRule:
-    """torch's fused AdamW: every tensor as a tensor of its own, bitwise `torch.optim.AdamW(fused=True)`."""
+    """torch's fused AdamW, bitwise equal to `torch.optim.AdamW(fused=True)`."""
 
     makes_state = False
 
-    def now(self) -> "AdamWRule":
-        """Return the rule: it has no attributes."""
+    def snapshot(self) -> "AdamWRule":
+        """Return the rule itself: it has no attributes."""
         return self
 
-    def obstacle(self, groups: Sequence[Mapping[str, Any]]) -> str:
-        """Return nothing: AdamW treats each element alone."""
+    def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return an empty text: AdamW treats each element alone."""
         return ""
 
-    def travels(self, name: str, group: Mapping[str, Any]) -> bool:
-        """Return True: the fused kernel reads `step` where the moments are."""
+    def moves_with_update(self, name: str, group: Mapping[str, Any]) -> bool:
+        """Return True: the fused kernel needs `step` on the device of the moments."""
         return True
 
     def statistics(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the moments, each shaped like its parameter."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def kinds(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
-        """Return the moments by name, each shaped like `param` and in its dtype."""
+    def state_dtypes(self, param: torch.Tensor, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Return the dtype of `param` for each of its moments."""
         return dict.fromkeys(self.statistics(group), param.dtype)
 
     def start(self, param: torch.Tensor, state: State, device: torch.device, *, is_fresh: bool) -> None:
-        """Leave the moments at zero, where they begin."""
+        """Do nothing: the moments begin at zero."""
 
     def update(
         self,
@@ -107,16 +108,17 @@ class AdamWRule:
         for index, weight in enumerate(weights):
             kinds.setdefault((weight.device, weight.dtype), []).append(index)
         for indices in kinds.values():
-            own = [states[index] for index in indices]
-            compat.fused_adamw_(
+            selected = [states[index] for index in indices]
+            adamw(
                 [weights[index] for index in indices],
                 [grads[index] for index in indices],
-                [state["exp_avg"] for state in own],
-                [state["exp_avg_sq"] for state in own],
-                [state["max_exp_avg_sq"] for state in own] if group["amsgrad"] else [],
-                [state["step"] for state in own],
+                [state["exp_avg"] for state in selected],
+                [state["exp_avg_sq"] for state in selected],
+                [state["max_exp_avg_sq"] for state in selected] if group["amsgrad"] else [],
+                [state["step"] for state in selected],
+                fused=True,
                 amsgrad=group["amsgrad"],
-                lr=beside(group["lr"], weights[indices[0]]),
+                lr=lr_for_device_of(group["lr"], weights[indices[0]]),
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 weight_decay=group["weight_decay"],
@@ -125,7 +127,11 @@ class AdamWRule:
             )
 
 
-def beside(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
-    """Return `lr` where the kernel of `weight` reads it: a number and a tensor on the host are read everywhere."""
-    is_elsewhere = isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device
-    return lr.to(weight.device) if is_elsewhere else lr
+def lr_for_device_of(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float | torch.Tensor":
+    """Return `lr`, copied to the device of `weight` if it is a tensor on another accelerator.
+
+    Kernels of every device read numbers and tensors on the host.
+    """
+    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device:
+        return lr.to(weight.device)
+    return lr

@@ -1,11 +1,11 @@
-"""One update of one bucket: its tensors and hyperparameters, as they were when the update was asked for.
+"""Update a bucket with its tensors and hyperparameters at the time of the request.
 
     update DEVICE, state DEVICE     in place, on the device
-    update HOST                     in place, on the host; of a parameter on the device the gradient and the parameter
-                                    travel to the host, and the new parameter travels back
-    update DEVICE, state elsewhere  streamed: what is on the host travels to the device, is updated there, and back
+    update HOST                     in place, on the host; if the parameter is on the device, its value and gradient are
+                                    copied to the host, and the new value is copied back
+    update DEVICE, state elsewhere  streamed: tensors on the host are copied to the device, updated there, copied back
 
-On a CPU the device and the host are one memory and nothing travels, but for the state that is streamed.
+If the compute device is the CPU, device and host share a memory, and only streamed state is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from elixir_compile.runtime.updates import Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketUpdate:
-    """What one optimizer does to one bucket."""
+    """An optimizer's update of a bucket."""
 
     bucket: RunningBucket
     executor: Executor
@@ -37,30 +37,30 @@ class BucketUpdate:
     buffers: StateBuffers
     parts: tuple[GroupSlice, ...]
     disk: DiskUpdate | None = None
-    """What reads the state and writes it back, where it is on disk."""
+    """Reads the state from disk and writes it back; None if the state is in memory."""
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the device runs it."""
+        """Return whether the update runs on the device."""
         return self.bucket.placement.update is Tier.DEVICE
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters, of all parts."""
+        """Return the parameters of all group slices."""
         return [param for part in self.parts for param in part.params]
 
     @property
     def grads(self) -> list[torch.Tensor]:
-        """The gradients, of all parts."""
+        """Return the gradients of all group slices."""
         return [grad for part in self.parts for grad in part.grads]
 
     @property
     def label(self) -> str:
-        """What ledgers call it."""
+        """Return the name of the update in ledgers and errors."""
         return f"update {self.bucket.spec.id}"
 
     def run(self) -> None:
-        """Do it now; the device may still be at it when this returns, the host is not."""
+        """Run the update now. Device kernels may still run when this returns; host updates have finished."""
         if not self.is_on_device:
             wait_on_compute(self.work(None)(), self.executor.device)
             return
@@ -70,19 +70,22 @@ class BucketUpdate:
                     self._stream(part)
                 else:
                     self.rule.update(part.weights, part.grads, part.states, part.group)
-                    _keep(part.states, part.states, part.buffers)
+                    _store_results(part.states, part.states, part.buffers)
 
     def work(self, arrived: torch.cuda.Event | None) -> Work:
-        """Return what updates the bucket on the host, once `arrived`; on a device, copies to the host begin here."""
-        parts = [self._leave(part) for part in self.parts]
-        pairs = [
+        """Return a function that updates the bucket on the host after the event `arrived`.
+
+        Copies of tensors from the device to the host start before this returns.
+        """
+        parts = [self._on_host(part) for part in self.parts]
+        copied_back = [
             (home, updated)
-            for part, own in zip(self.parts, parts, strict=True)
-            for home, updated in zip(part.weights, own.weights, strict=True)
+            for part, host_part in zip(self.parts, parts, strict=True)
+            for home, updated in zip(part.weights, host_part.weights, strict=True)
             if home is not updated
         ]
-        landed = self.executor.d2h.mark() if pairs else arrived
-        # Not `self`, whose gradients are memory of the device.
+        landed = self.executor.d2h.mark() if copied_back else arrived
+        # `work` must not refer to `self`: a queued update would keep the gradients on the device alive.
         rule, disk, ledger, label, h2d = self.rule, self.disk, self.executor.ledger, self.label, self.executor.h2d
         guard = GradientGuard(self.params, self.grads)
 
@@ -95,19 +98,19 @@ class BucketUpdate:
                     disk.run(rule, parts)
                 for part in parts if disk is None else ():
                     rule.update(part.weights, part.grads, part.states, part.group)
-                    _keep(part.states, part.states, part.buffers)
+                    _store_results(part.states, part.states, part.buffers)
             guard.check()
-            if not pairs:
+            if not copied_back:
                 return None
             with h2d.beside_compute():
-                for home, updated in pairs:
+                for home, updated in copied_back:
                     home.copy_(updated, non_blocking=True)
             return h2d.mark()
 
         return work
 
-    def _leave(self, part: GroupSlice) -> GroupSlice:
-        """Return `part` as the host updates it; copies to the host of what is not there begin here."""
+    def _on_host(self, part: GroupSlice) -> GroupSlice:
+        """Return `part` with weights and gradients on the host; copies from the device start before this returns."""
         if part.weights[0].device.type == "cpu":
             return part
         with self.executor.d2h.behind_compute():
@@ -118,18 +121,21 @@ class BucketUpdate:
         return replace(part, weights=tuple(weights), grads=tuple(grads))
 
     def _stream(self, part: GroupSlice) -> None:
-        """Update on the device, in copies of what is not there; one bucket's copies are gone before the next's."""
+        """Update `part` on the device, in copies of its tensors that live on the host.
+
+        The copies of a bucket are freed before the next bucket is streamed.
+        """
         device = self.executor.device
 
-        def there(tensor: torch.Tensor, *, is_state: bool = False) -> torch.Tensor:
+        def on_device(tensor: torch.Tensor, *, is_state: bool = False) -> torch.Tensor:
             is_copied = is_state or tensor.device != device
             return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True) if is_copied else tensor
 
-        weights = [there(weight) for weight in part.weights]
-        grads = [there(grad) for grad in part.grads]
+        weights = [on_device(weight) for weight in part.weights]
+        grads = [on_device(grad) for grad in part.grads]
         states = [
             {
-                name: there(value, is_state=True) if self._is_streamed(name, value, part.group) else value
+                name: on_device(value, is_state=True) if self._is_streamed(name, value, part.group) else value
                 for name, value in state.items()
             }
             for state in part.states
@@ -138,22 +144,31 @@ class BucketUpdate:
         for home, weight in zip(part.weights, weights, strict=True):
             if home is not weight:
                 home.copy_(weight, non_blocking=True)
-        _keep(part.states, states, part.buffers)
+        _store_results(part.states, states, part.buffers)
         if device.type == "cuda":
-            # Whoever reads the state or the parameter on the host next does not wait for the device.
+            # The next reader of the state or the parameter on the host does not wait for the device by itself.
             torch.cuda.current_stream(device).synchronize()
 
     def _is_streamed(self, name: str, value: object, group: Mapping[str, Any]) -> bool:
-        return isinstance(value, torch.Tensor) and self.rule.travels(name, group)
+        return isinstance(value, torch.Tensor) and self.rule.moves_with_update(name, group)
 
 
-def _keep(homes: Sequence[State], updated: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Bring what an update wrote home: into the tensor that was there before, or into its room."""
+def _store_results(
+    homes: Sequence[State], updated: Sequence[State], buffers: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """Write the states `updated` to `homes`: in place if shape and dtype are equal, else as new tensors.
+
+    A statistic that has a buffer in `buffers` goes into the buffer. `updated` may be `homes` itself.
+    """
     for index, (home, state) in enumerate(zip(homes, updated, strict=True)):
         for name, value in list(state.items()):
             target = buffers[index].get(name, home.get(name)) if buffers else home.get(name)
-            is_elsewhere = isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor) and target is not value
-            if is_elsewhere and (target.shape, target.dtype) == (value.shape, value.dtype):
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(target, torch.Tensor)
+                and target is not value
+                and (target.shape, target.dtype) == (value.shape, value.dtype)
+            ):
                 home[name] = target.copy_(value, non_blocking=True)
             else:
                 home[name] = value

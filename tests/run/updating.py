@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile import compat
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
+from elixir_compile.optim import rule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.state import disk_states
 from elixir_compile.options import Options
@@ -258,7 +258,7 @@ class Worker:
 @contextmanager
 def controlled_worker() -> Iterator[Worker]:
     """Yield what holds or slows the kernels that the worker runs, and no other."""
-    usual, worker = compat.fused_adamw_, Worker()
+    usual, worker = rule.adamw, Worker()
 
     def kernel(*args: Any, **kwargs: Any) -> None:
         if threading.current_thread().name == "elixir updates":
@@ -266,7 +266,7 @@ def controlled_worker() -> Iterator[Worker]:
         usual(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "fused_adamw_", kernel)
+        patch.setattr(rule, "adamw", kernel)
         try:
             yield worker
         finally:

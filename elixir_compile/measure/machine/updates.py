@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 
 import torch
+from torch.optim.adamw import adamw
 
-from elixir_compile import compat
 from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.copies import COPY_BYTES, copies_of
 from elixir_compile.runtime.slab import Slab, aligned_bytes
@@ -59,13 +59,14 @@ def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[]
 
     def update() -> None:
         params, grads, means, squares, steps = next(turns)
-        compat.fused_adamw_(
+        adamw(
             params,
             grads,
             means,
             squares,
             [],
             steps,
+            fused=True,
             amsgrad=False,
             lr=1e-3,
             beta1=0.9,

@@ -1,1 +1,1 @@
-"""Norms and overflow of gradients, and what masters add to them."""
+"""Gradients before an update: their norms, overflow and clipping, and guards against changes by user code."""

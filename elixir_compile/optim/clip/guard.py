@@ -1,19 +1,20 @@
-"""Gradients that a queued update reads may not change before it has read them.
+"""Detect gradients that user code changes before a queued update has read them.
 
-    g = p.grad; optimizer.step(); g.zero_()     raises GradientsChanged where the update is waited for
+    g = p.grad; optimizer.step(); g.zero_()     the next wait for the update raises GradientsChanged
 
-Reading `p.grad` waits for the update, but a tensor that somebody kept does not. Its count of changes tells: looked at
-before the update reads, so that nothing is lost, and after it, where a change in between may have reached the weights.
+Reading `p.grad` waits for the update, but using a tensor that user code kept does not. The guard compares the version
+counter of each gradient before the update, so that no weight is changed, and after it, because a change during the
+update may have reached the weights.
 
-torch's foreach ops, as clipping takes them, leave the counts of DTensors and of their parts alone. So a gradient that
-ranks share is of a class that counts those writes, from when its update was queued.
+torch's foreach ops, which clipping uses, do not increment the version counters of DTensors and of their local tensors.
+So once an update is queued, a DTensor gradient gets a subclass that counts the writes of foreach ops.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -27,7 +28,7 @@ _FOREACH_WRITES = compat.foreach_writes()
 
 
 class GradientGuard:
-    """The gradients of one update, as they are now; holds none of them."""
+    """The versions of an update's gradients, through weak references."""
 
     def __init__(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         self._seen = [
@@ -35,7 +36,7 @@ class GradientGuard:
         ]
 
     def check(self) -> None:
-        """Raise GradientsChanged where one was changed in place."""
+        """Raise GradientsChanged if a gradient was changed in place."""
         for name, reference, version in self._seen:
             grad = reference()
             if grad is not None and grad._version != version:
@@ -43,31 +44,31 @@ class GradientGuard:
 
 
 class KeptGradients:
-    """Gradients as they were at one moment, to tell whether they are still there; holds none of them."""
+    """Weak references to gradients, to check later whether any of them is still in use."""
 
     def __init__(self, grads: Iterable[torch.Tensor] = ()) -> None:
         self._seen = [TensorWeakRef(grad) for grad in grads]
 
-    def is_among(self, grads: Iterable[torch.Tensor]) -> bool:
-        """Whether one of them is one of `grads`."""
+    def has_any_of(self, grads: Iterable[torch.Tensor]) -> bool:
+        """Return whether `grads` contains any of these gradients."""
         now = {id(grad) for grad in grads}
         return any((grad := reference()) is not None and id(grad) in now for reference in self._seen)
 
 
 def name_of(param: torch.Tensor) -> str:
-    """Return what the model calls `param`."""
+    """Return the name of `param` in its model, or `outside of every model`."""
     slot = slot_of(param)
     return "outside of every model" if slot is None else slot.name
 
 
 def watch(grad: torch.Tensor) -> None:
-    """Let every write to `grad` from now on count as a change of what this rank has of it."""
+    """Let foreach ops increment the version of the local tensor of `grad` from now on, if `grad` is a DTensor."""
     if is_dtensor(grad) and not isinstance(grad, _Watched):
         grad.__class__ = _watched(type(grad))
 
 
 class _Watched:
-    """What a DTensor has besides while it is watched; `usual` is the class that it had."""
+    """Mixed into the class of a watched DTensor; `usual` is the original class."""
 
     __slots__ = ()
     usual: type[torch.Tensor]
@@ -84,23 +85,26 @@ class _Watched:
         with torch.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             if func in _FOREACH_WRITES:
-                written = args[0] if args else (kwargs or {})["self"]
-                torch.autograd.graph.increment_version([own_part(t) for t in written if isinstance(t, _Watched)])
+                written: Iterable[torch.Tensor] = args[0] if args else (kwargs or {})["self"]
+                torch.autograd.graph.increment_version(
+                    [own_part(grad) for grad in written if isinstance(grad, _Watched)]
+                )
         return found
 
-    # Copies are not watched: nobody can look up a class that is made here.
+    # Copies get the original class: pickle cannot import a class made by `_watched`.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _unwatched(self):
             return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         with _unwatched(self):
             return self.__reduce_ex__(protocol)
 
 
 @contextmanager
-def _unwatched(grad: "_Watched") -> Iterator[None]:
+def _unwatched(grad: Any) -> Iterator[None]:
+    """Give the watched gradient `grad` its original class inside this context."""
     watched, grad.__class__ = type(grad), grad.usual
     try:
         yield

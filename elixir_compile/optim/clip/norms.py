@@ -1,7 +1,9 @@
-"""The norm of gradients, of which those that the backward has read on their way to the host are not read again.
+"""Compute gradient norms, without reading gradients again whose norm the backward has already computed.
 
-squares_of   the host sums in double, a device in fp32; of a float64 gradient both in float64
-norm_of      bitwise what `torch.nn.utils.clip_grad_norm_` computes of one gradient
+The backward computes the norm of a gradient on its way to the host: see `runtime.landed.GradNormCache`.
+
+squares_of   sum of squares, in double on the host, in fp32 on a device; float64 gradients in float64 on both
+norm_of      bitwise equal to the norm that `torch.nn.utils.clip_grad_norm_` computes for a single gradient
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,16 +13,17 @@ from torch import nn
 
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_sharded, own_grad, sum_over_parts
+from elixir_compile.optim.by_bucket import executor_of
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.runtime.grad_norms import Squares, SquaresOf
 from elixir_compile.runtime.slab import flat
 
 _HELD_BY_FP32 = (2.0**-30, 2.0**60)
-"""A norm between these was computed in fp32 of squares that it can hold; of others a gradient on the host is read."""
+"""Between these norms, fp32 squares neither overflow nor vanish. Outside, a gradient on the host is summed again."""
 
 
 def squares_of(grad: torch.Tensor) -> Squares:
-    """Return the sum of the squares of `grad` where it is on the host; else its norm, as a tensor of its device."""
+    """Return the sum of squares of `grad` as a float if `grad` is on the host, else its norm as a device tensor."""
     is_double = grad.dtype == torch.float64
     if grad.device.type == "cpu" and not is_double and grad.is_contiguous():
         return sum_of_squares(flat(grad)) if grad.numel() else 0.0
@@ -29,33 +32,37 @@ def squares_of(grad: torch.Tensor) -> Squares:
 
 
 def norm_of(grad: torch.Tensor) -> torch.Tensor:
-    """Return the norm of `grad` in its dtype, on its device."""
-    return torch._foreach_norm([grad], 2.0)[0]
+    """Return the 2-norm of `grad`, with its dtype, on its device."""
+    return _foreach_norm([grad])[0]
 
 
 def known_squares(params: Iterable[nn.Parameter], squares: SquaresOf) -> Mapping[int, Squares]:
-    """Return `squares` of the gradients that the backward has read, by the id of the parameter, and let it read those
-    of `params` in the steps to come."""
+    """Return the results of `squares` that the backward has cached, by the id of the parameter.
+
+    Also ask the backwards of later steps to cache `squares` for all of `params`.
+    """
     slots = {id(param): slot for param in params if (slot := slot_of(param)) is not None}
     found: dict[int, Squares] = {}
-    for executor in dict.fromkeys(slot.sink for slot in slots.values()):
-        own = {key: slot for key, slot in slots.items() if slot.sink is executor}
+    for executor in dict.fromkeys(map(executor_of, slots.values())):
+        selected = {key: slot for key, slot in slots.items() if slot.sink is executor}
         known = executor.gradients.norm_cache.known(squares)
-        found |= {key: known[slot.key] for key, slot in own.items() if slot.key in known}
-        executor.gradients.norm_cache.ask(own.values(), squares)
+        found |= {key: known[slot.key] for key, slot in selected.items() if slot.key in known}
+        executor.gradients.norm_cache.ask(selected.values(), squares)
     return found
 
 
 def sum_of_all_squares(params: Sequence[nn.Parameter], known: Mapping[int, Squares]) -> float:
-    """Return the sum of the squares of the gradients of `params`, over all ranks that have parts of them; those on a
-    device cost one wait together."""
-    cut = [param for param in params if is_sharded(param)]
+    """Return the sum of the squares of all gradients of `params`, summed over ranks if a parameter is sharded.
+
+    Gradients on a device cost a single synchronisation in all.
+    """
+    sharded = [param for param in params if is_sharded(param)]
     squares = _own_squares([param for param in params if not is_sharded(param)], known)
-    return squares + sum_over_parts(_own_squares(cut, known), cut[0]) if cut else squares
+    return squares + sum_over_parts(_own_squares(sharded, known), sharded[0]) if sharded else squares
 
 
 def _own_squares(params: Iterable[nn.Parameter], known: Mapping[int, Squares]) -> float:
-    """Return the sum of the squares of what this rank has of the gradients."""
+    """Return the sum of squares over this rank's gradients of `params`, which may be shards."""
     total, computing = 0.0, []
     for param in params:
         squares = known[id(param)] if id(param) in known else squares_of(own_grad(param))
@@ -72,24 +79,33 @@ def _own_squares(params: Iterable[nn.Parameter], known: Mapping[int, Squares]) -
 
 
 def clip_as_torch(params: Sequence[nn.Parameter], max_norm: float, known: Mapping[int, Squares]) -> torch.Tensor:
-    """Do as `torch.nn.utils.clip_grad_norm_` with the norms that are `known`; the bits differ only where gradients are
-    of several devices or dtypes, or were read on another device."""
+    """Clip as `torch.nn.utils.clip_grad_norm_` does, but take cached norms from `known`; return the total norm.
+
+    The bits can differ from torch only if gradients have several devices or dtypes, or if a cached norm was computed on
+    another device than the gradient's.
+    """
     if not known:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
-    left: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for param in params:
-        if id(param) not in known:
-            left.setdefault((param.grad.device, param.grad.dtype), []).append(param)
-    norms = dict(known)
-    for own in left.values():
-        norms |= zip(map(id, own), torch._foreach_norm([param.grad for param in own], 2.0), strict=True)
+    grads = {id(param): param.grad for param in params if param.grad is not None}
+    norms = {key: norm for key, norm in known.items() if isinstance(norm, torch.Tensor)}
+    unknown: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for key, grad in grads.items():
+        if key not in norms:
+            unknown.setdefault((grad.device, grad.dtype), {})[key] = grad
+    for group in unknown.values():
+        norms |= zip(group, _foreach_norm(list(group.values())), strict=True)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for param in params:
-        by_device.setdefault(norms[id(param)].device, []).append(norms[id(param)])
-    first = params[0].grad.device
-    total = torch.linalg.vector_norm(torch.cat([torch.stack(own).to(first) for own in by_device.values()]), 2.0)
-    if not torch.isfinite(total):  # in fp32 a device may overflow where the host does not
+    for key in grads:
+        by_device.setdefault(norms[key].device, []).append(norms[key])
+    first = next(iter(grads.values())).device
+    total = torch.linalg.vector_norm(torch.cat([torch.stack(group).to(first) for group in by_device.values()]), 2.0)
+    if not torch.isfinite(total):  # a device norm in fp32 may overflow although torch's norm on the host does not
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
-    if max_norm / (total + 1e-6) < 1.0:  # torch multiplies by 1 too, which changes no finite number
+    if max_norm / (total + 1e-6) < 1.0:  # torch also multiplies by a factor of 1, which changes no finite number
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
+
+
+def _foreach_norm(grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the 2-norm of each gradient, by the operator that `torch.nn.utils.clip_grad_norm_` calls."""
+    return torch._foreach_norm(list(grads), 2.0)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,1 +1,1 @@
-"""Any optimizer class in one host pass: its state, its recorded step, and the C code made of it."""
+"""Any optimizer class: its state schema, its recorded step, and C code to run the step as a host pass."""

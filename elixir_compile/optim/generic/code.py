@@ -1,4 +1,4 @@
-"""Recorded steps as C, compiled by the system's compiler and kept in the cache."""
+"""Turn recorded steps into C code, compile it with the system's compiler and keep it in the cache."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ typedef void (*Root)(int, const float *, float *, long long);
 enum {{ BLOCK = {BLOCK} }};
 """
 _MODE = 0x140102
-"""Of MKL, as torch calls it: VML_HA, VML_FTZDAZ_OFF, VML_ERRMODE_IGNORE."""
+"""The mode with which torch calls MKL: VML_HA, VML_FTZDAZ_OFF, VML_ERRMODE_IGNORE."""
 
 
-def function_text(name: str, form: Form, ways: Mapping[str, str]) -> str:
-    """Return a C function that updates the inputs of `form` in place; `ways` are the expressions of its ops."""
-    stages = _Stages(form, ways)
+def function_text(name: str, form: Form, expressions: Mapping[str, str]) -> str:
+    """Return the text of a C function that updates the inputs of `form` in place; `expressions` are its ops in C."""
+    stages = _Stages(form, expressions)
     lines = [f"void {name}(float *const *at, const float *numbers, size_t count, Root root) {{"]
     lines += [f"    float *restrict const t{index} = at[{index}];" for index in range(form.num_inputs)]
     lines += [f"    const float s{index} = numbers[{index}];" for index in range(form.num_numbers)]
@@ -40,39 +40,42 @@ def function_text(name: str, form: Form, ways: Mapping[str, str]) -> str:
 
 
 class _Stages:
-    """Which ops are before which square root, and what is kept from one loop to the next."""
+    """The ops of a form as a sequence of loops over a block, with MKL's square roots between the loops.
 
-    def __init__(self, form: Form, ways: Mapping[str, str]) -> None:
-        self._form, self._ways = form, ways
+    A stage is a loop. A value is named by its index: inputs first, then the result of each op.
+    """
+
+    def __init__(self, form: Form, expressions: Mapping[str, str]) -> None:
+        self._form, self._torch_expressions = form, expressions
         self._ops = dict(enumerate(form.ops, start=form.num_inputs))
         self._stage = dict.fromkeys(range(form.num_inputs), 0)
-        """By value, the loop that computes it; of a root the first that has it."""
+        """By value, the stage that computes it; for a root by MKL, the first stage after it."""
         for value, (formula, _) in self._ops.items():
-            before = max((self._stage[one] for one in self._read(value)), default=0)
-            self._stage[value] = before + 1 if ways[formula] == BY_MKL else before
+            before = max((self._stage[operand] for operand in self._read(value)), default=0)
+            self._stage[value] = before + 1 if expressions[formula] == BY_MKL else before
         self._writes = {index: self._written_in(index, value) for index, value in form.outputs}
         self.num_stages = 1 + max((*self._stage.values(), *self._writes.values()))
-        reads = [(one, self._stage[value]) for value in self._ops for one in self._read(value)]
+        reads = [(operand, self._stage[value]) for value in self._ops for operand in self._read(value)]
         reads += [(value, self._writes[index]) for index, value in form.outputs]
-        later = {one for one, stage in reads if one in self._ops and stage > self._stage[one]}
+        later = {value for value, stage in reads if value in self._ops and stage > self._stage[value]}
         self.kept = later | {value for value in self._ops if self._is_root(value)}
-        """Values in arrays."""
+        """The values stored in arrays, because a later stage or MKL reads them."""
 
     def kind(self, value: int) -> str:
         """Return the C type of a value."""
         return "int" if value in self._ops and FORMULAS[self._ops[value][0]].is_mask else "float"
 
     def body(self, stage: int) -> Iterator[str]:
-        """Yield what one loop does for element `i`."""
-        own = [value for value in self._ops if self._stage[value] == stage and not self._is_root(value)]
+        """Yield the C statements of a stage for element `i`."""
+        computed = [value for value in self._ops if self._stage[value] == stage and not self._is_root(value)]
         writes = [(index, value) for index, value in self._form.outputs if self._writes[index] == stage]
-        wanted = {one for value in own for one in self._read(value)} | {value for _, value in writes}
-        for value in sorted(wanted - set(own)):
+        wanted = {operand for value in computed for operand in self._read(value)} | {value for _, value in writes}
+        for value in sorted(wanted - set(computed)):
             place = f"b{value}[i]" if value in self._ops else f"t{value}[from + i]"
             yield f"const {self.kind(value)} v{value} = {place};"
-        for value in own:
+        for value in computed:
             formula, operands = self._ops[value]
-            expression = self._ways[formula].format(*(f"{letter}{index}" for letter, index in operands))
+            expression = self._torch_expressions[formula].format(*(f"{letter}{index}" for letter, index in operands))
             yield f"const {self.kind(value)} v{value} = {expression};"
             if value in self.kept:
                 yield f"b{value}[i] = v{value};"
@@ -80,7 +83,7 @@ class _Stages:
             yield f"t{index}[from + i] = v{value};"
 
     def calls(self, stage: int) -> Iterator[str]:
-        """Yield what follows one loop."""
+        """Yield the calls of MKL after a stage."""
         for value in self._ops:
             if self._is_root(value) and self._stage[value] == stage + 1:
                 (of,) = self._read(value)
@@ -90,50 +93,58 @@ class _Stages:
         return [index for letter, index in self._ops[value][1] if letter == "v"]
 
     def _is_root(self, value: int) -> bool:
-        return self._ways[self._ops[value][0]] == BY_MKL
+        return self._torch_expressions[self._ops[value][0]] == BY_MKL
 
     def _written_in(self, index: int, value: int) -> int:
-        """Return the loop that writes an input: none before everybody has read it."""
+        """Return the stage that writes `value` to the input `index`: not before any stage that reads the input."""
         readers = [other for other in self._ops if index in self._read(other)]
-        return max(self._stage[one] for one in (value, *readers))
+        return max(self._stage[reader] for reader in (value, *readers))
 
 
-# [Note: No Inductor here] `torch.compile` of the step of a class, with `cpp_wrapper` and `simdlen=256`, gives other
-# bits than the class: ATen rounds `a + s * b` once where Inductor's C++ rounds twice, and users compare bits.
+# Inductor is not used here: `torch.compile` of a class's step, with `cpp_wrapper` and `simdlen=256`, gives other bits
+# than the class. ATen rounds `a + s * b` once, Inductor's C++ rounds it twice, and users compare bits.
 
 
 _COMPARED = 3001
-"""Elements on which ways are compared: blocks of every vector width and a rest that torch computes one by one."""
+"""Elements on which C expressions are compared with torch: full vectors, and a remainder of single elements."""
 
 Pass = Callable[[Sequence[int], Sequence[float], int], None]
-"""Called with the address of each input, the numbers, and how many elements; releases the GIL."""
+"""A compiled step: called with the address of each input, the numbers and the element count; releases the GIL."""
 
 
 @cache
 def compiled(form: Form) -> Pass:
-    """Return the pass of a tape.
+    """Return the compiled pass of `form`.
 
-    Raises TapeError where an op has no way that is torch's, or where there is no compiler.
+    Raises TapeError if no C expression of an op gives torch's bits, or if there is no working compiler.
     """
-    ways = _ways()
-    unknown = sorted({name for name, _ in form.ops if name not in ways})
+    expressions = _torch_expressions()
+    unknown = sorted({name for name, _ in form.ops if name not in expressions})
     if unknown:
         raise TapeError(f"no formula reproduces torch's {', '.join(unknown)} on this processor")
-    return _loaded(function_text("update", form, ways), ["update"])["update"]
+    return _loaded(function_text("update", form, expressions), ["update"])["update"]
 
 
 @cache
-def _ways() -> Mapping[str, str]:
-    """Return by op the expression that gives torch's bits."""
-    ways = {name: formula.ways[0] for name, formula in FORMULAS.items() if formula.eager is None}
-    choices = [(name, formula, way) for name, formula in FORMULAS.items() if formula.eager for way in formula.ways]
+def _torch_expressions() -> Mapping[str, str]:
+    """Return the C expression of each op that gives torch's bits on this processor; found by comparison, once."""
+    expressions = {name: formula.expressions[0] for name, formula in FORMULAS.items() if formula.eager is None}
+    choices = [
+        (name, formula, expression)
+        for name, formula in FORMULAS.items()
+        if formula.eager
+        for expression in formula.expressions
+    ]
     tried = {f"way_{index}": choice for index, choice in enumerate(choices) if choice[2] != BY_MKL or _mkl_root()}
-    text = (function_text(key, _form_of(name, formula), {name: way}) for key, (name, formula, way) in tried.items())
+    text = (
+        function_text(key, _form_of(name, formula), {name: expression})
+        for key, (name, formula, expression) in tried.items()
+    )
     passes = _loaded("".join(text), list(tried))
-    for key, (name, formula, way) in tried.items():
-        if name not in ways and all(_is_torchs(passes[key], formula, numbers) for numbers in formula.numbers):
-            ways[name] = way
-    return ways
+    for key, (name, formula, expression) in tried.items():
+        if name not in expressions and all(_is_torchs(passes[key], formula, numbers) for numbers in formula.numbers):
+            expressions[name] = expression
+    return expressions
 
 
 def _form_of(name: str, formula: Formula) -> Form:
@@ -152,9 +163,9 @@ def _is_torchs(run: Pass, formula: Formula, numbers: Sequence[float]) -> bool:
 
 @cache
 def _mkl_root() -> int | None:
-    """Return the address of the square root of the MKL that torch was built with; None where it was not."""
+    """Return the address of MKL's square root in torch's library; None if torch was built without MKL."""
     try:
-        # A public function of MKL, which torch's library exports; gone, roots are C's, or have no way.
+        # torch's library exports this public function of MKL. Without it, only C's sqrtf is compared with torch.
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(getattr(library, BY_MKL), ctypes.c_void_p).value
     except (OSError, AttributeError):

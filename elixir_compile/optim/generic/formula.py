@@ -1,9 +1,9 @@
-"""How torch's CPU kernels compute the element-wise ops of optimizers in fp32, as C expressions, to the last bit.
+"""C expressions for the element-wise fp32 ops of optimizers, bitwise equal to torch's CPU kernels.
 
     torch.add(a, b, alpha=s)     fmaf(s, b, a)    or    a + s * b
 
-Which of several ways a torch build takes on this processor is found out, not assumed: each is compiled and compared
-with torch once. An op that no way reproduces has none, and neither has an op that is not here: exp, say, or a norm.
+torch's rounding depends on its build and on the processor, so `code` compiles each expression and compares it with
+torch once. Steps with other ops, such as exp or a norm, or with an op that no expression reproduces, are not compiled.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,46 +13,45 @@ from typing import Any
 import torch
 
 BY_MKL = "vmsSqrt"
-"""A way that is no expression: MKL's vector square root, which is up to 0.75 ulp off and what torch has where it is
-built with MKL."""
+"""Stands for a call of MKL's vector square root, up to 0.75 ulp off, which torch uses if it is built with MKL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """One op on one element; `{0}`, `{1}` and so on are its operands."""
+    """An element-wise op as C text; `{0}`, `{1}` and so on are its operands."""
 
-    ways: tuple[str, ...]
-    """Expressions that torch may use; they are the same number but for rounding."""
+    expressions: tuple[str, ...]
+    """The expressions torch may use; they differ only in rounding."""
     is_mask: bool = False
-    """Whether the result is true or false."""
+    """Whether the result is a mask: true or false."""
     takes_masks: bool = False
-    """Whether operands may all be true or false."""
+    """Whether all operands may be masks."""
     eager: Callable[..., torch.Tensor] | None = None
-    """The op, called with tensors and then numbers, where there are several ways."""
+    """torch's op, called with tensors and then numbers; None if there is only a single expression."""
     num_tensors: int = 0
     numbers: tuple[tuple[float, ...], ...] = ()
-    """What it is called with behind the tensors, in turn."""
+    """The numbers with which `eager` is compared, a tuple for each call."""
 
 
 def _plain(expression: str) -> Formula:
-    return Formula(ways=(expression,))
+    return Formula(expressions=(expression,))
 
 
 def _mask(expression: str, *, takes_masks: bool = False) -> Formula:
-    return Formula(ways=(expression,), is_mask=True, takes_masks=takes_masks)
+    return Formula(expressions=(expression,), is_mask=True, takes_masks=takes_masks)
 
 
 def _root(eager: Callable[..., torch.Tensor]) -> Formula:
-    return Formula(ways=("sqrtf({0})", BY_MKL), eager=eager, num_tensors=1, numbers=((),))
+    return Formula(expressions=("sqrtf({0})", BY_MKL), eager=eager, num_tensors=1, numbers=((),))
 
 
 _FACTORS = ((-0.1,), (0.001000000000001,), (3.7,))
 _LARGER = "({0} != {0} ? {0} : {1} != {1} ? {1} : {0} > {1} ? {0} : {1})"
 
 FORMULAS: Mapping[str, Formula] = {
-    "value": Formula(ways=("{0}",)),
+    "value": Formula(expressions=("{0}",)),
     "mask": _mask("{0}", takes_masks=True),
-    "number": Formula(ways=("(float){0}",), takes_masks=True),
+    "number": Formula(expressions=("(float){0}",), takes_masks=True),
     "mul": _plain("{0} * {1}"),
     "div": _plain("{0} / {1}"),
     "neg": _plain("-{0}"),
@@ -81,16 +80,16 @@ FORMULAS: Mapping[str, Formula] = {
     "or": _mask("{0} | {1}", takes_masks=True),
     "where": _plain("({0} ? {1} : {2})"),
     "add": Formula(
-        ways=("fmaf({2}, {1}, {0})", "{0} + {2} * {1}"),
+        expressions=("fmaf({2}, {1}, {0})", "{0} + {2} * {1}"),
         eager=lambda a, b, s: torch.add(a, b, alpha=s),
         num_tensors=2,
         numbers=_FACTORS,
     ),
     "div by a number": Formula(
-        ways=("{0} / {1}", "{0} * (1.0f / {1})"), eager=torch.div, num_tensors=1, numbers=_FACTORS
+        expressions=("{0} / {1}", "{0} * (1.0f / {1})"), eager=torch.div, num_tensors=1, numbers=_FACTORS
     ),
     "addcmul": Formula(
-        ways=(
+        expressions=(
             "{0} + {3} * {1} * {2}",
             "fmaf({3} * {1}, {2}, {0})",
             "fmaf({3}, {1} * {2}, {0})",
@@ -100,23 +99,23 @@ FORMULAS: Mapping[str, Formula] = {
         num_tensors=3,
         numbers=_FACTORS,
     ),
-    "addcmul of 1": Formula(  # some versions add the product in one rounding
-        ways=("{0} + {1} * {2}", "fmaf({1}, {2}, {0})"), eager=torch.addcmul, num_tensors=3, numbers=((),)
+    "addcmul of 1": Formula(  # some versions of torch round only once here
+        expressions=("{0} + {1} * {2}", "fmaf({1}, {2}, {0})"), eager=torch.addcmul, num_tensors=3, numbers=((),)
     ),
     "addcdiv": Formula(
-        ways=("{0} + {3} * {1} / {2}", "{0} + {3} * ({1} / {2})", "fmaf({3}, {1} / {2}, {0})"),
+        expressions=("{0} + {3} * {1} / {2}", "{0} + {3} * ({1} / {2})", "fmaf({3}, {1} / {2}, {0})"),
         eager=lambda a, b, c, s: torch.addcdiv(a, b, c, value=s),
         num_tensors=3,
         numbers=_FACTORS,
     ),
     "lerp below half": Formula(
-        ways=("fmaf({2}, {1} - {0}, {0})", "{0} + {2} * ({1} - {0})"),
+        expressions=("fmaf({2}, {1} - {0}, {0})", "{0} + {2} * ({1} - {0})"),
         eager=torch.lerp,
         num_tensors=2,
         numbers=((0.09999999999999998,), (0.49,), (-0.2,)),
     ),
     "lerp": Formula(
-        ways=(
+        expressions=(
             "fmaf({0} - {1}, 1.0f - {2}, {1})",
             "fmaf({1} - {0}, {2} - 1.0f, {1})",
             "{1} - ({1} - {0}) * (1.0f - {2})",
@@ -129,14 +128,14 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def samples(num_tensors: int, numel: int) -> list[torch.Tensor]:
-    """Return flat fp32 tensors of all magnitudes an optimizer sees, some values zero, huge, infinite or no number."""
+    """Return `num_tensors` flat fp32 tensors of all magnitudes seen in training, with zeros, infinities and NaNs."""
     made: list[Any] = []
     generator = torch.Generator().manual_seed(7)
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, float("inf"), float("nan")])
     for index in range(num_tensors):
         size = torch.rand(numel, generator=generator) * 8 - 6
         values = torch.randn(numel, generator=generator) * 10.0**size
-        # At another stride in each, so that they meet one another and plain numbers.
+        # With another stride in each tensor, so that special values meet each other and ordinary values.
         places = slice(index, None, 5 + 2 * index)
         count = len(values[places])
         values[places] = torch.where(
@@ -146,7 +145,9 @@ def samples(num_tensors: int, numel: int) -> list[torch.Tensor]:
     return made
 
 
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two fp32 tensors have the same bits; which NaN a NaN is does not count, torch's own kernels differ in
-    that from one element to the next."""
-    return bool(torch.all((one.view(torch.int32) == other.view(torch.int32)) | (one.isnan() & other.isnan())))
+def is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two fp32 tensors have the same bits; all NaNs count as equal.
+
+    torch's own kernels give NaNs with different bits from element to element.
+    """
+    return bool(torch.all((first.view(torch.int32) == second.view(torch.int32)) | (first.isnan() & second.isnan())))

@@ -1,11 +1,11 @@
-"""What an optimizer class keeps for a parameter, and whether it treats each element alone: measured, not assumed.
+"""Measure which state an optimizer class keeps for a parameter, and whether the class is element-wise.
 
     a tensor of 16 x 8  --three steps-->  weights, state
-    its flat halves     --three steps-->  the same, bit by bit, or the class is not element-wise
+    its flat halves     --three steps-->  the same bits, or the class is not element-wise
 
-The gradients of the halves differ in size, so a norm, a mean, a rank or a random draw shows. A step that counts in the
-optimizer or in its param group, and not in the state of a parameter, is not element-wise either: it may not run bucket
-by bucket.
+The gradients of the halves differ in magnitude, so norms, means, ranks and random draws change the result. A class that
+counts steps in the optimizer or in its param group, instead of in the state of a parameter, also counts as not
+element-wise: its step may not run bucket by bucket.
 """
 
 import inspect
@@ -23,31 +23,36 @@ from elixir_compile.optim.generic.transient import attributes_of, plain_step, tr
 
 _SHAPE = (16, 8)
 _SCALES = (1e-2, 1.0, 1e2)
-"""Of the gradients, step by step: what acts above a threshold only must act."""
+"""Factor of the gradients in each step: large enough that code behind a threshold also runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSchema:
-    """What a class keeps for one parameter."""
+    """The state of an optimizer class for a parameter."""
 
     dtypes: Mapping[str, torch.dtype]
-    """By name, the statistics, which are shaped like the parameter."""
+    """The dtype of each statistic by name; statistics have the shape of the parameter."""
     is_stateless: bool = False
+    """Whether the class keeps no state at all."""
     because: str = ""
-    """Why the class is not element-wise; empty where it is."""
+    """Why the class is not element-wise; empty if it is."""
 
 
-def form_of(group: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what of the hyperparameters may decide which statistics there are: not how large a number is."""
-    return tuple((name, _form(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names"))
+def group_key(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return a cache key: the hyperparameters that may change the set of statistics, with numbers as zero or not."""
+    return tuple(
+        (name, _value_key(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names")
+    )
 
 
 def dry_step(
     cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
 ) -> StateSchema:
-    """Return what `cls` keeps for a parameter in `dtype`, with the hyperparameters of `group`; on the host, beside the
-    state of random numbers."""
-    # Asked for while a step is captured, too.
+    """Return the state schema of `cls` for parameters in `dtype` with the hyperparameters of `group`.
+
+    Runs steps of small tensors on the host. The global random state, gradient mode and warnings are left as they were.
+    """
+    # This may be called during a capture.
     with (
         compat.real_tensors(),
         compat.outside_captures(),
@@ -62,11 +67,11 @@ def dry_step(
 def _dry_step(
     cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
 ) -> StateSchema:
-    own = {name: _on_host(value) for name, value in group.items() if name not in ("params", "param_names")}
-    if own.get("capturable"):
-        own["capturable"] = False
+    on_host = {name: _on_host(value) for name, value in group.items() if name not in ("params", "param_names")}
+    if on_host.get("capturable"):
+        on_host["capturable"] = False
     failures: list[str] = []
-    for make in (_Transient(cls, attributes, own), _Built(cls, own)):
+    for make in (_Transient(cls, attributes, on_host), _Built(cls, on_host)):
         try:
             return _compare(make, dtype)
         except Exception as error:
@@ -76,7 +81,7 @@ def _dry_step(
 
 @dataclass(frozen=True, slots=True)
 class _Transient:
-    """Makes optimizers as updates do."""
+    """Makes a transient optimizer, as updates do."""
 
     cls: type[Optimizer]
     attributes: Mapping[str, Any]
@@ -88,7 +93,7 @@ class _Transient:
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """Makes optimizers by the constructor, for a class that makes state there: Adagrad."""
+    """Makes an optimizer by its constructor, for classes such as Adagrad, which create state there."""
 
     cls: type[Optimizer]
     group: Mapping[str, Any]
@@ -100,12 +105,12 @@ class _Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """A tensor after the steps."""
+    """The weight and state of a tensor after the dry steps."""
 
     weight: torch.Tensor
     state: Mapping[str, Any]
     counted: str
-    """What the later steps changed in the optimizer or its group; empty for nothing."""
+    """Which attributes of the optimizer or its group later steps changed, as text; empty if none."""
 
 
 def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
@@ -142,41 +147,41 @@ def _train(make: "_Transient | _Built", start: torch.Tensor, grads: Sequence[tor
 
 
 def _difference(whole: _Trained, first: _Trained, second: _Trained, statistics: Sequence[str]) -> str:
-    """Return in words how a tensor and its halves differ; empty where they do not."""
+    """Return as text how the results for a tensor and its halves differ; empty if they are equal."""
     if not _is_same(whole.weight.flatten(), torch.cat([first.weight, second.weight])):
         return "the halves of a tensor get other weights than the tensor"
     if not whole.state.keys() == first.state.keys() == second.state.keys():
         return "the halves of a tensor keep another state than the tensor"
     for name, value in whole.state.items():
-        own, halves = value, [first.state[name], second.state[name]]
+        expected, halves = value, [first.state[name], second.state[name]]
         if name in statistics:
-            own, halves = value.flatten(), [torch.cat(halves)]
+            expected, halves = value.flatten(), [torch.cat(halves)]
         elif _shape(value):
             return f"it keeps {name} of shape {_shape(value)} for a tensor of shape {_SHAPE}"
-        if not all(_is_same(own, half) for half in halves):
+        if not all(_is_same(expected, half) for half in halves):
             return f"the halves of a tensor keep another {name} than the tensor"
     return ""
 
 
-def _is_same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one is other or one.shape != other.shape or one.dtype != other.dtype:
-            return one is other
-        return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))
-    return one is other or bool(one == other)
+def _is_same(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first is second or first.shape != second.shape or first.dtype != second.dtype:
+            return first is second
+        return bool(torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8)))
+    return first is second or bool(first == second)
 
 
 def _shape(value: object) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _form(value: object) -> object:
+def _value_key(value: object) -> object:
     if isinstance(value, bool | str | type(None)):
         return value
     if isinstance(value, int | float):
         return (type(value).__name__, value != 0)
     if isinstance(value, list | tuple):
-        return tuple(_form(each) for each in value)
+        return tuple(_value_key(each) for each in value)
     return type(value).__name__
 
 

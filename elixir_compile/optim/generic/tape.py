@@ -1,9 +1,9 @@
-"""What one step of an optimizer class computes for one element: recorded while the step runs on tensors without values.
+"""Record the arithmetic of an optimizer class's step for a single element, while it runs on tensors without values.
 
     param.add_(grad, alpha=-lr)    ->    add: value 0, value 1, number 0          numbers: (-lr,)
 
-The Python of the step runs as always, so what it computes in plain numbers, branches on them included, is what it is in
-that step. Numbers are inputs of the tape: a step with another learning rate has the same form.
+The Python code of the step runs in each step, so its arithmetic and branches on plain numbers need no recording.
+Numbers are inputs of the tape: steps with different learning rates have the same form.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,26 +17,26 @@ from elixir_compile import compat
 from elixir_compile.optim.generic.formula import FORMULAS
 
 Operand = tuple[str, int]
-"""("v", index) of a value or ("s", index) of a number."""
+"""("v", index) for a value, ("s", index) for a number."""
 
 
 class TapeError(Exception):
-    """Why a step has no tape."""
+    """A step cannot run as a host pass; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A tape without its numbers; values are counted from the inputs on, then one for each op."""
+    """A tape without its numbers. Values are numbered: the inputs first, then the result of each op."""
 
     num_inputs: int
     ops: tuple[tuple[str, tuple[Operand, ...]], ...]
-    """Names in `FORMULAS`, with operands."""
+    """The ops in order: the name in `FORMULAS`, and the operands."""
     outputs: tuple[tuple[int, int], ...]
-    """Which input ends with which value, where that is not its own."""
+    """Pairs of an input and the value that the step writes to it; inputs that the step does not change are absent."""
 
     @property
     def num_numbers(self) -> int:
-        """How many numbers it takes."""
+        """Return how many numbers the ops take."""
         return sum(kind == "s" for _, operands in self.ops for kind, _ in operands)
 
 
@@ -54,55 +54,55 @@ _VIEWS = ("detach", "alias", "view", "_unsafe_view", "view_as", "lift_fresh")
 
 
 class Recorder:
-    """Takes the place of every op of torch while the step runs; see `compat.ops_seen_by`."""
+    """Handles every torch op while the step runs, through `compat.ops_seen_by`, and records the ops."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self._shape, self._stride = inputs[0].shape, inputs[0].stride()
-        self._values: dict[int, int | None] = {compat.storage_key(one): index for index, one in enumerate(inputs)}
-        """By storage; None for memory that nothing was written to."""
+        self._values: dict[int, int | None] = {compat.storage_key(tensor): index for index, tensor in enumerate(inputs)}
+        """The value in each storage; None if nothing was written to the storage."""
         self._inputs = list(inputs)
-        self._made: list[torch.Tensor] = []  # so that no storage is taken twice
+        self._made: list[torch.Tensor] = []  # kept alive, so that no storage key is reused
         self._ops: list[tuple[str, tuple[Operand, ...]]] = []
         self.numbers: list[float] = []
 
     def see(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record `op` where it reads or writes what is recorded, else run it."""
-        if not any(self.holds(one) for one in _tensors([*args, *kwargs.values()])):
+        """Record `op` and return its result if it has an operand on the tape, else run `op`."""
+        if not any(self.holds(tensor) for tensor in _tensors([*args, *kwargs.values()])):
             return op(*args, **kwargs)
         name = str(op).split(".")[1]
         if name in _VIEWS:
             seen = op(*args, **kwargs)
-            self._check_whole(seen)
+            self._check_shape(seen)
             return seen
         base = name.removesuffix("_")
         if base == "empty_like":
             return self._new(None, torch.float32)
-        formula, operands = self._understood(base, args, kwargs)
+        formula, operands = self._formula_of(base, args, kwargs)
         value, is_mask = self._add(formula, operands)
         target = kwargs.get("out", args[0] if name != base else None)
         if target is None:
             return self._new(value, torch.bool if is_mask else torch.float32)
-        self._check_whole(target)
+        self._check_shape(target)
         if not self.holds(target) or (target.dtype == torch.bool) != is_mask:
             raise TapeError(f"{op} writes a tensor of another kind")
         self._values[compat.storage_key(target)] = value
         return target
 
     def holds(self, tensor: object) -> bool:
-        """Whether the elements of `tensor` are on the tape."""
+        """Return whether `tensor` is on the tape."""
         return isinstance(tensor, torch.Tensor) and compat.storage_key(tensor) in self._values
 
     def form(self, ends: Sequence[torch.Tensor]) -> Form:
-        """Return what was recorded, with what each input ends as."""
+        """Return the recorded ops; `ends` are the tensors that hold the new values of the inputs, in their order."""
         values = [self._value(end) for end in ends]
-        masks = [self._made_of(value) for value in values]
+        masks = [self._is_mask_value(value) for value in values]
         if any(masks):
-            raise TapeError("it ends with a tensor of true and false")
+            raise TapeError("it ends with a tensor of booleans")
         outputs = tuple((index, value) for index, value in enumerate(values) if index != value)
         return Form(num_inputs=len(self._inputs), ops=tuple(self._ops), outputs=outputs)
 
-    def _understood(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
-        """Return the formula of an op and its operands."""
+    def _formula_of(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
+        """Return the name of an op in `FORMULAS`, and its operands."""
         if base in _ONE_OPERAND or base in _TWO_OPERANDS:
             return base, args
         if base in _MASKS:
@@ -120,10 +120,12 @@ class Recorder:
             return ("lerp below half" if abs(_in_fp32(args[2])) < 0.5 else "lerp"), args
         if base == "pow" and isinstance(args[1], int | float) and f"pow {args[1]:g}" in FORMULAS:
             return f"pow {args[1]:g}", args[:1]
-        return self._moved(base, args, kwargs)
+        return self._copying_formula_of(base, args, kwargs)
 
-    def _moved(self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
-        """Return the formula and the operands of an op that takes elements as they are."""
+    def _copying_formula_of(
+        self, base: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[str, Sequence[Any]]:
+        """Return the formula name and the operands of an op that fills, copies, bounds or selects elements."""
         if base in ("zero", "zeros_like"):
             return "value", (0.0,)
         if base == "ones_like":
@@ -134,7 +136,7 @@ class Recorder:
             least, most = (*args[1:], None, None)[:2]
             if most is None:
                 return "clamp_min", (args[0], least)
-            return "clamp_max", (args[0] if least is None else self._between("clamp_min", args[0], least), most)
+            return "clamp_max", (args[0] if least is None else self._intermediate("clamp_min", args[0], least), most)
         if base == "where" and len(args) == 3:
             return "where", args
         if base == "masked_fill":
@@ -148,45 +150,47 @@ class Recorder:
                 return ("value" if not _is_mask(source) else "mask" if wanted == torch.bool else "number"), (source,)
         raise TapeError(f"it calls {base}, which has no formula")
 
-    def _between(self, formula: str, *operands: Any) -> torch.Tensor:
+    def _intermediate(self, formula: str, *operands: Any) -> torch.Tensor:
         return self._new(self._add(formula, operands)[0], torch.float32)
 
     def _add(self, formula: str, operands: Sequence[Any]) -> tuple[int, bool]:
-        """Append an op; return its value and whether that is true or false."""
+        """Append an op to the tape; return the index of its value, and whether the value is a mask."""
         known = FORMULAS[formula]
-        are_masks = [_is_mask(one) for one in operands if self.holds(one)]
+        are_masks = [_is_mask(operand) for operand in operands if self.holds(operand)]
         if formula == "where":
             are_masks = are_masks[1:] or [False]
         if are_masks and all(are_masks) and not known.takes_masks:
-            raise TapeError("it computes with tensors of true and false")
+            raise TapeError("it does arithmetic on tensors of booleans")
         self._ops.append((formula, tuple(map(self._operand, operands))))
         return len(self._inputs) + len(self._ops) - 1, known.is_mask
 
     def _operand(self, given: Any) -> Operand:
         if self.holds(given):
-            self._check_whole(given)
+            self._check_shape(given)
             return "v", self._value(given)
         is_number = isinstance(given, int | float) or (
             isinstance(given, torch.Tensor) and not given.dim() and given.device.type == "cpu"
         )
         if not is_number:
-            raise TapeError("it computes with what is neither a number nor shaped like the parameter")
+            raise TapeError("it computes with a value that is neither a number nor a tensor shaped like the parameter")
         self.numbers.append(float(given))
         return "s", len(self.numbers) - 1
 
     def _value(self, tensor: torch.Tensor) -> int:
         value = self._values.get(compat.storage_key(tensor))
         if value is None:
-            raise TapeError("it reads what nothing wrote")
+            raise TapeError("it reads memory that it has not written")
         return value
 
-    def _made_of(self, value: int) -> bool:
+    def _is_mask_value(self, value: int) -> bool:
         op = value - len(self._inputs)
         return op >= 0 and FORMULAS[self._ops[op][0]].is_mask
 
-    def _check_whole(self, tensor: torch.Tensor) -> None:
+    def _check_shape(self, tensor: torch.Tensor) -> None:
         if (tensor.shape, tensor.stride()) != (self._shape, self._stride):
-            raise TapeError(f"it takes tensors of shape {tuple(tensor.shape)} for one of {tuple(self._shape)}")
+            raise TapeError(
+                f"it uses a tensor of shape {tuple(tensor.shape)} for a parameter of shape {tuple(self._shape)}"
+            )
 
     def _new(self, value: int | None, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(self._shape, dtype=dtype, device="meta")
@@ -196,15 +200,15 @@ class Recorder:
 
 
 def _tensors(given: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for one in given:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from _tensors(one)
+    for value in given:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _in_fp32(number: Any) -> float:
-    """Return a number as torch's kernels see it, which choose their formula by that."""
+    """Return `number` rounded to fp32, by which torch's kernels choose their formula."""
     return c_float(float(number)).value
 
 

@@ -1,9 +1,10 @@
-"""The host kernel, compiled by the system's C compiler on first use and kept in the cache; other sources likewise.
+"""Compile C sources with the system's C compiler at first use, keep the libraries in the cache, and load them.
 
     $CC | cc | gcc | clang  +  kernel.c  ->  <cache>/host/<hash of source, command, compiler version, CPU>.so
 
 The CPU is in the name because clusters are mixed and share home folders (DeepSpeed #5677: built on one node type, run
-on another). Compiling took 0.3 s. What is in the cache is run, so it counts only if nobody else could have written it.
+on another). Compiling took 0.3 s. Libraries in the cache are executed, so a file is used only if no other user could
+have written it.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ _FLAGS = (
     "-O3",
     "-fno-math-errno",
     "-fno-trapping-math",
-    # The kernel says itself where it multiplies and adds at once.
+    # The kernel writes out each fused multiply-add itself.
     "-ffp-contract=off",
     "-shared",
     "-fPIC",
@@ -38,22 +39,22 @@ _HASH_BYTES = 32
 
 
 class BuildError(Exception):
-    """Why there is no compiled kernel; whoever asks for one warns and goes on without."""
+    """There is no compiled library; the text says why. Callers warn and use a fallback."""
 
 
 def loaded_kernel() -> ctypes.CDLL:
-    """Return the host kernel, compiled now if the cache has none for this compiler and CPU.
+    """Return the host kernel, compiled now if the cache has no library for this compiler and CPU.
 
-    Raises BuildError without a working compiler or a cache that can be written.
+    Raises BuildError if there is no working compiler, or if the cache cannot be written.
     """
     return loaded(SOURCE.read_text(encoding="utf-8"))
 
 
 def loaded(source: str) -> ctypes.CDLL:
-    """Return the library that the C text `source` compiles to, with the same flags and from the same cache.
+    """Return the library compiled from the C text `source`, with the flags and the cache of the host kernel.
 
-    If others than this user and root could have written the cache, it is compiled for this process alone, with a
-    warning. Raises BuildError as above.
+    If other users than this user and root could have written the cache, the library is compiled for this process alone,
+    with a warning. Raises BuildError as `loaded_kernel` does.
     """
     command = build_command()
     name = f"{_key(command, source)}.so"
@@ -74,15 +75,15 @@ def loaded(source: str) -> ctypes.CDLL:
 
 
 def build_command() -> list[str]:
-    """Return the compiler with the kernel's flags; `-o`, an output and sources complete it.
+    """Return the compiler command with the kernel's flags, without `-o`, the output and the sources.
 
-    Raises BuildError where no compiler is installed.
+    Raises BuildError if no compiler is installed.
     """
     return [*_compiler(), *_FLAGS, _native_flag()]
 
 
 def _compiler() -> Sequence[str]:
-    """Return the command that runs the compiler: `CC`, which may hold flags, or the first that is installed."""
+    """Return the compiler command: `CC`, which may hold flags, or the first installed of cc, gcc and clang."""
     asked = shlex.split(os.environ.get("CC", ""))
     for command in [asked] if asked else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(command[0]):
@@ -102,21 +103,21 @@ def _key(command: Sequence[str], source: str) -> str:
 
 
 def _cpu() -> bytes:
-    """Return what tells processors apart that need other machine code."""
+    """Return a text that differs between processors that need different machine code."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     names = ("vendor_id", "cpu family", "model\t", "flags", "Features", "CPU part")
-    # Cores of one machine may differ in their order only.
+    # The cores of a machine may differ only in the order of these lines.
     found = sorted({line for line in lines if line.startswith(names)})
     return "\n".join([platform.machine(), platform.processor(), *found]).encode()
 
 
 def _holds(folder: OwnFolder, name: str) -> bool:
-    """Return whether the file `name` is there and ends in the hash of what is before.
+    """Return whether the file `name` exists and ends in the hash of its other bytes.
 
-    Loading a library that a full disk cut short is no exception, it kills the process.
+    The hash is needed because loading a library that a full disk has truncated kills the process.
     """
     try:
         held = folder.read(name)
@@ -130,7 +131,7 @@ def _loaded(folder: OwnFolder, name: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(folder.path_of(name))
     except OSError as error:
-        raise BuildError(f"what the C compiler makes does not load: {error}") from None
+        raise BuildError(f"the library that the C compiler made does not load: {error}") from None
 
 
 @functools.cache
@@ -140,7 +141,7 @@ def _warn_once(said: str) -> None:
 
 
 def _compiled(command: Sequence[str], source: str) -> bytes:
-    """Return the library and its hash, compiled in a folder that nobody else can enter."""
+    """Return the bytes of the library followed by their hash; compiled in a folder that no other user can enter."""
     try:
         with tempfile.TemporaryDirectory(prefix="elixir-") as folder:
             path = Path(folder) / "library.so"
@@ -148,7 +149,7 @@ def _compiled(command: Sequence[str], source: str) -> bytes:
             library = path.read_bytes()
     except OSError as error:
         raise BuildError(f"there is no folder for temporary files: {error}") from None
-    # What follows the last section of a library is never loaded.
+    # The loader ignores bytes behind the last section of a library.
     return library + hashlib.sha256(library).digest()
 
 

@@ -1,23 +1,24 @@
-"""The same passes without a compiler: torch's ops on blocks that stay in the cache between cast, update and cast.
+"""Host passes without a compiler: torch's ops on blocks that stay in the CPU cache between cast, update and cast.
 
     a block of 512 K elements:  grad -> fp32,  fused AdamW on views of the master and the moments,  -> param
 
-1.5 times the time of the kernel on one thread; whole tensors cast around the op take 1.7 times. It has torch's threads.
+Takes 1.5 times as long as the kernel on a single thread; casts of whole tensors take 1.7 times as long. Runs on torch's
+threads.
 """
 
 from collections.abc import Iterator
 
 import torch
+from torch.optim.adamw import adamw
 
-from elixir_compile import compat
 from elixir_compile.optim.host.flat import FlatStep, Rule
 
 BLOCK = 1 << 19
 
 
 @torch.no_grad()
-def adamw(flat: FlatStep) -> None:
-    """Take the step in place."""
+def take_step(flat: FlatStep) -> None:
+    """Run the AdamW step `flat` in place."""
     for block in _blocks(flat.weights.numel()):
         grad = _of(flat.grad, block).to(torch.float32, copy=True)
         if flat.total is not None:
@@ -25,51 +26,46 @@ def adamw(flat: FlatStep) -> None:
         if flat.rule.grad_factor != 1.0:
             grad.mul_(flat.rule.grad_factor)
         weights = _of(flat.weights, block)
-        master = joined(_of(flat.param, block), weights) if flat.is_split else weights
+        high = _of(flat.param, block) if flat.is_split and flat.param is not None else None
+        master = weights if high is None else joined(high, weights)
         most = [] if flat.max_exp_avg_sq is None else [_of(flat.max_exp_avg_sq, block)]
         _fused(flat.rule, (master, grad, _of(flat.exp_avg, block), _of(flat.exp_avg_sq, block)), most)
-        if flat.is_split:
-            split(master, _of(flat.param, block), weights)
+        if high is not None:
+            split(master, high, weights)
         elif flat.param is not None:
             _of(flat.param, block).copy_(master)
 
 
 def joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 master of its bf16 high and its int16 low half."""
+    """Return the fp32 master joined from its bf16 high half and its int16 low half."""
     bits = high.view(torch.int16).to(torch.int32)
     return bits.bitwise_left_shift_(16).add_(low).view(torch.float32)
 
 
 def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """Write the halves of `master`: the nearest bf16, away from zero at a tie, and the signed rest."""
+    """Split `master` into `high`, the nearest bf16 (away from zero at a tie), and `low`, the signed difference."""
     bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
     low.copy_(bits)  # the low 16 bits
     high.view(torch.int16).copy_((bits - low).bitwise_right_shift_(16))
 
 
 @torch.no_grad()
-def accumulate(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add `grad` to `total`: `total.add_` of another dtype would take ten times as long."""
-    for block in _blocks(total.numel()):
-        _of(total, block).add_(_of(grad, block).to(torch.float32))
-
-
-@torch.no_grad()
 def sum_of_squares(grad: torch.Tensor) -> float:
-    """Return the sum of the squares of `grad`, in double."""
+    """Return the sum of squares of `grad`, computed in double."""
     wide = (_of(grad, block).to(torch.float64) for block in _blocks(grad.numel()))
     return sum((float(torch.dot(block, block)) for block in wide), 0.0)
 
 
 def _fused(rule: Rule, tensors: tuple[torch.Tensor, ...], most: list[torch.Tensor]) -> None:
     master, grad, exp_avg, exp_avg_sq = tensors
-    compat.fused_adamw_(
+    adamw(
         [master],
         [grad],
         [exp_avg],
         [exp_avg_sq],
         most,
         [torch.tensor(rule.step - 1.0)],
+        fused=True,
         amsgrad=bool(most),
         lr=rule.lr,
         beta1=rule.beta1,

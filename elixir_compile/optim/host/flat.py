@@ -1,4 +1,4 @@
-"""What one host pass is given: flat tensors of one bucket and the scalars of the step. What exists is valid."""
+"""The arguments of a host pass: flat tensors of a bucket and the scalars of the step, checked when constructed."""
 
 import math
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ PARAMETER_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The scalars of one AdamW step."""
+    """The scalars of an AdamW step."""
 
     step: int
-    """1 for the first."""
+    """The number of the step; the first step is 1."""
     lr: float
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
     grad_scale: float = 1.0
-    """What every gradient is multiplied by: clip coefficient, 1 / loss scale, 1 / micro-batches."""
+    """The factor of all gradients, such as clip coefficient / loss scale."""
     maximize: bool = False
 
     def __post_init__(self) -> None:
@@ -34,11 +34,11 @@ class Rule:
 
     @property
     def grad_factor(self) -> float:
-        """What a gradient is multiplied by, below 0 to maximize."""
+        """Return `grad_scale`, negated to maximize."""
         return -self.grad_scale if self.maximize else self.grad_scale
 
     def scalars(self) -> tuple[float, ...]:
-        """Return what `kernel.c` calls Coefficients, each computed in double.
+        """Return the fields of `Coefficients` in `kernel.c`, each computed in double.
 
         `1 - beta2` in fp32 made the second moment wrong by 1.3e-5 of itself.
         """
@@ -57,10 +57,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatStep:
-    """One AdamW step on the host: all tensors contiguous, on the CPU and of one size."""
+    """An AdamW step on the host; all tensors are contiguous, on the CPU and have equal element counts."""
 
     weights: torch.Tensor
-    """The fp32 master; or its low half in int16, when `param` is its high half."""
+    """The fp32 master; or its int16 low half, if `param` is its high half."""
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     max_exp_avg_sq: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class FlatStep:
 
     @property
     def is_split(self) -> bool:
-        """Whether the master is split between `param` and `weights`."""
+        """Return whether the master is split between `param` and `weights`."""
         return self.weights.dtype == torch.int16
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class FlatStep:
 
 
 def check_tensor(name: str, tensor: torch.Tensor | None, dtypes: tuple[torch.dtype, ...], like: torch.Tensor) -> None:
-    """Raise ValueError unless `tensor` is None or contiguous on the CPU, one of `dtypes` and as large as `like`."""
+    """Raise ValueError unless `tensor` is None or contiguous on the CPU, in one of `dtypes`, and as large as `like`."""
     if tensor is None:
         return
     facts: Mapping[str, bool] = {

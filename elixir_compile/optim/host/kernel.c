@@ -1,9 +1,9 @@
 /* One AdamW step over flat host memory, each byte read and written once.
 
        mixed   gradient 16 or 32 bit -> master fp32, moments fp32 (in place) -> parameter 16 bit
-       split   the same, where the parameter, bf16, is the high half of the master and an int16 its low half
+       split   the same; the bf16 parameter is the high half of the master, and an int16 its low half
 
-   Also: add a gradient to an fp32 total, and the sum of squares of a gradient. Sizes are in elements.
+   Also: the sum of the squares of a gradient. Sizes are in elements.
 
    Every multiply-add is written out and the compiler contracts none (-ffp-contract=off), so that an element gets the
    same bits in the body of a loop, in its tail, at any split between threads, and in both forms of the master. */
@@ -38,17 +38,19 @@ typedef enum { BF16, FP16, FP32 } Kind;
 
 typedef struct {
     const void *values;
-    const float *total;         /* added to the values where it is not NULL */
+    const float *total;         /* added to the values unless it is NULL */
     int kind;
 } Gradient;
 
-/* Elements that are widened and updated together, in the first-level cache. Few at a time read longer runs from each
-   array than one loop over all does: of the rate of a loop that only reads and writes the same bytes, one core of a
-   Zen 4 reached with 60 M parameters
+/* The number of elements that are widened and updated together, in the first-level cache. A tile reads longer runs from
+   each array than a single loop over all arrays does. One core of a Zen 4 with 60 M parameters reached this share of the
+   rate of a loop that only reads and writes the same bytes:
 
-       tile            64    128    256   (one loop over all)
+       tile            64    128    256   (a single loop)
        mixed         0.92   0.99   1.00       0.98
-       split         0.77   0.93   1.00       0.90          384 and more were slower with a total. */
+       split         0.77   0.93   1.00       0.90
+
+   Tiles of 384 and more were slower with a total. */
 enum { TILE = 256 };
 
 /* -- numbers ------------------------------------------------------------------------------------------------------- */
@@ -76,7 +78,7 @@ INLINE float multiply_add(float a, float b, float c) {
 
 #if defined(__F16C__)
 
-/* Compilers do not use F16C in loops of their own (gcc 12). A rest of fewer than 8 goes through a padded copy. */
+/* Compilers do not vectorise this with F16C themselves (gcc 12). Fewer than 8 last elements use a padded copy. */
 static void widen_fp16(float *restrict to, const uint16_t *restrict from, size_t n) {
     size_t i = 0;
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
@@ -132,8 +134,9 @@ static void widen_bf16(float *restrict to, const uint16_t *restrict from, size_t
     for (size_t i = 0; i < n; ++i) to[i] = as_float((uint32_t)from[i] << 16);
 }
 
-/* Past the caches where that can be: a line that is written whole is then not read before, and what goes to the device
-   next is in memory. 3 % faster than the update's own stores. `settle` lets other threads see it. */
+/* Copy a tile to the parameter, past the caches if it is aligned: full cache lines are then not read before they are
+   written, and the copy to the device finds the parameter in memory. 3 % faster than plain stores. `store_fence` makes
+   the stores visible to other threads. */
 static void put(uint16_t *to, const uint16_t *tile, size_t n) {
 #if defined(__SSE2__)
     if (n == TILE && (uintptr_t)to % 64 == 0) {
@@ -145,7 +148,7 @@ static void put(uint16_t *to, const uint16_t *tile, size_t n) {
     memcpy(to, tile, n * sizeof *to);
 }
 
-INLINE void settle(void) {
+INLINE void store_fence(void) {
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
@@ -157,16 +160,16 @@ static void add(float *restrict to, const float *restrict from, size_t n) {
 
 /* -- the update ---------------------------------------------------------------------------------------------------- */
 
-/* What torch's fused AdamW computes. Decay and step are added before they change the weight, which then is rounded once
-   a step: the weight times a rounded (1 - lr * weight_decay) drifts by up to 3e-8 of itself a step. */
+/* The weight after a step, as in torch's fused AdamW. Decay and step are added before they change the weight, so the
+   weight is rounded once per step: weight * rounded(1 - lr * weight_decay) drifts by up to 3e-8 of itself per step. */
 INLINE float stepped(float weight, float first, float second, Coefficients k) {
     float denominator = multiply_add(__builtin_sqrtf(second), k.inverse_correction2, k.eps);
     float value = weight - multiply_add(k.step_size, first / denominator, weight * k.decay);
     return value == value ? value : as_float(0x7fc00000u); /* one NaN, with an empty low half */
 }
 
-/* Where a weight is: in `wide`; the same, and rounded in `high`; or in halves, `high` and `low`. The high half is
-   rounded up from half on, so that the low half is signed and the high half the nearest bf16. */
+/* How a weight is stored: in `wide`; in `wide` and rounded in `high`; or split into `high` and `low`. The high half is
+   rounded, ties away from zero, so the high half is the nearest bf16 and the low half is signed. */
 typedef enum { WIDE, ROUNDED, SPLIT } Form;
 
 INLINE void update(void *weights, uint16_t *restrict high, const float *restrict slope, Moments moments, size_t n,
@@ -206,7 +209,7 @@ static void updated(void *weights, uint16_t *high, const float *slope, Moments a
     if (form == SPLIT && !has_max) update(weights, high, slope, here, n, *k, SPLIT, 0);
 }
 
-/* Return the gradient from `start` on in fp32, `total` added where there is one: in `tile`, or where it is. */
+/* Return the gradient from `start` on in fp32 with `total` added: a pointer to `tile`, or to the gradient itself. */
 static const float *widened(float *tile, Gradient grad, size_t start, size_t n) {
     if (grad.kind == FP32 && !grad.total) return (const float *)grad.values + start;
     if (grad.kind == BF16) widen_bf16(tile, (const uint16_t *)grad.values + start, n);
@@ -231,7 +234,7 @@ void mixed_adamw(float *master, Moments moments, Gradient grad, uint16_t *param,
         if (form == ROUNDED) put(param + start, high, rest);
         else if (param) narrow_fp16(param + start, master + start, rest);
     }
-    settle();
+    store_fence();
 }
 
 /* `high` is the parameter, bf16. */
@@ -244,18 +247,10 @@ void split_adamw(int16_t *low, Moments moments, Gradient grad, uint16_t *high, s
     }
 }
 
-void accumulate(float *total, Gradient grad, size_t n) {
-    float tile[TILE];
-    for (size_t start = 0; start < n; start += TILE) {
-        const size_t rest = n - start < TILE ? n - start : TILE;
-        add(total + start, widened(tile, grad, start, rest), rest);
-    }
-}
-
 typedef float Lanes __attribute__((vector_size(64)));
 enum { WIDTH = 16, PARTS = 4 };
 
-/* Of at most TILE values. The lanes are summed apart, in an order that no compiler changes. */
+/* The sum of the squares of at most TILE values. Lanes are summed in an order that no compiler changes. */
 static double squares(const float *values, size_t n) {
     Lanes sums[PARTS] = {{0}};
     size_t i = 0;
@@ -271,13 +266,13 @@ static double squares(const float *values, size_t n) {
         sum += ((double)lanes[lane] + lanes[lane + 4]) + ((double)lanes[lane + 8] + lanes[lane + 12]);
     for (; i < n; ++i) sum += (double)values[i] * values[i];
     if (sum > 0x1p-60 && sum < 0x1p120) return sum;
-    /* Zeros, or squares that fp32 cannot hold. In double no square of a finite value overflows or vanishes. */
+    /* Zeros, or squares outside the range of fp32. In double, no square of a finite value overflows or vanishes. */
     sum = 0.0;
     for (i = 0; i < n; ++i) sum += (double)values[i] * values[i];
     return sum;
 }
 
-/* Write the sum of each `block` values, a multiple of TILE, to `sums`; it is finite exactly if all values are. */
+/* Write the sum of squares of each `block` values, a multiple of TILE, to `sums`; finite if and only if they are. */
 void sums_of_squares(double *sums, Gradient grad, size_t n, size_t block) {
     float tile[TILE];
     for (size_t start = 0; start < n; start += TILE) {

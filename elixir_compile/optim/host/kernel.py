@@ -1,4 +1,4 @@
-"""The functions of `kernel.c` as Python calls them; each releases the GIL while it runs."""
+"""Python bindings of `kernel.c`; each call releases the GIL."""
 
 import ctypes
 import threading
@@ -11,11 +11,11 @@ from elixir_compile.errors import ElixirWarning
 from elixir_compile.optim.host.build import BuildError, loaded_kernel
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""What `kernel.c` calls the dtype of a gradient or a parameter."""
+"""The value of the enum `Kind` in `kernel.c` for the dtype of a gradient or a parameter."""
 
 
 class Coefficients(ctypes.Structure):
-    """The scalars of one step, in fp32."""
+    """The scalars of a step, in fp32."""
 
     _fields_ = tuple(
         (name, ctypes.c_float)
@@ -34,13 +34,13 @@ class Coefficients(ctypes.Structure):
 
 
 class Moments(ctypes.Structure):
-    """Where the fp32 moments are; the last may be None."""
+    """The addresses of the fp32 moments; the last is None without AMSGrad."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
 
 
 class Gradient(ctypes.Structure):
-    """Where a gradient is, what is added to it (None: nothing) and one of `KINDS`."""
+    """The address of a gradient, the address of a total to add to it or None, and the dtype as in `KINDS`."""
 
     _fields_ = (("values", ctypes.c_void_p), ("total", ctypes.c_void_p), ("kind", ctypes.c_int))
 
@@ -49,7 +49,7 @@ _lock = threading.Lock()
 
 
 def kernel() -> ctypes.CDLL | None:
-    """Return the compiled kernel, None where it cannot be built: then with one `ElixirWarning` that says why."""
+    """Return the compiled kernel; None if it cannot be built, and then an `ElixirWarning` says why once."""
     with _lock:
         return _kernel()
 
@@ -74,7 +74,6 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     arguments = {
         "mixed_adamw": (pointer, Moments, Gradient, pointer, kind, size, scalars),
         "split_adamw": (pointer, Moments, Gradient, pointer, size, scalars),
-        "accumulate": (pointer, Gradient, size),
         "sums_of_squares": (ctypes.POINTER(ctypes.c_double), Gradient, size, size),
     }
     for name, types in arguments.items():

@@ -1,17 +1,16 @@
-"""Passes over flat host tensors: each byte of a bucket is read and written once.
+"""Host passes over flat tensors: each byte of a bucket is read and written once.
 
     mixed_adamw      grad, master, moments -> master, moments, param      28 B per parameter (16-bit grad and param)
-    split_adamw      grad, param, low, moments -> the same                26 B, and 14 B of host memory instead of 16
-    accumulate       total += grad                                        10 B
-    sum_of_squares   grad -> one number                                    2 B
+    split_adamw      grad, param, low, moments -> param, low, moments     26 B, and 14 B of host memory instead of 16
+    sum_of_squares   grad -> a number                                      2 B
 
-In C where there is a compiler, else in blocks of torch's ops (`fallback.py`). What is fp32 throughout is no business of
-these: torch's own fused AdamW is as fast, and users compare bits with it.
+They run in C if there is a compiler, else in blocks of torch's ops (`fallback.py`). Parameters in fp32 do not use these
+passes: torch's own fused AdamW is as fast, and users compare bits with it.
 """
 
 import ctypes
 import math
-from typing import NotRequired, TypedDict, Unpack
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch.autograd.graph import increment_version
@@ -23,7 +22,7 @@ from elixir_compile.optim.host.threads import GRAIN, HostThreads, host_threads_f
 
 
 class Scalars(TypedDict):
-    """The hyperparameters of AdamW, and what else belongs to one step."""
+    """The hyperparameters of AdamW, and the factor and sign of gradients."""
 
     lr: float
     beta1: float
@@ -35,7 +34,7 @@ class Scalars(TypedDict):
 
 
 class Extras(Scalars):
-    """What some steps have besides."""
+    """Optional tensors and threads of a step."""
 
     max_exp_avg_sq: NotRequired[torch.Tensor | None]
     total: NotRequired[torch.Tensor | None]
@@ -51,11 +50,12 @@ def mixed_adamw(
     step: int,
     **extras: Unpack[Extras],
 ) -> None:
-    """Take step number `step`, 1 for the first, of AdamW in place; write the rounded master to `param` if there is one.
+    """Run step number `step` of AdamW in place, 1 for the first; write the rounded master to `param` unless it is None.
 
-    `master` and the moments are fp32, `grad` bf16, fp16 or fp32, `param` bf16 or fp16. The gradient is
-    `(total + grad) * grad_scale`; `total`, fp32, holds earlier micro-batches. `max_exp_avg_sq` makes it AMSGrad.
-    `threads` are the threads, by default those of this process. Raises ValueError for tensors that do not fit.
+    `master` and the moments are fp32, `grad` is bf16, fp16 or fp32, `param` is bf16 or fp16. The gradient of the step
+    is `(total + grad) * grad_scale`; `total`, fp32, holds earlier micro-batches. With `max_exp_avg_sq` the step is
+    AMSGrad. `threads` defaults to the threads of this process. Raises ValueError if a tensor has a wrong dtype, device,
+    layout or size.
     """
     _step(master, exp_avg, exp_avg_sq, grad, param, step, extras)
 
@@ -69,34 +69,20 @@ def split_adamw(
     step: int,
     **extras: Unpack[Extras],
 ) -> None:
-    """Do as `mixed_adamw`, bit for bit, with a master in two halves: `param`, bf16, the high and `low`, int16, the low.
+    """Run the same step as `mixed_adamw`, bit for bit, with the master split into `param` (bf16) and `low` (int16).
 
-    `param` is the master's nearest bf16; at a tie the greater magnitude, where `mixed_adamw` takes the even one.
+    `param` is the bf16 value nearest to the master. At a tie, the greater magnitude is taken; `mixed_adamw` takes the
+    even value.
     """
     if low.dtype != torch.int16:
         raise ValueError(f"low has dtype {low.dtype}: needs torch.int16")
     _step(low, exp_avg, exp_avg_sq, grad, param, step, extras)
 
 
-def accumulate(total: torch.Tensor, grad: torch.Tensor, threads: HostThreads | None = None) -> None:
-    """Add `grad`, bf16, fp16 or fp32, to `total`, fp32, in place. Raises ValueError for tensors that do not fit."""
-    check_tensor("total", total, (torch.float32,), total)
-    check_tensor("grad", grad, GRADIENT_DTYPES, total)
-    library = kernel()
-    if library is None:
-        fallback.accumulate(total, grad)
-        return
-    (threads or host_threads_for()).run(
-        total.numel(),
-        lambda start, stop: library.accumulate(_at(total, start), _gradient(grad, None, start), stop - start),
-    )
-    increment_version(total)
-
-
 def sum_of_squares(grad: torch.Tensor, threads: HostThreads | None = None) -> float:
-    """Return the sum of the squares of `grad`, bf16, fp16 or fp32: not finite exactly if some value is not.
+    """Return the sum of squares of `grad` (bf16, fp16 or fp32); finite if and only if all values are.
 
-    The same to the bit for any number of threads. Raises ValueError for a tensor that does not fit.
+    The number of threads changes no bit. Raises ValueError if `grad` has a wrong dtype, device or layout.
     """
     check_tensor("grad", grad, GRADIENT_DTYPES, grad)
     library = kernel()
@@ -105,8 +91,8 @@ def sum_of_squares(grad: torch.Tensor, threads: HostThreads | None = None) -> fl
     sums = (ctypes.c_double * -(-grad.numel() // GRAIN))()
 
     def part(start: int, stop: int) -> None:
-        own = ctypes.cast(ctypes.byref(sums, start // GRAIN * 8), ctypes.POINTER(ctypes.c_double))
-        library.sums_of_squares(own, _gradient(grad, None, start), stop - start, GRAIN)
+        block_sums = ctypes.cast(ctypes.byref(sums, start // GRAIN * 8), ctypes.POINTER(ctypes.c_double))
+        library.sums_of_squares(block_sums, _gradient(grad, None, start), stop - start, GRAIN)
 
     (threads or host_threads_for()).run(grad.numel(), part)
     return math.fsum(sums)
@@ -121,7 +107,7 @@ def _step(
     step: int,
     extras: Extras,
 ) -> None:
-    scalars = dict(extras)
+    scalars: dict[str, Any] = dict(extras)
     tensors = {name: scalars.pop(name, None) for name in ("max_exp_avg_sq", "total")}
     threads = scalars.pop("threads", None)
     flat = FlatStep(
@@ -135,28 +121,29 @@ def _step(
     )
     library = kernel()
     if library is None:
-        fallback.adamw(flat)
+        fallback.take_step(flat)
         return
     coefficients = Coefficients(*flat.rule.scalars())
 
     def part(start: int, stop: int) -> None:
-        moments = Moments(*(_at(one, start) for one in (flat.exp_avg, flat.exp_avg_sq, flat.max_exp_avg_sq)))
+        moments = Moments(*(_at(moment, start) for moment in (flat.exp_avg, flat.exp_avg_sq, flat.max_exp_avg_sq)))
         gradient = _gradient(flat.grad, flat.total, start)
-        own, high, last = _at(flat.weights, start), _at(flat.param, start), (stop - start, ctypes.byref(coefficients))
+        weights, high = _at(flat.weights, start), _at(flat.param, start)
+        size_and_scalars = (stop - start, ctypes.byref(coefficients))
         if flat.is_split:
-            library.split_adamw(own, moments, gradient, high, *last)
+            library.split_adamw(weights, moments, gradient, high, *size_and_scalars)
         else:
             kind = 0 if flat.param is None else KINDS[flat.param.dtype]
-            library.mixed_adamw(own, moments, gradient, high, kind, *last)
+            library.mixed_adamw(weights, moments, gradient, high, kind, *size_and_scalars)
 
     (threads or host_threads_for()).run(flat.weights.numel(), part)
-    # Autograd must see that they changed, as it does after torch's own in-place ops.
+    # Autograd must see these writes, as it sees torch's own in-place ops.
     written = (flat.weights, flat.exp_avg, flat.exp_avg_sq, flat.max_exp_avg_sq, flat.param)
     increment_version([tensor for tensor in written if tensor is not None])
 
 
 def _at(tensor: torch.Tensor | None, start: int) -> int | None:
-    """Return the address of element `start`; None, which is NULL, for no tensor."""
+    """Return the address of `tensor[start]`; None, which is NULL in C, if there is no tensor."""
     return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
 
 

@@ -1,11 +1,10 @@
-"""The threads that a host pass takes: few, each with one large call into C, which runs without the GIL.
+"""Threads for host passes: few, each making a single large call into C, which runs without the GIL.
 
-    cores this process may use / ranks on this machine - 1 for the thread that launches kernels, at least 1
+    number of threads = cores of this process / ranks on this machine - 1 for the training thread, at least 1
 
-An affinity mask counts, and so does the CPU quota of a container.
-`OMP_NUM_THREADS` does not count: torchrun sets it to 1. On a machine with several memory nodes the threads are bound to
-the cores beside the device, and so is the worker that updates beside the step, with the OpenMP threads that it starts;
-the caller's own threads stay as they are.
+The cores of this process follow its affinity mask and the CPU quota of its container. `OMP_NUM_THREADS` is ignored,
+because torchrun sets it to 1. On a machine with several memory nodes, these threads are bound to the cores beside the
+device. So are the update thread and the OpenMP threads that it starts. The user's threads are never bound.
 """
 
 import logging
@@ -29,14 +28,14 @@ log = logging.getLogger("elixir_compile")
 T = TypeVar("T")
 
 GRAIN = 1 << 18
-"""Parts are multiples of this many elements: 64 K in one call took 8 % longer, 256 K no longer than any more."""
+"""Parts are multiples of this many elements. Calls of 64 K took 8 % longer; more than 256 K gained nothing."""
 
 
 class HostThreads:
-    """`num_threads` threads, started at the first pass, that run the parts of one pass at once.
+    """`num_threads` threads, started at the first pass, that run the parts of a pass at the same time.
 
-    They are daemons: they end with the process, and earlier if nobody holds the threads.
-    A forked child starts its own.
+    The threads are daemons. They end when this object is collected, or with the process. A forked child starts new
+    threads.
     """
 
     def __init__(self, num_threads: int, cores: Collection[int] = ()) -> None:
@@ -44,15 +43,15 @@ class HostThreads:
             raise ValueError(f"{num_threads} threads: needs 1 or more")
         self.num_threads = num_threads
         self.cores = frozenset(cores)
-        """Where the threads run; none where they are not bound."""
+        """The cores to which the threads are bound; empty if they are not bound."""
         self._lock = threading.Lock()
         self._jobs: SimpleQueue[Any] | None = None
         self._process = 0
 
     def run(self, numel: int, part: Callable[[int, int], T]) -> list[T]:
-        """Return `part(start, stop)` of each part of `numel` elements, in order, when all have ended.
+        """Run `part(start, stop)` for each part of `numel` elements; return the results in order, after all have ended.
 
-        One part alone runs on the calling thread, unless threads are bound. The first exception of a part is raised.
+        A single part runs on the calling thread, unless threads are bound. The first exception of a part is raised.
         """
         spans = parts(numel, self.num_threads)
         if len(spans) < 2 and not self.cores:
@@ -61,7 +60,7 @@ class HostThreads:
         futures = [Future[T]() for _ in spans]
         for future, span in zip(futures, spans, strict=True):
             jobs.put((future, part, span))
-        # All have ended before one raises: a part that still runs writes to memory that the caller would give back.
+        # Wait for all parts before raising: a running part writes to memory that the caller may free.
         failures = [future.exception() for future in futures]
         for failure in failures:
             if failure is not None:
@@ -77,7 +76,7 @@ class HostThreads:
                         target=_work, args=(self._jobs, self.cores), name=f"elixir-host-{index}", daemon=True
                     )
                     thread.start()
-                # Not at exit: whoever drains a queue of updates then still needs the threads.
+                # Not at exit: updates that are still queued then need the threads.
                 weakref.finalize(self, _stop, self._jobs, self.num_threads).atexit = False
             return self._jobs
 
@@ -88,7 +87,7 @@ def _work(jobs: "SimpleQueue[Any]", cores: frozenset[int]) -> None:
         future, part, span = job
         try:
             future.set_result(part(*span))
-        except BaseException as error:  # raised by who waits
+        except BaseException as error:  # `run` raises it
             future.set_exception(error)
         del future, part, span, job  # an idle thread holds no tensors
 
@@ -108,9 +107,9 @@ def parts(numel: int, num_threads: int) -> list[tuple[int, int]]:
 
 @cache
 def host_threads_for(device: torch.device | None = None) -> HostThreads:
-    """Return the threads of this process for passes beside `device`, one for each device; None binds no threads.
+    """Return the host threads for passes beside `device`, made once per device; for None, the threads are not bound.
 
-    Says in one line of the log how many threads it takes.
+    Logs the number of threads.
     """
     cores = allowed_cores()
     beside = cores & cores_beside(device) if device is not None and device.type == "cuda" else frozenset()
@@ -129,15 +128,14 @@ def host_threads_for(device: torch.device | None = None) -> HostThreads:
 
 
 def bind_thread(cores: Collection[int]) -> None:
-    """Let the calling thread, and those that it starts from now on, run on `cores` only; on any where there are none
-    named."""
+    """Bind the calling thread, and threads that it starts later, to `cores`; do nothing if `cores` is empty."""
     if cores:
         os.sched_setaffinity(0, cores)  # 0 is this thread, not the process
 
 
 @contextmanager
 def at_least_threads(num_threads: int) -> Iterator[None]:
-    """Let torch's own kernels take `num_threads` threads inside, where they would take fewer."""
+    """Let torch's own kernels use at least `num_threads` threads inside this context."""
     usual = torch.get_num_threads()
     if usual >= num_threads:
         yield
@@ -149,20 +147,31 @@ def at_least_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(usual)
 
 
+def on_host_threads(work: Callable[[], T], threads: HostThreads) -> Callable[[], T]:
+    """Return `work` for the update thread, with as many torch threads as `threads` has, on the same cores."""
+
+    def run() -> T:
+        bind_thread(threads.cores)  # OpenMP threads started later inherit the cores
+        with at_least_threads(threads.num_threads):
+            return work()
+
+    return run
+
+
 def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:
-    """Return the threads of one rank: its share of the cores less one, at least 1 and at most `most`."""
+    """Return the number of threads of a rank: its share of the cores less 1, at least 1 and at most `most`."""
     return max(min(num_cores // num_ranks - 1, most), 1)
 
 
 def cores_beside(device: torch.device) -> frozenset[int]:
-    """Return the cores of the memory node that a CUDA device is attached to; none where the system does not say."""
+    """Return the cores of the memory node of a CUDA device; empty if the system does not tell."""
     found = torch.cuda.get_device_properties(device)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     return cores_of_node(address, Path("/sys"))
 
 
 def cores_of_node(address: str, system: Path) -> frozenset[int]:
-    """Return the cores of the memory node of the PCI device at `address`, as the files under `system` say."""
+    """Return the cores of the memory node of the PCI device at `address`, from files under `system` (`/sys`)."""
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
         listed = (system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()

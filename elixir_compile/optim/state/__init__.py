@@ -1,1 +1,1 @@
-"""The optimizer's state: where it is placed, in memory or on disk, and how it is loaded."""
+"""Optimizer state: created, moved between device, host and disk, and loaded from state dicts."""

@@ -1,15 +1,15 @@
-"""Optimizer state that lives on disk: a file per bucket and statistic, and what reads and writes it.
+"""Optimizer state on disk: a file per bucket and statistic, with reads and writes by parameter.
 
-    b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters one after another, as a slab has them
+    b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters in a row, at the same elements as in a slab
     b1.exp_avg_sq   |--- weight ---|- bias -|
 
-The files of a statistic hold it in its own dtype, so the same element is at another byte in each.
+Each file has the dtype of its statistic, so the same element is at different bytes in different files.
 
-`state[p]` is then a `DiskState`: a statistic is read into a new tensor each time it is asked for, and written when it
-is assigned; changing the tensor that was read changes nothing. All else, as the step count, is in memory.
+`state[p]` is then a `DiskState`. Reading a statistic returns a new tensor, and assigning a statistic writes it; changes
+of the returned tensor are not written. Other entries, such as the step count, are in memory.
 
-After a write that failed, and after an update that ended in the middle, the state of the bucket is neither old nor new:
-it is used no more, and whoever asks for it gets DiskFailed, until a checkpoint is loaded.
+If a write fails, or an update ends before its last piece, the state of the bucket is partly old and partly new. It
+becomes invalid: every access raises DiskFailed until a checkpoint is loaded.
 """
 
 import copy
@@ -28,32 +28,32 @@ from elixir_compile.runtime.disk.read_ahead import Piece
 from elixir_compile.runtime.slab import ALIGN_BYTES, Slab, flat
 
 Kind = tuple[str, torch.dtype]
-"""A statistic; parameters of one bucket may keep it in different dtypes."""
+"""The name and dtype of a statistic; parameters of a bucket may keep it in different dtypes."""
 
 
 class Extent:
-    """Which elements of each file of its bucket are one parameter's, and the shape that they have."""
+    """A parameter's range of elements in each file of its bucket, and the parameter's shape and strides."""
 
     def __init__(self, param: torch.Tensor, start: int) -> None:
-        # In memory order, whatever the parameter is a view of; a slab has the same strides.
+        # Dense strides in the memory order of `param`, as in a slab.
         like = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
         self.shape, self.strides = like.shape, like.stride()
         self.start = start
         self.end = start + param.numel()
 
     def shaped(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return `elements`, which are flat, in the shape of the parameter."""
+        """Return the flat tensor `elements` as a view with the shape of the parameter."""
         return elements.as_strided(self.shape, self.strides)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor`, shaped like the parameter, as its elements in order: a view if it has the same strides."""
+        """Return the elements of `tensor`, shaped like the parameter, as a flat tensor; a view if strides are equal."""
         if tensor.stride() != self.strides:
             tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor)
         return flat(tensor)
 
 
 class DiskHome:
-    """The state of one bucket's parameters in files of `store`."""
+    """A bucket's files in `store`, which hold the state of `params`."""
 
     def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor]) -> None:
         self.label = label
@@ -61,7 +61,7 @@ class DiskHome:
         self._extents: dict[int, Extent] = {}
         self._numel = 0
         for param in params:
-            # As a slab does it, so that neighbours are updated as one here too: see `neighbours`.
+            # Aligned as in a slab, so that `coalesce` can join neighbours here too.
             step = max(ALIGN_BYTES // param.element_size(), 1)
             extent = Extent(own_part(param).detach(), -(-self._numel // step) * step)
             self._extents[id(param)], self._numel = extent, extent.end
@@ -69,42 +69,42 @@ class DiskHome:
         self._written: set[tuple[int, Kind]] = set()
         self._inside: set[int] = set()
         self.is_free = False
-        """Whether the space was given back."""
+        """Whether the disk space was freed."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The statistics on disk."""
+        """Return the statistics on disk."""
         return tuple(self._regions)
 
     def require(self, kinds: Iterable[Kind]) -> None:
-        """Take the space of those of `kinds` that there is none for; DiskFull where that is all."""
+        """Allocate a file for each statistic in `kinds` that has none. Raises DiskFull if the disk is full."""
         for name, dtype in kinds:
             if (name, dtype) not in self._regions:
                 region = self._store.allocate(f"{self.label}.{name}", self._numel * dtype.itemsize)
                 self._regions[name, dtype] = region
 
     def fail(self, error: BaseException) -> None:
-        """Use the state no more, because of `error`."""
+        """Mark the state as invalid because of `error`."""
         with self._lock:
             self._failure = self._failure or error
 
     def check(self, operation: str) -> None:
-        """Raise DiskFailed where the state is used no more."""
+        """Raise DiskFailed if the state is invalid; `operation` names the operation in the error."""
         if self._failure is not None:
             because = (
-                f"the optimizer state of {self.label} is neither that before nor that after an update that failed "
-                f"({self._failure}). What checkpoints hold is safe: load one"
+                f"the optimizer state of {self.label} is partly old and partly new after an update that failed "
+                f"({self._failure}). Checkpoints are not affected: load one"
             )
             raise DiskFailed(self._store.path, operation, because) from self._failure
 
     def extent(self, param: int) -> Extent:
-        """Return where the parameter with this id is."""
+        """Return the extent of the parameter with the id `param`."""
         return self._extents[param]
 
     def read(self, kind: Kind, param: int) -> torch.Tensor:
-        """Return a copy of one statistic of one parameter."""
+        """Read the statistic `kind` of the parameter with the id `param` into a new tensor."""
         self.check("read")
         extent = self._extents[param]
         blocks, own, start_bytes = self._around(extent, kind[1])
@@ -112,12 +112,12 @@ class DiskHome:
         return torch.empty_strided(extent.shape, extent.strides, dtype=kind[1]).copy_(extent.shaped(own))
 
     def write(self, kind: Kind, param: int, value: torch.Tensor) -> None:
-        """Write one statistic of one parameter."""
+        """Write `value` as the statistic `kind` of the parameter with the id `param`."""
         self.check("write")
         extent, region = self._extents[param], self._regions[kind]
         blocks, own, start_bytes = self._around(extent, kind[1])
         if blocks.nbytes > own.nbytes:
-            region.read_into(blocks, start_bytes).wait()  # what else is in its first block and its last
+            region.read_into(blocks, start_bytes).wait()  # the first and last block may hold other parameters
         extent.shaped(own).copy_(value)
         self._written.add((param, kind))
         try:
@@ -127,18 +127,20 @@ class DiskHome:
             raise
 
     def clear(self, kind: Kind, param: int) -> None:
-        """Let one statistic of a parameter be zeros, as it is at first."""
+        """Set the statistic `kind` of the parameter with the id `param` to zeros; no write if it was never written."""
         if (param, kind) in self._written:
             self.write(kind, param, torch.zeros((), dtype=kind[1]))
 
     @property
     def least_bytes(self) -> int:
-        """The memory of the smallest pieces."""
+        """Return the bytes in memory of the smallest possible piece."""
         return self._unit * sum(self._sizes_bytes)
 
     def pieces(self, params: Iterable[int], nbytes: int) -> tuple[Piece, ...]:
-        """Return the pieces that hold any of `params`, of at most `nbytes` in memory unless the smallest have more, in
-        order."""
+        """Return the pieces that hold any of the parameters with the ids `params`, in file order.
+
+        A piece takes at most `nbytes` of memory, but at least `least_bytes`.
+        """
         stride = max(nbytes // max(self.least_bytes, 1), 1) * self._unit
         columns = list(zip(self._regions.values(), self._sizes_bytes, strict=True))
         extents = [self._extents[param] for param in params]
@@ -150,16 +152,18 @@ class DiskHome:
         return tuple(found)
 
     def note_update(self, params: Iterable[int]) -> None:
-        """Remember that the state of `params` is not that of the beginning any more."""
+        """Record the statistics of `params` as written: `clear` must then write zeros."""
         self._written.update((param, kind) for param in params for kind in self._regions)
 
     def enter(self, param: int) -> None:
-        """Note that the state of a parameter is here."""
+        """Record the state of the parameter with the id `param` as on disk."""
         self._inside.add(param)
 
     def leave(self, param: int) -> None:
-        """Note that the state of a parameter is elsewhere; give the space back after the last one. Nothing may be in
-        flight."""
+        """Record the state of a parameter as removed from disk; free the files after the last parameter.
+
+        No read or write of these files may be running.
+        """
         self._inside.discard(param)
         if not self._inside:
             regions, self._regions, self.is_free = self._regions, {}, True
@@ -172,12 +176,14 @@ class DiskHome:
 
     @property
     def _unit(self) -> int:
-        """The fewest elements that are whole blocks in each file: sizes are powers of two."""
+        """Return the smallest number of elements that fills whole disk blocks in each file; sizes are powers of two."""
         return disk_file.DISK_BLOCK_BYTES // min(self._sizes_bytes, default=1)
 
     def _around(self, extent: Extent, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return memory for the whole blocks that hold `room` in the file of a statistic, its own part of it, and the
-        byte of the file that the blocks begin with."""
+        """Return memory for the disk blocks that hold `extent` in a file of `dtype`, and a view of the extent in it.
+
+        The third result is the byte of the file at which the blocks start.
+        """
         block_bytes = disk_file.DISK_BLOCK_BYTES
         first_bytes, last_bytes = extent.start * dtype.itemsize, extent.end * dtype.itemsize
         start_bytes = first_bytes // block_bytes * block_bytes
@@ -190,73 +196,73 @@ class DiskHome:
 
 
 class DiskState(MutableMapping[str, Any]):
-    """The state of one parameter: statistics on disk, all else in memory."""
+    """The state of a parameter: statistics on disk, other entries in memory."""
 
     def __init__(
-        self, home: DiskHome, param: nn.Parameter, kinds: Mapping[str, torch.dtype], rest: Mapping[str, Any]
+        self, home: DiskHome, param: nn.Parameter, kinds: Mapping[str, torch.dtype], in_memory: Mapping[str, Any]
     ) -> None:
         self.home = home
         self.param = id(param)
         self.kinds = dict(kinds)
-        """The statistics that have room on disk, with their dtypes; others in its bucket may have more."""
+        """The statistics with a file, and their dtypes. Other parameters of the bucket may have more."""
         self.made: set[str] = set()
-        """Those of them that there are; an optimizer class may make one at its first update, or later."""
-        self.rest = dict(rest)
-        """What is in memory."""
+        """The existing statistics; an optimizer class may create a statistic at the first update, or later."""
+        self.in_memory = dict(in_memory)
+        """The entries in memory."""
         home.enter(self.param)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The statistics that there are."""
+        """Return the existing statistics, in the order of `kinds`."""
         return tuple(name for name in self.kinds if name in self.made)
 
     def begin(self, name: str) -> None:
-        """Let a statistic be there, zeros unless it is written."""
+        """Create the statistic `name` as zeros."""
         self.home.clear((name, self.kinds[name]), self.param)
         self.made.add(name)
 
-    def finish_update(self, made: Set[str], rest: Mapping[str, Any]) -> None:
-        """Note which statistics there are after an update, and keep what is in memory."""
-        for name, value in rest.items():
-            before = self.rest.get(name)
+    def finish_update(self, made: Set[str], in_memory: Mapping[str, Any]) -> None:
+        """Record that the statistics `made` exist after an update, and store the entries `in_memory`."""
+        for name, value in in_memory.items():
+            before = self.in_memory.get(name)
             if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
                 before.copy_(value)
             else:
-                self.rest[name] = value
+                self.in_memory[name] = value
         self.made |= made
-        for name in made & self.rest.keys():
-            del self.rest[name]
+        for name in made & self.in_memory.keys():
+            del self.in_memory[name]
 
     def __getitem__(self, name: str) -> Any:
-        return self.home.read((name, self.kinds[name]), self.param) if name in self.made else self.rest[name]
+        return self.home.read((name, self.kinds[name]), self.param) if name in self.made else self.in_memory[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.kinds and isinstance(value, torch.Tensor):
             self.home.write((name, self.kinds[name]), self.param, value)
             self.made.add(name)
-            self.rest.pop(name, None)
+            self.in_memory.pop(name, None)
         else:
-            self.rest[name] = value
+            self.in_memory[name] = value
             self.made.discard(name)
 
     def __delitem__(self, name: str) -> None:
         if name in self.made:
             raise TypeError(f"{name} is on disk, where the plan wants it: it can be written, not deleted")
-        del self.rest[name]
+        del self.in_memory[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.made or name in self.rest
+        return name in self.made or name in self.in_memory
 
     def __iter__(self) -> Iterator[str]:
-        yield from (*self.names, *self.rest)
+        yield from (*self.names, *self.in_memory)
 
     def __len__(self) -> int:
-        return len(self.made) + len(self.rest)
+        return len(self.made) + len(self.in_memory)
 
     def __repr__(self) -> str:
-        return f"DiskState({self.home.label}: {', '.join(self.names)} on disk, {self.rest})"
+        return f"DiskState({self.home.label}: {', '.join(self.names)} on disk, {self.in_memory})"
 
-    # A copy, and what is pickled, is an ordinary state in memory: files belong to one process.
+    # Copies and pickles are ordinary dicts in memory, because files belong to a single process.
 
     def __copy__(self) -> dict[str, Any]:
         return dict(self)

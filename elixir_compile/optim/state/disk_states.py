@@ -1,9 +1,9 @@
-"""The state of one optimizer that is on disk: where it is put, how it begins, and what reads it ahead of updates.
+"""Keep the state of an optimizer on disk: move it there and back, and read it ahead of updates.
 
-    updates of a step are prepared in order        reads begin, as far ahead as there are staging buffers
-    each runs in turn                              piece by piece: see `disk_update`
+    updates of a step are prepared in order        reads start, as far ahead as there are staging buffers
+    updates run in the same order                  piece by piece: see `disk_update`
 
-A bucket has one home on disk, from the first parameter whose state goes there to the last one whose state leaves.
+A bucket has a `DiskHome` from the first parameter whose state moves to disk until the last state has left the disk.
 """
 
 import atexit
@@ -29,12 +29,14 @@ from elixir_compile.runtime.disk.read_ahead import ReadAhead
 from elixir_compile.runtime.updates import finish_updates
 
 _STAGING_BYTES = DISK_STAGING_BYTES
-"""A block of 2-byte statistics is as many elements, so with the low halves of masters a buffer takes 20 MiB."""
+"""Bytes of a staging buffer. Buffers take 20 MiB if a bucket has 2-byte statistics, such as low halves of masters."""
 
 
 class DiskStates:
-    """Homes on disk by bucket, of state that `rule` updates; `fail` is told what fails in a write that nobody waits
-    for."""
+    """An optimizer's state on disk, with a `DiskHome` per bucket.
+
+    `rule` updates the state. `fail` is called with the exception of a failed write for which no caller waits.
+    """
 
     def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
         self._rule = rule
@@ -44,10 +46,12 @@ class DiskStates:
         self._reads: ReadAhead | None = None
 
     def reserve(self, bucket: RunningBucket, params: Iterable[nn.Parameter], group: Mapping[str, Any]) -> DiskHome:
-        """Return the home of the bucket's state, with room for that of `params`; DiskFull where there is none,
-        InvalidOption without the option `disk_path`."""
+        """Return the home of the bucket's state, with files for the statistics of `params`.
+
+        Raises DiskFull if there is too little disk space, and InvalidOption if the option `disk_path` is not set.
+        """
         home = self._home(bucket)
-        home.require(dict.fromkeys(kind for param in params for kind in self._rule.kinds(param, group).items()))
+        home.require(dict.fromkeys(kind for param in params for kind in self._rule.state_dtypes(param, group).items()))
         return home
 
     def place(
@@ -57,7 +61,7 @@ class DiskStates:
         bucket: RunningBucket,
         params: Iterable[nn.Parameter],
     ) -> None:
-        """Put the state of `params`, which are in `group`, on disk; where there is none, as it begins."""
+        """Move the state of `params`, which are in `group`, to disk; create missing state unless its update does."""
         home, names = self._home(bucket), set(self._rule.statistics(group))
         left = [param for param in params if not _is_at(home, states.get(param), names)]
         if not left:
@@ -65,56 +69,58 @@ class DiskStates:
         self.reserve(bucket, left, group)
         for param in left:
             before = states[param]
-            kinds = self._rule.kinds(param, group)
-            there = DiskState(home, param, kinds, _on_host(before, kinds))
+            kinds = self._rule.state_dtypes(param, group)
+            on_disk_state = DiskState(home, param, kinds, _on_host(before, kinds))
             for name in kinds:
                 if name in before:
-                    there[name] = before[name]
+                    on_disk_state[name] = before[name]
                 elif not self._rule.makes_state:
-                    there.begin(name)
+                    on_disk_state.begin(name)
             if not self._rule.makes_state:
-                self._start(there, param, is_fresh=not kinds.keys() <= before.keys())
-            states[param] = there
+                self._start(on_disk_state, param, is_fresh=not kinds.keys() <= before.keys())
+            states[param] = on_disk_state
             if not (isinstance(before, DiskState) and before.home is home):
                 self._leave(before, param)
 
     def fetch(self, states: MutableMapping[nn.Parameter, Any], param: nn.Parameter) -> None:
-        """Bring the state of `param` into memory where it is on disk."""
+        """Read the state of `param` into memory if it is on disk."""
         before = states.get(param)
         if isinstance(before, DiskState):
             states[param] = dict(before)
             self._leave(before, param)
 
     def prepare(self, bucket: RunningBucket, states: Iterable[State]) -> DiskUpdate | None:
-        """Begin to read `states`, of one bucket, for its next update, which `DiskUpdate.run` does; None where they are
-        in memory. Updates are prepared in the order in which they run."""
-        own = [state for state in states if isinstance(state, DiskState)]
-        if not own:
+        """Start to read `states`, all of `bucket`, for its next update; return None if they are in memory.
+
+        `DiskUpdate.run` of the result does the update. Updates must be prepared in the order in which they run.
+        """
+        on_disk = [state for state in states if isinstance(state, DiskState)]
+        if not on_disk:
             return None
-        home = own[0].home
+        home = on_disk[0].home
         if self._reads is None or self._reads.nbytes < home.least_bytes:
             self.wait_for_writes()
-            self._reads = None  # whose memory goes before there is more
+            self._reads = None  # frees its staging buffers before larger ones are allocated
             self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
-        pieces = home.pieces([state.param for state in own], self._reads.nbytes)
+        pieces = home.pieces([state.param for state in on_disk], self._reads.nbytes)
         self._reads.announce(pieces)
         return DiskUpdate(home, pieces, self._reads, self._fail)
 
     def wait_for_writes(self) -> None:
-        """Return when nothing is being written."""
+        """Wait for all writes."""
         if self._reads is not None:
             self._reads.wait_for_writes()
 
-    def _start(self, there: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
-        there.rest.setdefault("step", torch.zeros((), dtype=torch.float32))
+    def _start(self, on_disk_state: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
+        on_disk_state.in_memory.setdefault("step", torch.zeros((), dtype=torch.float32))
         slot, begun = slot_of(param), dict[str, torch.Tensor]()
         self._rule.start(param, begun, param.device if slot is None else slot.device, is_fresh=is_fresh)
-        there.update(begun)
+        on_disk_state.update(begun)
 
     def _leave(self, before: object, param: nn.Parameter) -> None:
         if isinstance(before, DiskState):
             if self._reads is not None:
-                self._reads.stop()  # or files were closed while they are read
+                self._reads.stop()  # else a file could be closed during a read
             before.home.leave(id(param))
             self._homes = {key: home for key, home in self._homes.items() if not home.is_free}
 
@@ -135,7 +141,7 @@ class DiskStates:
             path, check = disk
             rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
             self._stores[disk] = DiskStore(os.fspath(path), check=check, rank=rank)
-            # What was registered last runs first: updates that are queued then still find their store open.
+            # Functions registered last run first, so queued updates run before the store is closed.
             finish = partial(_finish, weakref.ref(self))
             atexit.register(finish)
             weakref.finalize(self, atexit.unregister, finish).atexit = False
@@ -143,12 +149,12 @@ class DiskStates:
 
 
 def _is_at(home: DiskHome, state: object, names: Set[str]) -> bool:
-    """Whether `state` is in `home`, with room for `names`."""
+    """Return whether `state` is in `home`, with files for the statistics `names`."""
     return isinstance(state, DiskState) and state.home is home and names <= state.kinds.keys()
 
 
 def _on_host(state: Mapping[str, Any], kinds: Container[str]) -> dict[str, Any]:
-    """Return what of `state` stays in memory, on the host."""
+    """Return the entries of `state` that stay in host memory: all but the statistics `kinds`."""
     return {
         name: value.to("cpu") if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
@@ -157,7 +163,7 @@ def _on_host(state: Mapping[str, Any], kinds: Container[str]) -> dict[str, Any]:
 
 
 def _finish(states: "weakref.ref[DiskStates]") -> None:
-    """Before the process ends: run what is queued, and write what it updated."""
+    """Run queued updates and wait for their writes; called before the process ends."""
     finish_updates()
     found = states()
     if found is not None:

@@ -1,7 +1,7 @@
-"""Load optimizer state without moving it to the device on the way.
+"""Load optimizer state without moving it to the device first.
 
-`torch.optim.Optimizer.load_state_dict` moves every statistic to the device of its parameter, all of them at once. Where
-the plan keeps them on the host they may not fit there, so they pass through it in a wrapper that it leaves alone.
+`torch.optim.Optimizer.load_state_dict` moves all statistics to the devices of their parameters. If the plan keeps the
+statistics on the host, they may not fit on the device. So they are wrapped in objects that torch does not move.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,42 +12,41 @@ from torch import nn
 
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, part_like
-from elixir_compile.optim.master_adamw import with_master
+from elixir_compile.optim.master_adamw import load_master
 
 
-class _Held:
-    """A tensor that `load_state_dict` takes for some other value."""
+class _Wrapped:
+    """Holds a tensor; `load_state_dict` of torch leaves such objects as they are."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
-def held(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
-    """Return the state of one parameter with its `statistics` wrapped."""
+def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
+    """Return `entry`, the state of a parameter, with its `statistics` wrapped."""
     return {
-        name: _Held(value) if name in statistics and isinstance(value, torch.Tensor) else value
+        name: _Wrapped(value) if name in statistics and isinstance(value, torch.Tensor) else value
         for name, value in entry.items()
     }
 
 
-def unheld(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
-    """Return what `held` took; the statistics in the dtype of `param` and, unless each `stays`, on its device.
+def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
+    """Return `entry` with its statistics unwrapped and cast to the dtype of `param`, or to fp32 if it has a master.
 
-    Where `param` has a master, they are fp32, and the master is that of `entry`, else the parameter: see `with_master`.
+    The statistics are moved to the device of `param` unless `stays`. The master is loaded too: see `load_master`.
     """
     dtype = torch.float32 if has_master(param) else param.dtype
     found = {
         name: part_like(value.tensor, param).to(dtype=dtype, device=None if stays else param.device)
-        if isinstance(value, _Held)
+        if isinstance(value, _Wrapped)
         else value
         for name, value in entry.items()
     }
-    return with_master(found, param) if entry else found
+    return load_master(found, param) if entry else found
 
 
 def shared_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
-    """Return the state of one parameter as a state dict has it: where ranks share the parameter, `statistics` are
-    DTensors laid out as it is."""
+    """Return `entry`, the state of `param`, for a state dict: `statistics` are DTensors if `param` is a DTensor."""
     if not is_dtensor(param):
         return entry
     return {

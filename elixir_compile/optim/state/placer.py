@@ -1,4 +1,4 @@
-"""The state of one optimizer in host or device memory: made at the first update of a parameter, moved by the plan."""
+"""Place the state of an optimizer: create it at the first update of a parameter, and move it when the plan changes."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -18,7 +18,7 @@ _Kind = tuple[str, torch.dtype]
 
 
 class StateBuffers:
-    """The slabs of one optimizer, made when first asked for and kept as long as the bucket."""
+    """The host slabs of an optimizer, allocated at first use and freed with their bucket."""
 
     def __init__(self) -> None:
         self._buffers: weakref.WeakKeyDictionary[RunningBucket, dict[_Kind, dict[int, torch.Tensor]]] = (
@@ -28,7 +28,7 @@ class StateBuffers:
     def buffer(
         self, bucket: RunningBucket, kind: str, param: nn.Parameter, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return the host tensor of `kind` for `param`, in its dtype or `dtype`, zero when it was never written."""
+        """Return the host tensor of `kind` for `param`, zeros at first; in `dtype`, by default the dtype of `param`."""
         kinds = self._buffers.setdefault(bucket, {})
         dtype = dtype or param.dtype
         if (kind, dtype) not in kinds:
@@ -39,34 +39,34 @@ class StateBuffers:
     def copies(
         self, bucket: RunningBucket, kind: str, values: Mapping[nn.Parameter, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Start copying `values`, by parameter, to the host, and return where they land."""
-        landing = []
+        """Start copies of `values`, by parameter, to the host, and return the host tensors."""
+        copies = []
         for param, value in values.items():
-            landing.append(self.buffer(bucket, kind, param, value.dtype).copy_(value, non_blocking=True))
-        return landing
+            copies.append(self.buffer(bucket, kind, param, value.dtype).copy_(value, non_blocking=True))
+        return copies
 
 
 States = MutableMapping[nn.Parameter, MutableMapping[str, Any]]
-"""What `torch.optim.Optimizer` calls `state`."""
+"""The type of `torch.optim.Optimizer.state`."""
 
 
 class StatePlacer:
-    """Puts the state of parameters where the placements of their buckets say."""
+    """Creates and moves optimizer state as the placements of the buckets say."""
 
     def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
         self.disk = DiskStates(rule, fail)
         """State on disk."""
         self.buffers = StateBuffers()
-        """Host memory of the state, one slab per bucket and statistic."""
+        """Host memory of the state, a slab per bucket and statistic."""
         self._rule = rule
         self._placed: weakref.WeakKeyDictionary[RunningBucket, set[int]] = weakref.WeakKeyDictionary()
-        """By bucket, the ids of the parameters whose state is where the bucket's placement says."""
+        """By bucket, the ids of the parameters whose state is where the placement wants it."""
 
     def place(
         self, states: States, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]
     ) -> None:
-        """Create the state of parameters that have none, and move what a new plan wants elsewhere."""
-        # What leaves the device goes before what comes back.
+        """Create missing state of the parameters in `buckets`, and move state whose home the plan has changed."""
+        # State leaves the device before other state moves to the device.
         for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
             if bucket.placement.optim is Tier.DISK:
                 self.disk.place(states, group, bucket, params)
@@ -86,7 +86,7 @@ class StatePlacer:
                 placed.add(id(param))
 
     def reserve(self, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]) -> None:
-        """Take the space on disk of the state that goes there; DiskFull where there is none."""
+        """Reserve disk space for state whose home is the disk. Raises DiskFull if there is too little space."""
         for bucket, params in buckets.items():
             if bucket.placement.optim is Tier.DISK:
                 self.disk.reserve(bucket, params, group)
@@ -94,8 +94,10 @@ class StatePlacer:
     def buffers_of(
         self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], ...]:
-        """Return by name where statistics of each of `params` belong that an update makes; nothing where the statistics
-        are there before it, or stay beside the parameter."""
+        """Return, for each of `params`, the host tensors by name for statistics created by the update.
+
+        The mappings are empty if the rule does not create state, or if the home of the state is not the host.
+        """
         if not self._rule.makes_state:
             return ({},) * len(params)
         return tuple(self._buffers_of(bucket, param, group) for param in params)
@@ -105,7 +107,7 @@ class StatePlacer:
     ) -> Mapping[str, torch.Tensor]:
         if bucket.placement.optim is not Tier.HOST:
             return {}
-        kinds = self._rule.kinds(param, group)
+        kinds = self._rule.state_dtypes(param, group)
         return {name: self.buffers.buffer(bucket, name, param, dtype) for name, dtype in kinds.items()}
 
     def create(
@@ -115,7 +117,7 @@ class StatePlacer:
         group: Mapping[str, Any],
         buffers: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Make the state of `param` where it has none, in `buffers` or beside it, unless its update will."""
+        """Create the state of `param` in `buffers`, or beside `param`; do nothing if the update creates it."""
         if self._rule.makes_state:
             return
         state = states[param]
@@ -123,7 +125,7 @@ class StatePlacer:
             self._start(param, state, group)
             return
         like = own_part(param).detach()
-        for name, dtype in self._rule.kinds(param, group).items():
+        for name, dtype in self._rule.state_dtypes(param, group).items():
             buffer = buffers.get(name) if buffers else None
             state[name] = torch.zeros_like(like, dtype=dtype) if buffer is None else buffer.zero_()
         state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
@@ -133,7 +135,7 @@ class StatePlacer:
         self, param: nn.Parameter, state: MutableMapping[str, Any], group: Mapping[str, Any], *, is_new: bool = False
     ) -> None:
         slot = slot_of(param)
-        is_fresh = is_new or not self._rule.kinds(param, group).keys() <= state.keys()
+        is_fresh = is_new or not self._rule.state_dtypes(param, group).keys() <= state.keys()
         self._rule.start(param, state, param.device if slot is None else slot.device, is_fresh=is_fresh)
 
     def _move(
@@ -143,7 +145,7 @@ class StatePlacer:
         group: Mapping[str, Any],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        kinds = self._rule.kinds(param, group)
+        kinds = self._rule.state_dtypes(param, group)
         for name in kinds:
             value, target = state.get(name), buffers.get(name)
             if not isinstance(value, torch.Tensor):
@@ -152,8 +154,8 @@ class StatePlacer:
             if target is None or target.dtype != value.dtype:
                 target = torch.empty_like(own_part(param).detach(), dtype=value.dtype, device=device)
             state[name] = target if target.data_ptr() == value.data_ptr() else target.copy_(value)
-        beside = next((state[name].device for name in kinds if isinstance(state.get(name), torch.Tensor)), None)
+        device = next((state[name].device for name in kinds if isinstance(state.get(name), torch.Tensor)), None)
         for name, value in state.items():
-            if name not in kinds and isinstance(value, torch.Tensor) and self._rule.travels(name, group):
-                state[name] = value.to(beside)
+            if name not in kinds and isinstance(value, torch.Tensor) and self._rule.moves_with_update(name, group):
+                state[name] = value.to(device)
         self._start(param, state, group)

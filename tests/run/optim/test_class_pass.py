@@ -43,7 +43,7 @@ class Cautious(users.Lion):
 
 
 class ReadsElements(users.Lion):
-    """Branches on the elements in a way that its dry step cannot see."""
+    """Branches on the elements in a expression that its dry step cannot see."""
 
     def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         if float(param.detach().flatten()[0]) < 1e6:
@@ -177,7 +177,7 @@ def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
         (BySize, {}, 1),
     ],
 )
-def test_the_bits_of_the_class_from_one_pass_whatever_the_learning_rate(
+def test_a_pass_gives_the_bits_of_the_class_at_any_learning_rate(
     cls: type[Optimizer], options: dict[str, Any], num_forms: int, counted: dict[str, int]
 ) -> None:
     pair = Pair(cls, **options)
@@ -191,11 +191,11 @@ def test_the_bits_of_the_class_from_one_pass_whatever_the_learning_rate(
 @pytest.mark.parametrize(
     ("cls", "because"),
     [
-        (ReadsElements, "takes tensors of shape"),
+        (ReadsElements, "uses a tensor of shape"),
         (Exponential, "it calls exp, which has no formula"),
     ],
 )
-def test_a_class_that_cannot_be_recorded_keeps_its_own_step_and_says_so_once(
+def test_an_unrecordable_class_runs_its_own_step_and_warns_once(
     cls: type[Optimizer], because: str, caplog: pytest.LogCaptureFixture, counted: dict[str, int]
 ) -> None:
     pair = Pair(cls)
@@ -207,27 +207,31 @@ def test_a_class_that_cannot_be_recorded_keeps_its_own_step_and_says_so_once(
     assert counted == {"passes": 0, "own": NUM_STEPS * len(SHAPES)}
 
 
-def test_a_pass_that_rounds_otherwise_is_not_taken(
+def test_a_pass_with_other_rounding_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Here a product is rounded before it is added, as in Inductor's code."""
-    ways = {**code._ways(), "add": "{0} + {2} * {1}"}
+    expressions = {**code._torch_expressions(), "add": "{0} + {2} * {1}"}
     code.compiled.cache_clear()
-    monkeypatch.setattr(code, "_ways", lambda: ways)
+    monkeypatch.setattr(code, "_torch_expressions", lambda: expressions)
     pair = Pair(SGD, lr=0.1, momentum=0.9)
     pair.train()
     code.compiled.cache_clear()
     pair.assert_same()
-    assert [record.getMessage() for record in caplog.records if "one pass would round otherwise" in record.getMessage()]
+    assert [
+        record.getMessage()
+        for record in caplog.records
+        if "its compiled pass rounds differently" in record.getMessage()
+    ]
 
 
-def test_without_a_compiler_the_class_keeps_its_own_step(
+def test_without_a_compiler_the_class_runs_its_own_step(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     for name, value in (("CC", str(tmp_path / "cc")), ("ELIXIR_CACHE_DIR", str(tmp_path))):
         monkeypatch.setenv(name, value)
     code.compiled.cache_clear()
-    code._ways.cache_clear()
+    code._torch_expressions.cache_clear()
     pair = Pair(SGD, lr=0.1, momentum=0.9)
     pair.train()
     pair.assert_same()
@@ -235,7 +239,7 @@ def test_without_a_compiler_the_class_keeps_its_own_step(
     assert len(said) == 1
 
 
-def test_gradients_in_another_order_of_dimensions() -> None:
+def test_gradients_with_other_strides() -> None:
     pair = Pair(Cautious)
     pair.train(2)
     for param, own in zip(pair.params[:2], pair.own_params[:2], strict=True):
@@ -247,7 +251,7 @@ def test_gradients_in_another_order_of_dimensions() -> None:
     pair.assert_same()
 
 
-def test_tensors_that_are_read_notice_the_update() -> None:
+def test_autograd_sees_the_tensors_that_a_pass_writes() -> None:
     """Autograd refuses to use what was changed since."""
     pair = Pair(SGD, lr=0.1)
     own = pair.own_params[0]
@@ -294,7 +298,7 @@ def test_other_threads_run_python_during_a_pass() -> None:
     assert min(shares) < 0.5, shares
 
 
-def test_parts_on_several_threads_are_the_whole() -> None:
+def test_parts_on_several_threads_give_the_same_bits() -> None:
     """Where one part ends and the next begins, a block of the loop is short."""
     form = Form(num_inputs=2, ops=(("sqrt", (("v", 1),)), ("add", (("v", 0), ("v", 2), ("s", 0)))), outputs=((0, 3),))
     run = code.compiled(form)
@@ -308,16 +312,16 @@ def test_parts_on_several_threads_are_the_whole() -> None:
     assert torch.equal(weight, wanted)
 
 
-def test_an_op_without_torchs_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {name: way for name, way in code._ways().items() if name != "add"}
+def test_an_op_without_a_bitwise_formula_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    expressions = {name: expression for name, expression in code._torch_expressions().items() if name != "add"}
     code.compiled.cache_clear()
-    monkeypatch.setattr(code, "_ways", lambda: ways)
+    monkeypatch.setattr(code, "_torch_expressions", lambda: expressions)
     form = Form(num_inputs=2, ops=(("add", (("v", 0), ("v", 1), ("s", 0))),), outputs=((0, 2),))
     with pytest.raises(TapeError, match="no formula reproduces torch's add on this processor"):
         code.compiled(form)
 
 
-def test_a_bucket_on_the_host_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_bucket_is_updated_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, gradients and statistics of its parameters follow one another in slabs."""
     model, batches = ladder(), rows(3)
     sizes: list[int] = []
@@ -342,7 +346,7 @@ def test_a_bucket_on_the_host_is_one_call(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("cls", [KeepsGradient, KeepsTwice])
-def test_a_state_that_shares_memory_is_what_the_class_makes_of_it(cls: type[Optimizer]) -> None:
+def test_state_that_shares_memory_is_left_to_the_class(cls: type[Optimizer]) -> None:
     pair = Pair(cls, lr=0.1)
     first = None
     for _ in range(NUM_STEPS):
@@ -356,7 +360,7 @@ def test_a_state_that_shares_memory_is_what_the_class_makes_of_it(cls: type[Opti
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_gradients_go_to_the_class() -> None:
+def test_sparse_gradients_use_the_step_of_the_class() -> None:
     torch.manual_seed(0)
     plain = torch.nn.Embedding(50, 16, sparse=True)
     own = torch.nn.Embedding(50, 16, sparse=True)

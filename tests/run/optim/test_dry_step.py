@@ -46,7 +46,7 @@ def test_statistics_and_their_bytes(
     assert [(state.group, state.nbytes) for state in states] == [(0, 15 * 4 * len(statistics))]
 
 
-def test_a_hyperparameter_that_changes_what_is_kept() -> None:
+def test_hyperparameters_that_change_the_statistics() -> None:
     optimizer = made(torch.optim.SGD)
     (param,) = optimizer.param_groups[0]["params"]
     assert optimizer.states_of([param])[0].nbytes == 0
@@ -69,14 +69,14 @@ def test_a_hyperparameter_that_changes_what_is_kept() -> None:
         (users.CountsInItself, "a step changes count"),
     ],
 )
-def test_what_is_not_elementwise_says_why_once(cls: type[torch.optim.Optimizer], because: str) -> None:
+def test_classes_that_are_not_elementwise_warn_once_with_reason(cls: type[torch.optim.Optimizer], because: str) -> None:
     optimizer = made(cls)
     with pytest.warns(elixir.ElixirWarning, match=f"Hybrid{cls.__name__} is not element-wise: .*{because}"):
         assert not optimizer.places_state
     assert not optimizer.places_state
 
 
-def test_random_numbers_stay_as_they_were() -> None:
+def test_dry_steps_leave_the_random_state_unchanged() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -86,7 +86,7 @@ def test_random_numbers_stay_as_they_were() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_hooks_of_a_user_see_no_dry_step_and_one_step() -> None:
+def test_optimizer_hooks_see_each_step_once_and_no_dry_step() -> None:
     seen: list[str] = []
     optimizer = made(torch.optim.SGD, lr=1.0)
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # from now on torch has wrapped the step of SGD
@@ -101,7 +101,7 @@ def test_the_hooks_of_a_user_see_no_dry_step_and_one_step() -> None:
     assert torch.equal(param, torch.zeros(5, 3))
 
 
-def test_a_made_class_is_a_class_of_its_own_and_always_the_same() -> None:
+def test_hybrid_returns_the_same_subclass_each_time() -> None:
     cls = elixir.hybrid(torch.optim.SGD)
     assert issubclass(cls, torch.optim.SGD)
     assert cls is not torch.optim.SGD
@@ -113,6 +113,6 @@ def test_a_made_class_is_a_class_of_its_own_and_always_the_same() -> None:
 
 
 @pytest.mark.parametrize("wrong", [torch.nn.Linear, torch.optim.Optimizer, "SGD", math.pi])
-def test_what_is_no_optimizer_is_refused(wrong: Any) -> None:
+def test_hybrid_refuses_classes_that_are_not_optimizers(wrong: Any) -> None:
     with pytest.raises(TypeError, match="subclass of torch"):
         elixir.hybrid(wrong)

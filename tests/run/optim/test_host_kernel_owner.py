@@ -94,7 +94,7 @@ def put_a_pipe_there(cache: Cache) -> None:
     os.mkfifo(file, 0o600)
 
 
-def test_a_file_of_ones_own_is_loaded_as_it_is(cache: Cache) -> None:
+def test_a_file_of_the_same_user_is_loaded(cache: Cache) -> None:
     """The checks below find what they should only if this planted file would have been loaded."""
     before = cache.file.stat().st_mtime_ns
     assert cache.answer() == 666
@@ -118,7 +118,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files
         (put_a_pipe_there, ".so is no file"),
     ],
 )
-def test_what_others_could_have_written_is_not_loaded(cache: Cache, spoil: Callable[[Cache], None], says: str) -> None:
+def test_a_file_that_others_could_have_written_is_not_loaded(
+    cache: Cache, spoil: Callable[[Cache], None], says: str
+) -> None:
     spoil(cache)
     with pytest.warns(ElixirWarning) as said:
         assert cache.answer() == 42
@@ -127,7 +129,7 @@ def test_what_others_could_have_written_is_not_loaded(cache: Cache, spoil: Calla
     assert "ELIXIR_CACHE_DIR" in str(warning.message)
 
 
-def test_of_another_user_than_root(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_not_loaded(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:
         for path in (cache.folder, cache.file):
             os.chown(path, STRANGER, -1)
@@ -144,7 +146,7 @@ def test_a_file_that_was_not_loaded_is_replaced(cache: Cache) -> None:
     assert cache.answer() == 42
 
 
-def test_it_is_said_once(cache: Cache) -> None:
+def test_the_warning_about_the_cache_comes_once(cache: Cache) -> None:
     let_all_write_the_folder(cache)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -161,7 +163,7 @@ def test_nothing_is_written_where_others_can_write(cache: Cache) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
-def test_a_folder_put_in_its_place_after_the_check_is_not_used(
+def test_a_folder_replaced_after_the_check_is_not_used(
     cache: Cache, planted: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody who may rename the folder above waits for the check, then plants a folder of his own."""

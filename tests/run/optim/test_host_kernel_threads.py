@@ -61,7 +61,9 @@ def test_the_cores_beside_a_device(tmp_path: Path) -> None:
     assert cores_of_node("0000:c2:00.0", tmp_path) == set()
 
 
-def test_it_is_said_once_how_many(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     host_threads_for.cache_clear()
@@ -75,7 +77,7 @@ def test_it_is_said_once_how_many(caplog: pytest.LogCaptureFixture, monkeypatch:
     host_threads_for.cache_clear()
 
 
-def test_a_crew_keeps_to_the_quota(
+def test_host_threads_respect_the_cpu_quota(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -93,7 +95,7 @@ def test_a_crew_keeps_to_the_quota(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_only_the_crews_own_threads_are_bound() -> None:
+def test_only_host_threads_are_bound_to_cores() -> None:
     before = os.sched_getaffinity(0)
     core = min(before)
     threads = HostThreads(2, [core])
@@ -104,7 +106,7 @@ def test_only_the_crews_own_threads_are_bound() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_the_worker_of_updates_is_bound_beside_the_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_update_thread_is_bound_to_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     before, main = os.sched_getaffinity(0), threading.get_ident()
     core = max(before)
     found: list[tuple[bool, set[int], set[int]]] = []
@@ -149,7 +151,7 @@ def test_all_parts_end_before_one_raises() -> None:
     assert threads.run(3 * GRAIN, lambda start, stop: stop) == [GRAIN, 2 * GRAIN, 3 * GRAIN]
 
 
-def test_two_passes_share_a_crew() -> None:
+def test_two_passes_at_once_share_the_host_threads() -> None:
     threads = HostThreads(2)
     found: list[list[int]] = []
     callers = [
@@ -163,7 +165,7 @@ def test_two_passes_share_a_crew() -> None:
     assert found == [[GRAIN, 2 * GRAIN]] * 8
 
 
-def test_threads_end_with_their_crew() -> None:
+def test_threads_end_when_host_threads_are_collected() -> None:
     before = set(threading.enumerate())
     threads = HostThreads(3)
     threads.run(3 * GRAIN, lambda start, stop: None)
@@ -176,7 +178,7 @@ def test_threads_end_with_their_crew() -> None:
     assert not any(thread.is_alive() for thread in own)
 
 
-def test_a_forked_child_starts_its_own_and_exit_still_has_them() -> None:
+def test_fork_and_exit_with_host_threads() -> None:
     code = (
         "import atexit, os\n"
         "from elixir_compile.optim.host import HostThreads\n"

@@ -67,7 +67,7 @@ def test_bitwise_equal_to_the_class(
         assert_equal(expected, run)
 
 
-def test_state_lives_in_slabs_of_the_host_and_loads_in_both_directions() -> None:
+def test_host_state_is_in_slabs_and_loads_in_both_directions() -> None:
     model, batches = ladder(), rows(6)
     plain, hybrid = both(SGD, lr=0.1, momentum=0.9)
     expected = eager_run(model, plain).train(batches)
@@ -106,7 +106,7 @@ class Named(elixir.hybrid(SGD)):
     """A subclass that a user wrote."""
 
 
-def test_a_subclass_of_a_made_class_pickles_as_itself() -> None:
+def test_a_subclass_of_a_hybrid_class_pickles() -> None:
     optimizer = Named([torch.nn.Parameter(torch.ones(2))], lr=0.5)
     assert type(pickle.loads(pickle.dumps(optimizer))) is Named
 
@@ -119,7 +119,7 @@ def test_accumulation_of_a_class() -> None:
         assert_equal(expected, accumulate(run, batches, 8))
 
 
-def test_a_class_that_is_not_elementwise_trains_with_its_state_beside_the_parameters() -> None:
+def test_a_class_that_is_not_elementwise_keeps_state_beside_params() -> None:
     model, batches = seeded(Stack), vectors(3)
     plain, hybrid = both(torch.optim.LBFGS, lr=0.1, max_iter=3)
 

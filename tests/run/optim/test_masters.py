@@ -45,7 +45,7 @@ def masters(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {str(key): entry["master"] for key, entry in optimizer.state_dict()["state"].items()}
 
 
-def test_a_clip_of_a_step_that_was_skipped_does_not_reach_the_next() -> None:
+def test_the_clip_of_a_skipped_step_does_not_reach_the_next() -> None:
     found = []
     for skips in (False, True):
         model = wide()
@@ -73,7 +73,7 @@ def test_two_clips_of_one_gradient_both_count() -> None:
 
 
 @pytest.mark.parametrize("update", list(Update))
-def test_a_hybrid_class_is_refused_each_time_and_changes_nothing(update: Update) -> None:
+def test_a_hybrid_class_without_masters_is_refused_each_time(update: Update) -> None:
     model = elixir.prepare(ladder(), param_dtype="bfloat16")
     before, batch = copies(model), rows(1)[0].bfloat16()
     optimizer = elixir.hybrid(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
@@ -89,7 +89,7 @@ def test_a_hybrid_class_is_refused_each_time_and_changes_nothing(update: Update)
     assert not optimizer.state
 
 
-def test_the_one_that_was_made_last_keeps_the_masters_while_it_lives() -> None:
+def test_the_newest_living_optimizer_keeps_the_masters() -> None:
     model = wide()
     first = HybridAdamW(model.parameters())
     last = HybridAdamW(model.parameters())
@@ -117,7 +117,7 @@ def test_a_parameter_that_is_cast_back_has_no_master() -> None:
     assert_same_tensors(copies(plain), copies(model))
 
 
-def test_state_that_is_older_than_the_cast_gets_the_master() -> None:
+def test_state_made_before_the_cast_gets_the_master() -> None:
     model = Wide()
     optimizer = HybridAdamW(model.parameters())
     backward(model)
@@ -133,7 +133,7 @@ def test_state_that_is_older_than_the_cast_gets_the_master() -> None:
     assert [entry["step"].item() for entry in optimizer.state.values()] == [2, 2]
 
 
-def test_a_rank_with_nothing_of_a_parameter_counts_its_steps() -> None:
+def test_a_rank_with_an_empty_shard_counts_steps() -> None:
     empty = torch.empty(0, 4, dtype=torch.bfloat16)
     state = {"step": torch.tensor(0.0), "exp_avg": empty.float(), "exp_avg_sq": empty.float()}
     state["master_low"] = torch.empty(0, 4, dtype=torch.int16)

@@ -119,7 +119,7 @@ def test_amsgrad_with_checksums(tmp_path: Path) -> None:
         assert_same_training(in_memory(BF16, amsgrad=True), recorded(run, batches_of(BF16)))
 
 
-def test_one_statistic_may_have_a_dtype_for_each_parameter(tmp_path: Path) -> None:
+def test_a_statistic_may_have_another_dtype_per_parameter(tmp_path: Path) -> None:
     params = [nn.Parameter(torch.zeros(3, 50)), nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(0))]
     home = DiskHome(DiskStore(tmp_path), "b0", params)
     dtypes = [torch.float32, BF16, torch.int16]
@@ -136,7 +136,7 @@ def test_one_statistic_may_have_a_dtype_for_each_parameter(tmp_path: Path) -> No
         assert torch.equal(states[number]["average"], torch.zeros_like(param, dtype=dtype))
 
 
-def test_space_is_given_back_after_the_last_that_came(tmp_path: Path) -> None:
+def test_disk_space_is_freed_after_the_last_parameter(tmp_path: Path) -> None:
     """The third parameter is frozen and never comes; the first leaves and comes again."""
     params, store = [nn.Parameter(torch.ones(50)) for _ in range(3)], DiskStore(tmp_path)
     home = DiskHome(store, "b0", params)
@@ -153,7 +153,7 @@ def test_space_is_given_back_after_the_last_that_came(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_state_dicts_hold_whole_masters_and_load_in_both_directions(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_state_dicts_hold_fp32_masters_and_load_both_ways(dtype: torch.dtype, tmp_path: Path) -> None:
     """From disk to memory and back, in mid-flight. Loading writes the parameters too, as the nearest to their
     masters."""
     batches = batches_of(dtype)
@@ -185,7 +185,7 @@ def test_state_dicts_hold_whole_masters_and_load_in_both_directions(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_a_checkpoint_has_every_bit_of_masters_on_disk(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_every_bit_of_masters_on_disk(dtype: torch.dtype, tmp_path: Path) -> None:
     batches = batches_of(dtype)
     with mixed_run(ladder(), batches[0], home="split disk", dtype=dtype, disk_path=tmp_path) as run:
         recorded(run, batches[:3])
@@ -225,7 +225,7 @@ def test_an_overflow_leaves_masters_on_disk_as_they_are(tmp_path: Path) -> None:
         assert state_of(run)["steps.0.weight"]["step"] == 3
 
 
-def test_a_failed_write_of_a_master_is_told_and_a_state_dict_helps(
+def test_a_failed_write_of_a_master_raises_until_state_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of a master, which is written before the first update, too."""
@@ -240,7 +240,7 @@ def test_a_failed_write_of_a_master_is_told_and_a_state_dict_helps(
             with pytest.raises(DiskFailed, match="write failed"):
                 run.train(batches[:1])
         assert os.pwritev is real
-        with pytest.raises(DiskFailed, match="neither that before nor that after"):
+        with pytest.raises(DiskFailed, match="partly old and partly new"):
             run.train(batches[:1])
         run.optimizer.zero_grad()
         run.model.load_state_dict(in_memory(BF16).weights)
@@ -282,7 +282,7 @@ def class_run(tmp_path: Path, hybrid: Any, update: Update = Update.ACROSS_STEPS)
         (Narrow, {}, "across_steps", {"average"}),
     ],
 )
-def test_classes_with_state_on_disk_are_bitwise_themselves(
+def test_classes_with_state_on_disk_are_bitwise_equal_to_torch(
     cls: type[Optimizer], options: dict[str, Any], update: str, kept: set[str], tmp_path: Path
 ) -> None:
     batches = rows(6)
@@ -329,7 +329,7 @@ def test_state_of_a_class_moves_between_the_tiers(tmp_path: Path) -> None:
         assert_equal(expected, run)
 
 
-def test_a_statistic_that_begins_with_another_hyperparameter_gets_its_room(tmp_path: Path) -> None:
+def test_a_statistic_created_by_a_new_hyperparameter_gets_a_file(tmp_path: Path) -> None:
     """Momentum is turned on at the fourth step."""
     batches = rows(6)
     plain, hybrid = both(SGD, lr=0.1)
@@ -343,12 +343,12 @@ def test_a_statistic_that_begins_with_another_hyperparameter_gets_its_room(tmp_p
         assert {entry.names for entry in run.optimizer.state.values()} == {("momentum_buffer",)}
 
 
-def test_a_statistic_that_nobody_could_foresee_is_told(tmp_path: Path) -> None:
+def test_a_statistic_that_the_dry_step_missed_raises(tmp_path: Path) -> None:
     with class_run(tmp_path, both(Late)[1]) as run:
         run.train(rows(4))
         with pytest.raises(UnforeseenState, match=r"b\d made late \(torch.float32\).*three dry steps"):
             run.train(rows(2))
-        with pytest.raises(DiskFailed, match="neither that before nor that after"):
+        with pytest.raises(DiskFailed, match="partly old and partly new"):
             run.optimizer.state_dict()
 
 

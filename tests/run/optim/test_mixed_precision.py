@@ -173,7 +173,7 @@ def in_fp64(found: Recorded, master: torch.Tensor, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_the_master_is_that_of_the_kernel_and_of_fp64(dtype: torch.dtype) -> None:
+def test_masters_match_the_kernel_and_fp64(dtype: torch.dtype) -> None:
     model = attention()
     if dtype == BF16:
         found = on_device()
@@ -195,7 +195,7 @@ def test_the_master_is_that_of_the_kernel_and_of_fp64(dtype: torch.dtype) -> Non
         assert error < (1e-7 if name != "norm.weight" else 5e-7)
 
 
-def test_no_bit_of_the_weights_is_lost() -> None:
+def test_prepare_keeps_every_bit_of_fp32_weights() -> None:
     model, batches = ladder(), [batch.to(BF16) for batch in rows(1)]
     run = mixed_of(model, adam={**ADAM, "lr": 0.0})
     run.train(batches)
@@ -203,7 +203,7 @@ def test_no_bit_of_the_weights_is_lost() -> None:
     assert_same_tensors({name: param.detach() for name, param in model.named_parameters()}, masters)
 
 
-def test_weights_that_were_loaded_after_prepare_are_their_own_master() -> None:
+def test_weights_loaded_after_prepare_become_their_masters() -> None:
     run, batches = mixed_of(ladder(), adam={**ADAM, "lr": 0.0}), [batch.to(BF16) for batch in rows(1)]
     torch.manual_seed(1)
     run.model.load_state_dict(Ladder().state_dict())
@@ -324,7 +324,7 @@ def scaled_step(scaler: torch.amp.GradScaler, max_norm: float | None = None) -> 
 
 
 @pytest.mark.parametrize("home", ["device", "host"])
-def test_float16_with_a_scaler_trains_and_skips_an_overflow_whole(home: str) -> None:
+def test_float16_with_a_scaler_skips_an_overflow_completely(home: str) -> None:
     """A loss scale that is a power of two changes no bit where nothing is subnormal without it."""
     model, batches = ladder(), [batch.to(FP16) for batch in rows(5)]
     adam = {**ADAM, "eps": 1e-6}
@@ -411,7 +411,7 @@ def test_torchs_own_clipping_still_works() -> None:
         run.optimizer.step()
 
 
-def test_the_device_kernel_is_the_host_kernel_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks, the last one short, for each master, with every option."""
     monkeypatch.setattr(master_adamw, "_BLOCK", 64)
     rule = master_adamw.MixedAdamWRule()
@@ -446,7 +446,7 @@ def test_the_device_kernel_is_the_host_kernel_but_for_rounding(monkeypatch: pyte
         torch.testing.assert_close(other, weight, rtol=1e-2, atol=0)
 
 
-def test_other_optimizers_say_that_they_leave_the_master_behind() -> None:
+def test_optimizers_without_masters_raise_master_ignored() -> None:
     run, batches = mixed_of(ladder()), [batch.to(BF16) for batch in rows(1)]
     loss_of(run.compiled, batches[0]).backward()
     before = run.weights
@@ -466,7 +466,7 @@ def test_a_cast_comes_before_the_compilation() -> None:
         assert raised.value.parameter == "steps.0.weight"
 
 
-def test_preparing_again_changes_nothing_or_says_why_it_cannot() -> None:
+def test_preparing_again_changes_nothing_or_raises_why() -> None:
     model = elixir.prepare(ladder(), param_dtype="bfloat16")
     before = model.state_dict()
     assert elixir.prepare(model, param_dtype="bfloat16") is model
@@ -477,7 +477,7 @@ def test_preparing_again_changes_nothing_or_says_why_it_cannot() -> None:
         elixir.prepare(ladder(), param_dtype="float8")
 
 
-def test_what_is_cast() -> None:
+def test_which_parameters_prepare_casts() -> None:
     """Frozen parameters keep no rest; buffers, integers and fp64 stay; gradients come along; meta is created first."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.float64), nn.LSTM(3, 3))
     model[0].bias.requires_grad_(False)
@@ -545,7 +545,7 @@ def test_micro_batches_add_up_in_fp32(home: str, update: Update) -> None:
     assert step == 3
 
 
-def test_a_gradient_hook_sees_each_micro_batch_and_an_fp32_sum_is_made() -> None:
+def test_gradient_hooks_see_micro_batches_that_add_in_fp32() -> None:
     batches, seen = [batch.to(BF16) for batch in rows(2)], []
     run = mixed_of(ladder(), reduce_dtype="float32")
     param = run.model.steps[0]._parameters["weight"]

@@ -26,7 +26,7 @@ def rows_of(shapes: list[tuple[int, ...]] = SHAPES) -> list[list[torch.Tensor]]:
     return rows
 
 
-def test_a_bucket_is_one_run_and_its_memory_is_that_of_its_tensors() -> None:
+def test_a_bucket_is_joined_over_the_memory_of_its_tensors() -> None:
     rows = rows_of()
     ((members, joined),) = coalesce(rows, [4] * len(rows))
     assert members == [0, 1, 2, 3]
@@ -38,20 +38,20 @@ def test_a_bucket_is_one_run_and_its_memory_is_that_of_its_tensors() -> None:
         assert all(bool((row[kind] == index + 2).all()) for index, row in enumerate(rows))
 
 
-def test_the_order_in_which_they_come_does_not_matter() -> None:
+def test_the_order_of_the_rows_does_not_matter() -> None:
     rows = rows_of()
     ((members, _),) = coalesce([rows[index] for index in (2, 0, 3, 1)], [1] * 4)
     assert members == [1, 3, 0, 2]
 
 
-def test_another_step_or_a_gap_ends_a_run() -> None:
+def test_another_step_or_a_gap_separates_tensors() -> None:
     rows = rows_of()
     assert [members for members, _ in coalesce(rows, [4, 4, 5, 5])] == [[0, 1], [2, 3]]
     assert [members for members, _ in coalesce([rows[0], rows[2], rows[3]], [1] * 3)] == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_a_tensor_that_lies_elsewhere_ends_a_run(kind: int) -> None:
+def test_a_tensor_in_other_memory_is_not_joined(kind: int) -> None:
     rows = rows_of()
     rows[1][kind] = rows[1][kind].clone()
     assert [members for members, _ in coalesce(rows, [1] * 4)] in (
@@ -61,7 +61,7 @@ def test_a_tensor_that_lies_elsewhere_ends_a_run(kind: int) -> None:
     )
 
 
-def test_memory_that_is_no_slab_is_never_joined() -> None:
+def test_memory_outside_slabs_is_never_joined() -> None:
     """The same offsets in memory that torch allocated, where anything may lie between."""
     rows = rows_of()
     (_, joined), *_ = coalesce(rows, [1] * 4)
@@ -73,7 +73,7 @@ def test_memory_that_is_no_slab_is_never_joined() -> None:
     assert len(list(coalesce(views, [1] * 4))) == 4
 
 
-def test_a_run_of_one_keeps_its_tensors() -> None:
+def test_a_single_row_keeps_its_tensors() -> None:
     transposed = torch.arange(6.0).view(2, 3).t()
     ((_, joined),) = coalesce([[transposed]], [1])
     assert joined[0].data_ptr() == transposed.data_ptr()

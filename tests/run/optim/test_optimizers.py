@@ -33,7 +33,7 @@ def pair(model: torch.nn.Module, batch: Any, **options: Any) -> tuple[Run, Run]:
     return by_torch(model), by_elixir(model, device_memory=tight_bytes(model, batch), **options)
 
 
-def test_state_is_that_of_torch_and_lives_where_the_plan_says() -> None:
+def test_state_equals_torchs_and_lives_where_the_plan_says() -> None:
     model, batches = seeded(Stack), vectors()
     expected, got = pair(model, batches[0])
     expected.train(batches)
@@ -168,7 +168,7 @@ def test_a_bfloat16_model() -> None:
     assert_same(expected, got)
 
 
-def test_float16_scaler_skips_an_overflow_whole() -> None:
+def test_float16_scaler_skips_an_overflow_completely() -> None:
     model, batches = seeded(Stack), vectors(4)
     with torch.autocast("cpu", dtype=torch.float16):
         runs = pair(model, batches[0])

@@ -54,7 +54,7 @@ def test_buckets_end_at_groups(update: Update) -> None:
         assert_same_tensors(weights_of(expected), weights_of(run))
 
 
-def test_a_group_that_is_added_after_planning_is_updated_by_parts() -> None:
+def test_a_group_added_after_planning_is_updated() -> None:
     model, batches = ladder(), rows(8)
 
     def first_half(params: Any) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def in_bytes(text: str) -> int:
     return round(float(number) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[unit])
 
 
-def test_what_is_said_is_what_a_step_takes() -> None:
+def test_the_warned_bytes_are_the_bytes_that_a_step_takes() -> None:
     budget = budget_of(AdamW)
     other_bytes = Resident().nbytes
     run = by_elixir(seeded(Stack), optimizer=AdamW, device_memory=budget)
@@ -63,15 +63,15 @@ def test_what_is_said_is_what_a_step_takes() -> None:
 
 
 @pytest.mark.parametrize("make", [elixir.HybridAdamW, elixir.hybrid(SGD), lambda params: SGD(params, lr=0.1)])
-def test_nothing_is_said_if_the_plan_is_kept(make: Make) -> None:
+def test_no_warning_if_the_plan_is_kept(make: Make) -> None:
     assert told(by_elixir(seeded(Stack), optimizer=make, device_memory=budget_of(make))) == []
 
 
-def test_nothing_is_said_if_there_is_room() -> None:
+def test_no_warning_if_the_budget_suffices() -> None:
     assert told(by_elixir(seeded(Stack), optimizer=AdamW, planner="zero3_offload")) == []
 
 
-def test_it_is_said_once_of_many_optimizers() -> None:
+def test_many_optimizers_warn_once() -> None:
     """One for each parameter, as users have them who step in the backward."""
 
     class Each:
@@ -90,7 +90,7 @@ def test_it_is_said_once_of_many_optimizers() -> None:
     assert len(told(by_elixir(seeded(Stack), optimizer=make, device_memory=budget_of(make)))) == 1
 
 
-def test_state_that_was_there_before_the_model_was_compiled_counts() -> None:
+def test_state_from_before_the_compilation_counts() -> None:
     model, batches = seeded(Stack), vectors(2)
     optimizer = AdamW(model.parameters())
     model(batches[0]).backward()

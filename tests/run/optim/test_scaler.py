@@ -58,7 +58,7 @@ def test_an_overflow_leaves_weights_and_state_bitwise_untouched(update: Update, 
         assert_same_tensors(everything(expected), everything(run))
 
 
-def test_a_scaler_where_the_backward_updates_is_refused_before_the_first_update() -> None:
+def test_a_scaler_with_updates_in_the_backward_is_refused_first() -> None:
     model, batches = ladder(), rows(2)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
         before = weights_of(run)
@@ -73,7 +73,7 @@ def test_a_scaler_where_the_backward_updates_is_refused_before_the_first_update(
         assert_same_tensors(weights_of(expected), weights_of(run))
 
 
-def test_a_scaler_that_comes_later_is_refused_at_its_first_step() -> None:
+def test_a_scaler_added_later_is_refused_at_its_first_step() -> None:
     model, batches = ladder(), rows(2)
     with hybrid_run(model, batches[0], home="split", update=Update.IN_BACKWARD) as run:
         run.train(batches)
@@ -81,7 +81,7 @@ def test_a_scaler_that_comes_later_is_refused_at_its_first_step() -> None:
             run.train(batches, scaled_step(torch.amp.GradScaler("cpu", init_scale=SCALE)))
 
 
-def test_a_scaler_that_is_off_changes_nothing_in_the_backward() -> None:
+def test_a_disabled_scaler_works_with_updates_in_the_backward() -> None:
     model, batches = ladder(), rows(3)
     expected = eager_run(model).train(batches)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:

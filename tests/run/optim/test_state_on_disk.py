@@ -117,7 +117,7 @@ def test_schedulers_accumulation_frozen_parameters_and_amsgrad(amsgrad: bool, tm
             assert_equal(expected, train(run))
 
 
-def test_the_planner_sends_to_disk_what_the_host_cannot_hold(tmp_path: Path) -> None:
+def test_the_planner_sends_state_to_disk_if_the_host_is_full(tmp_path: Path) -> None:
     model, batches = ladder(), rows(6)
     expected = eager_run(model).train(batches)
     with small_buckets(lambda plan: plan), disk_staging(0):  # which is larger than the model
@@ -157,7 +157,7 @@ def disk_run(tmp_path: Path, update: Update = Update.ACROSS_STEPS, **options: An
     return hybrid_run(ladder(), rows(1)[0], home="host disk", update=update, disk_path=tmp_path, **options)
 
 
-def test_a_statistic_is_read_when_asked_for_and_written_when_assigned(tmp_path: Path) -> None:
+def test_statistics_are_read_on_access_and_written_on_assignment(tmp_path: Path) -> None:
     batches = rows(4)
     expected = eager_run(ladder()).train(batches[:2])
     with disk_run(tmp_path) as run:
@@ -190,7 +190,7 @@ def test_copies_are_in_memory_and_hold_no_file(tmp_path: Path) -> None:
                     assert torch.equal(value, flat_state(run.optimizer)[f"{number}.{name}"])
 
 
-def test_state_dicts_load_in_both_directions_in_mid_flight(tmp_path: Path) -> None:
+def test_state_dicts_load_both_ways_during_queued_updates(tmp_path: Path) -> None:
     batches = rows(9)
     expected = eager_run(ladder()).train(batches)
     with disk_run(tmp_path) as run:
@@ -245,7 +245,7 @@ def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("update", list(Update))
-def test_a_failed_write_is_told_at_the_next_call_and_its_state_not_used(
+def test_a_failed_write_raises_next_and_invalidates_the_state(
     update: Update, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = rows(8)
@@ -256,8 +256,8 @@ def test_a_failed_write_is_told_at_the_next_call_and_its_state_not_used(
             fail_calls(patch, "pwritev", lambda number: number == 4)
             with pytest.raises(DiskFailed) as caught:
                 train_and_wait(run, batches[2:4])
-        assert any("What checkpoints hold is safe" in note for note in caught.value.__notes__)
-        with pytest.raises(DiskFailed, match=r"an earlier write failed|neither that before nor that after"):
+        assert any("Checkpoints are not affected" in note for note in caught.value.__notes__)
+        with pytest.raises(DiskFailed, match=r"an earlier write failed|partly old and partly new"):
             run.optimizer.state_dict()
         # The write may have failed in the middle of a backward, whose updates have no step then.
         with pytest.raises((DiskFailed, GradientsChanged) if update is Update.IN_BACKWARD else DiskFailed):
@@ -272,7 +272,7 @@ def test_a_failed_write_is_told_at_the_next_call_and_its_state_not_used(
 
 
 @pytest.mark.parametrize("bad", [0, 3])
-def test_a_failed_read_is_told_and_nothing_hangs(bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_raises_and_nothing_hangs(bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that fails before anything of its bucket is updated can be tried again."""
     batches = rows(4)
     with disk_run(tmp_path, Update.AFTER_BACKWARD) as run:
@@ -287,22 +287,22 @@ def test_a_failed_read_is_told_and_nothing_hangs(bad: int, tmp_path: Path, monke
             assert_same_tensors(weights_of(expected), weights_of(run))
             assert_same_tensors(flat_state(expected.optimizer), flat_state(run.optimizer))
         else:
-            with pytest.raises(DiskFailed, match="neither that before nor that after"):
+            with pytest.raises(DiskFailed, match="partly old and partly new"):
                 run.optimizer.step()
 
 
-def test_an_update_that_fails_in_the_middle_is_not_used(tmp_path: Path) -> None:
+def test_an_update_that_fails_midway_invalidates_the_state(tmp_path: Path) -> None:
     batches = rows(4)
     with controlled_worker() as worker, disk_run(tmp_path) as run:
         run.train(batches[:2])
         worker.fail_at = worker.num_updates + 1
         with pytest.raises(ArithmeticError, match="fell over"):
             run.train(batches[2:])
-        with pytest.raises(DiskFailed, match=r"neither that before .* fell over.* load one"):
+        with pytest.raises(DiskFailed, match=r"partly old .* fell over.* load one"):
             run.optimizer.state_dict()
 
 
-def test_the_files_go_with_the_optimizer(tmp_path: Path) -> None:
+def test_files_are_deleted_with_the_optimizer(tmp_path: Path) -> None:
     with disk_run(tmp_path) as run:
         run.train(rows(2))
         run.optimizer.wait()
@@ -334,7 +334,7 @@ with hybrid_run(ladder(), batches[0], home="host disk", update=Update.ACROSS_STE
 """
 
 
-def test_a_killed_process_goes_on_from_its_checkpoint_bitwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_resumes_bitwise_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updating, "WIDTH", 13)
     (tmp_path / "disk").mkdir()
     command = [sys.executable, "-c", CHILD, str(tmp_path)]

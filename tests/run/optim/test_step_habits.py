@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile import compat
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
+from elixir_compile.optim import rule
 from elixir_compile.optim.host import threads
 from tests.run.training import Run, assert_same_tensors, loss_of
 from tests.run.updating import (
@@ -50,7 +50,7 @@ def test_the_norm_that_clipping_returns_is_that_of_eager() -> None:
         assert train(run) == expected
 
 
-def test_clipping_where_the_backward_updates_is_refused_before_the_first_update() -> None:
+def test_clipping_with_updates_in_the_backward_is_refused_first() -> None:
     model, batches = ladder(), rows(1)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
         before = weights_of(run)
@@ -61,7 +61,7 @@ def test_clipping_where_the_backward_updates_is_refused_before_the_first_update(
         assert_same_tensors(before, weights_of(run))
 
 
-def test_clipping_by_the_optimizer_where_the_backward_updates_is_named() -> None:
+def test_clipping_by_the_optimizer_is_named_in_the_refusal() -> None:
     own, batch = elixir.prepare(ladder(), param_dtype="bfloat16"), rows(1)[0].bfloat16()
     optimizer = elixir.HybridAdamW(own.parameters())
     options = {"inner": "aot_eager", "update": "in_backward", "report": False}
@@ -72,7 +72,7 @@ def test_clipping_by_the_optimizer_where_the_backward_updates_is_named() -> None
 
 
 @pytest.mark.parametrize("update", list(Update))
-def test_state_that_is_loaded_between_a_backward_and_its_step(update: Update) -> None:
+def test_state_loaded_between_a_backward_and_its_step(update: Update) -> None:
     model, batches = ladder(), rows(4)
     expected = eager_run(model).train(batches[:2])
     with hybrid_run(model, batches[0], home="host", update=update) as run:
@@ -93,7 +93,7 @@ def test_state_that_is_loaded_between_a_backward_and_its_step(update: Update) ->
             assert_same_tensors(weights_of(expected), weights_of(run))
 
 
-def test_a_backward_without_its_step_is_told_once() -> None:
+def test_a_backward_without_its_step_raises_once() -> None:
     model, batches = ladder(), rows(3)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
         run.train(batches[:1])
@@ -125,7 +125,7 @@ def waiting() -> Iterator[tuple[Run, list[torch.Tensor], dict[str, torch.Tensor]
         yield run, kept, before, worker
 
 
-def test_a_kept_gradient_that_changes_under_a_queued_update_is_told(waiting: Any) -> None:
+def test_changing_a_kept_gradient_of_a_queued_update_raises(waiting: Any) -> None:
     run, kept, before, worker = waiting
     for grad in kept:
         grad.zero_()
@@ -138,7 +138,7 @@ def test_a_kept_gradient_that_changes_under_a_queued_update_is_told(waiting: Any
     assert_same_tensors(*({name: w[name] for name in before if name not in first} for w in (before, after)))
 
 
-def test_a_kept_gradient_that_nobody_changes_is_no_matter(waiting: Any) -> None:
+def test_an_unchanged_kept_gradient_raises_nothing(waiting: Any) -> None:
     run, kept, before, worker = waiting
     values = [grad.clone() for grad in kept]
     run.optimizer.zero_grad()
@@ -172,7 +172,7 @@ def test_two_graphs_in_one_step(update: Update) -> None:
         assert_same_tensors(weights_of(expected), weights_of(run))
 
 
-def test_hooks_of_the_optimizer_run_around_each_step_and_copies_continue() -> None:
+def test_optimizer_hooks_run_each_step_and_copies_continue() -> None:
     model, batches = ladder(), rows(4)
     expected = eager_run(model).train(batches)
     said: list[str] = []
@@ -188,7 +188,7 @@ def test_hooks_of_the_optimizer_run_around_each_step_and_copies_continue() -> No
         assert_same_tensors(weights_of(expected), weights_of(run))
 
 
-def test_host_updates_take_their_threads_and_say_so_once(
+def test_host_updates_use_host_threads_and_log_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(threads, "allowed_cores", lambda: frozenset(range(8)))
@@ -200,10 +200,10 @@ def test_host_updates_take_their_threads_and_say_so_once(
     try:
         with controlled_worker(), caplog.at_level(logging.INFO, "elixir_compile"):
             torch.set_num_threads(1)
-            fused = compat.fused_adamw_
+            fused = rule.adamw
             monkeypatch.setattr(
-                compat,
-                "fused_adamw_",
+                rule,
+                "adamw",
                 lambda *args, **rest: (seen.append(torch.get_num_threads()), fused(*args, **rest)),
             )
             with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS) as run:

@@ -60,7 +60,7 @@ def test_streaming_changes_no_bit(dtype: torch.dtype, num_streamed: int, home: s
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_the_kernel_of_a_device_gets_all_that_it_needs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_masters_match_masters_on_the_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block by block, the last one short: streamed as where the state lives."""
     num_updates = 0
 

@@ -126,7 +126,7 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
             loss_of(run.compiled, batches[1]).backward()
 
 
-def test_gradients_stay_published_and_buckets_close_inside_the_backward() -> None:
+def test_gradients_stay_published_during_updates_in_the_backward() -> None:
     model, batches = ladder(), rows(4)
     expected = eager_run(model)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
@@ -207,7 +207,7 @@ def test_two_models_at_once() -> None:
 
 
 @pytest.mark.parametrize(("option", "update"), [("auto", Update.ACROSS_STEPS), ("in_backward", Update.IN_BACKWARD)])
-def test_the_option_decides(option: str, update: Update) -> None:
+def test_the_update_option_selects_the_mode(option: str, update: Update) -> None:
     model, batches = ladder(), rows(1)
     run = by_elixir(model, device_memory=tight_bytes(model, batches[0]), update=option).train(batches)
     plan = elixir.compilations(run.model)[0].plan

@@ -41,7 +41,7 @@ def order_of(spans: Iterable[Span], plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("home", ["host", "split"])
-def test_measured_updates_gathers_and_regions_come_in_the_simulated_order(home: str) -> None:
+def test_measured_order_equals_the_simulated_order(home: str) -> None:
     model, batches = ladder(), rows(4)
     with (
         hybrid_run(model, batches[0], home=home, update=Update.ACROSS_STEPS) as run,

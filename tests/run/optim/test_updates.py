@@ -10,8 +10,8 @@ import weakref
 
 import pytest
 import torch
+from torch.optim.adamw import adamw
 
-from elixir_compile import compat
 from elixir_compile.runtime import updates
 from elixir_compile.runtime.updates import UpdateLine
 
@@ -36,7 +36,7 @@ def boom() -> None:
     raise ArithmeticError("it fell over")
 
 
-def test_an_exception_surfaces_once_with_the_frames_of_the_worker_and_drops_what_is_behind_it() -> None:
+def test_an_exception_raises_once_and_drops_later_updates() -> None:
     line, other, ran = UpdateLine(), UpdateLine(), []
     gate = threading.Event()
 
@@ -60,7 +60,7 @@ def test_an_exception_surfaces_once_with_the_frames_of_the_worker_and_drops_what
     assert ran == ["beside", "again"]
 
 
-def test_the_switch_interval_is_short_while_updates_run_only() -> None:
+def test_the_switch_interval_is_short_only_during_updates() -> None:
     usual, line, seen = sys.getswitchinterval(), UpdateLine(), []
     line.queue(lambda: seen.append(sys.getswitchinterval()), "update b0").wait()
     updates._worker.drain()
@@ -68,7 +68,7 @@ def test_the_switch_interval_is_short_while_updates_run_only() -> None:
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 
-def test_an_idle_worker_holds_nothing() -> None:
+def test_an_idle_worker_holds_no_tensors() -> None:
     line, tensor = UpdateLine(), torch.ones(3)
     reference = weakref.ref(tensor)
 
@@ -84,7 +84,7 @@ def test_an_idle_worker_holds_nothing() -> None:
 
 @pytest.mark.parametrize("numel", [1, 15, 1023, 70_001])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_the_kernel_gives_the_same_bits_in_the_worker_whatever_the_threads(numel: int, num_threads: int) -> None:
+def test_the_bits_of_the_worker_do_not_depend_on_threads(numel: int, num_threads: int) -> None:
     """Chunks of the fused kernel end where vectors do, so their number changes nothing."""
 
     def tensors() -> list[list[torch.Tensor]]:
@@ -95,9 +95,9 @@ def test_the_kernel_gives_the_same_bits_in_the_worker_whatever_the_threads(numel
         weights, grads, means = values
         squares, steps = [means[0].square()], [torch.zeros(())]
         for _ in range(3):
-            compat.fused_adamw_(
-                weights, grads, means, squares, [], steps, amsgrad=False, lr=1e-2, beta1=0.9, beta2=0.999,
-                weight_decay=0.01, eps=1e-8, maximize=False,
+            adamw(
+                weights, grads, means, squares, [], steps, fused=True, amsgrad=False, lr=1e-2, beta1=0.9,
+                beta2=0.999, weight_decay=0.01, eps=1e-8, maximize=False,
             )  # fmt: skip
 
     usual = torch.get_num_threads()
@@ -126,12 +126,12 @@ line.queue(lambda: print("ran", flush=True), "update b1")
 """
 
 
-def test_a_process_that_ends_runs_what_is_queued() -> None:
+def test_a_process_that_ends_runs_queued_updates() -> None:
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "ran\n"
 
 
-def test_an_exception_that_nobody_waited_for_is_logged_when_the_process_ends() -> None:
+def test_an_exception_that_was_never_raised_is_logged_at_exit() -> None:
     code = SLOW + "line.queue(lambda: 1 / 0, 'update b2')\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "an update of the last step failed" in done.stderr
@@ -139,7 +139,7 @@ def test_an_exception_that_nobody_waited_for_is_logged_when_the_process_ends() -
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_waits_and_the_child_has_a_worker_of_its_own() -> None:
+def test_a_fork_waits_and_the_child_gets_its_own_worker() -> None:
     line, ran = UpdateLine(), []
     before = line.queue(lambda: time.sleep(0.1) or ran.append("before"), "update b0")
     child = os.fork()
