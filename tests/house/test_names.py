@@ -44,7 +44,6 @@ ALLOWED = {
     # Documented in "In-place correctness checks" of torch's autograd notes, and typed in its stubs.
     "_version": "the version counter of a tensor",
     # Operators of ATen, named by its schemas; `torch.optim` and exported programs call them under these names.
-    "_foreach_norm": "the norms of many tensors in one kernel",
     "_foreach_mul_": "many tensors times a scalar in one kernel",
     "_unsafe_view": "an op of captured graphs",
     "_unsafe_index_put": "an op of captured graphs",
