@@ -9,6 +9,7 @@ by `abandon`.
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ class Executor:
         self.device = device
         self.name = name
         self.ranks = ranks
-        self.compilations: list[object] = []
+        self.compilations: list[Any] = []
         """The records of the graphs that run on this executor, in order of capture."""
         self.gates: list[Gate] = []
         """The autograd nodes between those graphs and the parameters; compiled code holds them weakly."""
@@ -198,7 +199,7 @@ class Executor:
             self.generation += 1
             let_state_follow([slot.param for slot in self.slots.values()])
 
-    def let_go(self) -> None:
+    def stop_managing(self) -> None:
         """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
         for slot in self.slots.values():
             forget(slot)
