@@ -119,7 +119,7 @@ def work(name: str, planner: str, budget_bytes: int | None) -> None:
         return
     (compilation,) = elixir.compilations(compiled)
     # The question as it was asked: there is no public name for it, and asking it anew would need a second capture.
-    rules = rule_digests(compilation._problem) if is_default else {}
+    rules = rule_digests(compilation.active.problem) if is_default else {}
     # The second step, which no figure of the watch counts: the optimizer has its state, and nothing compiles.
     phases = [{"plan": plan_figures(compilation.plan), "peak_bytes": elixir.measure_step(step).device_peak_bytes}]
     if is_default:

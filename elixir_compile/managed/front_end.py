@@ -57,7 +57,7 @@ class FrontEnd:
             show_in_inference(gm, self._keys)
             self._capture(gm, None, len(gm.graph.output_node().args[0]))
         if self._is_captured:
-            run = self._compilation.runs(is_backward=is_backward)
+            run = self._compilation.runner(is_backward=is_backward)
             return run if is_backward else compat.boxed(partial(self._run_forward, run))
         given = with_handles(gm, examples, self._keys)
         return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)

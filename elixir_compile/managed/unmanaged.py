@@ -36,7 +36,7 @@ def stop_managing(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list
     for slot, reason in whole:
         if slot.is_dtensor:
             raise UnsupportedModel(slot.name, f"{reason}, and several ranks share it. Do that outside of the forward")
-        readers = [record for record in records if slot.name in record.reads]
+        readers = [record for record in records if slot.name in record.param_names]
         if readers and executor.saved.waiting():
             raise UnsupportedModel(
                 slot.name,

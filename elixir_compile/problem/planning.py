@@ -74,7 +74,7 @@ def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -
     Parameters that share a bucket in force with one of the step's are in it too: they travel along.
     """
     read = set(captured.param_names.values())
-    siblings = [executor.slots[name] for name in named(captured, executor) if name not in read]
+    siblings = [executor.slots[name] for name in param_names_of(captured, executor) if name not in read]
     return step_graph(captured, sizes, siblings)
 
 
@@ -82,7 +82,7 @@ def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -
 class ExternalUsage:
     """What is on the device besides a graph and the parameters that live there."""
 
-    waiting_bytes: int = 0
+    outstanding_bytes: int = 0
     """What earlier forwards left for their backward."""
     reserved_bytes: int = 0
     """Room for the state and gradients of parameters that no graph has read yet."""
@@ -95,15 +95,15 @@ def problem_of(
     is_training = captured.backward is not None
     ranks = executor.ranks
     cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
-    own = named(captured, executor)
+    own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
     known = planned_states([slot.param for slot in trained])
     states = states_by_name(trained, known)
-    held_bytes = device_bytes(executor, leaving_out=own) + external.waiting_bytes
+    held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
-        held_bytes = outside_bytes(executor, own, external.waiting_bytes) + external.reserved_bytes
+        held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
     # Free memory, which is the host's budget where the user names none, does without what others hold there.
     host_held_bytes = 0 if options.host_memory is None else _outside_host_bytes(in_force, own)
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
@@ -161,13 +161,13 @@ def unread_bytes(captured: Captured, executor: Executor) -> int:
     """Return the bytes of state and gradients of parameters that neither this graph nor one before it reads."""
     if captured.backward is None:
         return 0
-    read = set(named(captured, executor))
+    read = set(param_names_of(captured, executor))
     slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
     return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.running(slot) is None)
 
 
-def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int = 0) -> int:
-    """Return the device bytes outside of training graphs that read the parameters `read`, beside `waiting_bytes`.
+def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
+    """Return the device bytes outside of training graphs that read the parameters `read`, beside `outstanding_bytes`.
 
     The gradients of other graphs come when what their forwards left has gone.
     """
@@ -181,7 +181,7 @@ def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int 
             grads_bytes += 0 if bucket.is_on_host else bucket.spec.grad_ratio * slot.own_nbytes + sums_bytes
         elif slot.key in executor.gradients.trained_eagerly:
             eager_bytes += _trained_bytes(slot, executor.ranks)
-    return device_bytes(executor, leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
+    return device_bytes(executor, leaving_out=read) + max(outstanding_bytes, grads_bytes) + eager_bytes
 
 
 def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
@@ -235,7 +235,7 @@ def may_move_back(problem: Problem, executor: Executor) -> bool:
     return problem.hybrid or not problem.state_nbytes or executor.device.type == "cpu"
 
 
-def named(captured: Captured, executor: Executor) -> list[str]:
+def param_names_of(captured: Captured, executor: Executor) -> list[str]:
     """Return the parameters that the step reads, and those that share a bucket in force with them."""
     read = dict.fromkeys(captured.param_names.values())
     for bucket, _ in executor.buckets_in_force(for_training=captured.backward is not None):

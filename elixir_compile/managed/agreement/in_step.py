@@ -73,7 +73,7 @@ def planned_in_step(
 
     def ask() -> tuple[Captured, Problem]:
         joint = _joined(executor, captured, uses)
-        external = ExternalUsage(waiting_bytes=executor.saved.held_bytes())
+        external = ExternalUsage(outstanding_bytes=executor.saved.held_bytes())
         return joint, problem_of(joint, graph_of(joint, executor, sizes), executor, options, external)
 
     joint, problem = asked_by_all(executor, ask)

@@ -150,10 +150,10 @@ def test_graphs_know_what_the_others_hold_on_the_host() -> None:
     total_bytes = sum(bucket_host_bytes(bucket, home) for bucket, home in in_force.items())
     assert total_bytes > 0
     for record in elixir.compilations(run.model):
-        asked = record.question(1000)
-        own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(record.reads)]
+        asked = record.joint_problem(1000)
+        own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(record.param_names)]
         own_bytes = sum(bucket_host_bytes(bucket, in_force[bucket]) for bucket in own)
         assert asked.host_base_bytes == total_bytes - own_bytes
         assert asked.host_budget_bytes + asked.host_base_bytes == host_bytes
-        record._correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
-        assert record.question(1000).base_bytes == 1007
+        record._planner.correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
+        assert record.joint_problem(1000).base_bytes == 1007
