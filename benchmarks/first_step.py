@@ -22,6 +22,8 @@ import quiet  # noqa: F401  before torch
 from machine import RESULTS, save
 
 WORDS = 4096
+PROFILE = "## Where the seconds go"
+"""Heading of what is written by hand behind the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,9 @@ def main() -> None:
         measured = {"torch": expected, "elixir": got, "ratio": round(ratio, 3), "load": os.getloadavg()[0]}
         rows[name] = {**asdict(case), **measured}
         print(row_of(name, rows[name]), flush=True)
-        save(path.stem, {"cases": rows}).with_suffix(".md").write_text(table_of(rows))
+        note = save(path.stem, {"cases": rows}).with_suffix(".md")
+        _, heading, profile = note.read_text().partition(PROFILE) if note.exists() else ("", "", "")
+        note.write_text(table_of(rows) + (f"\n{heading}{profile}" if heading else ""))
 
 
 def in_process(model: str, how: Mapping[str, object]) -> dict[str, Any]:

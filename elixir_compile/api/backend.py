@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
+from elixir_compile.capture.deep_calls import with_deep_calls
 from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
 from elixir_compile.capture.modules import executor_of, find_roots
@@ -64,7 +65,7 @@ def elixir(
         if mode is not None:
             raise InvalidOption("mode", mode, "None: Elixir has no modes, see its options")
         with collector_off():
-            return _compile(gm, example_inputs, with_compiler(parse_options(options)))
+            return with_deep_calls(lambda: _compile(gm, example_inputs, with_compiler(parse_options(options))))
 
     return _or_raiser(compile_it)
 

@@ -76,17 +76,21 @@ def op_id(phase: Phase, node: fx.Node) -> OpId:
     return OpId(_PREFIX[phase] + node.name)
 
 
-def step_graph(captured: Captured, values: Mapping[str, int], siblings: Sequence[Slot]) -> StepGraph:
+def step_graph(captured: Captured, values: Mapping[str, int]) -> StepGraph:
     """Return the `StepGraph` of `captured`; `values` are those of the symbols of dynamic shapes.
 
-    Symbols that `values` does not name take those of the capture. `siblings` are parameters that no op reads but
-    that share a bucket with some that are read.
+    Symbols that `values` does not name take those of the capture.
     """
-    builder = _Builder(captured, values)
-    for slot in siblings:
-        storage = StorageId(slot.name)
-        builder.drafts[storage] = _Draft(storage, slot.nbytes, Kind.PARAM, _dtype(slot.param))
-    return builder.build()
+    return _Builder(captured, values).build()
+
+
+def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
+    """Return `step` with `siblings`, parameters that no op reads but that share a bucket with some that are read."""
+    unread = [
+        Storage(id=StorageId(slot.name), nbytes=slot.nbytes, kind=Kind.PARAM, dtype=_dtype(slot.param))
+        for slot in siblings
+    ]
+    return replace(step, storages=(*unread, *step.storages)) if unread else step
 
 
 def storages_behind(captured: Captured) -> Mapping[fx.Node, tuple[StorageId, ...]]:
@@ -147,6 +151,8 @@ class _Builder:
         A size made of functions that `sizes` does not know, or of symbols that are no inputs, is constant: the state of
         a random generator has a symbol for its size.
         """
+        if isinstance(size, int):
+            return size, ""
         if free_unbacked_symbols(size):
             raise UnsupportedModel(self.captured.name, _DATA_DEPENDENT)
         text, here = compat.expression_of(size)
@@ -260,8 +266,8 @@ class _Builder:
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
         base = overwritten_input(node) if self.captured.fused else None
         is_overwrite = base is not None
-        if is_view(node) and node.target is not operator.getitem:
-            base = viewed(node)
+        if node.target is not operator.getitem:
+            base = viewed(node) or base
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: each gather of one parameter left a fake storage of its own.
             by_key.update((key, storages[base][0]) for key in _keys(node))
@@ -298,7 +304,7 @@ def _target(node: fx.Node) -> str:
 
 def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:
     schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if schema is None or not schema.is_mutable:
         return []
     found: list[StorageId] = []
     for argument, value in zip(schema.arguments, node.args, strict=False):

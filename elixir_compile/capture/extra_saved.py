@@ -24,15 +24,17 @@ from elixir_compile.capture.views import by_owner, example_of, is_number, is_vie
 from elixir_compile.ir import Phase, StepGraph
 
 
-def add_extra_saved(captured: Captured) -> None:
-    """Let the forward of `captured` save, and its backward take, what a plan may want besides."""
-    graph = step_graph(captured, {}, [])
+def add_extra_saved(captured: Captured) -> StepGraph:
+    """Let the forward of `captured` save, and its backward take, what a plan may want besides; return its step, at the
+    sizes of the capture, which is the same with spares and without."""
+    graph = step_graph(captured, {})
     saved = [node for node in _saved_positions(captured)[1:] if isinstance(node, fx.Node)]
     numbers = _spare_numbers(captured, saved)
     spares = _spare_values(captured, graph, saved, {node.name for node in (*saved, *numbers) if is_number(node)})
     _save(captured, spares, numbers)
     for half in (captured.forward, captured.backward):
         half.graph.lint()
+    return graph
 
 
 def _saved_positions(captured: Captured) -> tuple[fx.Node, ...]:

@@ -1,5 +1,6 @@
 """What a node of an FX graph tells: the module and line it came from, and the fake tensors that it gives."""
 
+import functools
 import re
 from collections.abc import Mapping
 
@@ -13,6 +14,7 @@ _STEP = re.compile(r"\['?([^'\]]+)'?\]|\.?(\w+)")
 _DROPPED = {"L", "G", "self", "_modules", "_parameters", "_buffers", "_orig_mod"}
 
 
+@functools.lru_cache(maxsize=4096)
 def dotted(path: str) -> str:
     """Return Dynamo's `L['self']._modules['h'][0].attn` as `h.0.attn`."""
     names = [quoted or plain for quoted, plain in _STEP.findall(path)]

@@ -1,5 +1,8 @@
 """What an ATen call costs and allows: floating-point operations, fusion, running twice, overwritten inputs."""
 
+import functools
+from typing import Any
+
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -62,10 +65,23 @@ _PURE = ("aten", "prims")
 
 def kernel_of(node: fx.Node) -> Kernel:
     """Return what Inductor can fuse of `node`."""
-    tags = getattr(node.target, "tags", ())
-    if node.target in _ALLOCATES_NOTHING or node.target in compat.inductor_random_ops() or torch.Tag.pointwise in tags:
+    return _kernel_of_op(node.target) if _is_op(node) else Kernel.OPAQUE
+
+
+def _is_op(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload)  # the type of every ATen op has no public name
+
+
+@functools.cache
+def _kernel_of_op(op: Any) -> Kernel:
+    if op in _ALLOCATES_NOTHING or op in compat.inductor_random_ops() or torch.Tag.pointwise in op.tags:
         return Kernel.POINTWISE
-    return Kernel.REDUCTION if torch.Tag.reduction in tags else Kernel.OPAQUE
+    return Kernel.REDUCTION if torch.Tag.reduction in op.tags else Kernel.OPAQUE
+
+
+@functools.cache
+def _may_be_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def runs_once(node: fx.Node) -> bool:
@@ -75,12 +91,12 @@ def runs_once(node: fx.Node) -> bool:
     is no plain operator, or is what the user's checkpoint policy saves. A node that takes a dynamic size is not moved
     to the other half either.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):  # the type of every ATen op has no public name
+    if not _is_op(node):
         return not is_number(node)
     if node.target.namespace not in _PURE:
         return True
     schema = node.target._schema  # pyright: ignore
-    is_random = torch.Tag.nondeterministic_seeded in node.target.tags and _dropout_p(node) != 0.0
+    is_random = _may_be_random(node.target) and _dropout_p(node) != 0.0
     is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     return is_random or is_saved or schema.is_mutable or any(is_number(source) for source in node.all_input_nodes)
 

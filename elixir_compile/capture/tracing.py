@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.deep_calls import with_deep_calls
 from elixir_compile.capture.joint import parameter, partition_hidden, reads_parameters
 from elixir_compile.capture.parameter_inputs import gathers_to_inputs
 from elixir_compile.capture.rewire import split_gathers
@@ -66,7 +67,7 @@ def trace_step(
         compat.no_names_of_lines(),
     ):
         try:
-            compiled(*args, **kwargs)
+            with_deep_calls(lambda: compiled(*args, **kwargs))
         except _Stopped as stopped:
             found = stopped.found
         except Exception as error:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from elixir_compile.api.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.plan import named_cluster
 from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.preview.models import TextBatch, find_model
 from elixir_compile.capture.tracing import collector_off
 from elixir_compile.errors import InvalidOption

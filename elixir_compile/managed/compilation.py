@@ -146,7 +146,7 @@ class Compilation:
         own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
         self._own_capture = own
         if backward is not None:
-            add_extra_saved(own)
+            self._planner.step = add_extra_saved(own)
             self._ticket_position = ticket_position(own)
         self._variants.find_graph_set(lambda: roll_key(self._planner.graph(own)))
         before = self._make_plan()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.capture.deep_calls import with_deep_calls
 from elixir_compile.capture.joint import partition_hidden, reads_parameters, show_in_inference
 from elixir_compile.capture.parameter_inputs import with_handles
 from elixir_compile.errors import UnsupportedModel
@@ -57,7 +58,7 @@ class FrontEnd:
             show_in_inference(gm, self._keys)
             self._capture(gm, None, len(gm.graph.output_node().args[0]))
         if self._is_captured:
-            run = self._compilation.runner(is_backward=is_backward)
+            run = with_deep_calls(partial(self._compilation.runner, is_backward=is_backward))
             return run if is_backward else compat.boxed(partial(self._run_forward, run))
         given = with_handles(gm, examples, self._keys)
         return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)

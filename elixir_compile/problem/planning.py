@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from elixir_compile.analysis.timeline import bucket_host_bytes
-from elixir_compile.capture.convert import Captured, step_graph
+from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
 from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, Tier, Update
@@ -68,14 +68,18 @@ def sums_of(masters: Mapping[str, int], options: Options) -> Mapping[str, int]:
     return {name: torch.float32.itemsize * numel for name, numel in wanted.items()}
 
 
-def graph_of(captured: Captured, executor: Executor, sizes: Mapping[str, int]) -> StepGraph:
+def graph_of(
+    captured: Captured, executor: Executor, sizes: Mapping[str, int], step: StepGraph | None = None
+) -> StepGraph:
     """Return the step with the symbols of dynamic shapes at `sizes`.
 
-    Parameters that share a bucket in force with one of the step's are in it too: they travel along.
+    Parameters that share a bucket in force with one of the step's are in it too: they travel along. `step` is that of
+    `captured` without them, at the sizes of the capture, if it is known: walking through the nodes again takes as long
+    as the search of a small plan.
     """
     read = set(captured.param_names.values())
     siblings = [executor.slots[name] for name in param_names_of(captured, executor) if name not in read]
-    return step_graph(captured, sizes, siblings)
+    return with_siblings(step_graph(captured, sizes) if step is None or sizes else step, siblings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

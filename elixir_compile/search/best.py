@@ -203,7 +203,7 @@ def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int) -> 
         also = [program.vector(tries.best.candidate)]
         candidates = list(rounded(program, x, tries.deadline, more_bytes=more_bytes, also=also))
     if candidates:
-        tries.try_candidate(answers[-1].candidate)
+        tries.try_candidate(candidates[-1].candidate)
 
 
 def _try_pool(tries: Tries, program: Program, pool: Sequence[Vector], more_bytes: int, bound_s: float) -> None:

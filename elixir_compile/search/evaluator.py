@@ -57,7 +57,7 @@ class Evaluator:
         self._least_levels: tuple[Level, ...] = ()
         self._floor_bytes: int | None = None
         self.lowered_modes: tuple[int, ...] | None = None
-        """Modes with fewer bytes that lead from the evaluator's own layer by layer, once `ladder` has looked for them."""
+        """Modes with fewer bytes, reached from `modes` layer by layer; None until `uniform_modes` looked for them."""
 
     def at(self, modes: Sequence[int]) -> "Evaluator":
         """Return the evaluator of the same problem at `modes`, one per layer."""

@@ -30,7 +30,7 @@ def joined() -> tuple[Captured, Captured, StepGraph, StepGraph]:
     captured, slots = captured_and_slots()
     read, trained = [slots["read.weight"], slots["read.bias"], slots["up.weight"]], [slots["read.weight"]]
     joint = with_absent(captured, read, trained)
-    return captured, joint, step_graph(captured, {}, []), step_graph(joint, {}, [])
+    return captured, joint, step_graph(captured, {}), step_graph(joint, {})
 
 
 def nodes_of(half: fx.GraphModule) -> list[str]:

@@ -13,6 +13,7 @@ from elixir_compile.capture import convert, joint
 from elixir_compile.capture.node_facts import source_line
 from elixir_compile.capture.tracing import collector_off
 from elixir_compile.compat import dynamo
+from elixir_compile.ir import StepGraph
 from tests.run.models import Stack, vectors
 
 
@@ -80,6 +81,24 @@ def test_the_inputs_are_not_listed_for_each_saved_view(monkeypatch: pytest.Monke
         counts.append(0)
         captured_with(num_blocks)
     assert 0 < counts[1] == counts[0]
+
+
+def test_the_step_of_a_capture_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_built = 0
+    build = convert._Builder.build
+
+    def count(builder: convert._Builder) -> StepGraph:
+        nonlocal num_built
+        num_built += 1
+        return build(builder)
+
+    monkeypatch.setattr(convert._Builder, "build", count)
+    options = {"inner": "aot_eager", "report": False}
+    compiled = torch.compile(Stack(num_blocks=2), backend="elixir", options=options)
+    compiled(vectors(1)[0])
+    assert num_built == 1
+    (record,) = elixir.compilations(compiled)
+    assert record.graph == convert.step_graph(record.active.captured, {})
 
 
 def test_the_collector_rests_while_a_step_is_captured_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:

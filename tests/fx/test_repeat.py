@@ -61,17 +61,17 @@ def traced(name: str, inner: str) -> Captured:
 def spared(name: str, inner: str = "aot_eager") -> tuple[Captured, StepGraph]:
     captured = traced(name, inner)
     add_extra_saved(captured)
-    return captured, step_graph(captured, {}, [])
+    return captured, step_graph(captured, {})
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", MODELS)
 def test_spares_leave_the_step_as_it_is(name: str, inner: str) -> None:
     captured = traced(name, inner)
-    before = step_graph(captured, {}, [])
+    before = step_graph(captured, {})
     num_before = len(captured.forward.graph.output_node().args[0])
     add_extra_saved(captured)
-    after = step_graph(captured, {}, [])
+    after = step_graph(captured, {})
     has_spares = len(captured.forward.graph.output_node().args[0]) > num_before
     assert has_spares == ((name, inner) != ("stack", "aot_eager"))  # which saves all that a layer can be made from
     assert after == before
@@ -96,7 +96,7 @@ def test_the_program_is_the_step_that_was_counted(name: str, inner: str) -> None
     for choose in CHOICES.values():
         chosen = activations(graph, choose)
         planned = as_run(graph, chosen)
-        written = fused(step_graph(partition_of(captured, graph, chosen).captured, {}, []))
+        written = fused(step_graph(partition_of(captured, graph, chosen).captured, {}))
         assert [op.id for op in written.ops] == [op.id for op in planned.ops]
         for ours, theirs in zip(written.ops, planned.ops, strict=True):
             assert (ours.reads, ours.writes, ours.moved_bytes) == (theirs.reads, theirs.writes, theirs.moved_bytes)
@@ -144,7 +144,7 @@ def test_what_must_run_once_is_refused() -> None:
         elixir.prepare(Dropping()), (torch.randn(3, 4),), {}, name="d", inner="aot_eager", edit=as_it_is
     )
     add_extra_saved(captured)
-    graph = step_graph(captured, {}, [])
+    graph = step_graph(captured, {})
     mask = next(op for op in graph.ops if op.once)
     size = sum(storage.nbytes for storage in graph.storages if storage.id in mask.writes)
     saved = [name for name in mask.writes if any(s.id == name and s.kind == "saved" for s in graph.storages)]

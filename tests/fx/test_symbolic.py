@@ -82,10 +82,10 @@ def test_the_graph_elsewhere_is_that_of_a_static_capture_there() -> None:
     graph = record.graph
     there = {name: {2: 5, 3: 7}[value] for name, value in graph.symbols}
     grown = graph_at(graph, there)
-    assert grown == step_graph(record.active.captured, there, [])
+    assert grown == step_graph(record.active.captured, there)
     assert graph_at(grown, dict(graph.symbols)) == graph
     one = {graph.symbols[0][0]: 9}
-    assert step_graph(record.active.captured, one, []) == graph_at(graph, one)
+    assert step_graph(record.active.captured, one) == graph_at(graph, one)
     targets = [op.target for op in grown.ops if not op.target.startswith("_operator.")]
     assert targets == [op.target for op in static.ops]
     assert sum(op.flops for op in grown.ops) == sum(op.flops for op in static.ops)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-import elixir_compile
 from elixir_compile.api.backend import with_compiler
 from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.models import TextBatch, description_of
@@ -31,6 +30,7 @@ from elixir_compile.folders import cache_dir, drop_oldest, write_cached
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.options import Options
 from elixir_compile.problem.loss import Chunks
+from elixir_compile.version import __version__
 
 log = logging.getLogger("elixir_compile")
 
@@ -78,7 +78,7 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
     parts = [
         ("model", description, text, dynamic, chunks),
         ("options", [(name, getattr(options, name)) for name in _READ_BY_A_CAPTURE]),
-        ("source", elixir_compile.__version__, _source_digest()),
+        ("source", __version__, _source_digest()),
         ("torch", torch.__version__),  # a public name, underscores and all
         ("libraries", platform.python_version(), _transformers()),
         ("processor", torch.backends.cpu.get_cpu_capability()),
@@ -133,7 +133,7 @@ def _transformers() -> tuple[str, str | None] | None:
 
 def _source_digest() -> str:
     """Return the digest of all source of this package: its version stays the same while it is worked on."""
-    root = Path(elixir_compile.__file__).parent
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())

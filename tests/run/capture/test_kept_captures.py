@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile.api import kept_captures
-from elixir_compile.api.kept_captures import capture_key, keep_capture, kept_capture
+from elixir_compile.api.preview import kept_captures
 from elixir_compile.api.preview.capture import Capture
+from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.preview.models import TextBatch
 from elixir_compile.capture.loss import LossRegion
 from elixir_compile.cli import request
