@@ -1,4 +1,4 @@
-"""One captured graph on its way from capture to running programs, and the record of its first steps.
+"""A captured graph on its way from capture to running programs, and the record of its first steps.
 
 ```text
   capture --> problem --> plan --> programs --> forward, backward          first steps --> corrected plan --> programs
@@ -49,7 +49,7 @@ _compile_lock = threading.RLock()
 
 
 class Compilation:
-    """One captured graph, its plan and the programs that obey it. The backend makes it; the user reads it."""
+    """A captured graph, its plan and its programs. The backend makes it; the user reads it."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Compilation:
 
     @property
     def active(self) -> ActivePlan:
-        """The plan that the graph follows now, with its capture and problem; exists once the graph was planned."""
+        """The plan in use, with its capture and problem; exists once the graph was planned."""
         if self._active is None:
             raise AssertionError(f"{self.name} is not planned")
         return self._active
@@ -102,7 +102,7 @@ class Compilation:
 
     @property
     def plan(self) -> Plan | None:
-        """Everything that was decided about the graph; None before it was planned."""
+        """The plan of the graph; None before it was planned."""
         return None if self._active is None else self._active.plan
 
     @property
@@ -122,7 +122,7 @@ class Compilation:
 
     @property
     def param_names(self) -> list[str]:
-        """Names of the parameters that the graph reads, and of all others in their buckets."""
+        """Names of the parameters read by the graph, and of all others in their buckets."""
         return param_names_of(self.active.captured, self._executor)
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Compilation:
         return program_text(self.active.plan, self.timeline, self.active.graph, self.forward, self.backward)
 
     def runner(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
-        """Return the function that runs the backward, or the forward, before which `begin_forward` must be called."""
+        """Return the function to run the backward, or the forward, after `begin_forward`."""
         if not is_backward:
             self._write_forward()
             return compat.boxed(for_compiled_code(self._run_forward))
@@ -239,7 +239,7 @@ class Compilation:
     # Running.
 
     def begin_forward(self, args: list[Any]) -> None:
-        """Before each forward: search again if that is due, and move parameters to the homes of the plan."""
+        """Before each forward: search again if it is due, and move parameters to the homes of the plan."""
         self._executor.take_in_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
@@ -252,7 +252,7 @@ class Compilation:
         self._executor.begin()
 
     def _run_forward(self, args: list[Any]) -> Any:
-        given, programs = storages_of(args), self._programs.last
+        input_storages, programs = storages_of(args), self._programs.last
         try:
             results = programs.forward.forward(args)
             self._executor.end()
@@ -260,7 +260,7 @@ class Compilation:
             self._executor.abandon()
             raise
         if not self.is_inference:
-            self._programs.wait_for(programs.note(results, given, self))
+            self._programs.keep_for(programs.note_outstanding(results, input_storages, self))
         return results
 
     def _run_backward(self, args: list[Any]) -> Any:
@@ -295,7 +295,7 @@ class Compilation:
                 self._learn(stats)
 
     def _learn(self, stats: StepStats) -> None:
-        """Correct the machine by `stats` of the first steps, and change to a better plan if there is one."""
+        """Correct the machine by `stats` of the first steps, and change to a better plan if it finds any."""
         with _compile_lock:
             outcome = self._planner.learn(self.active, stats)
             if outcome is None:
@@ -321,7 +321,7 @@ class Compilation:
         return self._planner.joint_problem(self.active, base_bytes)
 
     def search(self, problem: Problem) -> Plan:
-        """Return the plan that answers `problem`."""
+        """Return a plan for `problem`."""
         return self._planner.search(problem)
 
     def write_programs(self, problem: Problem, plan: Plan) -> Programs:
@@ -336,7 +336,7 @@ class Compilation:
     def follow(self, problem: Problem, plan: Plan, programs: Programs, beside_bytes: int) -> None:
         """Run `programs` of `plan`, which answers `problem`, from the next forward on; the caller moves parameters.
 
-        `beside_bytes` are device bytes that other outstanding forwards may hold meanwhile.
+        `beside_bytes` are device bytes for other outstanding forwards meanwhile.
         """
         self._active = replace(self.active, problem=problem, plan=plan, beside_bytes=beside_bytes)
         self._planner.sizes.take(dict(problem.graph.symbols))
@@ -346,7 +346,7 @@ class Compilation:
         self._take(programs)
 
     def mark_in_force(self) -> None:
-        """Record that the executor follows the plan, and tell it when the plan updates each bucket."""
+        """Note the executor's generation under the plan, and tell the executor when the plan updates each bucket."""
         self._active = replace(self.active, generation=self._executor.generation)
         if not self.is_inference:
             closing = closing_verbs(self.active.plan) if self.outstanding.is_alone else {}
@@ -355,7 +355,7 @@ class Compilation:
     # Kept up to date with inputs, outstanding forwards, other graphs and other ranks.
 
     def _keep_current(self, args: Sequence[Any]) -> None:
-        """Put the plan in force, and make a new one first if this rank or another needs one: see `_needs_plan`."""
+        """Put the plan in force, after planning again if this rank or another needs it: see `_needs_plan`."""
         executor = self._executor
         wants_plan = self._needs_plan(args)
         while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
@@ -382,7 +382,7 @@ class Compilation:
         return bool(self._planner.sizes.grown(active.captured, args)) or is_crowded or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:
-        """Change to the plan made for the graphs of `graph_set_digest`; return whether there is one."""
+        """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""
         now = None
         if self._variants.is_planned:
             now = PlanVariant(self.active, self._programs.last, dict(self._planner.sizes.values))

@@ -1,4 +1,4 @@
-"""What the compiler front ends call for one graph: once to split it, once for each half."""
+"""Callbacks of AOTAutograd for a graph: called once to partition it, and once to compile each half."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,10 @@ from elixir_compile.runtime.lowering import RegionCompiler
 
 
 class FrontEnd:
-    """The callbacks of one compilation."""
+    """The callbacks of a compilation."""
 
     def __init__(self, compilation: Compilation, regions: RegionCompiler, gate: Gate, keys: Mapping[int, int]) -> None:
-        """The graph gets its handles through `gate`; `keys` are those of the parameters that are inputs of it, by
-        position."""
+        """`gate` passes the handles to the graph. `keys` has the keys of parameters among its inputs, by position."""
         # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
         self._compilation = weakref.proxy(compilation)
         self._gate = weakref.proxy(gate)
@@ -34,7 +33,7 @@ class FrontEnd:
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split the joint graph as torch would, and plan the step."""
+        """Return the forward and the backward graph, partitioned as torch does it, and plan the step."""
         if not reads_parameters(joint.graph, self._keys):
             return compat.min_cut_partition(joint, joint_inputs, **options)
         num_outputs = options["num_fwd_outputs"]
@@ -51,7 +50,7 @@ class FrontEnd:
         is_inference: bool = False,
         **options: Any,
     ) -> Callable[[list[Any]], Any]:
-        """Return what runs one half of the graph."""
+        """Return the function to run the forward or the backward graph `gm`."""
         if not is_backward:
             self._check_inputs()
         if not self._is_captured and reads_parameters(gm.graph, self._keys):
@@ -64,7 +63,7 @@ class FrontEnd:
         return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)
 
     def _check_inputs(self) -> None:
-        """Raise UnsupportedModel if the compiled code would work on a parameter itself, in whose place is a handle."""
+        """Raise UnsupportedModel if the compiled code would read or write a parameter whose input is only a handle."""
         for position in sorted(compat.inputs_that_must_be_real() & self._keys.keys()):
             because = (
                 "an output of the graph is a view of it, or the graph writes it, in a way that its capture did not show"

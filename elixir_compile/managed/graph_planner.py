@@ -1,4 +1,4 @@
-"""From the captured step of one graph to its problems and plans, with everything that was measured for the graph.
+"""From the captured step of a graph to its problems and plans, with all measurements of the graph.
 
 ```text
   sizes, external usage, region profile, correction --> problem --> plan of the user, of the cache, or of a search
@@ -29,7 +29,7 @@ from elixir_compile.search import Problem
 
 
 class GraphPlanner:
-    """Builds the problems of one graph and answers them."""
+    """Builds the problems of a graph and answers them."""
 
     def __init__(self, executor: Executor, regions: RegionCompiler, options: Options, progress: Progress) -> None:
         self._executor = executor
@@ -97,7 +97,7 @@ class GraphPlanner:
         return with_buckets_free(problem, active.plan) if may_move_back(problem, self._executor) else problem
 
     def answer_for(self, captured: Captured) -> Callable[[Problem], Plan]:
-        """Return the function that answers problems of `captured`: with the user's plan if it trains and the user gave
+        """Return the function to answer problems of `captured`: with the user's plan if it trains and the user gave
         one, else by a search."""
         path = None if captured.backward is None else self._options.plan
         if path is None:
@@ -105,7 +105,7 @@ class GraphPlanner:
         return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies)
 
     def search(self, problem: Problem) -> Plan:
-        """Return the plan that answers `problem`, from the plan cache or from a search."""
+        """Return a plan for `problem`, from the plan cache or from a search."""
         return self._search_with(self._options, problem)
 
     def _search_with(self, options: Options, problem: Problem) -> Plan:
@@ -113,7 +113,7 @@ class GraphPlanner:
         return found if self.reviewed is None else as_decided(found, self.reviewed)
 
     def learn(self, active: ActivePlan, stats: StepStats) -> Outcome | None:
-        """Correct the machine by `stats` of the first steps under `active`, and search again if that may pay.
+        """Correct the machine by `stats` of the first steps under `active`, and search again if it may pay.
 
         Returns None if nothing was learnt or the prediction was right.
         """

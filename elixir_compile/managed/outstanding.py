@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 
 class PlannedGraph(Protocol):
-    """One graph that is planned together with others of the same step: a `Compilation`."""
+    """A graph to plan together with others of the same step: a `Compilation`."""
 
     name: str
     is_superseded: bool
@@ -43,7 +43,7 @@ class PlannedGraph(Protocol):
 
     @property
     def param_names(self) -> Sequence[str]:
-        """The parameters that the graph reads, and all others in their buckets."""
+        """The parameters read by the graph, and all others in their buckets."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class PlannedGraph(Protocol):
         ...
 
     def search(self, problem: Problem) -> Plan:
-        """Return the plan that answers `problem`."""
+        """Return a plan for `problem`."""
         ...
 
     def write_programs(self, problem: Problem, plan: Plan) -> Programs:
@@ -68,12 +68,12 @@ class PlannedGraph(Protocol):
         ...
 
     def mark_in_force(self) -> None:
-        """Record that the executor follows the plan."""
+        """Note the executor's generation under the plan."""
         ...
 
 
 def plan_beside_outstanding(executor: Executor, reserved_bytes: int, plan: Callable[[ExternalUsage], Answer]) -> Answer:
-    """Return the result of `plan` for the bytes that outstanding forwards hold on the device now.
+    """Return the result of `plan` for the device bytes of outstanding forwards now.
 
     `reserved_bytes` are left free if a plan fits without them. If none fits, activations of outstanding forwards are
     offloaded and `plan` is called again. Raises NoFeasiblePlan if `plan` raises it after that.
@@ -96,7 +96,7 @@ def plan_beside_outstanding(executor: Executor, reserved_bytes: int, plan: Calla
 
 
 class OutstandingForwards:
-    """The forwards that were outstanding while one graph ran."""
+    """The outstanding forwards beside the runs of a graph."""
 
     def __init__(self, graph: PlannedGraph, executor: Executor) -> None:
         self._graph = graph
@@ -185,7 +185,7 @@ def _replan_together(executor: Executor, graphs: Sequence[PlannedGraph]) -> None
 
 
 def _planned_together(executor: Executor, graphs: Sequence[PlannedGraph]) -> Sequence[Planned]:
-    """Return problems and plans of `graphs` that keep the budget together; empty if there are no such plans."""
+    """Return problems of `graphs` and plans within their common budget; empty if there are no such plans."""
     if not all(graph.may_replan for graph in graphs):
         return ()
     read = {name for graph in graphs for name in graph.param_names}

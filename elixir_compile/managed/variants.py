@@ -1,4 +1,4 @@
-"""The plans of one graph: for growing sizes of its inputs, and beside different graphs of other ranks."""
+"""The plans of a graph: for growing sizes of its inputs, and beside different graphs of other ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _GROWTH_DIVISOR = 8
 
 
 class PlannedSizes:
-    """The planned value of each symbol of one graph: its value in the capture, or a larger value that came later."""
+    """The planned value of each symbol of a graph: its value in the capture, or a larger later value."""
 
     def __init__(self) -> None:
         self.values: dict[str, int] = {}
@@ -61,7 +61,7 @@ class PlannedSizes:
 
 
 def _sizes_of(captured: Captured, args: Sequence[Any]) -> Iterator[tuple[str, torch.SymInt, int]]:
-    """Yield the name, the value in the capture, and the value in `args` of each input that is a symbol."""
+    """Yield the name, the value in the capture, and the value in `args` of each symbol among the inputs."""
     placeholders = captured.forward.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, args, strict=True):
         example = node.meta.get("val")
@@ -77,7 +77,7 @@ MOST = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivePlan:
-    """The plan that one graph follows now, with the capture and the question that the plan answers."""
+    """The plan in use of a graph, with its capture and its problem."""
 
     captured: Captured
     """The graph's own capture, or a capture extended by the parameters that only other ranks use."""
@@ -95,7 +95,7 @@ class ActivePlan:
 
 
 class PlanVariant(NamedTuple):
-    """The plan, programs and sizes of a graph while all ranks run one set of graphs."""
+    """The plan, programs and sizes of a graph while all ranks run the same set of graphs."""
 
     active: ActivePlan
     programs: Programs
@@ -104,7 +104,7 @@ class PlanVariant(NamedTuple):
 
 
 class PlanVariants:
-    """The plans of one graph, each for one set of graphs that all ranks run at the same time.
+    """The plans of a graph, each for a set of graphs run by all ranks at the same time.
 
     A set of graphs is named by its digest, which is empty if the graphs of all ranks are equal.
     """
@@ -157,7 +157,7 @@ class PlanVariants:
     def join(self, graph_set_digest: str, now: PlanVariant | None) -> PlanVariant | None:
         """Change to the graphs of `graph_set_digest`, and keep `now`, the variant beside the graphs before.
 
-        Returns the variant that the graph had beside these graphs, or None if it has to be planned.
+        Returns the variant of earlier runs beside these graphs, or None if the graph has to be planned.
         """
         if now is not None:
             self._others[self.graph_set_digest] = now
