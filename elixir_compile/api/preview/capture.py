@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from elixir_compile.api.backend import with_compiler
-from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
+from elixir_compile.api.prepare import move_rest, new_executor, swap_modules
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
@@ -137,7 +137,7 @@ def capture_step(
     own, memory = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
     executor = new_executor([own], target, originals=[model])
     swap_modules([own], executor)
-    bring_rest([own], executor)
+    move_rest([own], executor)
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
     options = with_compiler(options or Options())
     could: list[Chunks | None] = []
