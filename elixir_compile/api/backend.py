@@ -34,7 +34,7 @@ from elixir_compile.managed.lifetime import for_compiled_code
 from elixir_compile.managed.masters import check_masters, check_reduces
 from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.saved import load_plan
-from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
+from elixir_compile.managed.unmanaged import compile_unmanaged, executor_of_slot, stop_managing
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
@@ -75,7 +75,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
     functional = read_functionally(gm)
     if functional is not None:
         raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)
-    _follow_changes([slot_by_key(key).sink for key in gather_keys(gm.graph)], inputs)
+    _follow_changes([executor_of_slot(slot_by_key(key)) for key in gather_keys(gm.graph)], inputs)
     written = written_parameters(gm, inputs)
     unmanaged = gathered_among(gm, written)
     if unmanaged:
@@ -93,7 +93,7 @@ def _compile_graph(
     """Compile a graph; its inputs `unmanaged`, each with a reason, cannot become gathers."""
     keys = split_gathers(gm)
     if keys:
-        return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
+        return _compile_gathers(gm, inputs, options, executor_of_slot(slot_by_key(keys[0])))
     params = _parameters(inputs)
     roots = find_roots(params)
     prepared: list[Executor] = [executor for root in roots if (executor := executor_of(root)) is not None]

@@ -132,7 +132,7 @@ def prepare_again(old: Executor) -> None:
             if is_swapped(module):
                 undo_swap(module)
         if not old.saved.waiting():
-            old.stop_managing()
+            old.forget_parameters()
         new = new_executor(roots, old.device, old.ranks)
         new.generation, new.disk = old.generation + 1, old.disk
         new.gradients.sums_in_fp32 = old.gradients.sums_in_fp32

@@ -13,6 +13,7 @@ from elixir_compile.capture.joint import partition_hidden, reads_parameters, sho
 from elixir_compile.capture.parameter_inputs import with_handles
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.managed.compilation import Compilation
+from elixir_compile.managed.programs import outputs_of
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.runtime.lowering import RegionCompiler
@@ -55,7 +56,7 @@ class FrontEnd:
             self._check_inputs()
         if not self._is_captured and reads_parameters(gm.graph, self._keys):
             show_in_inference(gm, self._keys)
-            self._capture(gm, None, len(gm.graph.output_node().args[0]))
+            self._capture(gm, None, len(outputs_of(gm.graph)))
         if self._is_captured:
             run = with_deep_calls(partial(self._compilation.runner, is_backward=is_backward))
             return run if is_backward else compat.boxed(partial(self._run_forward, run))

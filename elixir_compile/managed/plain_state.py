@@ -26,7 +26,8 @@ from elixir_compile.units import format_bytes
 @functools.cache
 def warn_of_plain_state() -> None:
     """From now on, warn once for each model after the first step of an optimizer whose state exceeds the budget."""
-    register_optimizer_step_post_hook(_PlainState().inspect)
+    hook: Any = torch.compiler.disable(_PlainState().inspect)
+    register_optimizer_step_post_hook(hook)
 
 
 class _PlainState:
@@ -39,7 +40,6 @@ class _PlainState:
         self._nbytes: WeakKeyDictionary[Executor, WeakKeyDictionary[Optimizer, int]] = WeakKeyDictionary()
         self._warned: WeakSet[Executor] = WeakSet()
 
-    @torch.compiler.disable
     def inspect(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Count the unplaced state of `optimizer` after its step, if its state or the homes of parameters changed."""
         if isinstance(optimizer, Hybrid) and optimizer.places_state:

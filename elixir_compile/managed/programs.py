@@ -6,7 +6,7 @@ program of the same plan, even if the graph follows another plan by then.
 
 import weakref
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -59,7 +59,7 @@ class Programs:
     @property
     def output_strides(self) -> list[compat.Strides]:
         """The strides of each output of the forward; None for an output whose strides Inductor did not choose."""
-        outputs = self._partition.captured.forward.graph.output_node().args[0]
+        outputs = outputs_of(self._partition.captured.forward.graph)
         away = self._partition.away_names
         names = [node.name if isinstance(node, fx.Node) and node.name not in away else None for node in outputs]
         return [None if name is None else self._strides.get(name) for name in names]
@@ -105,14 +105,15 @@ class Programs:
         saves them in the strides of the capture.
         """
         captured, strides = self._partition.captured, self.output_strides if self.chooses_strides else ()
-        outputs = captured.forward.graph.output_node().args[0]
+        outputs = outputs_of(captured.forward.graph)
         chosen = {
             node.name: stride for node, stride in zip(outputs, strides, strict=False) if isinstance(node, fx.Node)
         }
+        assert captured.backward is not None
         for node in captured.backward.graph.find_nodes(op="placeholder"):
             stride, value = chosen.get(str(node.target)), node.meta.get("val")
             if stride is not None and isinstance(value, torch.Tensor) and tuple(value.stride()) != tuple(stride):
-                with value.fake_mode:
+                with compat.own_fake_mode(value):
                     node.meta["val"] = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
 
     def _write(self, phase: Phase) -> fx.GraphModule:
@@ -144,7 +145,8 @@ class Programs:
         captured = self._partition.captured
         output = captured.forward.graph.output_node()
         seen: Sequence[Any] = output.meta.get("user_visible_output_idxs", range(captured.num_outputs))
-        nodes = {output.args[0][index] for index in seen}
+        values = outputs_of(captured.forward.graph)
+        nodes = {values[index] for index in seen}
         away = self._partition.away_names
         return [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
 
@@ -195,6 +197,11 @@ class ProgramVersions:
         return max(place for place, (first, _) in enumerate(self._programs) if first <= number)
 
 
+def outputs_of(graph: fx.Graph) -> Sequence[Any]:
+    """Return the values that `graph` returns."""
+    return cast("Sequence[Any]", graph.output_node().args[0])
+
+
 def storages_of(values: Sequence[Any]) -> Set[int]:
     """Return the keys of the storages of the tensors among `values`."""
     return {compat.storage_key(value) for value in values if isinstance(value, torch.Tensor)}
@@ -215,6 +222,7 @@ def runs_as(plan: Plan, other: Plan) -> bool:
 
 def ticket_position(captured: Captured) -> int:
     """Return the position of the ticket among the inputs of the backward."""
+    assert captured.backward is not None
     placeholders = captured.backward.graph.find_nodes(op="placeholder")
     return next(index for index, node in enumerate(placeholders) if node.target == TICKET)
 
@@ -236,6 +244,6 @@ def _saved_only_positions(captured: Captured, graph: StepGraph) -> list[int]:
     """Return the positions of the forward's results made in the step and not returned to the caller."""
     made = {storage.id for storage in graph.storages if storage.kind in (Kind.SAVED, Kind.TEMP)} - {*graph.outputs}
     behind = storages_behind(captured)
-    outputs = captured.forward.graph.output_node().args[0]
+    outputs = outputs_of(captured.forward.graph)
     found = [(position, behind.get(node, ())) for position, node in enumerate(outputs) if isinstance(node, fx.Node)]
     return [place for place, names in found if place >= captured.num_outputs and names and made.issuperset(names)]

@@ -79,8 +79,9 @@ def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) 
     initialize = getattr(model, "_init_weights", None)
     done: set[int] = set()
     for path, module in model.named_modules():
-        before = {name: param for name, param in module._parameters.items() if id(param) in owners}
-        finished = {name: param for name, param in module._parameters.items() if id(param) in done}
+        own = {name: param for name, param in module._parameters.items() if param is not None}
+        before = {name: param for name, param in own.items() if id(param) in owners}
+        finished = {name: param for name, param in own.items() if id(param) in done}
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             # The module initialises all of its parameters. Tied parameters with values must be out of its reach.
             module._parameters.update({name: _stand_in(param) for name, param in finished.items()})
@@ -109,6 +110,7 @@ def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torc
     Returns the parameter itself, with the values of the first rank, if it cannot become a gather.
     """
     param = module._parameters[local]
+    assert param is not None
     if unmanaged_reason(module, local) is not None:
         _from_first(param.data, ranks)
         if param.requires_grad:
@@ -136,8 +138,10 @@ def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:
     Raises RanksDiffer if another rank averages the gradient of another parameter at this moment.
     """
     ranks.control.check_same_op(name, "a gradient")
-    (mean,) = ranks.means([param.grad], param.grad.dtype)
-    param.grad.copy_(mean)
+    grad = param.grad
+    assert grad is not None
+    (mean,) = ranks.means([grad], grad.dtype)
+    grad.copy_(mean)
 
 
 def _from_first(tensor: torch.Tensor, ranks: Ranks) -> None:

@@ -50,7 +50,7 @@ def stand_in(
     memo: dict[int, Any] = {}
     memory = torch.UntypedStorage(max(_nbytes(param) for param in params))
     for name, param in model.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
         is_cast = dtype is not None and gets_master(param, dtype)
         own = _without_weights(param, memory, dtype if is_cast else None)
@@ -70,7 +70,7 @@ def stand_in(
 
 
 def _nbytes(param: nn.Parameter) -> int:
-    is_uninitialized = isinstance(param, nn.parameter.UninitializedTensorMixin)
+    is_uninitialized = isinstance(param, nn.parameter.UninitializedParameter)
     return 0 if is_uninitialized else param.numel() * param.element_size()
 
 

@@ -25,6 +25,12 @@ from elixir_compile.runtime.executor import Executor
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
+def executor_of_slot(slot: Slot) -> Executor:
+    """Return the executor that owns `slot`, a slot of a captured graph."""
+    assert isinstance(slot.sink, Executor)
+    return slot.sink
+
+
 def stop_managing(executor: Executor, unmanaged: Iterable[tuple[Slot, str]]) -> list[Slot]:
     """Make the parameters of slots of `executor` unmanaged, each with a reason; return the slots that another graph
     gathers.
@@ -65,7 +71,7 @@ def compile_unmanaged(
     gathered: list[Slot] = []
     for slot, reason in unmanaged.items():
         if slot_of(slot.param) is slot:
-            gathered += stop_managing(slot.sink, [(slot, reason)])
+            gathered += stop_managing(executor_of_slot(slot), [(slot, reason)])
     compiled = compile_graph(gm, passed.example_inputs)
     keys = [slot.key for slot in unmanaged]
     passed_keys = passed.keys  # `run` must not keep `passed`, which holds the first batch

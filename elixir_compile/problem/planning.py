@@ -9,7 +9,7 @@ from elixir_compile.analysis.timeline import bucket_host_bytes
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, Tier, Update
+from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.registry import ParamState, Slot, planned_states
 from elixir_compile.options import Options
@@ -62,7 +62,7 @@ def state_bytes_per_element(param: torch.Tensor) -> int:
     return 2 * param.dtype.itemsize
 
 
-def sums_of(masters: Mapping[str, int], options: Options) -> Mapping[str, int]:
+def sums_of(masters: Mapping[StorageId, int], options: Options) -> Mapping[StorageId, int]:
     """Return the bytes of fp32 gradient sums, by parameter name; empty if gradients are summed in their own dtype.
 
     `masters` has the number of elements of each parameter with a master, by name.
@@ -119,7 +119,7 @@ def problem_of(
         graph=graph,
         cluster=cluster,
         num_copies=1 if ranks is None else ranks.num_copies,
-        shards={} if ranks is None else {slot.name: ranks.parts_of(slot.param) for slot in slots},
+        shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), ranks),
         host_budget_bytes=host_budget_bytes(options, ranks) - host_held_bytes,
         host_base_bytes=host_held_bytes,
@@ -139,24 +139,25 @@ def problem_of(
     )
 
 
-def _masters(trained: Sequence[Slot]) -> Mapping[str, int]:
-    return {slot.name: slot.param.numel() for slot in trained if has_master(slot.param)}
+def _masters(trained: Sequence[Slot]) -> Mapping[StorageId, int]:
+    return {StorageId(slot.name): slot.param.numel() for slot in trained if has_master(slot.param)}
 
 
-def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[str, str]:
+def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[StorageId, str]:
     """Return the dtypes in which `ranks` reduce gradients, by parameter name, if they differ from the parameter's."""
-    dtypes = {slot: ranks.reduced_dtype(slot.param) for slot in trained}
-    return {slot.name: str(dtype).removeprefix("torch.") for slot, dtype in dtypes.items() if dtype != slot.param.dtype}
+    dtypes = {StorageId(slot.name): (slot.param.dtype, ranks.reduced_dtype(slot.param)) for slot in trained}
+    return {name: str(reduced).removeprefix("torch.") for name, (own, reduced) in dtypes.items() if reduced != own}
 
 
-def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[str, ParamState]:
+def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[StorageId, ParamState]:
     """Return the parameter group and the bytes of optimizer state of each parameter, by name.
 
     `known` has the answers of optimizers, by the id of the parameter. A parameter without an optimizer gets group 0 and
     the state of HybridAdamW.
     """
     return {
-        slot.name: known.get(id(slot.param)) or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
+        StorageId(slot.name): known.get(id(slot.param))
+        or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
         for slot in trained
     }
 

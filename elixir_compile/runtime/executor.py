@@ -199,8 +199,8 @@ class Executor:
             self.generation += 1
             let_state_follow([slot.param for slot in self.slots.values()])
 
-    def stop_managing(self) -> None:
-        """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
+    def forget_parameters(self) -> None:
+        """Forget the parameters and their homes, because another executor takes them over; no graph runs here again."""
         for slot in self.slots.values():
             forget(slot)
         self.gates.clear()

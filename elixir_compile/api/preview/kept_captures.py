@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,9 +106,10 @@ def kept_capture(key: str) -> Capture | None:
         return None
     with suppress(OSError):  # in a read-only folder files do not age
         os.utime(path)
-    values = {field.name: getattr(kept, field.name) for field in fields(kept)}
-    maps = {name: dict(values[name]) for name in ("numels", "state_bytes", "masters")}
-    return Capture(**(values | maps | {"device": torch.device(kept.device)}))
+    values: dict[str, Any] = {field.name: getattr(kept, field.name) for field in fields(kept)}
+    values |= {name: dict(values[name]) for name in ("numels", "state_bytes", "masters")}
+    values["device"] = torch.device(kept.device)
+    return Capture(**values)
 
 
 def keep_capture(key: str, capture: Capture) -> None:
@@ -115,9 +117,10 @@ def keep_capture(key: str, capture: Capture) -> None:
 
     If the folder cannot be written, the log gets a line.
     """
-    values = {field.name: getattr(capture, field.name) for field in fields(capture)}
-    maps = {name: tuple(value.items()) for name, value in values.items() if isinstance(value, Mapping)}
-    kept = _Kept(**(values | maps | {"device": str(capture.device)}))
+    values: dict[str, Any] = {field.name: getattr(capture, field.name) for field in fields(capture)}
+    values |= {name: tuple(value.items()) for name, value in values.items() if isinstance(value, Mapping)}
+    values["device"] = str(capture.device)
+    kept = _Kept(**values)
     path = _path(key)
     try:
         write_cached(path, to_json(_FORM, kept, indent=None))

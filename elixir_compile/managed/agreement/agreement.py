@@ -65,15 +65,16 @@ def agreed_plan(
 ) -> Plan:
     """Return the plan of all ranks of `control`, verified for the graph of this rank; all ranks must call this.
 
-    `settings` are further options, not in `problem`, to be equal on all ranks. If this rank has no
-    problem, `failure` is the error it raised instead, and it is raised here again.
+    `settings` are further options, not in `problem`, to be equal on all ranks. If this rank has no problem, `failure`
+    is the error it raised instead, and it is raised here again.
 
-    If a rank fails, all raise: NoFeasiblePlan as raised on the failing rank, another error as PeerFailed on the
-    other ranks. Raises RanksDiffer if parameters, settings or versions differ, or if ops differ so much that a rank
-    cannot follow the plan.
+    If a rank fails, all raise: NoFeasiblePlan as raised on the failing rank, another error as PeerFailed on the other
+    ranks. Raises RanksDiffer if parameters, settings or versions differ, or if ops differ so much that a rank cannot
+    follow the plan.
     """
     ops, facts = agreed_facts(control, problem, settings, failure)
     leader = control.rank if control.is_echo else leader_of(facts)
+    assert problem is not None  # without a problem, `agreed_facts` has raised `failure`
 
     def own_answer() -> str:
         return plan_to_json(search(for_all(problem, facts))) if leader == control.rank else ""
@@ -100,6 +101,7 @@ def agreed_facts(
         nonlocal lines, ops
         if failure is not None:
             raise failure
+        assert problem is not None
         lines, ops = lines_of(problem, same), ops_of(problem.graph)
         return facts_of(problem, lines, ops)
 
@@ -137,6 +139,7 @@ def _taken_over(
     if divide.odd:
         odd = ranks_at(control, divide.odd)
         raise RanksDiffer(odd, [f"{ranks_text(odd)} took over other buckets, placements or actions than were planned"])
+    assert isinstance(plan, Plan)  # for a rank with a fault, `_require_same` has raised
     return plan
 
 
