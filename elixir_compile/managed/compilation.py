@@ -240,7 +240,7 @@ class Compilation:
 
     def begin_forward(self, args: list[Any]) -> None:
         """Before each forward: search again if it is due, and move parameters to the homes of the plan."""
-        self._executor.take_in_replaced()
+        self._executor.adopt_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
                 other._profiler.restart()  # Inference runs the same buckets, and regions of the same labels.
@@ -265,8 +265,8 @@ class Compilation:
 
     def _run_backward(self, args: list[Any]) -> Any:
         ticket = args[self._ticket_position]
-        self.outstanding.note_outstanding(self._executor.saved.waiting(leaving_out=ticket))
-        self._executor.saved.bring_back(ticket)
+        self.outstanding.note_outstanding(self._executor.saved.outstanding_owners(leaving_out=ticket))
+        self._executor.saved.restore(ticket)
         try:
             self._variants.begin_backward(ticket)
             with _compile_lock:
@@ -289,7 +289,7 @@ class Compilation:
             self._progress.measured(self.active.plan, stats)
             self._stats = stats if self.may_replan else None
         # Parameters do not move while a forward is outstanding.
-        if self._stats is not None and not self._executor.saved.waiting():
+        if self._stats is not None and not self._executor.saved.outstanding_owners():
             stats, self._stats = self._stats, None
             if self._executor.generation == self.active.generation:
                 self._learn(stats)
@@ -376,7 +376,7 @@ class Compilation:
         executor, active = self._executor, self.active
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.outstanding.offloads_first:
-            is_crowded = not executor.saved.make_room()
+            is_crowded = not executor.saved.offload_outstanding()
         is_moved, may_adopt = executor.generation != active.generation, active.generation < 0
         may_stay = not is_moved or executor.agrees(active.plan.buckets, active.plan.placements, may_adopt=may_adopt)
         return bool(self._planner.sizes.grown(active.captured, args)) or is_crowded or not may_stay

@@ -89,7 +89,7 @@ def plan_beside_outstanding(executor: Executor, reserved_bytes: int, plan: Calla
     try:
         return plan(ExternalUsage(outstanding_bytes=outstanding_bytes))
     except NoFeasiblePlan:
-        if not any_of_all(executor, executor.saved.make_room(), "room that was made"):
+        if not any_of_all(executor, executor.saved.offload_outstanding(), "room that was made"):
             raise
     executor.is_crowded = True
     return plan(ExternalUsage(outstanding_bytes=executor.saved.held_bytes()))
@@ -121,7 +121,7 @@ class OutstandingForwards:
         """Record a forward; first plan all graphs of the last steps together if memory was short and none is
         outstanding."""
         executor = self._executor
-        outstanding = executor.saved.waiting()
+        outstanding = executor.saved.outstanding_owners()
         graphs = [other for other in executor.compilations if other.outstanding.has_run]
         if graphs and executor.is_crowded and not outstanding:
             executor.is_crowded = False

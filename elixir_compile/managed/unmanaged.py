@@ -43,7 +43,7 @@ def stop_managing(executor: Executor, unmanaged: Iterable[tuple[Slot, str]]) -> 
         if slot.is_dtensor:
             raise UnsupportedModel(slot.name, f"{reason}, and several ranks share it. Do that outside of the forward")
         readers = [compilation for compilation in compilations if slot.name in compilation.param_names]
-        if readers and executor.saved.waiting():
+        if readers and executor.saved.outstanding_owners():
             raise UnsupportedModel(
                 slot.name,
                 f"{reason}, and another graph, which waits for its backward, gathers it. Call the compiled model once "

@@ -137,7 +137,7 @@ class PlanVariants:
 
     def _doing(self) -> str:
         """Return in words how far this rank is in its step, for the text of RanksDiffer."""
-        outstanding = self._executor.saved.waiting()
+        outstanding = self._executor.saved.outstanding_owners()
         before = [other.outstanding.description for other in self._executor.compilations if other in outstanding]
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
         return f"is about to run {self._name}{behind}"

@@ -13,11 +13,13 @@ from elixir_compile.problem.planning import cluster_of
 from elixir_compile.units import GIB
 
 ALONE = profile_for("cpu", GIB, GIB, "cpu")
-SQUARE: Any = SimpleNamespace(num_ranks=4, num_shards=2, num_copies=2, num_local=4, talk=SimpleNamespace(is_echo=False))
+SQUARE: Any = SimpleNamespace(
+    num_ranks=4, num_shards=2, num_copies=2, num_local=4, control=SimpleNamespace(is_echo=False)
+)
 """Two copies of two parts, all on one host."""
 
 
-def test_what_was_measured_on_as_many_ranks_counts_for_parts_and_copies() -> None:
+def test_measured_links_count_for_shards_and_copies() -> None:
     node = replace(ALONE.nodes[0], num_devices=4, peer=replace(ALONE.h2d, bytes_per_s=123.0))
     measured = Cluster(nodes=(node,))
     assert cluster_of(measured, SQUARE, parse_options({})) is measured
