@@ -66,11 +66,6 @@ class RegionCompiler:
         self._compiled: dict[str, CompiledRegion] = {}
         self._kernels = compat.Kernels()
 
-    @property
-    def num_compiled(self) -> int:
-        """How many different regions were compiled."""
-        return len(self._compiled)
-
     def lower(self, region: RegionGraph, visible: Sequence[int], *, is_inference: bool = False) -> CompiledRegion:
         """Return `region` compiled, or the earlier compilation of an equal region.
 
