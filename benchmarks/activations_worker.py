@@ -22,7 +22,7 @@ from worker import build, plan_figures, stepper, timed, tokens_for
 import elixir_compile as elixir
 from elixir_compile.analysis.activations import activation_groups
 from elixir_compile.ir import Plan, Saving, StepGraph, Tier
-from elixir_compile.managed import compilation
+from elixir_compile.managed import graph_planner
 from elixir_compile.problem import cache
 
 BATCH, LENGTH = 4, 512
@@ -120,7 +120,7 @@ def searches() -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - began_s)
 
-    with mock.patch.object(compilation, "plan_for", plan_for):
+    with mock.patch.object(graph_planner, "plan_for", plan_for):
         yield seconds
 
 

@@ -119,7 +119,7 @@ def work(name: str, planner: str, budget_bytes: int | None) -> None:
         return
     (compilation,) = elixir.compilations(compiled)
     # The compilation's problem has no public name, and making it anew would need a second capture.
-    rules = rule_digests(compilation._problem) if is_default else {}
+    rules = rule_digests(compilation.active.problem) if is_default else {}
     # The plan's correction skips the second step, so its memory is measured here: state is there, nothing compiles.
     phases = [{"plan": plan_figures(compilation.plan), "peak_bytes": elixir.measure_step(step).device_peak_bytes}]
     if is_default:

@@ -1,9 +1,9 @@
 """`torch.compile(model, backend="elixir")`: the entry point that Dynamo calls once per captured graph.
 
 prepared model   the graph gathers its parameters: compile it
-plain model      its inputs are the parameters: find the models that own them, rewire the graph to gathers, compile
-                 it, and prepare those models; later captures of theirs gather
-no parameters    compile it as torch would, with a warning
+plain model      the parameters are inputs of the graph: find their models, rewire the graph to gathers, compile it, and
+                 prepare the models; later captures of these models have gathers
+no parameters    compile the graph as torch does, with a warning
 """
 
 import copy
@@ -34,17 +34,17 @@ from elixir_compile.managed.lifetime import for_compiled_code
 from elixir_compile.managed.masters import check_masters, check_reduces
 from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.saved import load_plan
-from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
+from elixir_compile.managed.unmanaged import compile_unmanaged, executor_of_slot, stop_managing
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
-from elixir_compile.problem.loss import Chunks, Pressed, Whole, better, chunks_of, is_pressed, least_short
+from elixir_compile.problem.loss import Chunks, Pressed, Unchunked, chunks_of, if_better, is_pressed, raise_smaller_need
 from elixir_compile.runtime.executor import Executor
 
 log = logging.getLogger("elixir_compile")
 
-# When the backend is named, before Dynamo traces the first frame: a model of Hugging Face is one graph then, loss
-# included.
+# This must run before Dynamo traces the first frame, so that a model of Hugging Face and its loss are one graph. The
+# module is imported when a user names the backend.
 compat.trace_past_logging()
 
 
@@ -57,8 +57,8 @@ def elixir(
 ) -> Callable[..., Any]:
     """Compile one captured graph for the memory budget in `options` (see `elixir_compile.options.Options`).
 
-    An error of the plan or of the options is raised when the compiled function is called, as itself, not wrapped by
-    Dynamo.
+    An error of the plan or of the options is raised when the compiled function is called, so that Dynamo does not wrap
+    it.
     """
 
     def compile_it() -> Callable[..., Any]:
@@ -75,42 +75,46 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
     functional = read_functionally(gm)
     if functional is not None:
         raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)
-    _follow_changes([slot_by_key(key).sink for key in gather_keys(gm.graph)], inputs)
+    _follow_changes([executor_of_slot(slot_by_key(key)) for key in gather_keys(gm.graph)], inputs)
     written = written_parameters(gm, inputs)
-    whole = gathered_among(gm, written)
-    if whole:
-        return compile_unmanaged(gm, inputs, whole, lambda *graph: _or_raiser(lambda: _compile_graph(*graph, options)))
+    unmanaged = gathered_among(gm, written)
+    if unmanaged:
+
+        def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return _or_raiser(lambda: _compile_graph(gm, inputs, options))
+
+        return compile_unmanaged(gm, inputs, unmanaged, compile_graph)
     return _compile_graph(gm, inputs, options, written)
 
 
 def _compile_graph(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, whole: Sequence[tuple[nn.Parameter, str]] = ()
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, unmanaged: Sequence[tuple[nn.Parameter, str]] = ()
 ) -> Callable[..., Any]:
-    """Compile a graph whose inputs `whole`, each with a reason, can be no gathers."""
+    """Compile a graph; its inputs `unmanaged`, each with a reason, cannot become gathers."""
     keys = split_gathers(gm)
     if keys:
-        return _compile_gathers(gm, inputs, options, slot_by_key(keys[0]).sink)
+        return _compile_gathers(gm, inputs, options, executor_of_slot(slot_by_key(keys[0])))
     params = _parameters(inputs)
     roots = find_roots(params)
     prepared: list[Executor] = [executor for root in roots if (executor := executor_of(root)) is not None]
     if prepared:
         _follow_changes(prepared, inputs)
-        # Parameters that a prepared model keeps whole.
+        # All of these are unmanaged parameters of prepared models.
         return compat.compile_plainly(gm, inputs, options.inner)
     executor = new_executor(roots, params[0].device) if roots else None
     if executor is not None:
         stop_managing(
-            executor, ((slot, reason) for param, reason in whole if (slot := executor.slot_for(param)) is not None)
+            executor, ((slot, reason) for param, reason in unmanaged if (slot := executor.slot_for(param)) is not None)
         )
     if executor is None or not any(executor.slot_for(param) for param in params):
-        _say_nothing_to_place(inputs, options)
+        _warn_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)
     return _compile_first(gm, inputs, options, roots, executor)
 
 
 def _follow_changes(executors: Iterable[Executor], inputs: Sequence[Any]) -> None:
-    """Have the frame at hand traced again, with the models of `executors` prepared anew, where their parameters were
-    replaced or others came to them."""
+    """If parameters of a model of `executors` were replaced or added, prepare it again and let Dynamo trace the frame
+    again."""
     for executor in dict.fromkeys(executors):
         if executor.sites.is_outdated or has_unplaced(executor, _parameters(inputs)):
             prepare_again(executor)
@@ -124,7 +128,7 @@ def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
 def _compile_gathers(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor
 ) -> Callable[..., Any]:
-    """Compile a graph that gathers, with its loss in chunks where that makes the better plan."""
+    """Compile a graph with gathers, and its loss in chunks if their plan is better."""
     if options.param_dtype is not None:
         check_masters(executor.slots.values(), options.param_dtype)
     executor.gradients.sums_in_fp32 |= options.reduce_dtype == "float32"
@@ -144,8 +148,10 @@ def _compile_gathers(
 
 
 def _decided_chunks(options: Options, executor: Executor) -> int | None:
-    """Return in how many chunks the loss is computed by the user's plan or, on several ranks, by an earlier graph:
-    others may not compile theirs again. None where nothing is decided."""
+    """Return the number of chunks of the loss if it is decided already, else None.
+
+    The user's plan decides it, or on several ranks an earlier graph, as the other ranks may not compile again.
+    """
     if options.plan is not None:
         return load_plan(options.plan).loss_chunks
     if executor.ranks is None:
@@ -158,40 +164,45 @@ def _decided_chunks(options: Options, executor: Executor) -> int | None:
 def _compile_reviewed(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor, chunks: Chunks
 ) -> Callable[..., Any]:
-    """Compile the graph with its loss whole, or in `chunks` where that makes the better plan."""
+    """Compile the graph with its loss as captured, or in `chunks` if their plan is better."""
     try:
-        # Without a backward a loss in chunks saves no time, only what does not fit.
+        # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.
         review = _unpressed if torch.is_grad_enabled() else None
         return _compile_as(compat.copy_of(gm), inputs, options, executor, review, 1)
     except NoFeasiblePlan as error:
-        if error.because:  # other ranks run other graphs, and do not try theirs in chunks
+        if error.because:  # other ranks run other graphs, and do not try chunks
             raise
-        # `review` keeps it as long as the compiled code, and its frames hold the capture that failed.
-        whole: Whole = error.with_traceback(None)
+        # Compiled code keeps `review`, and with it this error; the frames of its traceback hold the failed capture.
+        unchunked: Unchunked = error.with_traceback(None)
     except Pressed as pressed:
-        whole = pressed.plan
-    found = _compile_chunked(gm, inputs, options, executor, chunks, whole)
+        unchunked = pressed.plan
+    found = _compile_chunked(gm, inputs, options, executor, chunks, unchunked)
     if found is not None:
         return found
-    if isinstance(whole, NoFeasiblePlan):
-        raise whole
+    if isinstance(unchunked, NoFeasiblePlan):
+        raise unchunked
     return _compile_as(gm, inputs, options, executor, num_chunks=1)
 
 
 def _unpressed(plan: Plan) -> Plan:
-    """Return `plan` where it keeps everything."""
+    """Return `plan` if it keeps all activations and optimizer state on the device; else raise Pressed."""
     if is_pressed(plan):
         raise Pressed(plan)
     return plan
 
 
 def _compile_chunked(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor, chunks: Chunks, whole: Whole
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    executor: Executor,
+    chunks: Chunks,
+    unchunked: Unchunked,
 ) -> Callable[..., Any] | None:
-    """Compile a copy of the graph with its loss in chunks; None where the plan is no better than `whole`."""
+    """Compile a copy of the graph with its loss in chunks; None if its plan is no better than `unchunked`."""
 
     def review(plan: Plan) -> Plan:
-        found = better(chunks, plan, whole)
+        found = if_better(chunks, plan, unchunked)
         if found is None:
             raise Pressed(plan)
         return found
@@ -201,13 +212,13 @@ def _compile_chunked(
     try:
         compiled = _compile_as(chunked, inputs, options, executor, review, chunks.num_chunks)
     except NoFeasiblePlan as error:
-        least_short(whole, error)
+        raise_smaller_need(unchunked, error)
         return None
     except Pressed:
         return None
     for other in executor.compilations:
-        # An earlier capture of the same step, whose plan was in force for the loss as it is.
-        other.is_superseded |= other.plan is whole
+        # The chunked step replaces an earlier capture of the step with its unchunked loss.
+        other.is_superseded |= other.plan is unchunked
     return compiled
 
 
@@ -219,8 +230,10 @@ def _compile_as(
     review: Callable[[Plan], Plan] | None = None,
     num_chunks: int | None = None,
 ) -> Callable[..., Any]:
-    """Compile the graph as it is, whose loss is in `num_chunks`; `review` gets its first plan and returns the one to
-    use."""
+    """Compile the graph without further changes; its loss is in `num_chunks`.
+
+    `review` is called with its first plan and returns the plan to use.
+    """
     name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
     positions = handle_inputs(gm)
     gate = Gate([slot_by_key(key) for key in positions.values()])
@@ -232,7 +245,7 @@ def _compile_as(
         warn_of_plain_state()
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     given = gathers_to_inputs(gm, inputs)
-    repeated = given.repeated  # and not `given`: the first batch would live as long as `run`
+    repeated = given.repeated  # `run` must not keep `given`, which holds the first batch
     calls = FrontEnd(compilation, executor.regions_for(options.inner), gate, given.keys)
     compiled = front_end(given.module, given.example_inputs, calls.partition, calls.lower)
     executor.compilations.append(compilation)
@@ -253,20 +266,19 @@ def _compile_first(
 ) -> Callable[..., Any]:
     """Compile the graph of a plain model as if the model were prepared, and prepare it.
 
-    Dynamo builds its checks when this has returned. They are checks of prepared modules then, and the graph need not be
-    captured again, unless it reads attributes of the classes that change. A plan that does not fit leaves the model
-    plain.
+    Dynamo builds its guards after this has returned, so they are guards of prepared modules. The graph need not be
+    captured again unless it reads attributes of the classes that change. If no plan fits, the model stays plain.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     rewired = rewire(gm, inputs)
-    handles = rewired.handles  # and not `rewired`: the first batch would live as long as `run`
+    handles = rewired.handles  # `run` must not keep `rewired`, which holds the first batch
     try:
         compiled = _compile_gathers(gm, rewired.example_inputs, options, executor)
     except NoFeasiblePlan as error:
         raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
     swap_modules(roots, executor)
     if compat.checks_class_of([placeholders[index] for index in handles]):
-        # A check of `Block.scale` says where among the bases of the module's class it is, and the class is another now.
+        # A guard of `Block.scale` has its position among the bases of the module's class, and that class is new.
         executor.compilations.clear()
         compat.trace_again("modules got classes that read parameters as gathers")
     compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
@@ -287,28 +299,24 @@ def _log_graph_break(gm: fx.GraphModule) -> None:
         log.info("graph break at %s:%d: what follows is planned as a graph of its own. %s", *found)
 
 
-def _say_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
+def _warn_nothing_to_place(inputs: Sequence[Any], options: Options) -> None:
     message = (
         "the captured graph reads no floating-point parameter of a module, so there is nothing to place: "
         f"it runs as with backend={options.inner!r}, without a memory budget."
     )
     takes_activations = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
-    if takes_activations or not torch.is_grad_enabled():  # a piece of a model behind a graph break, as a loss is
+    if takes_activations or not torch.is_grad_enabled():  # a part of a model after a graph break, such as a loss
         log.debug("%s", message)
     else:
         warnings.warn(message, ElixirWarning, stacklevel=4)
 
 
 def _or_raiser(compile_it: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return what `compile_it` returns, or what raises its error when called."""
+    """Return the result of `compile_it`, or if it raises an ElixirError, a function that raises this error."""
     try:
         return compile_it()
     except ElixirError as error:
-        return _raiser(error)
-
-
-def _raiser(error: ElixirError) -> Callable[..., Any]:
-    fresh = copy.copy(error)  # without the traceback, whose frames hold the model
+        fresh = copy.copy(error)  # without the traceback, whose frames hold the model
 
     def run(*args: Any) -> Any:
         raise copy.copy(fresh)
@@ -317,7 +325,7 @@ def _raiser(error: ElixirError) -> Callable[..., Any]:
 
 
 def with_compiler(options: Options) -> Options:
-    """Return `options` as they can be followed here: without a C++ compiler, with a warning, `inner` is `aot_eager`."""
+    """Return `options`; if there is no C++ compiler, with `inner="aot_eager"` and a warning."""
     if options.inner == "inductor" and not compat.has_cpp_compiler():
         warnings.warn(
             "no C++ compiler was found, so regions run op by op (inner='aot_eager'). "

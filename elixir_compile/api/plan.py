@@ -1,4 +1,4 @@
-"""`elixir_compile.plan(model, example_inputs)`: the plan that training would get, without training."""
+"""`elixir_compile.plan(model, example_inputs)`: the plan of a training step, without training."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
-from elixir_compile.problem.loss import Chunks, Whole, better, is_pressed, least_short
+from elixir_compile.problem.loss import Chunks, Unchunked, if_better, is_pressed, raise_smaller_need
 from elixir_compile.problem.machine import device_budget_bytes, host_budget_bytes, machine
 from elixir_compile.search import Problem
 
@@ -34,20 +34,23 @@ def plan(
 ) -> Plan:
     """Return the plan for training `model` with HybridAdamW on batches like `example_inputs`.
 
-    No weights are allocated, no GPU is needed, nothing is compiled or run, and `model` stays as it is: it may be real,
-    on `meta`, or a function that makes it; a configuration of Hugging Face, in whose dtype it is trained; or what the
-    command line calls a model (`"llama-7b"`, a config file or folder), trained in bfloat16. With one of the last two,
-    layers that are alike are not each captured. `example_inputs` are positional or by name, on any device; only their
-    shapes and dtypes count. What the model returns decides nothing: the backward starts from every output that carries
-    a gradient, as in training.
+    No weights are allocated, no GPU is needed, nothing is compiled or run, and `model` stays as it is.
 
-    `hardware` is a `Cluster`, a name such as `"4 x a100-40g"`, or the path of a profile; None is this machine with the
-    memory that is free now. The step is captured on the device of the model, `cpu` where it has none and there is no
-    GPU, whatever `hardware` is: the kernels that a plan for another machine counts are those of this one.
-    `state_bytes_per_element` are bytes of optimizer state, by default what HybridAdamW keeps; 12 stands for fp32 master
-    weights and moments. `dynamic` leaves the batch, the first dimension of every input, open.
+    `model` may be a module, with weights or on `meta`, or a function that returns a module; a configuration of Hugging
+    Face, trained in its dtype; or a model of the command line (`"llama-7b"`, a config file or folder), trained in
+    bfloat16. For a configuration or a name, equal layers are captured only a few times. `example_inputs` are positional
+    or by name, on any device; only their shapes and dtypes count. The backward starts from every output that requires a
+    gradient, as in training.
 
-    Raises NoFeasiblePlan with the shortfall, UnsupportedModel, UnknownModel, and UnknownHardware.
+    `hardware` is a `Cluster`, a name such as `"4 x a100-40g"`, or the path of a profile; None is this machine with its
+    free memory. The step is always captured on the device of the model; if the model has none, on the GPU if there is
+    one, else on `cpu`. So a plan for another machine counts the kernels of this machine.
+
+    `state_bytes_per_element` are the bytes of optimizer state for each element of a trained parameter, by default of
+    HybridAdamW; 12 stands for fp32 master weights and moments. If `dynamic`, the batch, the first dimension of every
+    input, is symbolic.
+
+    Raises NoFeasiblePlan with the missing bytes, UnsupportedModel, UnknownModel, and UnknownHardware.
     """
     chosen = options if isinstance(options, Options) else parse_options(options)
     if chosen.plan is not None:
@@ -65,41 +68,43 @@ def plan(
 
 
 def plan_with_loss(capture_with: Callable[[Chunks | None], Capture], plan_of: Callable[[Capture], Plan]) -> Plan:
-    """Return the plan of the step as it is, or of the step with its loss in chunks where that one is better.
+    """Return the plan of the captured step, or of the step with its loss in chunks if its plan is better.
 
-    Raises NoFeasiblePlan where neither fits.
+    Raises NoFeasiblePlan if neither fits.
     """
     capture = capture_with(None)
     try:
-        whole: Whole = plan_of(capture)
+        unchunked: Unchunked = plan_of(capture)
     except NoFeasiblePlan as error:
-        whole = error
-    if capture.chunks is not None and (isinstance(whole, NoFeasiblePlan) or is_pressed(whole)):
+        unchunked = error
+    if capture.chunks is not None and (isinstance(unchunked, NoFeasiblePlan) or is_pressed(unchunked)):
         try:
-            found = better(capture.chunks, plan_of(capture_with(capture.chunks)), whole)
+            found = if_better(capture.chunks, plan_of(capture_with(capture.chunks)), unchunked)
             if found is not None:
                 return found
         except NoFeasiblePlan as error:
-            least_short(whole, error)
-    if isinstance(whole, NoFeasiblePlan):
-        raise whole
-    return whole
+            raise_smaller_need(unchunked, error)
+    if isinstance(unchunked, NoFeasiblePlan):
+        raise unchunked
+    return unchunked
 
 
 def named_cluster(hardware: "Cluster | str | None") -> Cluster | None:
-    """Return the machine that `hardware` names, None for this one; raises what `machine` raises."""
+    """Return the machine called `hardware`, or None for this machine. Raises the errors of `machine`."""
     return machine(torch.device("cpu"), hardware) if isinstance(hardware, str) else hardware
 
 
 def question(
     capture: Capture, options: Options, cluster: Cluster | None, *, state_bytes_per_element: int | None = None
 ) -> tuple[Problem, Options]:
-    """Return what `plan_for` is asked: the problem on `cluster`, or on this machine with the memory that is free, and
-    the options that go with it."""
+    """Return the arguments of `plan_for`: the problem of `capture` and the options for it.
+
+    The problem is on `cluster`, or if it is None, on this machine with its free memory.
+    """
     here = machine(capture.device) if cluster is None else cluster
     problem = capture.problem(here, options, state_bytes_per_element=state_bytes_per_element)
     if cluster is not None:
-        # The memory of a profile is as good as a budget that the user gave: it does not change from run to run.
+        # The memory of a profile does not change from run to run, so it counts as a budget given by the user.
         return problem, replace(
             options, device_memory=problem.budget_bytes, host_memory=problem.host_budget_bytes, hardware=None
         )

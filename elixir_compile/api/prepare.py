@@ -1,4 +1,4 @@
-"""Give a model to Elixir: its parameters become gathers, and may live where the plan wants them."""
+"""Prepare a model: its parameters read as gathers, so that a plan may place them in any memory."""
 
 import threading
 import weakref
@@ -35,21 +35,21 @@ def prepare(
     param_dtype: ParamDtype | None = None,
     mesh: "DeviceMesh | None" = None,
 ) -> nn.Module:
-    """Make every parameter of `model` readable on `device` from wherever it lives, and return `model`.
+    """Make every parameter of `model` readable on `device`, whatever memory it is in, and return `model`.
 
-    The parameters stay what and where they are (one on `meta` is created on the host), so a model larger than the
-    device never is whole on it; buffers move to `device`, by default the device of the first parameter that has one.
-    `state_dict()` keys do not change. Preparing twice changes nothing.
+    The parameters keep their identity and stay in their memory; a parameter on `meta` is created on the host. So a
+    model larger than the device is never on it as a whole. Buffers move to `device`. Its default is the device of the
+    first parameter that is not on `meta`. `state_dict()` keys do not change. Preparing again changes nothing.
 
     `param_dtype` casts fp32 parameters, not buffers, to `"bfloat16"` or `"float16"`. HybridAdamW then updates an fp32
-    master, which begins with every bit of the weights as they are now. Parameters of that dtype get a master too.
+    master, which starts with every bit of the present weights. Parameters already of `param_dtype` get a master too.
 
-    With a `mesh` of several ranks, each of which calls this at once, parameters become DTensors of which each rank has
-    a part, cut along dimension 0 over the last axis of the mesh; an axis before it holds copies. Small tensors
-    are whole on each rank. The values are those of the first rank. Make the optimizer after this.
+    With a `mesh` of several ranks, each rank must call this together. Parameters become DTensors, sharded along
+    dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
+    each rank. All ranks get the values of the first rank. Make the optimizer after this call.
 
-    Raises UnsupportedModel for a model without parameters and for one that was prepared for another device or
-    `param_dtype`, InvalidOption for a `param_dtype` that is none.
+    Raises UnsupportedModel if the model has no parameters, or was prepared for another device or `param_dtype`, and
+    InvalidOption if `param_dtype` is unknown.
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
@@ -73,7 +73,7 @@ def prepare(
             cast(model, param_dtype)
         executor = new_executor([model], target, ranks)
         swap_modules([model], executor)
-        bring_rest([model], executor)
+        move_rest([model], executor)
     return model
 
 
@@ -84,10 +84,10 @@ def new_executor(
     *,
     originals: Sequence[nn.Module] = (),
 ) -> Executor:
-    """Return an executor with a slot for every parameter of `roots` that can become a gather; the modules are not
-    touched yet.
+    """Return an executor with a slot for every parameter of `roots` that can become a gather.
 
-    `originals` are the models that `roots` stand for, if the memory of `roots` does not tell which parameters share it.
+    The modules are not changed yet. If `roots` are stand-ins, `originals` are their models: they show which parameters
+    share memory.
     """
     executor = Executor(device, type(roots[0]).__name__, ranks)
     for name, param, reason in _with_reasons(roots, originals):
@@ -99,9 +99,9 @@ def new_executor(
 
 
 def has_unplaced(executor: Executor, params: Iterable[nn.Parameter]) -> bool:
-    """Whether some of `params` have come to the models of `executor` since, and could be placed.
+    """Return whether some of `params` were added to the models of `executor` after it was made, and could be placed.
 
-    Raises UnsupportedModel for one of several ranks, which would each train their own.
+    Raises UnsupportedModel if there are several ranks: each rank would train its own copy of the parameter.
     """
     wanted = {id(param) for param in params if executor.slot_for(param) is None}
     found = _with_reasons(_roots(executor)) if wanted else ()
@@ -114,9 +114,9 @@ def has_unplaced(executor: Executor, params: Iterable[nn.Parameter]) -> bool:
 
 
 def prepare_again(old: Executor) -> None:
-    """Make the models of `old` read as gathers of another executor, with the parameters that they have now.
+    """Prepare the models of `old` with a new executor for their present parameters.
 
-    Raises UnsupportedModel where several ranks share `old` and one of the parameters is not shared.
+    Raises UnsupportedModel if there are several ranks and a parameter is not sharded.
     """
     with _lock:
         roots = _roots(old)
@@ -137,7 +137,7 @@ def prepare_again(old: Executor) -> None:
         new.generation, new.disk = old.generation + 1, old.disk
         new.gradients.sums_in_fp32 = old.gradients.sums_in_fp32
         swap_modules(roots, new)
-        bring_rest(roots, new)
+        move_rest(roots, new)
 
 
 def _roots(executor: Executor) -> list[nn.Module]:
@@ -147,9 +147,9 @@ def _roots(executor: Executor) -> list[nn.Module]:
 def _with_reasons(
     roots: Sequence[nn.Module], originals: Sequence[nn.Module] = ()
 ) -> Iterable[tuple[str, nn.Parameter, str | None]]:
-    """Yield the parameters of `roots` with their names and with why each cannot become a gather, None if it can.
+    """Yield the name and each parameter of `roots`, with the reason why it cannot become a gather, or None if it can.
 
-    Which of them share memory is looked up in `originals`, models of the same structure; in `roots` if there are none.
+    `originals` are models of the same structure that show which parameters share memory; by default `roots` themselves.
     """
     named = list(_named_parameters(roots))
     owners = originals or roots
@@ -163,7 +163,7 @@ def _with_reasons(
 
 
 def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
-    """Make the parameters of `roots` that `executor` has slots for read as gathers; no tensor moves."""
+    """Let the modules of `roots` read all parameters with a slot in `executor` as gathers; no tensor moves."""
     executor.roots = tuple(weakref.ref(root) for root in roots)
     for root in roots:
         for module in root.modules():
@@ -172,8 +172,8 @@ def swap_modules(roots: Sequence[nn.Module], executor: Executor) -> None:
                 swap(module, slots, executor)
 
 
-def bring_rest(roots: Sequence[nn.Module], executor: Executor) -> None:
-    """Bring the buffers of `roots`, and the parameters that do not read as gathers, to the device of `executor`."""
+def move_rest(roots: Sequence[nn.Module], executor: Executor) -> None:
+    """Move the buffers of `roots`, and all parameters that do not read as gathers, to the device of `executor`."""
     modules = [module for root in roots for module in root.modules()]
     rest = [param for module in modules for _, param, slot in _slots_of(module, executor) if slot is None]
     with torch.no_grad():
@@ -181,14 +181,17 @@ def bring_rest(roots: Sequence[nn.Module], executor: Executor) -> None:
 
 
 def _slots_of(module: nn.Module, executor: Executor) -> Iterable[tuple[str, nn.Parameter, Slot | None]]:
-    """The parameters that `module` itself has, by name, with their slot; without one where this module cannot read
-    them as gathers."""
+    """Yield the name, the parameter and the slot of each parameter of `module` itself, without its children.
+
+    The slot is None if the module cannot read the parameter as a gather.
+    """
     for name, param in module._parameters.items():
         if param is not None:
             yield name, param, executor.slot_for(param) if unmanaged_reason(module, name) is None else None
 
 
 def _named_parameters(roots: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Parameter, nn.Module, str]]:
+    """Yield each parameter of `roots` once: its name, itself, its module, and its name in the module."""
     seen: set[int] = set()
     for index, root in enumerate(roots):
         prefix = "" if index == 0 else f"{type(root).__name__}{index}."

@@ -1,4 +1,4 @@
-"""What was compiled for a model."""
+"""`elixir_compile.compilations(model)`: the compilations of a model."""
 
 import warnings
 
@@ -11,13 +11,13 @@ from elixir_compile.managed.compilation import Compilation
 
 
 def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:
-    """Return one record per captured training graph of `model` (the module or its compiled form), in order of capture.
+    """Return a compilation for each captured training graph of `model`, in order of capture.
 
-    With `inference` the graphs without a backward are listed as well. Warns NoGraphCaptured when nothing was
-    captured: the model never ran compiled, or Dynamo found no graph in it.
+    `model` is the module or its compiled form. With `inference`, graphs without a backward are included. Warns
+    NoGraphCaptured if nothing was captured: the model never ran compiled, or Dynamo found no graph in it.
     """
     executor = executor_of(compat.undo_compile(model))
-    captured = [] if executor is None else [record for record in executor.compilations if not record.is_superseded]
+    captured = [] if executor is None else [made for made in executor.compilations if not made.is_superseded]
     if not captured:
         name = type(compat.undo_compile(model)).__name__
         warnings.warn(
@@ -26,4 +26,4 @@ def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilati
             ),
             stacklevel=2,
         )
-    return [record for record in captured if inference or not record.is_inference]
+    return [made for made in captured if inference or not made.is_inference]

@@ -1,12 +1,12 @@
-"""From what some steps took to the prices of the machine that ran them.
+"""From the measured spans of some steps to corrected rates of their machine.
 
     run fwd.0     ->  a stretch of ops with its seconds
     gather b1     ->  the rate of the link to the device
     offload b1    ->  the rate of the link to the host
-    update b1     ->  the update rate of the side where the state of b1 lives
+    update b1     ->  the update rate of the memory, device or host, in which the state of b1 lives
 
-A rate changes by the ratio of all seconds that were measured to all that were priced. A link that carried nothing
-follows the other one; a side that updated nothing keeps its rate, unless device and host are the same cores.
+A rate is divided by the ratio of all measured seconds to all predicted seconds. A link without transfers gets the ratio
+of the other link. A processor without updates keeps its rate, unless device and host are the same cores.
 """
 
 import statistics
@@ -22,28 +22,28 @@ from elixir_compile.search import Problem
 from elixir_compile.simulate import Prices, prices
 
 TOLERANCE = 0.10
-"""How far off a prediction may be before it is corrected."""
+"""Share by which a prediction may be wrong before it is corrected."""
 _MAX_RATIO = 1e4
-"""No price is corrected by more: the clock is not that fine."""
+"""Largest ratio by which a rate is corrected: the clock is too coarse for larger ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What the first steps taught about the machine."""
+    """The machine as measured in the first steps."""
 
     cluster: Cluster
     measured: Measured
     excess_bytes: int = 0
-    """Device bytes at the peak that the plan had not foreseen."""
+    """Device bytes of the measured peak above the planned peak."""
 
     def applied_to(self, problem: Problem) -> Problem:
-        """Return `problem` at the corrected prices; its graph must be the one that ran."""
+        """Return `problem` at the corrected rates; its graph must be the graph whose steps were measured."""
         base_bytes = problem.base_bytes + self.excess_bytes
         return replace(problem, cluster=self.cluster, measured=self.measured, base_bytes=base_bytes)
 
 
 def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None:
-    """Return what `seen` says about the machine of `problem`; None when a region of `plan` was not seen running."""
+    """Return the corrected machine of `problem` by `stats` of steps under `plan`; None if a region has no span."""
     seconds = _seconds(stats.spans)
     labels = [f"run {region.id}" for region in plan.regions]
     if any(label not in seconds for label in labels):
@@ -61,7 +61,10 @@ def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None
 
 
 def _seconds(spans: Iterable[Span]) -> Mapping[str, float]:
-    """Median seconds by label; of an update, the seconds per step, because parameter groups may share a bucket."""
+    """Return the median seconds of the spans of each label, by label.
+
+    Seconds of an update are per step: a bucket shared by several parameter groups has several updates in each step.
+    """
     found: defaultdict[str, list[float]] = defaultdict(list)
     for span in spans:
         found[span.label].append(span.end_s - span.start_s)
@@ -73,8 +76,11 @@ def _seconds(spans: Iterable[Span]) -> Mapping[str, float]:
 
 
 def _excess_bytes(plan: Plan, stats: StepStats) -> int:
-    """A peak below the planned one is no news: the plan's figure is an upper bound. What is foreign to training, a
-    second model for instance, is outside the budget."""
+    """Return the device bytes of the measured peak above the planned peak, without foreign bytes.
+
+    Returns 0 if the measured peak is within the budget and at most 10 % above the planned peak. A lower peak is no
+    error, as the planned peak is an upper bound. Foreign bytes, as of a second model, are outside the budget.
+    """
     if stats.device_peak_bytes is None:
         return 0
     peak_bytes = stats.device_peak_bytes - stats.foreign_bytes
@@ -98,7 +104,7 @@ def _with_links(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> C
 
 
 def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
-    """The problem's cluster, links corrected before, with the update rates that were stats."""
+    """Return the cluster of `problem`, whose links are corrected already, with corrected update rates."""
     cluster = problem.cluster
     price = prices(problem.graph, plan.buckets, cluster)
     device = _ratio(_updates(plan, price, seconds, Tier.DEVICE), _labelled(price.device_update_s))
@@ -113,8 +119,11 @@ def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) ->
 
 
 def _updates(plan: Plan, price: Prices, seconds: Mapping[str, float], tier: Tier) -> Mapping[str, float]:
-    """Seconds of the updates on `tier`, copies taken off where the parameter lives on the other side."""
-    # A streamed update is copies for the most part: it tells nothing about either side.
+    """Return the measured seconds of the updates on `tier`, by label, without the copies of their parameters.
+
+    If updates on the host include some without copies, only these count.
+    """
+    # A streamed update consists of copies for the most part, so it says nothing about the update rates.
     own = [pair for pair in _placed(plan, seconds) if not pair[1].streamed]
     there = [(bucket, placed) for bucket, placed in own if placed.optim is tier]
     if tier is Tier.DEVICE:
@@ -125,7 +134,7 @@ def _updates(plan: Plan, price: Prices, seconds: Mapping[str, float], tier: Tier
 
 
 def _placed(plan: Plan, seconds: Mapping[str, float]) -> list[tuple[Bucket, Placement]]:
-    """Buckets whose update was stats, with their placements."""
+    """Return the buckets whose update was measured, with their placements."""
     pairs = zip(plan.buckets, plan.placements, strict=True)
     return [(bucket, placement) for bucket, placement in pairs if f"update {bucket.id}" in seconds]
 
@@ -135,7 +144,7 @@ def _labelled(update_s: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _ratio(seconds: Mapping[str, float], price_s: Mapping[str, float]) -> float | None:
-    """How many times its price everything took together that has a label in `price_s`; None when nothing ran."""
+    """Return measured over predicted seconds of all labels in `price_s` together; None if none was measured."""
     measured_s = {label: seconds[label] for label in price_s if label in seconds}
     priced_s = sum(price_s[label] for label in measured_s)
     if priced_s == 0:
@@ -172,5 +181,4 @@ def _slowed_host(host: HostProfile, ratio: float | None) -> HostProfile:
 
 
 def _slowed_rate(rate_per_s: float | None, ratio: float) -> float | None:
-    """A rate that may not be known."""
     return None if rate_per_s is None else rate_per_s / ratio

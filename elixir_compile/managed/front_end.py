@@ -1,4 +1,4 @@
-"""What the compiler front ends call for one graph: once to split it, once for each half."""
+"""Callbacks of AOTAutograd for a graph: called once to partition it, and once to compile each half."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +13,17 @@ from elixir_compile.capture.joint import partition_hidden, reads_parameters, sho
 from elixir_compile.capture.parameter_inputs import with_handles
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.managed.compilation import Compilation
+from elixir_compile.managed.programs import outputs_of
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.runtime.lowering import RegionCompiler
 
 
 class FrontEnd:
-    """The callbacks of one compilation."""
+    """The callbacks of a compilation."""
 
     def __init__(self, compilation: Compilation, regions: RegionCompiler, gate: Gate, keys: Mapping[int, int]) -> None:
-        """The graph gets its handles through `gate`; `keys` are those of the parameters that are inputs of it, by
-        position."""
+        """`gate` passes the handles to the graph. `keys` has the keys of parameters among its inputs, by position."""
         # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
         self._compilation = weakref.proxy(compilation)
         self._gate = weakref.proxy(gate)
@@ -34,7 +34,7 @@ class FrontEnd:
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split the joint graph as torch would, and plan the step."""
+        """Return the forward and the backward graph, partitioned as torch does it, and plan the step."""
         if not reads_parameters(joint.graph, self._keys):
             return compat.min_cut_partition(joint, joint_inputs, **options)
         num_outputs = options["num_fwd_outputs"]
@@ -51,20 +51,20 @@ class FrontEnd:
         is_inference: bool = False,
         **options: Any,
     ) -> Callable[[list[Any]], Any]:
-        """Return what runs one half of the graph."""
+        """Return the function to run the forward or the backward graph `gm`."""
         if not is_backward:
             self._check_inputs()
         if not self._is_captured and reads_parameters(gm.graph, self._keys):
             show_in_inference(gm, self._keys)
-            self._capture(gm, None, len(gm.graph.output_node().args[0]))
+            self._capture(gm, None, len(outputs_of(gm.graph)))
         if self._is_captured:
-            run = with_deep_calls(partial(self._compilation.runs, is_backward=is_backward))
+            run = with_deep_calls(partial(self._compilation.runner, is_backward=is_backward))
             return run if is_backward else compat.boxed(partial(self._run_forward, run))
         given = with_handles(gm, examples, self._keys)
         return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)
 
     def _check_inputs(self) -> None:
-        """Raise UnsupportedModel if the compiled code would work on a parameter itself, in whose place is a handle."""
+        """Raise UnsupportedModel if the compiled code would read or write a parameter whose input is only a handle."""
         for position in sorted(compat.inputs_that_must_be_real() & self._keys.keys()):
             because = (
                 "an output of the graph is a view of it, or the graph writes it, in a way that its capture did not show"

@@ -1,11 +1,11 @@
-"""How long a compiled graph keeps what it runs on: compiled code outlives its model, so it holds nothing of the model.
+"""Lifetimes of compiled graphs: compiled code outlives its model, so it holds no reference to the model.
 
 ```text
-  modules --> executor --> records of graphs (`Compilation`) --> programs, plans
-     ^            |                    :
-     +-- parameters, slabs             : weak
-                                  compiled code, which Dynamo may keep until `torch._dynamo.reset()`
-  autograd --> ticket --> record       a backward that is still to come keeps what it needs
+  modules --> executor --> compilations --> programs, plans
+     ^            |             :
+     +-- parameters, slabs      : weak
+                           compiled code, which Dynamo may keep until `torch._dynamo.reset()`
+  autograd --> ticket --> compilation       an outstanding forward keeps the programs of its backward
 ```
 """
 

@@ -1,9 +1,10 @@
-"""Cast the parameters of a model to 16 bits and lose no bit of them: what does not fit waits for the optimizer.
+"""Cast the parameters of a model to 16 bits without losing a bit: the other bits are kept for the optimizer.
 
     fp32 weight -> bfloat16 parameter + int16 low half      4 bytes as before
                 -> float16 parameter  + fp32 master         6 bytes
 
-What is kept besides the parameter is host memory. A frozen parameter keeps nothing: thawed, its master starts from it.
+The low half and the master are in host memory. For a frozen parameter neither is kept: if it is thawed later, its
+master starts from the 16-bit value.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,18 +27,21 @@ _BLOCK = 1 << 22
 
 
 def torch_dtype(name: ParamDtype) -> torch.dtype:
-    """Return the dtype of that name."""
+    """Return torch's dtype called `name`."""
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def gets_master(param: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `param` has a master after a cast to `dtype`: it is fp32 now, or `dtype` already."""
+    """Return whether a cast to `dtype` gives `param` a master: it is in fp32 or in `dtype`, and no tensor subclass."""
     return type(own_part(param.data)) is torch.Tensor and param.dtype in (torch.float32, dtype)
 
 
 @torch.no_grad()
 def cast(model: nn.Module, name: ParamDtype) -> None:
-    """Cast every fp32 parameter of `model` to the dtype called `name`, and give it a master; not what ranks share."""
+    """Cast every fp32 parameter of `model` to the dtype called `name`, and give it a master.
+
+    DTensors are left alone: `shard_parameters` has cast them.
+    """
     dtype = torch_dtype(name)
     for param in model.parameters():
         if not gets_master(param, dtype) or has_master(param) or is_dtensor(param):
@@ -50,14 +54,14 @@ def cast(model: nn.Module, name: ParamDtype) -> None:
 
 
 def check_masters(slots: Iterable[Slot], name: ParamDtype) -> None:
-    """Raise WrongDtype for a parameter that `cast` to the dtype called `name` would have changed."""
+    """Raise WrongDtype if a parameter of `slots` has no master, although `cast` to the dtype `name` would add one."""
     for slot in slots:
         if gets_master(slot.param, torch_dtype(name)) and not has_master(slot.param):
             raise WrongDtype(slot.name, str(slot.param.dtype), name)
 
 
 def check_reduces(plan: Plan, slots: Mapping[str, Slot], ranks: Ranks) -> None:
-    """Raise PlanMismatch where `plan` reduces gradients in another dtype than `ranks` do."""
+    """Raise PlanMismatch if `plan` reduces gradients in a dtype other than the dtype in which `ranks` reduce them."""
     for bucket in plan.buckets:
         params = (slots[name].param for name in bucket.params if name in slots)
         for param in params if bucket.trainable else ():
@@ -77,7 +81,10 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def narrowed(master: torch.Tensor, dtype: torch.dtype, *, keeps_rest: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return `master`, fp32, in `dtype`, and what of it that does not hold."""
+    """Return the fp32 tensor `master` rounded to `dtype`, and the rest from which the optimizer restores `master`.
+
+    The rest is the low half for bfloat16 and `master` itself for float16; None unless `keeps_rest`.
+    """
     if not torch.ops.aten.is_non_overlapping_and_dense(master):
         master = master.contiguous()
     is_in_slab = master.device.type == "cpu" and is_slab_memory(master.data_ptr())
@@ -98,6 +105,9 @@ def narrowed(master: torch.Tensor, dtype: torch.dtype, *, keeps_rest: bool) -> t
 
 
 def _on_host(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host tier, which on a CPU-only machine is not what torch allocates, laid out as `like`."""
-    room = Slab(like.numel() * dtype.itemsize, pin=False).tensor(dtype, (like.numel(),), 0)
-    return room.as_strided(like.shape, like.stride())
+    """Return an uninitialised tensor in a slab of the host, with the shape and the strides of `like`.
+
+    On a CPU-only machine only slabs count as host memory; memory that torch allocates counts for the device.
+    """
+    elements = Slab(like.numel() * dtype.itemsize, pin=False).tensor(dtype, (like.numel(),), 0)
+    return elements.as_strided(like.shape, like.stride())

@@ -1,8 +1,8 @@
-"""A warning about optimizer state that no plan places, beside parameters on the host, if the device is a CPU.
+"""Warn of optimizer state outside of the plan if the device is a CPU and parameters are on the host.
 
-torch's own optimizers make their state on the device of the parameter. Beside a parameter on the host of a CUDA device
-that is host memory, as planned. If the device is a CPU, only the slabs of the host do not count as memory of the
-device, and such state is in no slab: a step then needs more than its plan says.
+torch's own optimizers make their state on the device of the parameter. For a parameter on the host of a CUDA device,
+that is host memory, as planned. If the device is a CPU, all memory but the slabs counts as device memory. Such state is
+in no slab, so a step needs more device memory than its plan says.
 """
 
 import functools
@@ -25,24 +25,23 @@ from elixir_compile.units import format_bytes
 
 @functools.cache
 def warn_of_plain_state() -> None:
-    """Warn from now on, once for each model, behind the first step of an optimizer that takes it over its budget."""
-    register_optimizer_step_post_hook(_PlainState().look)
+    """From now on, warn once for each model after the first step of an optimizer whose state exceeds the budget."""
+    hook: Any = torch.compiler.disable(_PlainState().inspect)
+    register_optimizer_step_post_hook(hook)
 
 
 class _PlainState:
-    """What optimizers keep beside parameters on the host."""
+    """Bytes of unplaced optimizer state for parameters on the host, by model and optimizer."""
 
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[Optimizer, tuple[object, ...]] = WeakKeyDictionary()
-        """What there was when an optimizer was looked at: nothing is looked at twice."""
+        """The form of each optimizer and of its models when it was inspected last: see `_form`."""
         self._executors: WeakKeyDictionary[Optimizer, list[ref[Executor]]] = WeakKeyDictionary()
         self._nbytes: WeakKeyDictionary[Executor, WeakKeyDictionary[Optimizer, int]] = WeakKeyDictionary()
-        """By model and optimizer."""
-        self._told: WeakSet[Executor] = WeakSet()
+        self._warned: WeakSet[Executor] = WeakSet()
 
-    @torch.compiler.disable
-    def look(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Look at `optimizer`, which has taken a step, if it has changed or the homes of parameters have."""
+    def inspect(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Count the unplaced state of `optimizer` after its step, if its state or the homes of parameters changed."""
         if isinstance(optimizer, Hybrid) and optimizer.places_state:
             return
         if self._seen.get(optimizer) == self._form(optimizer):
@@ -54,16 +53,17 @@ class _PlainState:
         for executor, own in nbytes.items():
             of_model = self._nbytes.setdefault(executor, WeakKeyDictionary())
             of_model[optimizer] = own
-            if executor not in self._told and _warn(optimizer, executor, sum(of_model.values())):
-                self._told.add(executor)
+            if executor not in self._warned and _warn(optimizer, executor, sum(of_model.values())):
+                self._warned.add(executor)
 
     def _form(self, optimizer: Optimizer) -> tuple[object, ...]:
+        """Return numbers that change if `optimizer` gets state or a parameter changes its home."""
         executors = [reference() for reference in self._executors.get(optimizer, ())]
         generations = [executor.generation for executor in executors if executor is not None]
         return (len(optimizer.state), num_slots(), *generations)
 
     def _bytes_of(self, optimizer: Optimizer) -> dict[Executor, int]:
-        """Return by model the bytes of state that count for the device, though the parameters are on the host."""
+        """Return, by model, the bytes of state that count as device memory although the parameters are on the host."""
         found: dict[Executor, int] = {}
         for param, state in optimizer.state.items():
             slot = slot_of(param) if isinstance(param, torch.Tensor) else None
@@ -83,7 +83,8 @@ def _plain_bytes(state: Any) -> Iterator[int]:
 
 
 def _warn(optimizer: Optimizer, executor: Executor, nbytes: int) -> bool:
-    """Warn of `nbytes` that are in no plan of the model and take a step over its budget; return whether they do."""
+    """Warn if a training step of `executor` needs more than its budget with `nbytes` of unplaced state; return whether
+    it does."""
     plans = [each.plan for each in executor.compilations if not (each.is_inference or each.is_superseded)]
     over = [plan for plan in plans if plan.prediction.device_peak_bytes + nbytes > plan.budget_bytes]
     if not nbytes or not over:

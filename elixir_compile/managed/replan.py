@@ -1,9 +1,9 @@
-"""From a plan and what its first steps took to the plan to go on with.
+"""From a plan and the measured seconds of its first steps to the plan of all later steps.
 
-    seen -> corrected prices -> the plan, played again -> off by more than 10 % -> one more search -> better by 1 %
+    measured steps -> corrected prices -> plan simulated again -> off by more than 10 % -> new search -> better by 1 %
 
-Compared is what the lanes did: the plan played with the measured seconds, against what it had predicted. The rest of
-a step's period (autograd, the caller's own code) is the same under every plan. A bucket may move in either direction:
+The simulation with measured seconds is compared with the plan's prediction. Both count the lanes alone: the rest of a
+step's period (autograd, the caller's own code) is the same under every plan. A bucket may move in either direction:
 parameters, gradients and optimizer state follow their placement to the host and back.
 """
 
@@ -18,52 +18,52 @@ from elixir_compile.simulate import prediction_of, simulate
 from elixir_compile.units import format_bytes, format_s
 
 _GAIN = 0.01
-"""What a new plan must save before it is worth compiling."""
+"""Share of the step that a new plan must save before it is worth compiling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a plan after its first steps."""
+    """The plan to follow after the first steps."""
 
     plan: Plan
     is_new: bool
-    """Whether programs must be written again."""
+    """Whether it is another plan, so that programs must be written again; else only its prediction is new."""
     line: str
-    """What changed, for the user."""
+    """The log line that tells the user the measured step and the change."""
 
 
 def replan(
     problem: Problem, plan: Plan, correction: Correction, search: Callable[[Problem], Plan] | None
 ) -> Outcome | None:
-    """Return the plan to go on with; None where the prediction was right.
+    """Return the plan to follow from now on; None if the prediction of `plan` was right.
 
-    `problem` is the question that `plan` answered. `search` answers it again; without it, and where nothing moves,
-    the plan stays, with a prediction that is true.
+    `problem` is the problem of `plan`. `search` answers it again at the corrected prices. If `search` is
+    None, or if `plan` moves nothing and still fits, the plan stays and gets the corrected prediction.
     """
     corrected = correction.applied_to(problem)
     repriced = _repriced(corrected, plan, correction.excess_bytes)
     was_s, planned_s = repriced.prediction.step_s, plan.prediction.step_s
     if abs(was_s - planned_s) <= TOLERANCE * planned_s and not correction.excess_bytes:
         return None
-    told = f"step was {format_s(was_s)}, planned {format_s(planned_s)}; regions measured; "
+    facts = f"step was {format_s(was_s)}, planned {format_s(planned_s)}; regions measured; "
     if correction.excess_bytes:
-        told = f"peak was {format_bytes(correction.excess_bytes)} above the plan; {told}"
+        facts = f"peak was {format_bytes(correction.excess_bytes)} above the plan; {facts}"
     has_to_move = repriced.prediction.device_peak_bytes > plan.budget_bytes
     if search is None or not (has_to_move or _moves_anything(plan)):
-        return Outcome(plan=repriced, is_new=False, line=f"measured: {told}nothing to plan again")
+        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}nothing to plan again")
     better = _searched(corrected, plan, search)
     if better is None or not (has_to_move or better.prediction.step_s < (1 - _GAIN) * was_s):
-        return Outcome(plan=repriced, is_new=False, line=f"measured: {told}no better plan found")
+        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}no better plan found")
     num_moved = _num_moved(plan, better)
     moved = f"{num_moved} {'bucket' if num_moved == 1 else 'buckets'} moved"
     num_changed = _num_changed(plan, better)
     moved += f", {num_changed} groups of activations treated otherwise" if num_changed else ""
-    line = f"replanned: {told}{moved}, planned step now {format_s(better.prediction.step_s)}"
+    line = f"replanned: {facts}{moved}, planned step now {format_s(better.prediction.step_s)}"
     return Outcome(plan=better, is_new=True, line=line)
 
 
 def _repriced(corrected: Problem, plan: Plan, excess_bytes: int) -> Plan:
-    """`plan` with the prediction that the corrected prices give; its bound was proved under others."""
+    """Return `plan` with the prediction at the corrected prices, and without its bound, proved at other prices."""
     record = simulate(corrected.graph, plan, corrected.cluster, corrected.measured)
     peak_bytes = plan.prediction.device_peak_bytes + excess_bytes
     prediction = prediction_of(record, peak_bytes, plan.prediction.device_peak_at)
@@ -86,7 +86,7 @@ def _moves_anything(plan: Plan) -> bool:
 
 
 def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
-    """Return `problem`, which `plan` answers, with every bucket of `plan` free to live anywhere."""
+    """Return `problem`, which `plan` answers, with the placements of all buckets of `plan` open."""
     ours = {bucket.id for bucket in plan.buckets}
     kept = {placement.bucket: placement for placement in problem.placements}
     buckets = {bucket.id: bucket for bucket in (*problem.buckets, *plan.buckets)}
@@ -98,7 +98,7 @@ def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
 
 
 def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan]) -> Plan | None:
-    """The answer with every bucket free; None where nothing fits any more."""
+    """Return the plan found with all placements open; None if nothing fits at the corrected prices."""
     try:
         return search(with_buckets_free(corrected, plan))
     except NoFeasiblePlan:
@@ -106,7 +106,7 @@ def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan])
 
 
 def _num_changed(before: Plan, after: Plan) -> int:
-    """How many groups of activations are kept, recomputed or offloaded in one plan only."""
+    """Return the number of groups of activations treated differently by the two plans."""
     then, now = (
         {(g.id, g.saving) for g in plan.activations if g.saving is not Saving.KEEP} for plan in (before, after)
     )

@@ -1,4 +1,4 @@
-"""Plans and records on disk (JSON, never pickle), and the options that name a disk for optimizer state."""
+"""Plans and records as JSON files (never pickle), and the check of the folder for state on disk."""
 
 import json
 from pathlib import Path
@@ -20,12 +20,12 @@ from elixir_compile.options import Options
 
 
 def disk_of(options: Options) -> tuple[Path, bool] | None:
-    """Return the folder for state on disk and whether what is read there is checked; None without `disk_path`."""
+    """Return the folder for state on disk and whether its checksums are verified; None if there is no folder."""
     return None if options.disk_path is None else (options.disk_path, options.disk_check)
 
 
 def require_disk(plan: Plan, disk: tuple[Path, bool] | None) -> None:
-    """Raise InvalidOption where `plan` keeps optimizer state on disk and there is no folder for it."""
+    """Raise InvalidOption if `plan` keeps optimizer state on disk and `disk` names no folder for it."""
     there = [placement.bucket for placement in plan.placements if placement.optim is Tier.DISK]
     if there and disk is None:
         some = ", ".join(there[:4]) + (f" and {len(there) - 4} more" if len(there) > 4 else "")
@@ -40,21 +40,24 @@ def save_plan(plan: Plan, path: "str | Path") -> None:
 
 
 def load_plan(path: "str | Path") -> Plan:
-    """Read a plan that `save_plan` wrote; PlanFileError names the field that is wrong, or the missing file."""
+    """Return the plan that `save_plan` wrote to `path`.
+
+    Raises PlanFileError with the name of the wrong field, or of the missing file.
+    """
     return plan_from_json(_read(path))
 
 
 def load_plan_or_record(path: "str | Path") -> Plan | Record:
-    """Read a plan or the record of a step, whichever the file says it is; PlanFileError as `load_plan`."""
+    """Return the plan or the record of a step in the file at `path`. Raises PlanFileError as `load_plan` does."""
     text = _read(path)
     return record_from_json(text) if _says_record(text) else plan_from_json(text)
 
 
 def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster, num_copies: int = 1) -> Plan:
-    """Read a plan for `graph` on `cluster`, whose ranks have `num_copies` of each part, verified.
+    """Return the plan in the file at `path`, verified for `graph` on `cluster` with `num_copies` ranks per shard.
 
-    Raises PlanMismatch with what it was made for and what is here: fingerprints of graphs, names of machines, or
-    numbers of ranks or of copies.
+    Raises PlanMismatch with the value in the file and the value here if the fingerprint of the graph, the name of the
+    machine, the number of ranks or the number of copies differs.
     """
     plan = load_plan(path)
     if plan.graph != fingerprint(graph):
@@ -68,7 +71,7 @@ def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster, num_co
 
 
 def require_same_machine(plan: Plan, cluster: Cluster) -> None:
-    """Raise PlanMismatch with both numbers of ranks, or both names, unless `plan` is for `cluster`."""
+    """Raise PlanMismatch if the number of ranks of `plan`, or the name of its machine, is not that of `cluster`."""
     num_ranks = plan.num_ranks * plan.num_copies
     if num_ranks != cluster.num_ranks:
         here = f"{cluster.num_ranks} ({cluster.name})"
@@ -90,5 +93,5 @@ def _says_record(text: str) -> bool:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
-        return False  # what is wrong with the text, the reader of plans says
+        return False  # reading it as a plan then raises an error with the fault
     return isinstance(data, dict) and data.get("elixir") == "record"

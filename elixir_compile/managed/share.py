@@ -1,10 +1,10 @@
-"""Cut the parameters of a model over several ranks, one parameter at a time.
+"""Shard the parameters of a model over several ranks, parameter by parameter.
 
-    nn.Linear.weight, whole on each rank -> nn.Parameter(DTensor), of which this rank keeps rows
+    nn.Linear.weight, complete on each rank -> nn.Parameter(DTensor), of which each rank keeps some rows
 
-The values are those of the mesh's first rank, wherever they came from, so a model that is built without a seed is one
-model. A module on `meta` is created on the host, cut and dropped before the next: a rank holds its parts and one
-module.
+Every rank gets the values of the mesh's first rank, so a model built without a seed is the same on all ranks. A module
+on `meta` is created on the host, sharded and dropped before the next module. So a rank never holds more than its shards
+and a single module.
 """
 
 import functools
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def ranks_of(mesh: "DeviceMesh | None") -> Ranks | None:
-    """Return the ranks of `mesh`, None where there is one or none."""
+    """Return the ranks of `mesh`; None if there is no mesh or it has one rank.
+
+    Raises UnsupportedModel for a mesh of more than two axes.
+    """
     if mesh is None or mesh.size() == 1:
         return None
     if mesh.ndim > 2:
@@ -39,14 +42,15 @@ def ranks_of(mesh: "DeviceMesh | None") -> Ranks | None:
 
 
 def weigh(model: nn.Module, num_samples: int) -> None:
-    """Let the gradients of this rank count as those of `num_samples` samples, from the next backward on, where ranks
-    have batches of other sizes; every rank calls this at once, before each backward whose sizes are new.
+    """Weight the gradients of this rank by `num_samples` from the next backward on, if ranks have batches of different
+    sizes. Every rank must call this together, before each backward with new sizes.
 
-    The gradient of a parameter is then the sum over ranks of num_samples * gradient, over all samples: with a loss that
-    is a mean over samples, that of one process with the whole batch. On one rank this changes nothing.
+    The gradient of a parameter is then sum(num_samples * gradient) / sum(num_samples), both sums over the ranks. If the
+    loss is a mean over samples, that is the gradient of a single process with the complete batch. On one rank, this
+    changes nothing.
 
-    Raises NotPrepared for a model that is not prepared, ValueError where all ranks have none, PeerFailed where one does
-    not call this.
+    Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, and PeerFailed if
+    a rank does not call this.
     """
     executor = executor_of(compat.undo_compile(model))
     if executor is None:
@@ -57,10 +61,12 @@ def weigh(model: nn.Module, num_samples: int) -> None:
 
 @torch.no_grad()
 def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) -> None:
-    """Make the parameters of `model` DTensors over `ranks`, in `dtype` and with masters where one is named; those that
-    cannot be cut are averaged as they are.
+    """Make the parameters of `model` DTensors over `ranks`. Every rank must call this together.
 
-    Every rank calls this at once. Raises UnsupportedModel for a module on `meta` that cannot start by itself.
+    If `dtype` is given, parameters are cast to it and get masters. A parameter that cannot become a gather stays
+    complete on each rank, and its gradient is averaged over the ranks.
+
+    Raises UnsupportedModel if parameters share memory, or if a module on `meta` cannot initialise itself.
     """
     for name, other in aliases(model.named_parameters()).items():
         because = f"it shares memory with {other}, and cutting them over ranks would part them. Tie the modules instead"
@@ -73,16 +79,17 @@ def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) 
     initialize = getattr(model, "_init_weights", None)
     done: set[int] = set()
     for path, module in model.named_modules():
-        before = {name: param for name, param in module._parameters.items() if id(param) in owners}
-        finished = {name: param for name, param in module._parameters.items() if id(param) in done}
+        own = {name: param for name, param in module._parameters.items() if param is not None}
+        before = {name: param for name, param in own.items() if id(param) in owners}
+        finished = {name: param for name, param in own.items() if id(param) in done}
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-            # The module initialises all that it has, and may not touch those that are tied and are there already.
+            # The module initialises all of its parameters. Tied parameters with values must be out of its reach.
             module._parameters.update({name: _stand_in(param) for name, param in finished.items()})
         materialize_module(module, path, initialize, {})
         module._parameters.update(finished)
         for name, param in before.items():
             if id(param) not in done:
-                now = _shared(module, name, f"{path}.{name}" if path else name, ranks, dtype)
+                now = _sharded(module, name, f"{path}.{name}" if path else name, ranks, dtype)
                 if now is not param:
                     note_replaced(param)
                 for owner, local in owners[id(param)]:
@@ -97,8 +104,13 @@ def _stand_in(param: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=param.requires_grad)
 
 
-def _shared(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch.dtype | None) -> nn.Parameter:
+def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch.dtype | None) -> nn.Parameter:
+    """Return the parameter called `local` in `module`, and `name` in the model, as a DTensor over `ranks`.
+
+    Returns the parameter itself, with the values of the first rank, if it cannot become a gather.
+    """
     param = module._parameters[local]
+    assert param is not None
     if unmanaged_reason(module, local) is not None:
         _from_first(param.data, ranks)
         if param.requires_grad:
@@ -106,7 +118,7 @@ def _shared(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch
         return param
     whole = param.detach().contiguous()
     cut = distribute_tensor(whole, ranks.mesh, ranks.placements_of(whole))
-    if own_part(cut).device != whole.device:  # of the mesh, where the plan may not want it
+    if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
         cut = as_dtensor(own_part(cut).to(whole.device), cut)
     if dtype is None or not gets_master(param, dtype):
         return nn.Parameter(cut, requires_grad=param.requires_grad)
@@ -121,12 +133,17 @@ def _shared(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch
 
 
 def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:
-    """Let the gradient of `param` be its mean over all ranks; RanksDiffer where one has that of another."""
+    """Replace the gradient of `param`, called `name`, by its mean over all ranks.
+
+    Raises RanksDiffer if another rank averages the gradient of another parameter at this moment.
+    """
     ranks.control.check_same_op(name, "a gradient")
-    (mean,) = ranks.means([param.grad], param.grad.dtype)
-    param.grad.copy_(mean)
+    grad = param.grad
+    assert grad is not None
+    (mean,) = ranks.means([grad], grad.dtype)
+    grad.copy_(mean)
 
 
 def _from_first(tensor: torch.Tensor, ranks: Ranks) -> None:
-    """Let `tensor` be what the first rank has."""
+    """Fill `tensor` with the values of the first rank."""
     tensor.copy_(distribute_tensor(tensor, ranks.mesh, [Replicate()] * ranks.mesh.ndim).to_local())

@@ -1,7 +1,7 @@
-"""A copy of a model that has its modules and its parameters' shapes, and none of its weights.
+"""Copy a model with its modules and the shapes of its parameters, but without its weights.
 
-Every parameter of the copy is a view of one allocation as large as the largest of them, which nobody ever touches: an
-operating system gives such memory an address and no pages.
+Every parameter of the copy is a view of one allocation, as large as the largest parameter. Nobody reads or writes this
+memory, so the operating system gives it addresses and no pages.
 """
 
 import copy
@@ -18,9 +18,10 @@ from elixir_compile.ops.masters import add_master, has_master
 
 
 def built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
-    """Return `model`, or what it returns when called under the `meta` device, where parameters take no memory.
+    """Return `model`; if it is a function, the module that it builds on the `meta` device, where parameters take no
+    memory.
 
-    Raises InvalidOption for anything else.
+    Raises InvalidOption if `model` is neither a module nor a function that returns one.
     """
     if isinstance(model, nn.Module):
         return compat.undo_compile(model)
@@ -36,24 +37,23 @@ def built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
 def stand_in(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
 ) -> tuple[nn.Module, torch.UntypedStorage]:
-    """Return a copy of `model` without its weights, and the allocation that its parameters share; its buffers are on
-    `device`. `model` stays as it is.
+    """Return a copy of `model` without its weights, and the allocation shared by the parameters of the copy.
 
-    The parameters of the copy are as if they were cast to `dtype`, with masters; None: as they are.
+    The buffers of the copy are on `device`. If `dtype` is given, its parameters are as after a cast to `dtype`, with
+    masters. `model` stays as it is.
 
-    Raises UnsupportedModel for a model without parameters, with one whose shape is not known yet, or that cannot be
-    copied.
+    Raises UnsupportedModel if the model has no parameters, a parameter has no shape yet, or the model cannot be copied.
     """
     params = list(model.parameters())
     if not params:
         raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
     memo: dict[int, Any] = {}
-    room = torch.UntypedStorage(max(_nbytes(param) for param in params))
+    memory = torch.UntypedStorage(max(_nbytes(param) for param in params))
     for name, param in model.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        if isinstance(param, nn.parameter.UninitializedParameter):
             raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
         is_cast = dtype is not None and gets_master(param, dtype)
-        own = _without_weights(param, room, dtype if is_cast else None)
+        own = _without_weights(param, memory, dtype if is_cast else None)
         if is_cast or has_master(param):
             add_master(own, None)
         memo[id(param)] = own
@@ -63,24 +63,28 @@ def stand_in(
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _on_device(value, device)
     try:
-        return copy.deepcopy(model, memo), room
+        return copy.deepcopy(model, memo), memory
     except Exception as error:
         reason = f"it cannot be copied ({error}). Pass a function that makes it instead"
         raise UnsupportedModel(type(model).__name__, reason) from error
 
 
 def _nbytes(param: nn.Parameter) -> int:
-    is_uninitialized = isinstance(param, nn.parameter.UninitializedTensorMixin)
+    is_uninitialized = isinstance(param, nn.parameter.UninitializedParameter)
     return 0 if is_uninitialized else param.numel() * param.element_size()
 
 
-def _without_weights(param: nn.Parameter, room: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
+def _without_weights(param: nn.Parameter, memory: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
+    """Return a parameter with the shape and strides of `param` in `memory`.
+
+    A parameter with gaps in memory, or of a tensor subclass, keeps its values: no plan moves it.
+    """
     if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
         return nn.Parameter(
             param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad
         )  # no plan moves it
     empty = torch.empty(0, dtype=dtype or param.dtype)
-    return nn.Parameter(empty.set_(room, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
+    return nn.Parameter(empty.set_(memory, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
 
 
 def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The early steps of one compilation, timed and recorded, and the lines that a run shows of them."""
+"""Time and record the first steps of a compilation, and log them."""
 
 import logging
 import statistics
@@ -23,20 +23,20 @@ STEPS_TIMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What the watched steps took."""
+    """Measurements of the profiled steps."""
 
     period_s: float
-    """Median seconds from the beginning of one forward to that of the next."""
+    """Median seconds from the beginning of one forward to the beginning of the next."""
     spans: tuple[Span, ...] = ()
-    """Of all watched steps; empty where they were only timed."""
+    """The spans of all profiled steps; empty if the steps were only timed."""
     device_peak_bytes: int | None = None
     """Most bytes allocated at once; None on a CPU, whose allocator keeps no such figure."""
     foreign_bytes: int = 0
-    """Of these, what was there before a forward and is neither this model's nor its optimizer's."""
+    """Device bytes in use before a forward that belong to neither this model nor its optimizer."""
 
 
 class StepProfiler:
-    """Told of every forward of one compilation, it says once what the first ones took."""
+    """Measures the first steps of a compilation, which calls it at the beginning of every forward."""
 
     def __init__(self, executor: Executor, *, is_on: bool, records: bool) -> None:
         self._executor = executor
@@ -48,7 +48,7 @@ class StepProfiler:
         self._foreign_bytes = 0
 
     def forward_begins(self) -> StepStats | None:
-        """Note the beginning of a step; return what was seen once, when enough steps went by."""
+        """Note the beginning of a step; return the measurements, once, if enough steps have passed."""
         if not self._is_on:
             return None
         self._began_s.append(time.perf_counter())
@@ -59,14 +59,14 @@ class StepProfiler:
         return self._end()
 
     def restart(self) -> None:
-        """Forget the steps so far: what ran in between has the same labels, or was of another size."""
+        """Forget the steps so far: spans of another graph had the same labels, or inputs had another size."""
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
         del self._began_s[STEPS_SKIPPED:]
 
     def stop(self) -> None:
-        """Give up: steps of this compilation cannot be told apart from those of another."""
+        """Stop measuring: spans of this compilation cannot be told apart from spans of another."""
         self._is_on = False
         if self._recording is not None:
             self._recording.stop()
@@ -106,18 +106,18 @@ QUIET_S, EVERY_S = 10.0, 5.0
 
 
 class Progress:
-    """What one compilation tells its user, on rank 0."""
+    """The log lines about a compilation; only rank 0 writes them."""
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = is_on and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
         if self.is_on:
             _show_when_nobody_listens()
         self._began_s: float | None = time.monotonic()
-        """When the compilation began, of which the first program is a part; None for later programs."""
+        """When the current compilation began; None from a forward until the next compilation."""
         self._next_s = self._began_s + QUIET_S
 
     def compiling(self, phase: Phase, number: int, total: int) -> None:
-        """Log that region `number` of `total` of `phase` is compiled, if that takes long and a person is looking."""
+        """Log that region `number` of `total` of `phase` is compiled, if it takes long and stderr is a terminal."""
         now_s = time.monotonic()
         if self._began_s is None:
             self._began_s, self._next_s = now_s, now_s + QUIET_S
@@ -126,7 +126,7 @@ class Progress:
             self.say(f"compiling   region {number} of {total} of the {phase}   {format_s(now_s - self._began_s)}")
 
     def compiled(self) -> None:
-        """Note that a step was run: what is compiled from now on is counted from its own beginning."""
+        """Note that a forward was run: the seconds of later compilations are counted from their own beginning."""
         self._began_s = None
 
     def planned(self, plan: Plan) -> None:
@@ -148,7 +148,7 @@ class Progress:
 
 
 def _show_when_nobody_listens() -> None:
-    """Let the lines reach the terminal in a program that has not set up logging."""
+    """Let the lines reach the terminal in a program without logging set up."""
     if not log.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("elixir: %(message)s"))

@@ -1,8 +1,8 @@
-"""Parameters that a captured graph shows to be no gathers: they stay whole on the device, as inputs of their graphs.
+"""Make parameters unmanaged if a captured graph uses them in a way that a gather does not allow.
 
-plain model      they get no slot, and their modules no property
-prepared model   what the graph gathers of them becomes inputs; the executor lets go of them. Where another graph
-                 has gathered them, their modules read them plainly again, and Dynamo captures that graph again
+plain model      the parameters get no slot, and their modules no property
+prepared model   their gathers become inputs of the graph, and the executor drops their slots. If another graph gathers
+                 them, their modules read them plainly again, and Dynamo captures that graph again
 """
 
 import threading
@@ -25,26 +25,32 @@ from elixir_compile.runtime.executor import Executor
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def stop_managing(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list[Slot]:
-    """Take the parameters of slots out of the charge of `executor`, each for a reason; return the slots that another
-    graph gathers.
+def executor_of_slot(slot: Slot) -> Executor:
+    """Return the executor that owns `slot`, a slot of a captured graph."""
+    assert isinstance(slot.sink, Executor)
+    return slot.sink
 
-    Raises UnsupportedModel where several ranks share one, and where a forward waits for a backward that may read it.
+
+def stop_managing(executor: Executor, unmanaged: Iterable[tuple[Slot, str]]) -> list[Slot]:
+    """Make the parameters of slots of `executor` unmanaged, each with a reason; return the slots that another graph
+    gathers.
+
+    Raises UnsupportedModel if a parameter is sharded, or if the backward of an outstanding forward may read it.
     """
-    records: list[Compilation] = [record for record in executor.compilations if not record.is_superseded]
+    compilations: list[Compilation] = [other for other in executor.compilations if not other.is_superseded]
     gathered: list[Slot] = []
-    for slot, reason in whole:
+    for slot, reason in unmanaged:
         if slot.is_dtensor:
             raise UnsupportedModel(slot.name, f"{reason}, and several ranks share it. Do that outside of the forward")
-        readers = [record for record in records if slot.name in record.reads]
+        readers = [compilation for compilation in compilations if slot.name in compilation.param_names]
         if readers and executor.saved.outstanding_owners():
             raise UnsupportedModel(
                 slot.name,
                 f"{reason}, and another graph, which waits for its backward, gathers it. Call the compiled model once "
                 "under `torch.no_grad()` before it is trained",
             )
-        for record in readers:
-            record.is_superseded = True
+        for compilation in readers:
+            compilation.is_superseded = True
         if readers or executor.running(slot) is not None:
             gathered.append(slot)
             executor.drop_buckets_of([slot])
@@ -55,17 +61,20 @@ def stop_managing(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list
 
 
 def compile_unmanaged(
-    gm: fx.GraphModule, inputs: Sequence[Any], whole: Mapping[Slot, str], compile_graph: Compile
+    gm: fx.GraphModule, inputs: Sequence[Any], unmanaged: Mapping[Slot, str], compile_graph: Compile
 ) -> Callable[..., Any]:
-    """Compile `gm`, which gathers the parameters of the slots `whole`, by `compile_graph` with these as inputs."""
-    passed = pass_unmanaged(gm, inputs, whole)
+    """Compile `gm` by `compile_graph`, with the parameters of the slots `unmanaged` as inputs instead of gathers.
+
+    `unmanaged` has the reason for each slot.
+    """
+    passed = pass_unmanaged(gm, inputs, unmanaged)
     gathered: list[Slot] = []
-    for slot, reason in whole.items():
+    for slot, reason in unmanaged.items():
         if slot_of(slot.param) is slot:
-            gathered += stop_managing(slot.sink, [(slot, reason)])
+            gathered += stop_managing(executor_of_slot(slot), [(slot, reason)])
     compiled = compile_graph(gm, passed.example_inputs)
-    keys = [slot.key for slot in whole]
-    passed_keys = passed.keys  # and not `passed`: the first batch would live as long as `run`
+    keys = [slot.key for slot in unmanaged]
+    passed_keys = passed.keys  # `run` must not keep `passed`, which holds the first batch
     lock, is_first = threading.Lock(), True
 
     def run(*args: Any) -> Any:
@@ -74,9 +83,9 @@ def compile_unmanaged(
         for place, key in passed_keys.items():
             values[place] = slot_by_key(key).param
         with lock:
-            if is_first:  # and not before: Dynamo compares devices and classes again when the backend returns
+            if is_first:  # no earlier: Dynamo compares devices and classes again when the backend returns
                 is_first = False
-                _bring(map(slot_by_key, keys))
+                _move_to_device(map(slot_by_key, keys))
                 _capture_again(gathered)
                 gathered.clear()
         return compiled(*values)
@@ -85,12 +94,14 @@ def compile_unmanaged(
 
 
 def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], executor: Executor) -> Sequence[Any]:
-    """Let parameters be inputs of `gm` that can be no gathers; return the inputs to compile it with. The model is a
-    stand-in, which `executor` prepared and nobody runs."""
-    whole = gathered_among(gm, written_parameters(gm, inputs))
-    passed = pass_unmanaged(gm, inputs, whole)
-    stop_managing(executor, whole.items())
-    # All parameters of a stand-in are views of one memory, so a write to one would be a write to each.
+    """Replace gathers by inputs of `gm` for parameters that cannot be gathers, and return all inputs for its trace.
+
+    `gm` is a graph of a stand-in, which `executor` prepared and nobody runs.
+    """
+    unmanaged = gathered_among(gm, written_parameters(gm, inputs))
+    passed = pass_unmanaged(gm, inputs, unmanaged)
+    stop_managing(executor, unmanaged.items())
+    # All parameters of a stand-in are views of one memory, so a write to a parameter would be a write to all of them.
     return [
         fake_parameter(gm, value, value.device) if isinstance(value, torch.nn.Parameter) else value
         for value in passed.example_inputs
@@ -98,14 +109,14 @@ def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], executor: Executo
 
 
 @torch.no_grad()
-def _bring(slots: Iterable[Slot]) -> None:
+def _move_to_device(slots: Iterable[Slot]) -> None:
     """Move the parameters of `slots` to the compute device, into memory of their own."""
     for slot in slots:
         rehome(slot.param, on_device(slot.own.detach(), slot.device))
 
 
 def _capture_again(slots: Sequence[Slot]) -> None:
-    """Let every module read the parameters of `slots` plainly, so that no guard of a graph that gathers them holds."""
+    """Let every module read the parameters of `slots` plainly, so that the guards of graphs that gather them fail."""
     wanted = {id(slot.param) for slot in slots}
     for root in find_roots([slot.param for slot in slots]) if slots else ():
         for module in root.modules():

@@ -1,31 +1,33 @@
-"""What one graph runs as: for which sizes, and beside which graphs of other ranks."""
+"""The plans of a graph: for growing sizes of its inputs, and beside different graphs of other ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from elixir_compile import compat
 from elixir_compile.capture.convert import Captured
-from elixir_compile.ir import Plan
+from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import RollCall, Step, call_the_roll, meet_in_backward
 from elixir_compile.managed.programs import Programs
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 
-_ROOM = 8
-"""An eighth more."""
+_GROWTH_DIVISOR = 8
+"""A size that has grown is planned an eighth larger."""
 
 
 class PlannedSizes:
-    """The value of each symbol, by name; those of the capture where nothing larger came."""
+    """The planned value of each symbol of a graph: its value in the capture, or a larger later value."""
 
     def __init__(self) -> None:
         self.values: dict[str, int] = {}
+        """By the name of the symbol."""
         self._have_grown: set[str] = set()
 
     def grown(self, captured: Captured, args: Sequence[Any]) -> Mapping[str, int]:
-        """Return the symbols whose value in `args` exceeds what was planned for."""
+        """Return the symbols whose value in `args` exceeds the planned value."""
         found = {
             name: value
             for name, example, value in _sizes_of(captured, args)
@@ -34,11 +36,15 @@ class PlannedSizes:
         self._have_grown |= found.keys()
         return found
 
-    def with_room(self) -> Mapping[str, int]:
-        """Return the values with room for more growth where they have grown: tokens of an expert are another number in
-        every step, and a plan that fills the budget has to be made anew for each that is larger than all before."""
+    def with_headroom(self) -> Mapping[str, int]:
+        """Return the values, with an eighth added to each that has grown.
+
+        The number of tokens of an expert differs in every step. Without headroom, a plan that fills the budget would be
+        searched again for each number above all earlier ones.
+        """
         return {
-            name: value + value // _ROOM if name in self._have_grown else value for name, value in self.values.items()
+            name: value + value // _GROWTH_DIVISOR if name in self._have_grown else value
+            for name, value in self.values.items()
         }
 
     def take(self, values: Mapping[str, int]) -> None:
@@ -47,7 +53,7 @@ class PlannedSizes:
         self._have_grown.clear()
 
     def differ(self, captured: Captured, args: Sequence[Any]) -> bool:
-        """Whether a symbol in `args` has another value than was planned for."""
+        """Return whether a symbol has a value in `args` other than the planned value."""
         return any(value != self._planned(name, example) for name, example, value in _sizes_of(captured, args))
 
     def _planned(self, name: str, example: torch.SymInt) -> int:
@@ -55,7 +61,7 @@ class PlannedSizes:
 
 
 def _sizes_of(captured: Captured, args: Sequence[Any]) -> Iterator[tuple[str, torch.SymInt, int]]:
-    """Yield each input that is a symbol: its name, its value in the capture, and its value now."""
+    """Yield the name, the value in the capture, and the value in `args` of each symbol among the inputs."""
     placeholders = captured.forward.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, args, strict=True):
         example = node.meta.get("val")
@@ -66,39 +72,49 @@ def _sizes_of(captured: Captured, args: Sequence[Any]) -> Iterator[tuple[str, to
 
 
 MOST = 32
-"""Kept for one graph: each has programs of its own."""
+"""Variants kept for one graph: each has its own programs."""
 
 
-class PlanLimits(NamedTuple):
-    """What a plan has room for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivePlan:
+    """The plan in use of a graph, with its capture and its problem."""
 
-    sizes: Mapping[str, int]
+    captured: Captured
+    """The graph's own capture, or a capture extended by the parameters that only other ranks use."""
+    problem: Problem
+    plan: Plan
     beside_bytes: int
-    """What other forwards may hold beside it."""
+    """Device bytes that other outstanding forwards may hold while the graph runs under this plan."""
+    generation: int = -1
+    """The executor's generation when the plan was last in force; -1 if the plan has not been in force yet."""
+
+    @property
+    def graph(self) -> StepGraph:
+        """The captured step, torch-free."""
+        return self.problem.graph
 
 
 class PlanVariant(NamedTuple):
-    """What a graph runs as, as long as other ranks run the same graphs with it."""
+    """The plan, programs and sizes of a graph while all ranks run the same set of graphs."""
 
-    captured: Captured
-    problem: Problem
-    plan: Plan
+    active: ActivePlan
     programs: Programs
-    limits: PlanLimits
-    generation: int
-    """Of the executor, when the plan was in force last."""
+    sizes: Mapping[str, int]
+    """Planned values of the symbols, by name."""
 
 
 class PlanVariants:
-    """What one graph ran as until now, and for which graphs of other ranks it is planned."""
+    """The plans of a graph, each for a set of graphs run by all ranks at the same time.
+
+    A set of graphs is named by its digest, which is empty if the graphs of all ranks are equal.
+    """
 
     def __init__(self, executor: Executor, name: str) -> None:
-        """`name` is that of the graph."""
+        """`name` is the name of the graph."""
         self._name = name
         self.key = ""
-        """What the roll call of several ranks says of the graph; empty on one rank, which calls no roll."""
+        """The digest of the graph in a roll call; empty on one rank, which calls no roll."""
         self.graph_set_digest = ""
-        """The graphs of all ranks, as a digest; empty where they are equal."""
         self.is_planned = False
         """Whether there is a plan for `graph_set_digest`."""
         self._executor = executor
@@ -106,35 +122,43 @@ class PlanVariants:
         self._others: dict[str, PlanVariant] = {}
 
     def call(self, *, wants_plan: bool) -> RollCall:
-        """Return what all ranks do before the graph can run; see `roll_call`."""
+        """Return the next step of all ranks before the graph can run; see `roll_call`."""
         wants_plan = wants_plan or not self.is_planned
         return call_the_roll(
             self._executor, self.key, self.graph_set_digest, wants_plan=wants_plan, doing=self._doing()
         )
 
     def begin_backward(self, ticket: torch.Tensor) -> None:
-        """Before the backward of the forward of `ticket`: RanksDiffer where another rank does something else."""
+        """Wait until every rank begins the backward of the forward of `ticket`.
+
+        Raises RanksDiffer if another rank begins something else.
+        """
         meet_in_backward(self._executor, self._name, ticket)
 
     def _doing(self) -> str:
-        """Return in words where this rank is in its step."""
-        waiting = self._executor.saved.outstanding_owners()
-        before = [record.outstanding.place for record in self._executor.compilations if record in waiting]
+        """Return in words how far this rank is in its step, for the text of RanksDiffer."""
+        outstanding = self._executor.saved.outstanding_owners()
+        before = [other.outstanding.description for other in self._executor.compilations if other in outstanding]
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
         return f"is about to run {self._name}{behind}"
 
     def find_graph_set(self, key_of_graph: Callable[[], str]) -> None:
-        """Before the graph is planned for the first time: find out beside which others that is."""
+        """Find out which graphs the other ranks run beside this graph, before its first plan.
+
+        `key_of_graph` computes `key`; it is called only if there are several ranks.
+        """
         ranks = self._executor.ranks
         if ranks is not None:
             self.key = key_of_graph()
-            _ = ranks.num_local  # now, as all ranks are here the first time; planning may fail on one
+            _ = ranks.num_local  # a collective: later, planning may have failed on one rank alone
         while (call := self.call(wants_plan=True)).step is Step.JOIN:
             self.graph_set_digest = call.graph_set_digest
 
     def join(self, graph_set_digest: str, now: PlanVariant | None) -> PlanVariant | None:
-        """Change to the graphs of `graph_set_digest`, and keep `now`, the plan beside the graphs before. Return the
-        plan that the graph had beside these graphs, or None if it has to be planned."""
+        """Change to the graphs of `graph_set_digest`, and keep `now`, the variant beside the graphs before.
+
+        Returns the variant of earlier runs beside these graphs, or None if the graph has to be planned.
+        """
         if now is not None:
             self._others[self.graph_set_digest] = now
         self.graph_set_digest = graph_set_digest
@@ -145,6 +169,6 @@ class PlanVariants:
         return found
 
     def record_written(self) -> bool:
-        """Note that there are programs for `graph_set_digest`; return whether they are the first since it changed."""
+        """Record that `graph_set_digest` has programs; return whether the programs before were for other graphs."""
         before, self._written_for, self.is_planned = self._written_for, self.graph_set_digest, True
         return before != self.graph_set_digest

@@ -1,1 +1,1 @@
-"""From a captured graph, the budgets and the machine to the question that the planner answers."""
+"""From a captured graph, the budgets and the machine to the problem for the planner."""

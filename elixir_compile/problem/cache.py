@@ -1,12 +1,12 @@
-"""Plans of earlier runs: the same question is searched once, and read from disk after that.
+"""Keep plans on disk: each problem is searched once, and later runs read its plan.
 
 ```text
   key = SHA-256 of graph, machine, budgets, options, all else in the `Problem`, and the planner's own source
   <cache folder>/plans/<key>.json
 ```
 
-A budget that comes from free memory is another number in every run, so it is not in the key: a plan found under one is
-used while it fits what is free now, and while not so much more is free that a better one is likely.
+A budget from free memory is another number in every run, so it is not in the key. A plan found under such a budget is
+used if it fits the memory that is free now, unless so much more is free that a better plan is likely.
 """
 
 import functools
@@ -30,18 +30,18 @@ from elixir_compile.version import __version__
 log = logging.getLogger("elixir_compile")
 
 MOST_PLANS = 200
-"""Files kept; a plan of GPT-2 124M has 0.1 MB."""
+"""Plan files kept; a plan of GPT-2 124M has 0.1 MB."""
 _MORE_MEMORY = 1.1
-"""Times the memory of a plan from which on it is searched again."""
+"""A plan is searched again if the budget is larger than its own budget by this factor."""
 _HOST_SHARE = 0.8
 """Share of the free host memory above which the host may have shaped the plan; such a plan is not kept."""
 _PLANNING = ("", "analysis", "cost", "hardware", "ir", "search", "simulate")
 
 
 def plan_for(problem: Problem, options: Options) -> Plan:
-    """Return the plan of an earlier run if it holds here, else search for one and keep it for later runs.
+    """Return the plan of an earlier run if it is usable here; else search for a plan and keep it for later runs.
 
-    Raises what `search.plan` raises; nothing is kept then.
+    Raises the errors of `search.plan`; nothing is kept then.
     """
     found = cached_plan(problem, options)
     if found is not None:
@@ -53,9 +53,9 @@ def plan_for(problem: Problem, options: Options) -> Plan:
 
 
 def cached_plan(problem: Problem, options: Options) -> Plan | None:
-    """Return the plan kept for this question, verified; None where there is none or it does not hold any more.
+    """Return the plan kept for `problem`, verified; None if there is no plan or it is not usable any more.
 
-    A file that is no legal plan for the graph is removed with an `ElixirWarning`.
+    If the file holds no legal plan for the graph, it is removed with an `ElixirWarning`.
     """
     if not options.plan_cache:
         return None
@@ -73,18 +73,21 @@ def cached_plan(problem: Problem, options: Options) -> Plan | None:
             return None
         found = replace(kept, name=problem.name, budget_bytes=problem.budget_bytes)
         if problem.budget_bytes > kept.budget_bytes and not _keeps_all(kept):
-            found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # proved for less memory
+            found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # the bound was proved for less memory
         verify(problem.graph, found)
     except ElixirError as error:
         _drop(path, error)
         return None
-    with suppress(OSError):  # a folder that may only be read: its plans do not age
+    with suppress(OSError):  # in a read-only folder plans do not age
         os.utime(path)
     return found
 
 
 def store_plan(made: Plan, problem: Problem, options: Options) -> None:
-    """Keep `made` for this question and drop the oldest of too many; an `ElixirWarning` where the folder is closed."""
+    """Keep the plan `made` for `problem`, and drop the oldest plans if there are too many.
+
+    Warns ElixirWarning if the folder cannot be written.
+    """
     if not options.plan_cache or (options.host_memory is None and _is_shaped_by_host(made, problem)):
         return
     path = _path(problem, options)
@@ -101,13 +104,13 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
 
 
 def _is_shaped_by_host(made: Plan, problem: Problem) -> bool:
-    """Whether another size of the host would likely give another plan: state is on disk, or memory is nearly full."""
+    """Return whether another host budget would likely give another plan: state is on disk, or memory is nearly full."""
     is_full = made.prediction.host_peak_bytes > _HOST_SHARE * problem.host_budget_bytes
     return is_full or any(placement.optim is Tier.DISK for placement in made.placements)
 
 
 def plan_key(problem: Problem, options: Options) -> str:
-    """Return 32 hex digits that differ wherever the plan could."""
+    """Return 32 hex digits that differ if anything differs on which the plan depends."""
     asked = [
         (field.name, _canonical(getattr(problem, field.name)))
         for field in fields(problem)
@@ -130,16 +133,16 @@ def _path(problem: Problem, options: Options) -> Path:
 
 
 def _canonical(value: object) -> object:
-    """Mappings and sets in one order, whatever order they were filled in."""
+    """Return `value` with the entries of a mapping or a set sorted."""
     if isinstance(value, frozenset):
         return sorted(value)
     return sorted(value.items()) if isinstance(value, dict) else value
 
 
 def _graph_digest(graph: StepGraph) -> str:
-    """All of the graph but its name and the lines of the user's code.
+    """Return the digest of all of `graph` except its name and the source lines of the user's code.
 
-    The fingerprint is not enough: it leaves out the costs, which decide, and the ids of ops, which regions name.
+    The fingerprint is not enough: it leaves out the costs, on which plans depend, and the ids of ops, named by regions.
     """
     op_fields = [field.name for field in fields(Op) if field.name != "source"]
     digest = hashlib.sha256()
@@ -153,7 +156,7 @@ def _graph_digest(graph: StepGraph) -> str:
 
 @functools.cache
 def _source_digest() -> str:
-    """What the planning half is made of: the version stays the same while its code is worked on."""
+    """Return the digest of the planning half's source: the version stays the same during its development."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in _PLANNING:
@@ -163,7 +166,7 @@ def _source_digest() -> str:
 
 
 def _holds(kept: Plan, problem: Problem, options: Options) -> bool:
-    """Whether a plan found under other free memory is still the one to use."""
+    """Return whether the plan `kept`, found under other free memory, fits and is likely still the best."""
     expected = kept.prediction
     if options.host_memory is None and expected.host_peak_bytes > problem.host_budget_bytes:
         return False
@@ -182,5 +185,5 @@ def _keeps_all(kept: Plan) -> bool:
 
 def _drop(path: Path, error: Exception) -> None:
     warnings.warn(f"a cached plan was not usable and is removed: {path}: {error}", ElixirWarning, stacklevel=3)
-    with suppress(OSError):  # it stays where the folder may only be read
+    with suppress(OSError):  # it stays if the folder is read-only
         path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""Whether the loss of a captured graph is computed in chunks over its tokens, so that its logits never exist whole.
+"""Decide whether the loss of a captured graph is computed in chunks over its tokens, without all logits at once.
 
-A plan of the step as captured comes first. Where it keeps everything there is nothing to gain. Where it has to move or
-drop something, or nothing fits, the step with a chunked loss is captured too, and the plan with the shorter step is
-taken: computing the logits a second time in the backward costs a matrix product, and saves their bytes two or three
-times.
+The step is first planned as captured. If this plan keeps everything on the device, chunks gain nothing. If it moves or
+drops something, or if nothing fits, the step with a chunked loss is captured and planned too, and the plan with the
+shorter step is taken. Computing the logits a second time in the backward costs a matrix product, and saves their bytes
+two or three times.
 """
 
 from dataclasses import dataclass, replace
@@ -17,22 +17,23 @@ from elixir_compile.options import Options
 from elixir_compile.units import MIB, format_bytes, format_s
 
 _LEAST_BYTES = 16 * MIB
-"""Smaller logits are no one's peak."""
+"""Logits with fewer bytes are not chunked: they are not the peak of any step."""
 _CHUNK_BYTES = 64 * MIB
-"""Logits of one chunk: a matrix product of so many results is as fast as a larger one."""
+"""Bytes of the logits of a chunk: a matrix product with so many results is as fast as a larger product."""
 _MIN_CHUNKS, _MAX_CHUNKS = 8, 64
 _SHARED_CHUNKS, _LEAST_CLASSES = 16, 1024
-"""On several ranks, whose batches, and so whose logits, may differ in size: fewer classes are rarely the peak."""
+"""Chunks, and the fewest classes, on several ranks. Batches, and so logits, may differ in size between ranks, so the
+number of classes decides: logits of fewer classes are rarely the peak."""
 LOSS = "loss"
-"""What the decision about chunks is about."""
+"""The subject of the decision about chunks."""
 _GAIN = 0.01
-"""A chunked loss has to make the step shorter by this share."""
-Whole = Plan | NoFeasiblePlan
-"""What was planned for the step with its loss as the model has it."""
+"""Share of the step that a chunked loss must save to be taken."""
+Unchunked = Plan | NoFeasiblePlan
+"""The plan of the step with its loss as the model computes it, or the error if nothing fits."""
 
 
 class Pressed(BaseException):
-    """Leaves the compiler with a plan that is not to be used yet; no `Exception`, which it would wrap."""
+    """Ends a compilation with a plan that is not used yet; no `Exception`, as the compiler would wrap it."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -41,16 +42,16 @@ class Pressed(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """The loss region of a graph and into how many chunks it could be split."""
+    """The loss region of a graph, and the number of chunks into which it could be split."""
 
     region: LossRegion
     num_chunks: int
 
 
 def chunks_of(gm: fx.GraphModule, options: Options, *, is_dtensor: bool = False) -> Chunks | None:
-    """Return how the loss of `gm`, a graph of Dynamo, could be chunked; None where that would save little.
+    """Return how the loss of `gm`, a graph of Dynamo, could be chunked; None if chunks would save little.
 
-    Where it `is_dtensor` by several ranks, it is the same for graphs that differ in sizes alone.
+    If parameters are sharded (`is_dtensor`), the answer is the same for all graphs that differ in sizes alone.
     """
     if options.activations not in ("any", "recompute"):
         return None
@@ -66,27 +67,27 @@ def chunks_of(gm: fx.GraphModule, options: Options, *, is_dtensor: bool = False)
 
 
 def is_pressed(plan: Plan) -> bool:
-    """Return whether `plan` moves or drops anything for want of memory."""
+    """Return whether `plan` keeps optimizer state off the device, or offloads or recomputes activations."""
     is_moved = any(home.optim is not Tier.DEVICE for home in plan.placements)
     return is_moved or any(group.saving is not Saving.KEEP for group in plan.activations)
 
 
-def least_short(whole: Whole, chunked: NoFeasiblePlan) -> None:
-    """Raise, where the step fits neither whole nor chunked, the error that asks for fewer bytes."""
-    if isinstance(whole, NoFeasiblePlan):
-        is_chunked_less = chunked.memory == whole.memory and chunked.needed_bytes < whole.needed_bytes
-        raise chunked if is_chunked_less else whole
+def raise_smaller_need(unchunked: Unchunked, chunked: NoFeasiblePlan) -> None:
+    """If the step fits neither unchunked nor chunked, raise the error of the step that needs fewer bytes."""
+    if isinstance(unchunked, NoFeasiblePlan):
+        is_chunked_less = chunked.memory == unchunked.memory and chunked.needed_bytes < unchunked.needed_bytes
+        raise chunked if is_chunked_less else unchunked
 
 
-def better(chunks: Chunks, chunked: Plan, whole: Whole) -> Plan | None:
-    """Return the plan of the chunked step with the reason why it is taken instead of `whole`; None where it is not."""
+def if_better(chunks: Chunks, chunked: Plan, unchunked: Unchunked) -> Plan | None:
+    """Return the plan `chunked` with the decision for it if its step is shorter than `unchunked`; else None."""
     if chunked.loss_chunks > 1:
         return chunked  # in force since an earlier capture of the same step
-    if isinstance(whole, NoFeasiblePlan):
-        other = f"whole: needs {format_bytes(whole.needed_bytes)}"
+    if isinstance(unchunked, NoFeasiblePlan):
+        other = f"whole: needs {format_bytes(unchunked.needed_bytes)}"
     else:
-        saved_s = whole.prediction.step_s - chunked.prediction.step_s
-        if saved_s <= _GAIN * whole.prediction.step_s:
+        saved_s = unchunked.prediction.step_s - chunked.prediction.step_s
+        if saved_s <= _GAIN * unchunked.prediction.step_s:
             return None
         other = f"whole: {format_s(saved_s)} longer"
     at = f" at {chunks.region.source}" if chunks.region.source else ""
@@ -100,7 +101,7 @@ def better(chunks: Chunks, chunked: Plan, whole: Whole) -> Plan | None:
 
 
 def as_decided(plan: Plan, before: Plan) -> Plan:
-    """Return `plan`, a later one of the same graph, with what the first plan `before` decided about the loss."""
+    """Return `plan`, a later plan of the graph of `before`, with the decision of `before` about the loss."""
     if before.loss_chunks == 1 or plan.loss_chunks > 1:
         return plan
     decided = tuple(decision for decision in before.decisions if decision.subject == LOSS)

@@ -1,4 +1,4 @@
-"""The machine that a plan is for, remembered or rough, and what its device and host have for training."""
+"""The machine to plan for, measured earlier or roughly known, and the memory of its device and host for training."""
 
 import functools
 import hashlib
@@ -22,9 +22,9 @@ from elixir_compile.units import GIB
 
 
 def cached_machine(device: torch.device) -> Cluster | None:
-    """Return what was measured here for `device`, with the memory that the machine has now; None if nothing was.
+    """Return the machine as measured earlier with `device`, with its present memory sizes; None if it was not measured.
 
-    A file that cannot be read counts as nothing, with one `ElixirWarning` that names it.
+    A file that cannot be read counts as not measured, with an `ElixirWarning`.
     """
     path = machine_path(device)
     try:
@@ -42,14 +42,14 @@ def cached_machine(device: torch.device) -> Cluster | None:
 
 
 def store_machine(cluster: Cluster, device: torch.device) -> Path:
-    """Remember `cluster` as what was measured for `device`; return the file. Readers see the old file or the new."""
+    """Write the measured `cluster` to the file for `device`, and return its path. The file is replaced atomically."""
     path = machine_path(device)
     write_cached(path, cluster_to_json(cluster))
     return path
 
 
 def machine_path(device: torch.device) -> Path:
-    """Return the file of what was measured for `device`, which need not exist."""
+    """Return the path of the file with the measured machine for `device`, which need not exist."""
     is_cuda = device.type == "cuda"
     device_bytes, host_bytes = memory_sizes_bytes(device)
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
@@ -57,9 +57,9 @@ def machine_path(device: torch.device) -> Path:
         device.type,
         torch.cuda.get_device_name(device) if is_cuda else "cpu",
         num_usable_cores(),
-        torch.__version__,  # a public name, underscores and all
+        torch.__version__,  # a public name
         torch.get_num_threads(),
-        # In GiB: what a kernel keeps for itself changes from one start to the next.
+        # In GiB: the bytes that an operating system keeps for itself change from start to start.
         round(device_bytes / GIB),
         round(host_bytes / GIB),
         world,
@@ -69,7 +69,7 @@ def machine_path(device: torch.device) -> Path:
 
 
 def with_memory(cluster: Cluster, device_bytes: int, host_bytes: int) -> Cluster:
-    """Return `cluster` with these memory sizes; what may be pinned and what is reserved shrink with them."""
+    """Return `cluster` with these memory sizes; its limit of pinned memory and its reserves shrink with them."""
     node = cluster.nodes[0]
     device = replace(
         node.device, memory_bytes=device_bytes, reserve_bytes=min(node.device.reserve_bytes, device_bytes // 10)
@@ -93,16 +93,19 @@ def _warn(path: Path, error: Exception) -> None:
 
 
 _HANDLES = 2
+"""Handles of each parameter: one in its module, another in the first graph of a plain model."""
 _STEP_COUNT_BYTES = 4
 _VERSION_BYTES = 8
 
 
 def machine(device: torch.device, hardware: str | None = None) -> Cluster:
-    """Return the machine to plan for; it is never measured here.
+    """Return the machine to plan for; nothing is measured.
 
-    `hardware` is the path of a profile, or a name such as "4 x a100-40g", and brings its own memory sizes. Without it:
-    what `elixir-compile measure` found for `device`, else a rough profile, with the bytes that there are in all. Raises
-    `UnknownHardware`, and `ProfileFileError` for a file that is no profile.
+    `hardware` is the path of a profile, or a name such as "4 x a100-40g"; it has its own memory sizes. If it is None,
+    the machine is the result of `elixir-compile measure` for `device`, or a rough profile if there is none, with the
+    total memory of this machine.
+
+    Raises `UnknownHardware` for an unknown name, and `ProfileFileError` for a file without a profile.
     """
     if hardware is not None:
         return _named_machine(hardware)
@@ -129,10 +132,9 @@ def _named_machine(hardware: str) -> Cluster:
 def device_budget_bytes(
     options: Options, cluster: Cluster, device: torch.device, held_bytes: int, ranks: Ranks | None = None
 ) -> int:
-    """Return the bytes that training may hold on the device: the option, else what is free now plus `held_bytes`, less
-    the reserve.
+    """Return the device budget: the option, or else the free bytes plus `held_bytes` less the reserve.
 
-    `held_bytes` are those that the model holds there already.
+    `held_bytes` are the bytes of the model that are on the device already.
     """
     if options.device_memory is not None:
         return options.device_memory
@@ -140,7 +142,7 @@ def device_budget_bytes(
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         allocated_bytes = torch.cuda.memory_allocated(device)
         cached_bytes = torch.cuda.memory_reserved(device) - allocated_bytes
-        # What `torch.cuda.set_per_process_memory_fraction` leaves: the allocator refuses more, whatever is free.
+        # The limit of `torch.cuda.set_per_process_memory_fraction`: the allocator refuses more, even if more is free.
         allowed_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes) - allocated_bytes
         available_bytes = min(free_bytes + cached_bytes, allowed_bytes)
         return max(available_bytes + held_bytes - cluster.device.reserve_bytes, 1)
@@ -149,16 +151,16 @@ def device_budget_bytes(
 
 @functools.cache
 def library_bytes(device: torch.device) -> int:
-    """Return the bytes that matrix products leave allocated on `device`.
+    """Return the bytes of the workspaces that matrix products leave allocated on `device`.
 
-    cuBLAS keeps a workspace per thread and stream, and a step has two threads: the caller's and autograd's.
+    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's.
     """
     if device.type != "cuda":
         return 0
     compat.drop_cublas_workspaces()
-    one = torch.ones(16, 16, device=device)
+    factor = torch.ones(16, 16, device=device)
     before_bytes = torch.cuda.memory_allocated(device)
-    product = one @ one
+    product = factor @ factor
     left_bytes = torch.cuda.memory_allocated(device) - before_bytes - product.untyped_storage().nbytes()
     return 2 * left_bytes
 
@@ -166,8 +168,8 @@ def library_bytes(device: torch.device) -> int:
 def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:
     """Return the bytes on `device` of the small tensors that training keeps for the parameters of `slots`.
 
-    A handle in its module, another in the first graph of a plain model, and the optimizer's count of steps in fp32. On
-    a CPU also the ticket of a forward: its number, and the version of each parameter that its backward may read.
+    Each parameter has `_HANDLES` handles, and its optimizer counts its steps in fp32. On a CPU the ticket of a forward
+    counts too: its number, and the version of each parameter that its backward may read.
     """
     handles_bytes = _HANDLES * sum(slot.param.element_size() for slot in slots)
     ticket_bytes = _VERSION_BYTES * (1 + len(slots)) if device.type == "cpu" else 0
@@ -175,18 +177,17 @@ def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:
 
 
 def host_budget_bytes(options: Options, ranks: Ranks | None = None) -> int:
-    """Return the bytes of host memory that parameters, gradients and optimizer state may take."""
+    """Return the host budget of one rank: the option, or else its part of the free host memory."""
     return options.host_memory if options.host_memory is not None else _free_host_bytes(ranks)
 
 
 def num_sharing_host(ranks: Ranks | None) -> int:
-    """Return how many ranks share this host, the same on all `ranks`, where there are several hosts the most."""
+    """Return the number of ranks on this host, or on the host with the most ranks; it is equal on all `ranks`."""
     if ranks is None or ranks.control.is_echo:
         return num_local_ranks()
-    # Ranks of another model may be here too.
+    # Ranks of another model may run on this host too.
     return max(ranks.num_local, num_local_ranks(1))
 
 
 def _free_host_bytes(ranks: Ranks | None) -> int:
-    """Return the part of this rank of what the host has free."""
     return available_host_bytes() // num_sharing_host(ranks)

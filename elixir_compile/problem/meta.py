@@ -1,4 +1,4 @@
-"""Create the parameters of a model that was built on `meta`, on the host, one module at a time."""
+"""Create the parameters of a model built on `meta` on the host, module by module."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,10 @@ from elixir_compile.runtime.slab import Slab
 
 
 def materialize(model: nn.Module) -> None:
-    """Allocate on the host every parameter and buffer of `model` that is on `meta`, and initialise it as its module
-    does.
+    """Allocate every parameter and buffer of `model` that is on `meta` on the host, and let its module initialise it.
 
-    A module initialises itself through `reset_parameters()`, or through the `_init_weights` of a Hugging Face model.
-    Raises UnsupportedModel for a module that has neither; `torch.nn.Module.to_empty` and `load_state_dict` are its way.
+    A module initialises itself by `reset_parameters()`, or by the `_init_weights` of a Hugging Face model. Raises
+    UnsupportedModel for a module with neither; use `torch.nn.Module.to_empty` and `load_state_dict` for such a model.
     """
     initialize = getattr(model, "_init_weights", None)
     tied: dict[int, nn.Parameter] = {}
@@ -25,8 +24,11 @@ def materialize(model: nn.Module) -> None:
 def materialize_module(
     module: nn.Module, path: str, initialize: Callable[[nn.Module], None] | None, tied: dict[int, nn.Parameter]
 ) -> None:
-    """Do what `materialize` does, for what `module`, found at `path`, owns itself; `tied` are parameters that exist
-    already, by the id of the one on `meta`."""
+    """Allocate and initialise the parameters and buffers of `module` itself, without its children; see `materialize`.
+
+    `path` is its name in the model, for errors. `initialize` is the model's `_init_weights`. `tied` has the parameters
+    created so far, by the id of their parameter on `meta`; it is updated.
+    """
     local = [*module._parameters.values(), *module._buffers.values()]
     if not any(tensor is not None and tensor.is_meta for tensor in local):
         return
@@ -58,5 +60,5 @@ def _allocate(module: nn.Module, tied: dict[int, nn.Parameter]) -> None:
 
 
 def _on_host(param: torch.Tensor) -> torch.Tensor:
-    """Return memory for `param` in the host tier, which on a CPU-only machine is not what torch allocates."""
+    """Return an uninitialised tensor for `param` in a slab: on a CPU-only machine only slabs count as host memory."""
     return Slab(param.numel() * param.element_size(), pin=False).tensor(param.dtype, param.shape, 0)

@@ -1,4 +1,4 @@
-"""What the planner is asked about one capture, on top of what an executor has in force."""
+"""From a capture, the buckets that its executor has in force, and the options to a problem for the planner."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from elixir_compile.analysis.timeline import bucket_host_bytes
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, Tier, Update
+from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.registry import ParamState, Slot, planned_states
 from elixir_compile.options import Options
@@ -27,9 +27,9 @@ from elixir_compile.search import Problem
 
 
 def cluster_of(cluster: Cluster, ranks: Ranks | None, options: Options) -> Cluster:
-    """Return `cluster`, what is known of the machine, with as many devices as there are ranks.
+    """Return `cluster` with one device for each rank.
 
-    Raises InvalidOption where the user named a machine of another number of devices.
+    Raises InvalidOption if the user named a machine with another number of devices.
     """
     num_ranks = 1 if ranks is None else ranks.num_ranks
     if options.hardware is not None and cluster.num_ranks not in (1, num_ranks):
@@ -37,7 +37,7 @@ def cluster_of(cluster: Cluster, ranks: Ranks | None, options: Options) -> Clust
         raise InvalidOption("hardware", options.hardware, expected)
     if cluster.num_ranks == num_ranks:
         return cluster
-    # A profile that was measured under torchrun knows several.
+    # A profile measured under torchrun has several devices.
     alone = cluster.alone()
     if num_ranks == 1:
         return alone
@@ -47,23 +47,26 @@ def cluster_of(cluster: Cluster, ranks: Ranks | None, options: Options) -> Clust
 
 
 _LEAST_ALIKE = 4
-"""Of three layers, two are compiled anyway: the first and the last have neighbours of another kind."""
+"""Fewest equal layers for which regions are cut at layers. Of three layers, two would be compiled anyway: the first and
+the last have neighbours of another kind."""
 
 
 def state_bytes_per_element(param: torch.Tensor) -> int:
-    """Return the bytes of state that HybridAdamW keeps for each element of `param`; other optimizers keep less.
+    """Return the bytes of state that HybridAdamW keeps for each element of `param`.
 
-    Two moments in the dtype of the parameter, 8 for fp32; of one with a master in fp32, and what of the master is not
-    the parameter: 10 for bfloat16, 12 for float16.
+    Without a master: two moments in the dtype of the parameter, 8 bytes for fp32. With a master: two moments in fp32,
+    and the rest of the master, 10 bytes for bfloat16 and 12 bytes for float16.
     """
     if has_master(param):
         return 2 * torch.float32.itemsize + REST_DTYPES[param.dtype].itemsize
     return 2 * param.dtype.itemsize
 
 
-def sums_of(masters: Mapping[str, int], options: Options) -> Mapping[str, int]:
-    """Return the bytes of the fp32 sums of gradients of parameters with a master, of which `masters` are the elements
-    by name; nothing where gradients add up in their own dtype."""
+def sums_of(masters: Mapping[StorageId, int], options: Options) -> Mapping[StorageId, int]:
+    """Return the bytes of fp32 gradient sums, by parameter name; empty if gradients are summed in their own dtype.
+
+    `masters` has the number of elements of each parameter with a master, by name.
+    """
     wanted = {} if options.reduce_dtype is None else masters
     return {name: torch.float32.itemsize * numel for name, numel in wanted.items()}
 
@@ -71,44 +74,44 @@ def sums_of(masters: Mapping[str, int], options: Options) -> Mapping[str, int]:
 def graph_of(
     captured: Captured, executor: Executor, sizes: Mapping[str, int], step: StepGraph | None = None
 ) -> StepGraph:
-    """Return the step with the symbols of dynamic shapes at `sizes`.
+    """Return the step of `captured` with the symbols of dynamic shapes at `sizes`.
 
-    Parameters that share a bucket in force with one of the step's are in it too: they travel along. `step` is that of
-    `captured` without them, at the sizes of the capture, if it is known: walking through the nodes again takes as long
-    as the search of a small plan.
+    It includes the siblings: parameters that the step does not read, but that are in a bucket in force with a parameter
+    that it reads. `step` is the step of `captured` at the sizes of the capture, without siblings, if it is known:
+    converting the nodes again takes as long as the search of a small plan.
     """
     read = set(captured.param_names.values())
-    siblings = [executor.slots[name] for name in named(captured, executor) if name not in read]
+    siblings = [executor.slots[name] for name in param_names_of(captured, executor) if name not in read]
     return with_siblings(step_graph(captured, sizes) if step is None or sizes else step, siblings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalUsage:
-    """What is on the device besides a graph and the parameters that live there."""
+    """Device bytes in use besides a graph and the parameters on the device."""
 
-    waiting_bytes: int = 0
-    """What earlier forwards left for their backward."""
+    outstanding_bytes: int = 0
+    """Activations and inputs of outstanding forwards."""
     reserved_bytes: int = 0
-    """Room for the state and gradients of parameters that no graph has read yet."""
+    """Bytes left free for the state and gradients of parameters that no graph has read yet."""
 
 
 def problem_of(
     captured: Captured, graph: StepGraph, executor: Executor, options: Options, external: ExternalUsage
 ) -> Problem:
-    """Return the question about `graph` in `company`."""
+    """Return the problem of `graph`, the step of `captured`, on top of `external` usage."""
     is_training = captured.backward is not None
     ranks = executor.ranks
     cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
-    own = named(captured, executor)
+    own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
     known = planned_states([slot.param for slot in trained])
     states = states_by_name(trained, known)
-    held_bytes = device_bytes(executor, leaving_out=own) + external.waiting_bytes
+    held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
-        held_bytes = outside_bytes(executor, own, external.waiting_bytes) + external.reserved_bytes
-    # Free memory, which is the host's budget where the user names none, does without what others hold there.
+        held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
+    # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
     host_held_bytes = 0 if options.host_memory is None else _outside_host_bytes(in_force, own)
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     return Problem(
@@ -116,7 +119,7 @@ def problem_of(
         graph=graph,
         cluster=cluster,
         num_copies=1 if ranks is None else ranks.num_copies,
-        shards={} if ranks is None else {slot.name: ranks.parts_of(slot.param) for slot in slots},
+        shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), ranks),
         host_budget_bytes=host_budget_bytes(options, ranks) - host_held_bytes,
         host_base_bytes=host_held_bytes,
@@ -130,50 +133,55 @@ def problem_of(
         update=update_of(options),
         least_alike=least_alike_of(options),
         base_bytes=held_bytes + fixed_bytes,
-        # All of them: a new bucket must not take the name of one that another graph uses.
+        # Buckets of other graphs too: a new bucket must not get the name of any of them.
         buckets=tuple(bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
 
 
-def _masters(trained: Sequence[Slot]) -> Mapping[str, int]:
-    return {slot.name: slot.param.numel() for slot in trained if has_master(slot.param)}
+def _masters(trained: Sequence[Slot]) -> Mapping[StorageId, int]:
+    return {StorageId(slot.name): slot.param.numel() for slot in trained if has_master(slot.param)}
 
 
-def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[str, str]:
-    """Return what `ranks` reduce gradients in, by the name of the parameter, where it is not the parameter's dtype."""
-    dtypes = {slot: ranks.reduced_dtype(slot.param) for slot in trained}
-    return {slot.name: str(dtype).removeprefix("torch.") for slot, dtype in dtypes.items() if dtype != slot.param.dtype}
+def _reduce_dtypes(trained: Sequence[Slot], ranks: Ranks) -> Mapping[StorageId, str]:
+    """Return the dtypes in which `ranks` reduce gradients, by parameter name, if they differ from the parameter's."""
+    dtypes = {StorageId(slot.name): (slot.param.dtype, ranks.reduced_dtype(slot.param)) for slot in trained}
+    return {name: str(reduced).removeprefix("torch.") for name, (own, reduced) in dtypes.items() if reduced != own}
 
 
-def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[str, ParamState]:
-    """Return the param group and the bytes of optimizer state of each parameter, by its name: what its optimizer says,
-    which is `known` by the parameter's id, else one group and what HybridAdamW would keep."""
+def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> Mapping[StorageId, ParamState]:
+    """Return the parameter group and the bytes of optimizer state of each parameter, by name.
+
+    `known` has the answers of optimizers, by the id of the parameter. A parameter without an optimizer gets group 0 and
+    the state of HybridAdamW.
+    """
     return {
-        slot.name: known.get(id(slot.param)) or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
+        StorageId(slot.name): known.get(id(slot.param))
+        or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
         for slot in trained
     }
 
 
 def _outside_host_bytes(in_force: Collection[tuple[Bucket, Placement]], read: Collection[str]) -> int:
-    """Return the bytes that the host holds of buckets with none of the parameters `read`."""
+    """Return the host bytes of the buckets without any of the parameters `read`."""
     others = [(bucket, placement) for bucket, placement in in_force if set(read).isdisjoint(bucket.params)]
     return sum(bucket_host_bytes(bucket, placement) for bucket, placement in others)
 
 
 def unread_bytes(captured: Captured, executor: Executor) -> int:
-    """Return the bytes of state and gradients of parameters that neither this graph nor one before it reads."""
+    """Return the bytes of state and gradients of trained parameters read by neither this graph nor an earlier graph."""
     if captured.backward is None:
         return 0
-    read = set(named(captured, executor))
+    read = set(param_names_of(captured, executor))
     slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
     return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.running(slot) is None)
 
 
-def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int = 0) -> int:
-    """Return the device bytes outside of training graphs that read the parameters `read`, beside `waiting_bytes`.
+def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
+    """Return the device bytes outside of the training graphs that read the parameters `read`.
 
-    The gradients of other graphs come when what their forwards left has gone.
+    Includes the larger of `outstanding_bytes` and the gradients of other graphs: these gradients are made while the
+    activations of outstanding forwards are freed.
     """
     grads_bytes = eager_bytes = 0
     for slot in executor.slots.values():
@@ -185,11 +193,11 @@ def outside_bytes(executor: Executor, read: Collection[str], waiting_bytes: int 
             grads_bytes += 0 if bucket.is_on_host else bucket.spec.grad_ratio * slot.own_nbytes + sums_bytes
         elif slot.key in executor.gradients.trained_eagerly:
             eager_bytes += _trained_bytes(slot, executor.ranks)
-    return device_bytes(executor, leaving_out=read) + max(waiting_bytes, grads_bytes) + eager_bytes
+    return device_bytes(executor, leaving_out=read) + max(outstanding_bytes, grads_bytes) + eager_bytes
 
 
 def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
-    """Return the bytes of parameters, and of the optimizer state planned for them, that live on the device.
+    """Return the bytes of parameters and of their planned optimizer state on the device.
 
     Parameters named in `leaving_out` do not count.
     """
@@ -205,13 +213,13 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
 
 
 def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
-    """Return the bytes of the gradient and the state."""
+    """Return the bytes of the gradient and the optimizer state of one parameter."""
     grad_dtype = slot.param.dtype if ranks is None else ranks.reduced_dtype(slot.param)
     return (grad_dtype.itemsize + state_bytes_per_element(slot.param)) * slot.own.numel()
 
 
 def savings_of(options: Options) -> frozenset[Saving]:
-    """Return what may happen to saved activations under the option `activations`."""
+    """Return the ways to save activations that the option `activations` allows."""
     return {
         "any": frozenset(Saving),
         "keep": frozenset({Saving.KEEP}),
@@ -221,26 +229,29 @@ def savings_of(options: Options) -> frozenset[Saving]:
 
 
 def least_alike_of(options: Options) -> int | None:
-    """Return how many equal layers make regions begin with each of them under the option `compile_by`."""
+    """Return the fewest equal layers for which regions begin at each layer, under the option `compile_by`.
+
+    None if regions never begin at layers.
+    """
     is_by_layer = options.compile_by == "layer" or (options.compile_by == "auto" and options.inner == "inductor")
     return _LEAST_ALIKE if is_by_layer else None
 
 
 def update_of(options: Options) -> Update | None:
-    """Return when HybridAdamW has to update under the option `update`; None for `auto`."""
+    """Return the update mode under the option `update`; None if the planner chooses it."""
     return None if options.update == "auto" else Update(options.update)
 
 
 def may_move_back(problem: Problem, executor: Executor) -> bool:
-    """Whether buckets may move in either direction once steps were taken.
+    """Return whether buckets may move in either direction after the first step.
 
-    Optimizer state follows a parameter only where the hybrid optimizer owns it, or where both sides are one memory.
+    Optimizer state follows a parameter only if the hybrid optimizer owns it, or if device and host are the same memory.
     """
     return problem.hybrid or not problem.state_nbytes or executor.device.type == "cpu"
 
 
-def named(captured: Captured, executor: Executor) -> list[str]:
-    """Return the parameters that the step reads, and those that share a bucket in force with them."""
+def param_names_of(captured: Captured, executor: Executor) -> list[str]:
+    """Return the names of the parameters that the step reads, and of all others in their buckets in force."""
     read = dict.fromkeys(captured.param_names.values())
     for bucket, _ in executor.buckets_in_force(for_training=captured.backward is not None):
         if not read.keys().isdisjoint(bucket.params):

@@ -1,10 +1,10 @@
 """Time every distinct region once before anything is planned.
 
-    every place where a plan could cut -> regions -> equal ones once -> compiled, run on made-up inputs -> stretches
+    every possible cut -> finest regions -> distinct regions -> compiled, run on made-up inputs -> stretches
 
-Every cut that a plan makes is one of these, so the pieces have the right price wherever the plan joins some of them;
-what fusion across a cut would save is not in it. Figures are kept on disk by region and machine: a second start
-measures nothing.
+Every cut of a plan is one of these cuts, so the seconds of a plan's region are the sum over its finest regions. Seconds
+that fusion across a cut would save are not included. Measurements are kept on disk by region and machine: a second
+start measures nothing.
 """
 
 import hashlib
@@ -38,72 +38,75 @@ from elixir_compile.units import format_bytes, format_s
 log = logging.getLogger("elixir_compile")
 
 LIMIT_S = 120.0
-"""Seconds after which the rest of the regions keep the prices of the machine's profile."""
+"""Seconds after which the remaining regions are not measured, but priced by the machine's profile."""
 _MOST_RUN_S = 1e6
-"""A region that took longer was not measured."""
+"""A file with a longer time is wrong."""
 _TOLERANCE_BYTES = 1 << 16
-"""What an allocator rounds up over all tensors of a region."""
+"""Bytes by which an allocator rounds up the tensors of a region in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRegion:
-    """One region of the step, with the figures of all that equal it."""
+    """One region of the step, with the measurements of all equal regions."""
 
     key: str
-    """Equal for equal regions."""
+    """A digest, equal for equal regions."""
     first: OpId
     last: OpId
     run_s: float
     peak_bytes: int | None
-    """Most bytes that it allocated at once, inputs not counted, as the allocator saw it."""
+    """Most bytes that the region allocated at once, without its inputs, by the allocator; None if unknown."""
     live_bytes: int
-    """The same as the graph has it."""
+    """The same bytes by the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionProfile:
-    """The regions that were measured, in order of the step."""
+    """The measured regions of a step, in its order."""
 
     regions: tuple[ProfiledRegion, ...]
     num_regions: int
-    """With those that the time limit left out."""
+    """Finest regions of the step, including the regions not measured for lack of time or memory."""
     num_run: int
-    """Distinct regions that were run; the others were known."""
+    """Distinct regions that were run; the others were measured in an earlier run."""
     took_s: float
 
     @property
     def measured(self) -> Measured:
-        """The regions as the planner takes them."""
-        stretches = tuple(Stretch(first=one.first, last=one.last, run_s=one.run_s) for one in self.regions)
+        """The measurements in the form of a `Problem`."""
+        stretches = tuple(Stretch(first=own.first, last=own.last, run_s=own.run_s) for own in self.regions)
         return Measured(stretches=stretches)
 
     def __str__(self) -> str:
-        num_distinct = len({one.key for one in self.regions})
+        num_distinct = len({region.key for region in self.regions})
         line = f"profiled {num_distinct} distinct regions of {self.num_regions} in {format_s(self.took_s)}"
         if self.num_run < num_distinct:
             line += f", {num_distinct - self.num_run} of them in an earlier run"
-        above = {one.key: one for one in self.regions if (one.peak_bytes or 0) > one.live_bytes + _TOLERANCE_BYTES}
-        for one in above.values():
+        above = {own.key: own for own in self.regions if (own.peak_bytes or 0) > own.live_bytes + _TOLERANCE_BYTES}
+        for region in above.values():
             line += (
-                f"\n  {one.first} to {one.last} allocates {format_bytes(one.peak_bytes or 0)}, "
-                f"{format_bytes(one.live_bytes)} in the graph"
+                f"\n  {region.first} to {region.last} allocates {format_bytes(region.peak_bytes or 0)}, "
+                f"{format_bytes(region.live_bytes)} in the graph"
             )
         return line
 
 
 class Profiler:
-    """Measures the regions of one capture; knows what it, or an earlier run, has measured."""
+    """Measures the regions of a capture that neither it nor an earlier run has measured."""
 
     def __init__(self, compiler: RegionCompiler, device: torch.device, inner: str) -> None:
         self._compiler = compiler
         self._device = device
-        # Machine and versions are in the name of the machine's own file.
+        # The name of the machine's file is a digest of the machine and of the version of torch.
         self._machine = f"{machine_path(device).stem} {inner}"
         self._known: dict[str, RegionTime] = {}
         self._num_run = 0
 
     def profile(self, captured: Captured, problem: Problem, sizes: Mapping[str, int]) -> RegionProfile:
-        """Return the figures of the finest regions of `problem`, which `captured` is; `sizes` are of its symbols."""
+        """Return the measurements of the finest regions of `problem`, the problem of `captured`.
+
+        `sizes` are the values of the symbols of `captured`.
+        """
         began_s = time.perf_counter()
         found: list[ProfiledRegion] = []
         finest = _finest_regions(problem)
@@ -130,7 +133,7 @@ class Profiler:
         )
 
     def _measure(self, key: str, graph: RegionGraph, sizes: Mapping[str, int]) -> bool:
-        """Run the region and remember what it took; False where the device cannot hold its inputs."""
+        """Run the region `graph` and keep its measurements as `key`; return False if it does not fit the device."""
         compiled = self._compiler.lower(graph, range(len(graph.outputs)))
         try:
             took = measure_region(graph, compiled, self._device, sizes)
@@ -139,7 +142,7 @@ class Profiler:
             return False
         self._known[key] = took
         self._num_run += 1
-        with suppress(OSError):  # a folder that may only be read: the next start measures again
+        with suppress(OSError):  # the folder is read-only: the next start measures again
             write_cached(_path(key), json.dumps(asdict(took)))
         return True
 
@@ -147,13 +150,13 @@ class Profiler:
         if key not in self._known:
             known = _kept(_path(key))
             if known is None:
-                return False  # measured again, and the file with it
+                return False
             self._known[key] = known
         return True
 
 
 def _kept(path: Path) -> RegionTime | None:
-    """Return what an earlier run measured; None where nothing did, or where the file holds what no region takes."""
+    """Return the measurements of an earlier run in the file `path`; None if there is no file or it is not valid."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -161,18 +164,18 @@ def _kept(path: Path) -> RegionTime | None:
     except (OSError, ValueError, RecursionError) as error:
         log.warning("measured again, as %s cannot be read: %s", path, error)
         return None
-    is_whole = isinstance(fields, dict) and fields.keys() == {"run_s", "peak_bytes"}
-    run_s, peak_bytes = (fields["run_s"], fields["peak_bytes"]) if is_whole else (None, None)
-    is_time = type(run_s) in (int, float) and 0 <= run_s <= _MOST_RUN_S
-    is_peak = peak_bytes is None or (type(peak_bytes) is int and 0 <= peak_bytes < 1 << 63)
-    if not (is_time and is_peak):
-        log.warning("measured again, as %s does not hold what a region took", path)
-        return None
-    return RegionTime(run_s=float(run_s), peak_bytes=peak_bytes)
+    if isinstance(fields, dict) and fields.keys() == {"run_s", "peak_bytes"}:
+        run_s, peak_bytes = fields["run_s"], fields["peak_bytes"]
+        is_time = type(run_s) in (int, float) and 0 <= run_s <= _MOST_RUN_S
+        is_peak = peak_bytes is None or (type(peak_bytes) is int and 0 <= peak_bytes < 1 << 63)
+        if is_time and is_peak:
+            return RegionTime(run_s=float(run_s), peak_bytes=peak_bytes)
+    log.warning("measured again, as %s does not hold what a region took", path)
+    return None
 
 
 def made_bytes(graph: StepGraph, region: Region) -> int:
-    """Return the most bytes live at once of all that `region` allocates, by the graph."""
+    """Return the most bytes of storages allocated by `region` that are live at once, by `graph`."""
     lives = liveness(graph)
     index = {op: i for i, op in enumerate(lives.ops)}
     first, last = index[region.first], index[region.last]
@@ -190,12 +193,12 @@ def made_bytes(graph: StepGraph, region: Region) -> int:
 
 
 def _is_made(graph: StepGraph, name: str, at: int) -> bool:
-    """Whether op `at` allocates the storage, rather than finding it: parameters and inputs live from the first op."""
+    """Return whether op `at` allocates the storage `name`: parameters and inputs exist before the first op."""
     return name in graph.ops[at].writes
 
 
 def _finest_regions(problem: Problem) -> tuple[Region, ...]:
-    """The regions of the plan that cuts wherever a plan could."""
+    """Return the regions of a plan with every possible cut."""
     facts = gather_facts(problem)
     levels = facts.furthest_levels
     return regions(facts, cut_regions(facts, levels, moves_at_use(facts, levels)))

@@ -9,6 +9,7 @@ that raised an exception.
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ class Executor:
         self.device = device
         self.name = name
         self.ranks = ranks
-        self.compilations: list[object] = []
+        self.compilations: list[Any] = []
         """The records of the graphs that run on this executor, in order of capture."""
         self.gates: list[Gate] = []
         """The autograd nodes between the graphs and the parameters; compiled code holds them weakly."""

@@ -209,7 +209,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, choose: Choice, **options: Any) -> 
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr("elixir_compile.managed.compilation.plan_for", plan_for)
+        patch.setattr("elixir_compile.managed.graph_planner.plan_for", plan_for)
         yield made
 
 

@@ -20,7 +20,7 @@ class WithUnused(Pair):
 
 
 def captured_and_slots() -> tuple[Captured, dict[str, Slot]]:
-    captured = record_of(WithUnused(), torch.randn(3, 4))._captured
+    captured = record_of(WithUnused(), torch.randn(3, 4)).active.captured
     executor = slot_by_key(next(iter(captured.param_names))).sink
     return captured, executor.slots
 

@@ -86,7 +86,7 @@ def test_an_output_that_aliases_an_input_adds_no_storage() -> None:
 
 def test_fused_regions_have_fewer_storages_and_the_same_parameters() -> None:
     record = record_of(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1), nn.Flatten(0)), torch.randn(1, 4))
-    captured = record._captured
+    captured = record.active.captured
     fused = step_graph(dataclasses.replace(captured, fused=True), {})
     assert len(fused.ops) == len(record.graph.ops)
     assert bytes_of(fused, Kind.TEMP) <= bytes_of(record.graph, Kind.TEMP)

@@ -21,13 +21,13 @@ def test_forward_and_backward_equal_torch_op_for_op() -> None:
     x = torch.randn(3, 4)
     forward, backward = halves_of_torch(Pair(), x)
     torch.compiler.reset()
-    captured = record_of(Pair(), x)._captured
+    captured = record_of(Pair(), x).active.captured
     assert targets(captured.forward) == targets(forward)
     assert targets(captured.backward) == targets(backward)
 
 
 def test_no_gather_and_no_reduce_is_left() -> None:
-    captured = record_of(Pair(), torch.randn(3, 4))._captured
+    captured = record_of(Pair(), torch.randn(3, 4)).active.captured
     for half in (captured.forward, captured.backward):
         assert not markers(half, GATHER)
         assert not markers(half, REDUCE)
@@ -36,7 +36,7 @@ def test_no_gather_and_no_reduce_is_left() -> None:
 
 
 def test_no_parameter_and_no_view_of_one_is_saved() -> None:
-    captured = record_of(Pair(), torch.randn(3, 4))._captured
+    captured = record_of(Pair(), torch.randn(3, 4)).active.captured
     saved = captured.forward.graph.output_node().args[0][captured.num_outputs :]
     sources = {id(source) for node in markers(captured.forward, parameter) for source in (node, *node.users)}
     views = [node for node in saved if id(node) in sources and getattr(node.target, "is_view", False)]
@@ -45,7 +45,7 @@ def test_no_parameter_and_no_view_of_one_is_saved() -> None:
 
 
 def test_the_ticket_is_saved_first_and_names_the_backward_parameters() -> None:
-    captured = record_of(Pair(), torch.randn(3, 4))._captured
+    captured = record_of(Pair(), torch.randn(3, 4)).active.captured
     stamp = captured.forward.graph.output_node().args[0][captured.num_outputs]
     assert stamp.target is ticket
     names = [captured.param_names[key] for key in stamp.args[0]]
@@ -54,7 +54,7 @@ def test_the_ticket_is_saved_first_and_names_the_backward_parameters() -> None:
 
 
 def test_a_tied_weight_is_one_parameter_with_a_gradient_from_each_use() -> None:
-    captured = record_of(Shared(), torch.randint(0, 6, (2, 3)))._captured
+    captured = record_of(Shared(), torch.randint(0, 6, (2, 3))).active.captured
     assert list(captured.param_names.values()) == ["embed.weight"]
     assert len(markers(captured.forward, parameter)) == 1
     assert [node.args[1] for node in markers(captured.backward, gradient)] == list(captured.param_names) * 2
@@ -74,7 +74,7 @@ class TwoBiases(nn.Module):
 
 def test_gradients_never_share_memory() -> None:
     model = TwoBiases()
-    captured = record_of(model, torch.randn(3))._captured
+    captured = record_of(model, torch.randn(3)).active.captured
     values = [node.args[0] for node in markers(captured.backward, gradient)]
     assert len(values) == len(set(values)) == 2
     assert torch.equal(model.a.grad, model.b.grad)

@@ -98,7 +98,7 @@ def test_the_step_of_a_capture_is_built_once(monkeypatch: pytest.MonkeyPatch) ->
     compiled(vectors(1)[0])
     assert num_built == 1
     (record,) = elixir.compilations(compiled)
-    assert record.graph == convert.step_graph(record._captured, {})
+    assert record.graph == convert.step_graph(record.active.captured, {})
 
 
 def test_the_collector_is_off_only_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

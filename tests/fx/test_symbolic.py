@@ -81,10 +81,10 @@ def test_a_dynamic_graph_at_other_sizes_equals_a_static_capture() -> None:
     graph = record.graph
     there = {name: {2: 5, 3: 7}[value] for name, value in graph.symbols}
     grown = graph_at(graph, there)
-    assert grown == step_graph(record._captured, there)
+    assert grown == step_graph(record.active.captured, there)
     assert graph_at(grown, dict(graph.symbols)) == graph
     one = {graph.symbols[0][0]: 9}
-    assert step_graph(record._captured, one) == graph_at(graph, one)
+    assert step_graph(record.active.captured, one) == graph_at(graph, one)
     targets = [op.target for op in grown.ops if not op.target.startswith("_operator.")]
     assert targets == [op.target for op in static.ops]
     assert sum(op.flops for op in grown.ops) == sum(op.flops for op in static.ops)
@@ -173,7 +173,7 @@ def test_a_view_with_dynamic_sizes_has_one_base() -> None:
 def symbolic_length() -> torch.SymInt:
     """Return the length of a dynamic input, as a capture sees it."""
     record = record_of(Pair(), dynamic(3, 4))
-    placeholders = record._captured.forward.graph.find_nodes(op="placeholder")
+    placeholders = record.active.captured.forward.graph.find_nodes(op="placeholder")
     return next(node.meta["val"] for node in placeholders if isinstance(node.meta["val"], torch.SymInt))
 
 

@@ -20,7 +20,7 @@ import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Plan, Tier
 from elixir_compile.ir.record import Record
-from elixir_compile.managed import compilation
+from elixir_compile.managed import graph_planner
 from elixir_compile.options import Options
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import Slab, _pin, is_slab_memory
@@ -244,7 +244,7 @@ def state_on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         return replace(kept, placements=tuple(replace(placement, optim=Tier.HOST) for placement in kept.placements))
 
     def start(model: nn.Module, batch: torch.Tensor) -> Run:
-        monkeypatch.setattr(compilation, "plan_for", decide)
+        monkeypatch.setattr(graph_planner, "plan_for", decide)
         got = by_elixir(model).train([batch])
         assert not on_host(got)
         return got

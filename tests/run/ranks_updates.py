@@ -284,7 +284,7 @@ def state_on_disk() -> Iterator[None]:
         return replace(found, placements=tuple(moved))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elixir_compile.managed.compilation.plan_for", decided)
+        patch.setattr("elixir_compile.managed.graph_planner.plan_for", decided)
         yield
 
 

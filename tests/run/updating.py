@@ -74,7 +74,7 @@ def small_buckets(decide: Callable[[Plan], Plan]) -> Iterator[None]:
         return decide(found) if problem.hybrid else found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elixir_compile.managed.compilation.plan_for", decided)
+        patch.setattr("elixir_compile.managed.graph_planner.plan_for", decided)
         yield
 
 

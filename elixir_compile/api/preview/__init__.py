@@ -1,1 +1,1 @@
-"""The training step of a model by name or of one at hand, captured without training it."""
+"""Capture the training step of a named or a given model without training it."""

@@ -1,7 +1,7 @@
-"""A model and example inputs -> the step that training would capture, and the questions one can ask about it.
+"""From a model and example inputs to the training step of the model, and to problems about this step.
 
-Nothing is allocated, compiled or run, and the model stays as it is. Capture takes seconds, a question a moment, so one
-capture serves many machines and budgets.
+No weights are allocated, nothing is compiled or run, and the model stays as it is. A capture takes seconds and a
+problem much less, so a capture serves many machines and budgets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.backend import with_compiler
-from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
+from elixir_compile.api.prepare import move_rest, new_executor, swap_modules
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
@@ -44,33 +44,33 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """One captured training step, and what a plan has to know of its parameters."""
+    """One captured training step, and the facts about its parameters on which a plan depends."""
 
     graph: StepGraph
     device: torch.device
-    """Where the step was captured; the kernels of attention, for one, differ between devices."""
+    """The device of the capture; kernels, such as those of attention, differ between devices."""
     numels: Mapping[StorageId, int]
-    """Elements of each parameter that is trained."""
+    """Elements of each trained parameter."""
     state_bytes: Mapping[StorageId, int]
-    """What HybridAdamW keeps for each of them."""
+    """Bytes of state that HybridAdamW keeps for each trained parameter."""
     masters: Mapping[StorageId, int]
-    """Elements of those with a master."""
+    """Elements of each trained parameter with a master."""
     held_bytes: int
-    """Bytes of parameters that are on the device now; 0 for a model on `meta`."""
+    """Bytes of parameters on the device now; 0 for a model on `meta`."""
     base_bytes: int
-    """Device bytes that no plan can move: parameters that the step does not read, what matrix products leave, and a
-    few per parameter."""
+    """Device bytes outside of any plan: parameters that the step does not read, workspaces of matrix products, and a
+    few bytes for each parameter."""
     chunks: Chunks | None = None
-    """How the loss could be chunked; None where it could not, or is."""
+    """How the loss could be chunked; None if it could not be chunked, or is chunked already."""
     loss_chunks: int = 1
-    """In how many chunks the graph computes its loss."""
+    """The number of chunks in which the graph computes its loss."""
     batch_symbol: str | None = None
-    """The symbol of the first dimension of the inputs, where the step was captured dynamic."""
+    """The symbol of the first dimension of the inputs; None unless the step was captured as dynamic."""
 
     def at_batch(self, batch: int) -> "Capture":
-        """Return the step for batches of `batch`.
+        """Return the step for batches of `batch` samples.
 
-        Raises UnsupportedModel where the graph fixes the batch.
+        Raises UnsupportedModel if the graph fixes the batch.
         """
         if self.batch_symbol is None:
             because = "its graph fixes the batch, so it cannot be planned for another one without a new capture"
@@ -78,22 +78,26 @@ class Capture:
         return replace(self, graph=graph_at(self.graph, {self.batch_symbol: batch}))
 
     def state_nbytes(self, bytes_per_element: int | None = None) -> Mapping[StorageId, int]:
-        """Return the bytes of optimizer state of each trained parameter: what HybridAdamW keeps, or so many
-        `bytes_per_element`; 12 are fp32 master weights and moments."""
+        """Return the bytes of optimizer state of each trained parameter.
+
+        By default this is the state of HybridAdamW. `bytes_per_element` replaces it; 12 are fp32 master weights and
+        moments.
+        """
         if bytes_per_element is not None:
             return {name: numel * bytes_per_element for name, numel in self.numels.items()}
         return self.state_bytes
 
     def _reduce_dtypes(self, cluster: Cluster, options: Options) -> Mapping[StorageId, str]:
-        """Return what several ranks reduce gradients in, where that is wider than the parameter."""
+        """Return the dtype in which several ranks reduce the gradient of each parameter with a master, if it is set."""
         if options.reduce_dtype is None or cluster.num_ranks == 1:
             return {}
         return dict.fromkeys(self.masters, options.reduce_dtype)
 
     def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
-        """Return the question for one rank of `cluster`, whose parameters HybridAdamW updates.
+        """Return the problem of one rank of `cluster`, with HybridAdamW as the optimizer.
 
-        Where `options` name no memory, it is the profile's less the reserve; devices of a node share its host's.
+        A budget missing in `options` is the memory of the profile less its reserve. The ranks of a node share the host
+        memory equally.
         """
         device_bytes = cluster.device.memory_bytes - cluster.device.reserve_bytes
         host_bytes = (cluster.host.memory_bytes - cluster.host.reserve_bytes) // cluster.num_local_ranks
@@ -125,11 +129,11 @@ def capture_step(
     dynamic: bool = False,
     chunks: Chunks | None = None,
 ) -> Capture:
-    """Return the training step of `model` on `example_inputs`, positional or by name, of which only shapes count.
+    """Return the training step of `model` on `example_inputs`, positional or by name; only their shapes count.
 
-    `device` is by default that of the model's first parameter that has one, else `cuda` where there is one, else
-    `cpu`. With `dynamic` the first dimension of every input is symbolic; `chunks`, of an earlier capture, are those in
-    which the loss is computed. Raises UnsupportedModel for a model that cannot be traced as one graph or trains
+    `device` is by default the device of the first parameter that is not on `meta`, else `cuda` if it is available, else
+    `cpu`. If `dynamic`, the first dimension of every input is symbolic. The loss is computed in `chunks`, found by an
+    earlier capture, if they are given. Raises UnsupportedModel if the model cannot be traced as one graph or trains
     nothing.
     """
     model = built(model)
@@ -138,27 +142,27 @@ def capture_step(
     own, memory = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
     executor = new_executor([own], target, originals=[model])
     swap_modules([own], executor)
-    bring_rest([own], executor)
+    move_rest([own], executor)
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
     options = with_compiler(options or Options())
-    could: list[Chunks | None] = []
+    possible: list[Chunks | None] = []
 
     def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
         inputs = trace_unmanaged(gm, inputs, executor)
-        could.append(chunks_of(gm, options) if chunks is None else None)
+        possible.append(chunks_of(gm, options) if chunks is None else None)
         if chunks is not None:
-            # Found again: `chunks` may be those of a model of other layers, in whose graph nodes have other names.
+            # The loss is looked for again: `chunks` may be of a model with fewer layers, and nodes have other names.
             chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)
         return inputs
 
     captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)
-    # Graphs are cycles: the parameters would stay until the collector runs, and count for the device until then.
+    # Graphs are reference cycles: without this, the parameters would count for the device until the collector runs.
     memory.resize_(0)
     batch = _batch_of((*args, *kwargs.values())) if dynamic else None
     on_device = {id(param): param for param in model.parameters() if param.device == target}
     held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
     made = _capture(captured, executor, held_bytes, batch)
-    return replace(made, chunks=could[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
+    return replace(made, chunks=possible[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
 
 
 def _capture(captured: Captured, executor: Executor, held_bytes: int, batch: int | None) -> Capture:
@@ -190,7 +194,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _like(inputs: Inputs, device: torch.device, *, dynamic: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments of the shapes of `inputs` on `device`; a tensor that comes twice does so again."""
+    """Return positional and keyword arguments with the shapes of `inputs` on `device`; repeated tensors stay equal."""
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     made: dict[int, torch.Tensor] = {}
@@ -202,7 +206,7 @@ def _like(inputs: Inputs, device: torch.device, *, dynamic: bool) -> tuple[list[
 
 
 def _batch_of(values: Sequence[Any]) -> int | None:
-    """Return the first dimension of the first tensor among `values` that has one."""
+    """Return the first dimension of the first tensor among `values` with at least one dimension; None without one."""
     return next((value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()), None)
 
 

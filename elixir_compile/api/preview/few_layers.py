@@ -1,4 +1,4 @@
-"""The step of a model of many equal layers, written from those of 2, 3 and 4 layers instead of captured."""
+"""Derive the step of a model with many equal layers from the captures of models with 2, 3 and 4 of these layers."""
 
 import contextlib
 import logging
@@ -33,16 +33,16 @@ from elixir_compile.problem.loss import Chunks
 Value = TypeVar("Value")
 
 _PATIENCE_S = 60.0
-"""A child that has not answered so long after this process asked for its result is not waited for. The capture that it
-makes takes seconds, as those do that this process makes meanwhile."""
+"""Seconds to wait for the result of a child, after this process has done its own work. The captures of both processes
+take seconds."""
 
 
 @contextlib.contextmanager
 def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
-    """Do `work` in a forked process meanwhile; yield a function that waits for its result and returns it.
+    """Do `work` in a forked process during the context; yield a function that waits for the result and returns it.
 
-    The result is pickled. If no process can be forked, or if it fails, that function does `work` here, and raises what
-    it raises. What the child prints is dropped, and it ends with the context.
+    The result is pickled. If no process can be forked, or if it fails, the yielded function does `work` in this
+    process. The output of the child is dropped, and the child ends with the context.
     """
     if not _may_fork():
         yield work
@@ -51,7 +51,7 @@ def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that libraries have threads, which they stop for a fork
+        warnings.simplefilter("ignore", DeprecationWarning)  # libraries with threads stop them for a fork
         child = os.fork()
     if child == 0:
         _answer(work, writing)
@@ -70,11 +70,11 @@ def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
 
 
 def _may_fork() -> bool:
-    """Whether the process has one thread, as far as Python knows, no CUDA context, and a core that nobody else uses; on
-    Linux, as the libraries of other systems do not expect forks.
+    """Return whether a fork is safe and makes captures faster.
 
-    Both processes import and initialise Inductor. On two cores that others use too, two processes took 24 s for what
-    one does in 16 s.
+    It is safe on Linux if Python knows of a single thread and there is no CUDA context; libraries of other systems do
+    not expect forks. It is faster if half of the cores are idle, as both processes import and initialise Inductor: on
+    two busy cores, two processes took 24 s and a single process 16 s.
     """
     is_alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
     if sys.platform != "linux" or not is_alone:
@@ -83,12 +83,12 @@ def _may_fork() -> bool:
 
 
 def _answer(work: Callable[[], object], writing: int) -> None:
-    """Do `work` in the child, write its pickled result and end the child, whatever happens."""
+    """In the child: do `work`, write its pickled result to the pipe `writing`, and always end the process."""
     try:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
-        torch.set_num_threads(1)  # the threads of the parent are not here
+        torch.set_num_threads(1)  # a fork does not copy the threads of the parent
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(pickle.dumps(work()))
     finally:
@@ -96,7 +96,7 @@ def _answer(work: Callable[[], object], writing: int) -> None:
 
 
 def _read(reading: int) -> bytes:
-    """Return what the child wrote, nothing if it failed or did not come to an end."""
+    """Return the bytes that the child wrote to the pipe `reading`; empty if it failed or did not end in time."""
     ends_s = time.monotonic() + _PATIENCE_S
     pieces: list[bytes] = []
     while select.select([reading], [], [], max(0.0, ends_s - time.monotonic()))[0]:
@@ -110,10 +110,10 @@ def _read(reading: int) -> bytes:
 log = logging.getLogger("elixir_compile")
 
 SIZES = (2, 3, 4)
-"""Layers of the models that are captured: 4 is the least at which Llama has two layers between its first and last two,
-which save other values than the rest."""
+"""Numbers of layers of the captured models. The first and the last layer of Llama save other values than the rest; a
+model of 4 layers is the smallest with two layers between them."""
 LEAST_LAYERS = 16
-"""A model of fewer layers is captured whole: three captures of 9 layers take as long."""
+"""A model of fewer layers is captured with all of them: three captures, of 9 layers in all, take as long."""
 _MAPS = ("numels", "state_bytes", "masters")
 
 
@@ -127,8 +127,11 @@ def capture_model(
     least_layers: int = LEAST_LAYERS,
     may_fork: bool = False,
 ) -> Capture:
-    """Return what `capture_step` returns for `model`, or for the model that a configuration describes: faster if it
-    has `least_layers` layers or more that are alike. A process that `may_fork` uses two cores for that."""
+    """Return the capture of `model`, which may be a configuration; see `capture_step` for the other arguments.
+
+    A configured model with at least `least_layers` equal layers is captured with few of them, which is faster. If the
+    process `may_fork`, this uses two cores.
+    """
 
     def capture(model: nn.Module | Callable[[], nn.Module]) -> Capture:
         return capture_step(model, example_inputs, options=options, dynamic=dynamic, chunks=chunks)
@@ -138,21 +141,21 @@ def capture_model(
     if model.num_layers is not None and model.num_layers >= max(least_layers, SIZES[-1] + 1):
         try:
             with collector_off():
-                return _written(model, model.num_layers, capture, may_fork=may_fork)
+                return _derived(model, model.num_layers, capture, may_fork=may_fork)
         except (InvalidPlan, UnsupportedModel) as error:
-            log.info("%s is captured whole: %s", model.name, error)
+            log.info("%s is captured with all its layers: %s", model.name, error)
     return capture(model.model())
 
 
-def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], Capture], *, may_fork: bool) -> Capture:
-    """Return the capture of `num_layers` layers of `model`, of which few are captured.
+def _derived(model: Configured, num_layers: int, capture: Callable[[nn.Module], Capture], *, may_fork: bool) -> Capture:
+    """Return the capture of `model` with `num_layers` layers, derived from captures with the layers of `SIZES`.
 
-    Raises UnsupportedModel or InvalidPlan if it does not follow from them.
+    Raises UnsupportedModel or InvalidPlan if it cannot be derived.
     """
-    whole = model.model()
+    full = model.model()
     few = {count: model.model(count) for count in SIZES}
     for count, module in few.items():
-        hide_unlike(module, whole, few_layers=count, layers=num_layers)
+        hide_unlike(module, full, few_layers=count, layers=num_layers)
     *smaller, largest = few.values()
     work = partial(capture, largest)
     with beside(work) if may_fork else nullcontext(work) as largest_captured:
@@ -168,13 +171,13 @@ def _written(model: Configured, num_layers: int, capture: Callable[[nn.Module], 
     if any(number < 0 for entry in line for number in entry.numbers):
         raise UnsupportedModel(model.name, "a number in its step falls with the layers")
     made = _capture_of(line, like)
-    _require_parameters(made, whole)
+    _require_parameters(made, full)
     return made
 
 
-def _require_parameters(made: Capture, whole: nn.Module) -> None:
-    """Raise UnsupportedModel if `made` trains parameters that `whole` does not have so."""
-    params = dict(whole.named_parameters())
+def _require_parameters(made: Capture, full: nn.Module) -> None:
+    """Raise UnsupportedModel unless each trained parameter of `made` has a trained namesake of its size in `full`."""
+    params = dict(full.named_parameters())
     for name, numel in made.numels.items():
         param = params.get(name)
         if param is None or param.numel() != numel or not param.requires_grad:
@@ -196,9 +199,9 @@ def _line_of(capture: Capture) -> list[Record]:
 
 
 def _capture_of(line: Line, like: Capture) -> Capture:
-    """Return the capture that `line` says; what does not depend on the number of layers is that of `like`.
+    """Return the capture with the values of `line`; values that do not depend on the number of layers come from `like`.
 
-    Raises InvalidPlan for a graph that cannot be.
+    Raises InvalidPlan if the graph is not legal.
     """
     kinds: dict[object, list[Record]] = {}
     for entry in line:

@@ -1,11 +1,12 @@
-"""Captures of earlier commands: the step of one model and batch is captured once, and read from disk after that.
+"""Keep captures on disk: the step of a model and batch is captured once, and later commands read it.
 
     key = SHA-256 of the model's name or configuration, its batch, the options that a capture reads, the versions of
           torch and transformers, the processor, and this package's source
     <cache folder>/captures/<key>.json
 
-A capture does not depend on the machine that is planned for nor on its budget, so one file serves them all. Only the
-command line uses these files: in its process nobody has changed what torch does. Any of them may be deleted.
+A capture depends on neither the machine nor the budget of a plan, so a file serves all machines and budgets. Only the
+command line uses these files, because in its process no user code has changed the behaviour of torch. The files may be
+deleted at any time.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,11 +37,11 @@ from elixir_compile.version import __version__
 log = logging.getLogger("elixir_compile")
 
 MOST_CAPTURES = 20
-"""Files kept; that of a Llama of 32 layers has 2 MB."""
+"""Files kept; a capture of a Llama with 32 layers has 2 MB."""
 _READ_BY_A_CAPTURE = ("activations", "inner", "param_dtype")
 """The options of the backend that a capture reads."""
 _READ_BY_TORCH = ("TORCH", "PYTORCH", "TRANSFORMERS")
-"""How the names of variables of the environment begin that change what torch and transformers do."""
+"""Prefixes of the environment variables that change the behaviour of torch and transformers."""
 _FORM = Form(
     what="capture",
     version=1,
@@ -50,7 +52,7 @@ Pairs = tuple[tuple[StorageId, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A `Capture` of fields that JSON can hold. Mappings are pairs, which keep their order."""
+    """A `Capture` with fields for JSON. Mappings are tuples of pairs, which keep their order."""
 
     graph: StepGraph
     device: str
@@ -65,11 +67,11 @@ class _Kept:
 
 
 def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool, chunks: Chunks | None) -> str | None:
-    """Return 32 hex digits that differ wherever the capture of the named `model` could.
+    """Return 32 hex digits that differ if anything differs on which the capture of the named `model` depends.
 
-    Returns None for a model whose capture is not kept: one that a function of the user makes, which may do anything.
-    On a machine with a GPU none is kept either: asking which one it is would initialise CUDA, and then no process that
-    captures could be forked.
+    Returns None if the capture is not kept. A model made by a function of the user is not, as the function may do
+    anything. On a machine with a GPU no capture is kept: the name of the GPU would be part of the key, and to ask for
+    it initialises CUDA, after which no process can be forked.
     """
     description = description_of(model)
     if description is None or not options.plan_cache or torch.cuda.is_available():
@@ -79,7 +81,7 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
         ("model", description, text, dynamic, chunks),
         ("options", [(name, getattr(options, name)) for name in _READ_BY_A_CAPTURE]),
         ("source", __version__, _source_digest()),
-        ("torch", torch.__version__),  # a public name, underscores and all
+        ("torch", torch.__version__),  # a public name
         ("libraries", platform.python_version(), _transformers()),
         ("processor", torch.backends.cpu.get_cpu_capability()),
         ("environment", sorted(item for item in os.environ.items() if item[0].startswith(_READ_BY_TORCH))),
@@ -88,8 +90,10 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
 
 
 def kept_capture(key: str) -> Capture | None:
-    """Return the capture of an earlier command. Return None if there is none, or none that can be read, which is
-    removed with a line in the log."""
+    """Return the capture that an earlier command kept as `key`; None if there is no readable file.
+
+    A file that cannot be read is removed, with a line in the log.
+    """
     path = _path(key)
     try:
         kept = from_json(_FORM, _Kept, path.read_text(encoding="utf-8"))
@@ -97,22 +101,26 @@ def kept_capture(key: str) -> Capture | None:
         return None
     except (OSError, ValueError) as error:  # InvalidPlan and UnicodeDecodeError are ValueErrors
         log.info("the kept capture %s cannot be read and is removed: %s", path, error)
-        with suppress(OSError):  # it stays if the folder may only be read
+        with suppress(OSError):  # it stays if the folder is read-only
             path.unlink(missing_ok=True)
         return None
-    with suppress(OSError):  # a folder that may only be read: its files do not age
+    with suppress(OSError):  # in a read-only folder files do not age
         os.utime(path)
-    values = {field.name: getattr(kept, field.name) for field in fields(kept)}
-    maps = {name: dict(values[name]) for name in ("numels", "state_bytes", "masters")}
-    return Capture(**(values | maps | {"device": torch.device(kept.device)}))
+    values: dict[str, Any] = {field.name: getattr(kept, field.name) for field in fields(kept)}
+    values |= {name: dict(values[name]) for name in ("numels", "state_bytes", "masters")}
+    values["device"] = torch.device(kept.device)
+    return Capture(**values)
 
 
 def keep_capture(key: str, capture: Capture) -> None:
-    """Keep `capture` for later commands, and drop the oldest of too many; a folder that is closed gets a line in the
-    log."""
-    values = {field.name: getattr(capture, field.name) for field in fields(capture)}
-    maps = {name: tuple(value.items()) for name, value in values.items() if isinstance(value, Mapping)}
-    kept = _Kept(**(values | maps | {"device": str(capture.device)}))
+    """Keep `capture` as `key` for later commands, and drop the oldest captures if there are too many.
+
+    If the folder cannot be written, the log gets a line.
+    """
+    values: dict[str, Any] = {field.name: getattr(capture, field.name) for field in fields(capture)}
+    values |= {name: tuple(value.items()) for name, value in values.items() if isinstance(value, Mapping)}
+    values["device"] = str(capture.device)
+    kept = _Kept(**values)
     path = _path(key)
     try:
         write_cached(path, to_json(_FORM, kept, indent=None))
@@ -126,13 +134,13 @@ def _path(key: str) -> Path:
 
 
 def _transformers() -> tuple[str, str | None] | None:
-    """Return the version of transformers and where it is, without importing it, which takes 0.7 s."""
+    """Return the version and the path of transformers, without the import, which takes 0.7 s."""
     found = importlib.util.find_spec("transformers")
     return None if found is None else (importlib.metadata.version("transformers"), found.origin)
 
 
 def _source_digest() -> str:
-    """Return the digest of all source of this package: its version stays the same while it is worked on."""
+    """Return the digest of all source of this package: its version stays the same during development."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):

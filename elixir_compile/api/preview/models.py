@@ -1,4 +1,4 @@
-"""What a command line calls MODEL -> a function that makes the model, and its example inputs."""
+"""From the argument MODEL of a command to a model or its configuration, and to example inputs."""
 
 import contextlib
 import copy
@@ -24,39 +24,39 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configured:
-    """A model that its configuration describes, with random weights."""
+    """A model given by its configuration, without weights."""
 
     name: str
     config: Any
-    """A `transformers.PretrainedConfig`, which nobody changes."""
+    """A `transformers.PretrainedConfig`, never changed."""
     class_name: str
-    """The class of transformers that makes a model of `config`: `AutoModelForCausalLM`."""
+    """The class of transformers that makes the model from `config`, such as `AutoModelForCausalLM`."""
     dtype: torch.dtype
-    """Of parameters and compute."""
+    """The dtype of parameters and compute."""
     recompute: bool = False
-    """Whether each layer computes its activations again in the backward, where the model knows how."""
+    """Whether each layer computes its activations again in the backward."""
 
     @property
     def num_layers(self) -> int | None:
-        """Return how many layers each stack of the model has; None if stacks differ or it is not known."""
+        """The number of layers of each stack of the model; None if stacks differ or it is not known."""
         counts = set(self._layer_fields().values())
         return counts.pop() if len(counts) == 1 else None
 
     def model(self, num_layers: int | None = None) -> nn.Module:
-        """Return the model on `meta`, in training mode, of `num_layers` layers or of all.
+        """Return the model on `meta`, in training mode, with `num_layers` layers, or with all if it is None.
 
-        Raises UnsupportedModel if transformers has no such model, and if fewer layers are wanted of a model that has
-        no such form, as its layers differ by the configuration.
+        Raises UnsupportedModel if transformers has no such model, or if the model cannot have `num_layers` layers, as
+        when its configuration makes layers differ.
         """
         import transformers
 
         if num_layers is not None:
             try:
                 return replace(self, config=self._of_fewer(num_layers)).model()
-            except Exception as error:  # of a model whose authors did not think of this number
+            except Exception as error:  # from the model's code, which may not expect this number
                 raise UnsupportedModel(self.name, f"it has no form with {num_layers} layers: {error}") from error
         config = copy.deepcopy(self.config)
-        config.use_cache = False  # keys and values of earlier tokens are of no use in training
+        config.use_cache = False  # training does not use keys and values of earlier tokens
         with torch.device("meta"):
             try:
                 model = getattr(transformers, self.class_name).from_config(config, dtype=self.dtype)
@@ -70,9 +70,9 @@ class Configured:
         return {name: fields[name] for name in _LAYERS if type(fields.get(name)) is int}
 
     def _of_fewer(self, num_layers: int) -> Any:
-        """Return the configuration of `num_layers` layers.
+        """Return the configuration for `num_layers` layers.
 
-        Raises UnsupportedModel if one of its lists has an entry for each layer, and these differ.
+        Raises UnsupportedModel if a list of the configuration has different entries for different layers.
         """
         config = copy.deepcopy(self.config)
         for name in self._layer_fields():
@@ -86,13 +86,13 @@ class Configured:
 
 
 def trained(model: nn.Module, *, recompute: bool) -> nn.Module:
-    """Return `model` as it is trained, by checkpoints of its layers if it has to `recompute`.
+    """Return `model` in training mode; if `recompute`, with activation checkpointing of its layers.
 
-    Raises UnsupportedModel for a model that cannot be told so.
+    Raises UnsupportedModel if the model has no activation checkpointing.
     """
     model.train()
     if recompute:
-        # Called so since transformers 5, and `gradient_checkpointing_enable` before.
+        # The first name is of transformers 5, the second of earlier versions.
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         enable = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
         if enable is None:
@@ -103,29 +103,29 @@ def trained(model: nn.Module, *, recompute: bool) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextBatch:
-    """How the model is to be trained: the numbers that the model itself does not fix."""
+    """The settings of training that the model does not fix."""
 
     batch: int
+    """Samples."""
     seq: int
+    """Tokens of each sample."""
     dtype: torch.dtype = torch.float32
-    """Of parameters and compute."""
+    """The dtype of parameters and compute."""
     recompute: bool = False
-    """Whether each layer computes its activations again in the backward, where the model knows how."""
+    """Whether each layer computes its activations again in the backward."""
 
 
 def load_model(name: str, text: TextBatch) -> tuple[nn.Module, Inputs]:
-    """Return the model that `name` says and example inputs for it, without weights.
-
-    Raises what `find_model` raises.
-    """
+    """Return the model called `name`, without weights, and example inputs for it. Raises the errors of `find_model`."""
     model, inputs = find_model(name, text)
     return model.model() if isinstance(model, Configured) else model, inputs
 
 
 def find_model(name: str, text: TextBatch) -> tuple[nn.Module | Configured, Inputs]:
-    """Return the model that `name` says, or the configuration that says what it is, and example inputs for it.
+    """Return the model called `name`, or its configuration, and example inputs for it.
 
-    Raises UnknownModel for a name that leads nowhere, and UnsupportedModel for what lies there but makes no model.
+    `name` is the name of a shape, the path of a configuration or of its folder, or `FILE.py:FUNCTION`. Raises
+    UnknownModel if there is nothing of this name, and UnsupportedModel if no model can be made from it.
     """
     path, _, function = name.rpartition(":")
     if path.endswith(".py"):
@@ -141,12 +141,11 @@ def find_model(name: str, text: TextBatch) -> tuple[nn.Module | Configured, Inpu
 
 
 def find_described(model: Any, example_inputs: Inputs) -> Any:
-    """Return what the configuration or the name `model` describes, trained on batches like `example_inputs`; any other
-    `model` as it is.
+    """Return the model that the configuration or the name `model` describes, for batches like `example_inputs`.
 
-    Raises what `find_model` raises.
+    Any other `model` is returned as it is. Raises the errors of `find_model`.
     """
-    transformers = sys.modules.get("transformers")  # without which nobody has a configuration
+    transformers = sys.modules.get("transformers")  # a configuration exists only if transformers was imported
     if transformers is not None and isinstance(model, transformers.PretrainedConfig):
         default = "ForConditionalGeneration" if model.is_encoder_decoder else "ForCausalLM"
         names = (*(model.architectures or ()), default)
@@ -163,8 +162,10 @@ def find_described(model: Any, example_inputs: Inputs) -> Any:
 
 
 def description_of(name: str) -> str | None:
-    """Return the text that says which model `name` stands for: a named shape's name, or a configuration. Return None
-    for a function, and for a name that leads nowhere."""
+    """Return a text that identifies the model called `name`: the name of a shape, or the text of a configuration.
+
+    Returns None for a function, and if there is nothing of this name.
+    """
     if name.rpartition(":")[0].endswith(".py"):
         return None
     if name.lower() in model_names():
@@ -188,7 +189,7 @@ _ENDINGS: Mapping[str, str] = {
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "ForImageClassification": "AutoModelForImageClassification",
 }
-"""The class that makes a model of a configuration, by how the name of the architecture ends that it was made for."""
+"""The class that makes a model from a configuration, by the last part of the name of the architecture."""
 
 
 def _hugging_face(
@@ -205,7 +206,7 @@ def _hugging_face(
 
 
 def _images(config: Any, text: TextBatch) -> Mapping[str, torch.Tensor]:
-    """Images and their classes; an image has as many patches as it has, whatever the length of a sequence."""
+    """Return images and their classes. The image size is of the configuration; `text.seq` is not used."""
     size = (text.batch, config.num_channels, config.image_size, config.image_size)
     return {
         "pixel_values": torch.empty(size, dtype=text.dtype, device="meta"),
@@ -243,7 +244,7 @@ def _config_from(path: Path) -> Any:
     if kind is None:
         raise UnknownModel(str(path), model_names(), f"{file} has no field model_type")
     try:
-        # `for_model` takes numbers only; nothing of the folder is imported or run.
+        # `for_model` reads values only; no code in the folder is imported or run.
         return transformers.AutoConfig.for_model(kind, **fields)
     except ValueError as error:
         reason = f"transformers cannot read its configuration. {str(error).splitlines()[0]}"
@@ -267,7 +268,7 @@ def _module_at(name: str, path: Path) -> ModuleType:
     if not path.is_file() or spec is None or spec.loader is None:
         raise UnknownModel(name, model_names(), f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where dataclasses look for the module they are in
+    sys.modules.setdefault(path.stem, module)  # dataclasses look up their module here
     sys.path.insert(0, str(path.parent))
     try:
         with _blaming(name):
@@ -279,7 +280,7 @@ def _module_at(name: str, path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _blaming(name: str) -> Iterator[None]:
-    """GraphRequest what the user's code raises into an error that says so."""
+    """Convert an exception in the user's code to UnsupportedModel for the model `name`."""
     try:
         yield
     except Exception as error:

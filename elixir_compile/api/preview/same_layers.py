@@ -1,14 +1,14 @@
-"""Whether a model of few layers is one of many in small: its layers are modules like theirs.
+"""Check that all layers of a model equal the layers of a smaller model, so that a trace of few layers stands for all.
 
-What a trace of few layers cannot show is a layer further on that differs: its class, the shapes of its parameters, a
-flag. So the modules of both models are compared, attribute by attribute. Attributes that differ, as the number of a
-layer, are taken away from the model of few layers. A trace that needs one then fails.
+A trace of few layers cannot show that a later layer differs in its class, in the shapes of its parameters or in a flag.
+So the modules of both models are compared, attribute by attribute. Attributes that differ, such as the number of a
+layer, are deleted from the smaller model. A trace that reads a deleted attribute then fails.
 """
 
 import functools
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,29 +16,29 @@ from torch import nn
 from elixir_compile.errors import UnsupportedModel
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_hooks"})
-"""Attributes of every module that are compared as what they hold, or say nothing about a forward."""
+"""Attributes of every module whose contents are compared apart, or that do not matter to a forward."""
 
 
-def hide_unlike(few: nn.Module, whole: nn.Module, *, few_layers: int, layers: int) -> None:
-    """Delete from the modules of `few`, a model of `few_layers` layers, the attributes that are others in `whole`, of
-    `layers` layers.
+def hide_unlike(few: nn.Module, full: nn.Module, *, few_layers: int, layers: int) -> None:
+    """Delete attributes from the modules of `few` that differ from the attributes of `full`.
 
-    Raises UnsupportedModel if the two differ in more than that.
+    `few` is a model of `few_layers` layers, `full` the same model with `layers` layers. Raises UnsupportedModel if they
+    differ in more than attributes.
     """
     comparison = _Comparison(few_layers, layers)
-    comparison.compare(few, whole, "")
+    comparison.compare(few, full, "")
     if not comparison.num_stacks:
-        raise UnsupportedModel(type(whole).__name__, f"it has no stack of {layers} layers")
-    _require_own_parameters(whole, layers)
+        raise UnsupportedModel(type(full).__name__, f"it has no stack of {layers} layers")
+    _require_own_parameters(full, layers)
     for module, name in comparison.unlike.values():
         delattr(module, name)
 
 
-def _require_own_parameters(whole: nn.Module, layers: int) -> None:
-    """Raise UnsupportedModel if a parameter of a layer is one of another module too."""
+def _require_own_parameters(full: nn.Module, layers: int) -> None:
+    """Raise UnsupportedModel if a layer shares a parameter with another module."""
     owners: dict[int, str] = {}
-    stacks = [path for path, module in whole.named_modules() if _is_stack(module, layers)]
-    for path, module in whole.named_modules(remove_duplicate=False):
+    stacks = [path for path, module in full.named_modules() if _is_stack(module, layers)]
+    for path, module in full.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
             here = f"{path}.{name}"
             known = here if param is None else owners.setdefault(id(param), here)
@@ -46,12 +46,12 @@ def _require_own_parameters(whole: nn.Module, layers: int) -> None:
                 raise UnsupportedModel(here, f"it is the parameter {known} too")
 
 
-def _is_stack(module: nn.Module, layers: int) -> bool:
+def _is_stack(module: nn.Module, layers: int) -> TypeGuard[nn.ModuleList | nn.Sequential]:
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == layers
 
 
 class _Comparison:
-    """What was found while the modules of two models were compared."""
+    """The comparison of the modules of two models."""
 
     def __init__(self, few_layers: int, layers: int) -> None:
         self._few_layers = few_layers
@@ -61,23 +61,26 @@ class _Comparison:
         self.num_stacks = 0
         self._configs: dict[tuple[int, int], bool] = {}
 
-    def compare(self, few: nn.Module, whole: nn.Module, path: str) -> None:
-        """Note how `few` and `whole`, both at `path`, differ."""
-        if _is_stack(few, self._few_layers) and _is_stack(whole, self._layers):
+    def compare(self, few: nn.Module, full: nn.Module, path: str) -> None:
+        """Record the attributes in which `few` and `full`, both at `path`, differ.
+
+        Raises UnsupportedModel if they differ in classes, children or tensors.
+        """
+        if _is_stack(few, self._few_layers) and _is_stack(full, self._layers):
             self.num_stacks += 1
-            for number, layer in enumerate(whole):
+            for number, layer in enumerate(full):
                 self.compare(few[self._alike(number)], layer, f"{path}.{number}")
             return
-        tensors = (_forms(few._parameters), _forms(few._buffers)) == (_forms(whole._parameters), _forms(whole._buffers))
-        if type(few) is not type(whole) or list(few._modules) != list(whole._modules) or not tensors:
+        tensors = (_forms(few._parameters), _forms(few._buffers)) == (_forms(full._parameters), _forms(full._buffers))
+        if type(few) is not type(full) or list(few._modules) != list(full._modules) or not tensors:
             raise UnsupportedModel(path, "this layer is another module than those beside it")
         for name, child in few._modules.items():
-            other = whole._modules[name]
+            other = full._modules[name]
             if child is not None and other is not None:
                 self.compare(child, other, f"{path}.{name}")
             elif child is not other:
                 raise UnsupportedModel(path, f"only some layers have {name}")
-        mine, others = vars(few), vars(whole)
+        mine, others = vars(few), vars(full)
         for name in mine.keys() | others.keys():
             if name in _OWN:
                 continue
@@ -87,7 +90,10 @@ class _Comparison:
                 self.unlike[id(few), name] = few, name
 
     def _alike(self, number: int) -> int:
-        """Return which of the few layers stands for layer `number`: the ends for the ends."""
+        """Return the number of the layer of the small model that stands for layer `number` of the full model.
+
+        The first layer stands for the first, the last for the last, and the layers between take turns.
+        """
         last = self._few_layers - 1
         if number == 0 or last < 2:
             return 0 if number == 0 else last
@@ -96,7 +102,7 @@ class _Comparison:
     def _is_known_same(self, mine: Any, other: Any) -> bool:
         try:
             return self._is_same(mine, other)
-        except (RuntimeError, TypeError, ValueError):  # arrays, for one, compare element by element
+        except (RuntimeError, TypeError, ValueError):  # for example, arrays compare element by element
             return False
 
     def _is_same(self, mine: Any, other: Any) -> bool:
@@ -125,13 +131,13 @@ class _Comparison:
     def _is_same_config(self, mine: Any, other: Any) -> bool:
         key = id(mine), id(other)
         if key not in self._configs:
-            self._configs[key] = True  # while it is compared: configurations may name one another
+            self._configs[key] = True  # during the comparison: configurations may refer to each other
             self._configs[key] = self._is_same(vars(mine), vars(other))
         return self._configs[key]
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return the attribute `name` of a module, of hooks without the numbers that count all hooks of the process."""
+    """Return the `value` of the attribute `name`; for hooks, without their numbers, which count over the process."""
     return list(value.values()) if name.endswith("_hooks") and isinstance(value, Mapping) else value
 
 

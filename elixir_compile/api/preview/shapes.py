@@ -1,8 +1,8 @@
-"""Models by name: the shapes that papers and users train, as numbers. No torch: building one is `models`'s.
+"""Shapes of well-known models by name. No torch here: `models` builds the models.
 
-Each has the `model_type` of a Hugging Face configuration and the fields of it in which the published one differs from
-the defaults. GPT-2 to 1.5b as OpenAI published them (24 layers of 1024 were called 345M then), from 4b on those of the
-paper's benchmark (Elixir, arXiv 2212.05339). All others as in the `config.json` of
+Each shape has the `model_type` of a Hugging Face configuration, and the fields in which the published configuration
+differs from the defaults. GPT-2 up to 1.5b is as published by OpenAI (24 layers of 1024 were called 345M then); from 4b
+on it is as in the benchmark of the paper (Elixir, arXiv 2212.05339). All others are as in the `config.json` of
 
     llama-7b, 13b, 70b      meta-llama/Llama-2-*-hf          gpt-oss-20b    openai/gpt-oss-20b
     llama-3-*, llama-3.2-1b meta-llama/Meta-Llama-3-*        mixtral-8x7b   mistralai/Mixtral-8x7B-v0.1
@@ -19,7 +19,7 @@ from elixir_compile.errors import UnknownModel
 
 
 class Head(Enum):
-    """What a model is trained to say, and with it what it reads."""
+    """The output that a model is trained for, which also decides its inputs."""
 
     NEXT_TOKEN = "the next token"
     MASKED_TOKEN = "masked tokens"
@@ -33,20 +33,20 @@ class ModelShape:
 
     name: str
     model_type: str
-    """Of a Hugging Face configuration."""
+    """The type of the Hugging Face configuration."""
     fields: Mapping[str, object]
-    """Of that configuration."""
+    """Fields of the configuration."""
     num_parameters: int
     """As published with the weights, or as in the paper."""
     head: Head = Head.NEXT_TOKEN
     longest: str = "max_position_embeddings"
-    """The field with the longest sequence, which is raised to what is trained; empty for a model without one."""
+    """The field with the longest sequence, raised if training has longer sequences; empty if there is no such field."""
     layer_fields: tuple[str, ...] = field(default=("num_hidden_layers",))
     """The fields with the number of layers."""
 
 
 def model_named(name: str) -> ModelShape:
-    """Return the shape called `name`; UnknownModel with the nearest name when there is none."""
+    """Return the shape called `name`. Raises UnknownModel, with the nearest name, if there is none."""
     shape = _SHAPES.get(name.lower())
     if shape is None:
         raise UnknownModel(name, model_names())

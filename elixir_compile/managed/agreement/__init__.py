@@ -1,1 +1,1 @@
-"""How the ranks that train one model agree on plans, graphs and settings before they act."""
+"""How the ranks of one model agree on plans, graphs and settings before they act."""

@@ -1,12 +1,13 @@
-"""One plan for all ranks, made by one of them.
+"""Agree on a common plan of all ranks, searched by a leader.
 
 ```text
-  facts       every rank: sizes, and a digest of what must be equal
-  plan        the leader searches, for the smallest budgets and the largest floors of all; its plan as JSON
-  agreement   every rank: a digest of the plan that it took over, verified for its own graph
+  facts       every rank: sizes, and a digest of the shared lines, which must be equal
+  plan        the leader searches, for the smallest budgets and the largest external usage of all; its plan as JSON
+  agreement   every rank: a digest of the plan as converted to and verified for its own graph
 ```
 
-Each step is one exchange, and carries what went wrong before it on any rank: then all ranks raise, in the same step.
+Each step is one exchange over the control channel. If a rank fails before an exchange, it sends its error instead, and
+all ranks raise after that exchange.
 """
 
 import json
@@ -46,12 +47,12 @@ from elixir_compile.version import __version__
 _Made = TypeVar("_Made")
 
 _FAULT = "!"
-"""What begins the text of a rank that cannot go on; digests have digits only, and roll calls begin with a letter."""
+"""First character of the text of a rank that failed; digests are hex digits, and roll calls begin with a letter."""
 _ROLL = "graphs to run"
 _DIGITS = 24
-"""Of each digest in a roll call: two of them and a letter are one short text."""
+"""Digits of each digest in a roll call: two digests and a letter fit into one short text of the control channel."""
 _ALIKE = "-"
-"""What stands for ranks whose graphs are equal."""
+"""Sent in place of a digest if the graphs of all ranks are equal."""
 
 
 def agreed_plan(
@@ -62,15 +63,18 @@ def agreed_plan(
     settings: Mapping[str, str] | None = None,
     failure: Exception | None = None,
 ) -> Plan:
-    """Return the plan that all ranks of `talk` follow, verified for the graph of this one; all of them must call this.
+    """Return the plan of all ranks of `control`, verified for the graph of this rank; all ranks must call this.
 
-    `settings` are options, beyond those in `problem`, that must be equal on all ranks. `failure` is why this rank has
-    no problem; it is raised here. Where any rank fails, all raise: NoFeasiblePlan as the failing rank has it, what else
-    as PeerFailed on the others. Raises RanksDiffer where parameters, settings or versions differ, or ops such that a
-    rank cannot follow the plan.
+    `settings` are further options, not in `problem`, to be equal on all ranks. If this rank has no problem, `failure`
+    is the error it raised instead, and it is raised here again.
+
+    If a rank fails, all raise: NoFeasiblePlan as raised on the failing rank, another error as PeerFailed on the other
+    ranks. Raises RanksDiffer if parameters, settings or versions differ, or if ops differ so much that a rank cannot
+    follow the plan.
     """
     ops, facts = agreed_facts(control, problem, settings, failure)
     leader = control.rank if control.is_echo else leader_of(facts)
+    assert problem is not None  # without a problem, `agreed_facts` has raised `failure`
 
     def own_answer() -> str:
         return plan_to_json(search(for_all(problem, facts))) if leader == control.rank else ""
@@ -85,7 +89,10 @@ def agreed_facts(
     settings: Mapping[str, str] | None = None,
     failure: Exception | None = None,
 ) -> tuple[tuple[str, ...], list[RankFacts]]:
-    """Return the ops of this rank and the facts of all, once what must be equal is; see `agreed_plan`."""
+    """Return the lines of ops of this rank and the facts of all ranks, after a check of their equality.
+
+    Arguments and errors are as in `agreed_plan`.
+    """
     same = {**(settings or {}), **_versions()}
     lines: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
@@ -94,6 +101,7 @@ def agreed_facts(
         nonlocal lines, ops
         if failure is not None:
             raise failure
+        assert problem is not None
         lines, ops = lines_of(problem, same), ops_of(problem.graph)
         return facts_of(problem, lines, ops)
 
@@ -106,7 +114,10 @@ def agreed_facts(
 def _taken_over(
     control: ControlChannel, graph: StepGraph, planned: str, ops: Sequence[str], ops_digests: Sequence[str]
 ) -> Plan:
-    """Return the plan that `planned` is, for `graph`, once every rank has it for its own."""
+    """Return the plan in the JSON `planned`, converted to `graph`, once every rank has converted it to its own graph.
+
+    `ops` are the lines of ops of this rank, `ops_digests` the digests of all. Raises RanksDiffer if a rank cannot.
+    """
 
     def own_plan() -> Plan | InvalidPlan:
         try:
@@ -128,11 +139,15 @@ def _taken_over(
     if divide.odd:
         odd = ranks_at(control, divide.odd)
         raise RanksDiffer(odd, [f"{ranks_text(odd)} took over other buckets, placements or actions than were planned"])
+    assert isinstance(plan, Plan)  # for a rank with a fault, `_require_same` has raised
     return plan
 
 
 def asked_by_all(executor: Executor, ask: Callable[[], _Made]) -> _Made:
-    """Return what `ask` does; what it raises is told to the other ranks of `executor`, which go to `plan_for_all`."""
+    """Return the result of `ask`. If it raises, send the error to the other ranks of `executor`, and raise it.
+
+    The other ranks receive the error in `plan_for_all`.
+    """
     try:
         return ask()
     except Exception as error:
@@ -143,15 +158,18 @@ def asked_by_all(executor: Executor, ask: Callable[[], _Made]) -> _Made:
 
 
 def plan_for_all(executor: Executor, problem: Problem, search: Callable[[Problem], Plan], options: Options) -> Plan:
-    """Return the plan that all ranks of `executor` follow: see `agreed_plan`; of one rank, what it finds."""
+    """Return the plan of all ranks of `executor` by `agreed_plan`; on one rank, the result of `search`."""
     if executor.ranks is None:
         return search(problem)
     return agreed_plan(executor.ranks.control, problem, search, settings=settings_of(options))
 
 
 def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: bool) -> None:
-    """Put the buckets of `plan` in force. Where `is_new`, on all ranks at once, and it keeps state on disk, all raise
-    where one has no room for its own: DiskFull there, PeerFailed on the others."""
+    """Put the buckets of `plan` in force.
+
+    If the plan `is_new`, on all ranks together, and keeps state on disk, all ranks raise if any disk is full:
+    DiskFull on this rank, PeerFailed on the others.
+    """
 
     def adopt() -> None:
         executor.adopt(plan.buckets, plan.placements, for_training=for_training)
@@ -163,22 +181,22 @@ def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: 
 
 
 def settings_of(options: Options) -> Mapping[str, str]:
-    """Return the options, beyond those in a problem, that must be equal on all ranks."""
+    """Return the options outside of a problem whose values must be equal on all ranks."""
     own = {"planner": options.planner, "plan": str(options.plan), "inner": options.inner}
     return {**own, "reduce_dtype": str(options.reduce_dtype)}
 
 
 def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
-    """Return whether it `is_so` on any rank of `executor`; all of them must ask. `what` says in a few words what is."""
+    """Return whether `is_so` is True on any rank of `executor`; all ranks must call this. `what` names the question."""
     if executor.ranks is None:
         return is_so
     return "yes" in executor.ranks.control.exchange("yes" if is_so else "no", what)
 
 
 def call_the_roll(executor: Executor, key: str, graph_set_digest: str, *, wants_plan: bool, doing: str) -> "RollCall":
-    """Return what all ranks of `executor` do next, where this one is about to run the graph `key`: see `roll_call`.
+    """Return the next step of all ranks of `executor` before this rank runs the graph `key`: see `roll_call`.
 
-    What failed in an update of this rank is raised here, and is PeerFailed on the others.
+    If a queued update of this rank failed, its error is raised here, and PeerFailed on the other ranks.
     """
     if executor.ranks is None:
         return RollCall(step=Step.PLAN if wants_plan else Step.RUN, graph_set_digest=graph_set_digest)
@@ -186,7 +204,7 @@ def call_the_roll(executor: Executor, key: str, graph_set_digest: str, *, wants_
     try:
         executor.check_updates()
     except Exception as error:
-        with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
+        with suppress(ElixirError):  # this rank's own error says more than an error about a lost peer
             control.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
         raise
     found = roll_call(control, key, graph_set_digest, wants_plan=wants_plan, doing=doing)
@@ -195,9 +213,11 @@ def call_the_roll(executor: Executor, key: str, graph_set_digest: str, *, wants_
 
 
 def meet_in_backward(executor: Executor, name: str, ticket: torch.Tensor) -> None:
-    """Return when all ranks of `executor` are about to run the backward of the same call, this one that of the graph
-    `name`, whose forward has `ticket`; RanksDiffer where one runs that of another, or a forward, as behind a graph
-    break that others do not have."""
+    """Wait until all ranks of `executor` are about to run the backward of the same call.
+
+    This rank runs the backward of the graph `name`, for the forward of `ticket`. Raises RanksDiffer if a rank is about
+    to run the backward of another call, or a forward, as after a graph break that no other rank has.
+    """
     if executor.ranks is not None:
         what = f"backward of {executor.saved.call_of(ticket)}"
         executor.ranks.control.exchange("", what, f"begins the backward of {name}")
@@ -208,30 +228,33 @@ def _never(problem: Problem) -> Plan:
 
 
 class Step(StrEnum):
-    """What all ranks do next."""
+    """The next step of all ranks."""
 
     RUN = "run"
     PLAN = "plan"
     JOIN = "join"
-    """Look for what was planned for these graphs, and call again."""
+    """Look up the plan for these graphs, and call again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollCall:
-    """What a roll call says."""
+    """The result of a roll call, equal on all ranks."""
 
     step: Step
     graph_set_digest: str
-    """A digest of the graphs that all ranks are about to run; empty where they are equal."""
+    """A digest of the graphs that all ranks are about to run; empty if these are equal."""
 
 
 def roll_call(
     control: ControlChannel, key: str, graph_set_digest: str, *, wants_plan: bool, doing: str = ""
 ) -> RollCall:
-    """Return what all ranks of `talk` do before the graph `key` can run; all of them must call this.
+    """Return the next step of all ranks of `control` before the graph `key` can run; all ranks must call this.
 
-    `graph_set_digest` names the graphs for which this rank has a plan at hand. It is one collective of 96 bytes per
-    rank. Raises RanksDiffer, with what each rank is `doing`, if a rank does something else.
+    `graph_set_digest` names the graphs for which this rank has a plan at hand. If the graphs are others, the step is
+    JOIN. Else it is PLAN if a rank `wants_plan`, and RUN if none does. Takes one collective of 96 bytes per rank.
+
+    Raises RanksDiffer if a rank calls something else, with the text `doing` of each rank, and PeerFailed if a rank
+    failed.
     """
     here = graph_set_digest or _ALIKE
     calls = control.exchange(f"{'p' if wants_plan else 'r'}{digest_of([key])[:_DIGITS]}{here}", _ROLL, doing)
@@ -247,12 +270,12 @@ def roll_call(
 
 
 def _versions() -> dict[str, str]:
-    # A public name, underscores and all.
+    # `__version__` of torch is a public name.
     return {"elixir_compile": __version__, "torch": str(torch.__version__)}
 
 
 def _as_own(graph: StepGraph, text: str) -> Plan:
-    """Return the plan in `text` for `graph`, of this rank, whose sizes may be others."""
+    """Return the plan in `text` for `graph`, the graph of this rank, whose sizes may differ from the leader's."""
     plan = resized(graph, replace(plan_from_json(text), graph=fingerprint(graph)))
     verify(graph, plan)
     return plan
@@ -265,12 +288,15 @@ def _digest_or_fault(plan: Plan | InvalidPlan) -> str:
 def run_on_all_ranks(
     control: ControlChannel, what: str, make: Callable[[], _Made], text_of: Callable[[_Made], str]
 ) -> tuple[_Made, tuple[str, ...]]:
-    """Return what `make` returns, and the text of it from every rank; raise on all ranks where any of them fails."""
+    """Return the result of `make`, and from every rank the `text_of` its result; raise on all ranks if any fails.
+
+    `what` names the exchange in error texts.
+    """
     return control.run_on_all_ranks(what, make, text_of, {NoFeasiblePlan: attrgetter("args")})
 
 
 def _facts_of_all(control: ControlChannel, texts: Sequence[str]) -> list[RankFacts]:
-    """Read the facts of every rank; RanksDiffer where another version of the package wrote them in another form."""
+    """Return the facts of every rank. Raises RanksDiffer if a rank has a version of the package with another form."""
     found: list[RankFacts] = []
     for place, text in enumerate(texts):
         try:
@@ -284,7 +310,10 @@ def _facts_of_all(control: ControlChannel, texts: Sequence[str]) -> list[RankFac
 def _require_same(
     control: ControlChannel, lines: Sequence[str], digests: Sequence[str], faults: Sequence[str] = ()
 ) -> None:
-    """Raise RanksDiffer on all ranks, with `faults` and what differs, where `lines` do; all have the same `digests`."""
+    """Raise RanksDiffer on all ranks if `digests`, the digests of every rank's `lines`, differ.
+
+    The text has `faults` and the differing lines.
+    """
     divide = Divide.of(digests)
     if not divide.odd:
         return
@@ -298,5 +327,5 @@ def _require_same(
 
 
 def ranks_at(control: ControlChannel, places: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks at `places` of `talk`, as the default group counts them."""
+    """Return the ranks at `places` of `control`, as the default group counts them."""
     return tuple(control.ranks[place] for place in places)

@@ -1,11 +1,11 @@
-"""Ranks whose graphs differ, as where a branch of the forward depends on data that only one rank has.
+"""Plan for ranks whose graphs differ, for instance by a branch of the forward that depends on data.
 
 ```text
   uses       every rank: which parameters its graph reads and trains
-  capture    what others use and this one does not is put into its graph: `capture.absent`
+  capture    every rank: parameters of other ranks' graphs are added to its graph by `capture.absent`
   facts      as for any plan, see `agreement`
-  buckets    the leader's, of all parameters that any rank uses
-  homes      every rank: under which placements its own step fits; the first that fits all is taken
+  buckets    the leader forms buckets of the parameters of all ranks
+  homes      every rank: under which placements its own step fits; the first placements that fit on all ranks are taken
 ```
 
 Ranks that use the same parameters first try one plan for all: ops may differ a little, see `rank_facts`.
@@ -42,12 +42,12 @@ from elixir_compile.search.space.buckets import form_buckets
 log = logging.getLogger("elixir_compile")
 
 _MOST_NAMED = 3
-"""Parameters that a decision names."""
+"""Parameters that the reason of a decision names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buckets:
-    """The buckets of all ranks."""
+    """The buckets of all ranks, as a value with a JSON form."""
 
     buckets: tuple[Bucket, ...]
 
@@ -62,18 +62,21 @@ def planned_in_step(
     sizes: Mapping[str, int],
     search: Callable[[Problem], Plan],
 ) -> tuple[Captured, Problem, Plan]:
-    """Return `captured` with what other ranks use besides, the question about it, and its plan.
+    """Return `captured` with the parameters of other ranks' graphs added, its problem, and its plan.
 
-    `sizes` are those of its symbols; `search` is for ranks that use the same parameters. All ranks of `executor` call
-    this. Raises RanksDiffer where their models or settings differ, or some train and others do not, and NoFeasiblePlan
-    on all ranks where one has no room.
+    `sizes` are the values of its symbols. `search` is called if all ranks use the same parameters. All ranks of
+    `executor` must call this.
+
+    Raises RanksDiffer if models or settings differ, or if some ranks train and others do not, and NoFeasiblePlan on all
+    ranks if the step of any rank does not fit.
     """
+    assert executor.ranks is not None
     control = executor.ranks.control
     uses = _uses_of_all(control, executor, captured)
 
     def ask() -> tuple[Captured, Problem]:
         joint = _joined(executor, captured, uses)
-        external = ExternalUsage(waiting_bytes=executor.saved.held_bytes())
+        external = ExternalUsage(outstanding_bytes=executor.saved.held_bytes())
         return joint, problem_of(joint, graph_of(joint, executor, sizes), executor, options, external)
 
     joint, problem = asked_by_all(executor, ask)
@@ -90,7 +93,7 @@ def planned_in_step(
 
 
 def _uses_of_all(control: ControlChannel, executor: Executor, captured: Captured) -> list[Mapping[str, list[str]]]:
-    """Return the names of what the graph of each rank reads and trains."""
+    """Return the names of the parameters read and trained by the graph of each rank."""
     trained = trained_keys(captured)
     slots = executor.slots.values()
     model = digest_of(f"{slot.name} {slot.param.dtype} {tuple(slot.param.shape)}" for slot in slots)
@@ -112,7 +115,7 @@ def _uses_of_all(control: ControlChannel, executor: Executor, captured: Captured
 
 
 def _joined(executor: Executor, captured: Captured, uses: Sequence[Mapping[str, list[str]]]) -> Captured:
-    """Return `captured` with all parameters that any rank uses."""
+    """Return `captured` with the parameters of all ranks."""
     read, trained = ({name for use in uses for name in use[kind]} for kind in ("reads", "trains"))
     slots = executor.slots.values()
     return with_absent(
@@ -121,7 +124,7 @@ def _joined(executor: Executor, captured: Captured, uses: Sequence[Mapping[str, 
 
 
 def _buckets_of_all(control: ControlChannel, problem: Problem, leader: int) -> tuple[Bucket, ...]:
-    """Return what the leader makes of the parameters: the order of their uses is another on each rank."""
+    """Return the buckets of the leader: each rank may use the parameters in another order."""
 
     def own_buckets() -> str:
         return to_json(_BUCKETS, _Buckets(buckets=form_buckets(problem))) if control.ranks[leader] == own_rank else ""
@@ -160,8 +163,10 @@ def _fitting(control: ControlChannel, problem: Problem, buckets: Sequence[Bucket
 
 
 def _most_short(control: ControlChannel, made: Plan | NoFeasiblePlan) -> NoFeasiblePlan:
-    """Return the error of the rank that is most short of device memory, else of host memory; `made` is what came of
-    the last placements here."""
+    """Return the error of the rank with the largest shortage of device memory, or if there is none, of host memory.
+
+    `made` is the result of this rank for the last placements.
+    """
     own = made.args if isinstance(made, NoFeasiblePlan) else None
     said = [json.loads(text) for text in control.exchange(json.dumps(own, default=int), "room of ranks")]
     errors = [NoFeasiblePlan(*facts) for facts in said if facts is not None]
@@ -169,12 +174,12 @@ def _most_short(control: ControlChannel, made: Plan | NoFeasiblePlan) -> NoFeasi
 
 
 def _digest(plan: Plan) -> str:
-    """Return the digest of what all ranks do alike: their regions have other ops."""
+    """Return the digest of buckets, placements and actions of `plan`: its regions differ between ranks."""
     return digest_of(map(repr, (plan.buckets, plan.placements, plan.schedules)))
 
 
 def _because(control: ControlChannel, uses: Sequence[Mapping[str, list[str]]], facts: Sequence[RankFacts]) -> str:
-    """Return which ranks have another graph than most, and parameters that not all ranks use."""
+    """Return in words which ranks have another graph than most, and the parameters that not all ranks use."""
     divide = Divide.of([fact.ops_digest for fact in facts])
     odd = ranks_at(control, divide.odd)
     everywhere = set.intersection(*(set(use["reads"]) for use in uses))

@@ -1,15 +1,15 @@
-"""What ranks tell each other before one of them plans: what must be the same on all of them, and sizes, which need not.
+"""Facts about the problem of each rank, exchanged before the leader plans: a digest of shared lines, and sizes.
 
 ```text
-  problem of every rank -> lines that must be equal, their digest; sizes -> leader, one problem that holds for all
+  problem of every rank -> shared lines, their digest; sizes -> leader, problem for all ranks
 ```
 
 Sizes may differ because batches may. The rank with the most bytes of storages plans, with the smallest budgets and the
-largest floors of all.
+largest external usage of all ranks.
 
-Ops need not be equal: torch traces a batch of 1 without some of the copies that it makes of others (110 of 800 lines of
-GPT-2 differ). Ranks whose buckets move alike never wait for each other in vain, so any rank may follow a plan that is
-legal for its own graph; only where it is not, the ops say why.
+Ops may differ too: torch traces a batch of 1 without some of the copies it makes for larger batches (110 of 800
+lines of GPT-2 differ). Ranks whose buckets move in the same order never wait for each other in vain, so each rank may
+follow a plan that is legal for its own graph. If the plan is not legal for a rank, the lines of ops show the reason.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ from elixir_compile.ir import Kind, Plan, StepGraph
 from elixir_compile.search import Problem
 
 _NUM_DIGITS = 32
-"""With the brackets around it a digest still fits into one short text of `runtime.control`."""
+"""Digits of a digest: with brackets around it, it fits into one short text of the control channel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What one rank says of its problem; the bytes are those of `Problem`."""
+    """Facts about the problem of a rank; a field with the name of a field of `Problem` has its value."""
 
     digest: str
-    """Of the lines that must be equal."""
+    """Digest of the shared lines."""
     ops_digest: str
-    """Of its ops."""
+    """Digest of the lines of ops."""
     storage_bytes: int
-    """Of all storages of its graph."""
+    """Bytes of all storages of the graph."""
     budget_bytes: int
     host_budget_bytes: int
     base_bytes: int
@@ -48,7 +48,7 @@ _FACTS = Form(what="facts", version=1, error=PlanFileError)
 
 
 def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> RankFacts:
-    """Return what this rank says of `problem`, of which `lines` must be equal on all ranks, and of its `ops`."""
+    """Return the facts about `problem`; its `lines` must be equal on all ranks, and its lines of `ops` need not."""
     return RankFacts(
         digest=digest_of(lines),
         ops_digest=digest_of(ops),
@@ -68,12 +68,12 @@ def facts_to_text(facts: RankFacts) -> str:
 
 
 def facts_from_text(text: str) -> RankFacts:
-    """Return the facts in `text`; PlanFileError names the field that is not right."""
+    """Return the facts in the JSON `text`. Raises PlanFileError with the name of the wrong field."""
     return from_json(_FACTS, RankFacts, text)
 
 
 def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what must be equal on all ranks, line by line: `settings`, parameters and buckets in force."""
+    """Return the shared lines, equal on all ranks: `settings`, parameters and buckets in force."""
     savings = " ".join(sorted(problem.savings))
     own = {"update": str(problem.update or "auto"), "activations": savings, "hybrid optimizer": str(problem.hybrid)}
     own |= {
@@ -83,7 +83,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
     }
     trained, groups = problem.state_nbytes, problem.groups
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]
-    # A graph has them in the order of their uses, which may be another on each rank.
+    # In a graph, parameters are in the order of their uses, which may differ between ranks.
     params.sort(key=lambda storage: storage.id)
     placed = zip(problem.buckets, problem.placements, strict=True)
     return (
@@ -104,7 +104,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def ops_of(graph: StepGraph) -> tuple[str, ...]:
-    """Return the ops of `graph`, line by line, and its storages but for parameters, without sizes."""
+    """Return a line for each op of `graph`, and for each storage except parameters, without sizes."""
     others = [storage for storage in graph.storages if storage.kind is not Kind.PARAM]
     return (
         *(f"op {op.id}, {op.target}, {op.phase}, {' '.join(op.reads)} -> {' '.join(op.writes)}" for op in graph.ops),
@@ -113,7 +113,7 @@ def ops_of(graph: StepGraph) -> tuple[str, ...]:
 
 
 def roll_key(graph: StepGraph) -> str:
-    """Return what a roll call says of `graph`: equal on all ranks whose graphs differ in sizes alone."""
+    """Return the key of `graph` in roll calls, which is equal on all ranks whose graphs differ in sizes alone."""
     lines = [f"{op.id} {' '.join(op.reads)} -> {' '.join(op.writes)}" for op in graph.ops]
     return f"{len(graph.ops)} ops {digest_of(lines)}"
 
@@ -124,9 +124,10 @@ def digest_of(lines: Iterable[str]) -> str:
 
 
 def plan_digest(plan: Plan) -> str:
-    """Return the digest of what must be equal on all ranks: buckets, placements, activations, regions and actions.
+    """Return the digest of the shared parts of `plan`, equal on all ranks: buckets, placements, activations,
+    regions and actions.
 
-    Bytes of activations and what is predicted may differ, as batches may.
+    Bytes of activations and predictions may differ, as batches may.
     """
     activations = ((group.id, group.saving, group.storages) for group in plan.activations)
     parts = (plan.buckets, plan.placements, plan.regions, plan.schedules, plan.update, plan.loss_chunks)
@@ -134,13 +135,13 @@ def plan_digest(plan: Plan) -> str:
 
 
 def leader_of(facts: Sequence[RankFacts]) -> int:
-    """Return the place of the rank that plans: the one with the most bytes of storages, the first of several."""
+    """Return the place of the leader: the first rank with the most bytes of storages."""
     sizes = [fact.storage_bytes for fact in facts]
     return sizes.index(max(sizes))
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
-    """Return `problem` with the smallest budgets and the largest floors of all ranks."""
+    """Return `problem` with the smallest budgets and the largest external usage of all ranks."""
     return replace(
         problem,
         budget_bytes=min(fact.budget_bytes for fact in facts),
@@ -154,23 +155,23 @@ def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divide:
-    """Ranks that do not say what most of them say."""
+    """The ranks whose text differs from the text of most ranks."""
 
     odd: tuple[int, ...]
-    """Their places."""
+    """Places of these ranks."""
     usual: int
-    """The place of the first of the others."""
+    """Place of the first rank with the text of most ranks."""
 
     @classmethod
     def of(cls, said: Sequence[str]) -> "Divide":
-        """Return who said something else than most; of two halves, the one with the first rank counts as most."""
+        """Return the ranks whose text in `said` differs from most; of two halves, the first rank's half is most."""
         counts = Counter(said)
         usual = max(said, key=lambda text: (counts[text], -said.index(text)))
         return cls(odd=tuple(place for place, text in enumerate(said) if text != usual), usual=said.index(usual))
 
 
 def differences(first: Sequence[str], second: Sequence[str], first_name: str, second_name: str) -> list[str]:
-    """Return how the lines of two ranks differ, in their order: what only one of them has, else what comes when."""
+    """Return how the lines of two ranks differ: lines of only a single rank, else the first line in another place."""
     in_first, in_second = frozenset(first), frozenset(second)
     only = [(at, f"{line}: only on {first_name}") for at, line in enumerate(first) if line not in in_second]
     only += [(at, f"{line}: only on {second_name}") for at, line in enumerate(second) if line not in in_first]

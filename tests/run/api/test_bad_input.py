@@ -52,7 +52,7 @@ def compile_with(model: nn.Module, **options: object) -> Callable[..., torch.Ten
         ({"inner": "nvcc"}, elixir.InvalidOption, "'aot_eager'"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_named(options: dict, error: type[Exception], sentence: str) -> None:
+def test_an_invalid_option_raises_its_error(options: dict, error: type[Exception], sentence: str) -> None:
     before = Untouched(Stack())
     compiled = compile_with(before.model, **options)
     for _ in range(2):  # the error stays what it is
@@ -61,13 +61,13 @@ def test_an_option_that_makes_no_sense_is_named(options: dict, error: type[Excep
     before.check()
 
 
-def test_a_mode_is_refused() -> None:
+def test_a_compile_mode_raises_invalid_option() -> None:
     compiled = torch.compile(Stack(), backend="elixir", mode="max-autotune")
     with pytest.raises(elixir.InvalidOption, match="mode"):
         compiled(torch.randn(4, 64))
 
 
-def test_a_budget_below_the_minimum_names_the_smallest_that_would_do() -> None:
+def test_a_budget_below_the_minimum_raises_with_the_smallest_sufficient_budget() -> None:
     before, batch = Untouched(Stack()), torch.randn(4, 64)
     compiled = compile_with(before.model, device_memory="1KiB")
     with pytest.raises(elixir.NoFeasiblePlan, match="prepare") as caught:
@@ -94,7 +94,7 @@ def saved_plan(path: Path) -> Path:
     return path
 
 
-def test_a_saved_plan_is_used_again(tmp_path: Path) -> None:
+def test_training_follows_the_saved_plan_of_an_earlier_run(tmp_path: Path) -> None:
     path = saved_plan(tmp_path / "plan.json")
     compiled = compile_with(Stack(num_blocks=2), plan=str(path))
     compiled(torch.randn(4, 64)).backward()
@@ -102,7 +102,7 @@ def test_a_saved_plan_is_used_again(tmp_path: Path) -> None:
     assert record.plan == elixir.load_plan(path)
 
 
-def test_a_plan_for_another_graph_is_refused_with_both_fingerprints(tmp_path: Path) -> None:
+def test_a_plan_for_another_graph_raises_with_both_fingerprints(tmp_path: Path) -> None:
     path = saved_plan(tmp_path / "plan.json")
     before = Untouched(Stack(num_blocks=3))
     with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
@@ -112,7 +112,7 @@ def test_a_plan_for_another_graph_is_refused_with_both_fingerprints(tmp_path: Pa
     before.check()
 
 
-def test_a_plan_cut_in_half_and_one_that_is_not_there(tmp_path: Path) -> None:
+def test_a_truncated_and_a_missing_plan_file_raise_plan_file_error(tmp_path: Path) -> None:
     path = saved_plan(tmp_path / "plan.json")
     path.write_text(path.read_text()[: path.stat().st_size // 2])
     before = Untouched(Stack(num_blocks=2))
@@ -143,7 +143,7 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "batch"), [(Integers(), torch.arange(4)), (Bare(), torch.ones(3))])
-def test_a_model_with_nothing_to_place_runs_with_a_warning(model: nn.Module, batch: torch.Tensor) -> None:
+def test_a_model_without_parameters_runs_with_a_warning(model: nn.Module, batch: torch.Tensor) -> None:
     before = Untouched(model)
     expected = model(batch)
     with pytest.warns(elixir.ElixirWarning, match="nothing to place"):
@@ -153,7 +153,7 @@ def test_a_model_with_nothing_to_place_runs_with_a_warning(model: nn.Module, bat
 
 
 @pytest.mark.parametrize("model", [Bare(), Integers()], ids=lambda model: type(model).__name__)
-def test_prepare_says_what_it_cannot_prepare(model: nn.Module) -> None:
+def test_prepare_raises_without_parameters_and_leaves_integer_models_plain(model: nn.Module) -> None:
     if isinstance(model, Bare):
         with pytest.raises(elixir.UnsupportedModel, match="no parameters"):
             elixir.prepare(model)
@@ -162,7 +162,7 @@ def test_prepare_says_what_it_cannot_prepare(model: nn.Module) -> None:
         assert not is_swapped(model)
 
 
-def test_zero_captured_graphs_are_reported() -> None:
+def test_compilations_of_a_model_that_never_ran_warn() -> None:
     model = Stack()
     optimizer = hybrid_adamw(model.parameters())
     with pytest.warns(elixir.NoGraphCaptured, match="Stack"):

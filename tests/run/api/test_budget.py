@@ -65,7 +65,7 @@ def train(inner: str, num_steps: int, budget_bytes: int | None) -> tuple[elixir.
         pytest.param("inductor", 0.4, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_under_a_budget(inner: str, share: float) -> None:
+def test_measured_peaks_are_near_the_planned_peaks_and_under_the_budget(inner: str, share: float) -> None:
     everything, free = measured(inner, 3)
     assert free.host_peak_bytes == 0
     assert free.counts.get("gather", 0) == 0

@@ -54,7 +54,7 @@ def forgets_the_mesh(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_what_the_first_rank_does_alone_is_named_on_all(tmp_path: Path) -> None:
+def test_an_action_of_one_rank_alone_raises_on_all_ranks_with_its_name(tmp_path: Path) -> None:
     first, second = spawn(mistakes, 2, str(tmp_path), folder=tmp_path)
     assert first == second
     assert "rank 0 exchanges a parameter, 0.weight, in eager code" in first["evaluates eagerly"]
@@ -66,7 +66,7 @@ def test_what_the_first_rank_does_alone_is_named_on_all(tmp_path: Path) -> None:
     assert all("call the model, its backward, the optimizer and saves" in said for said in first.values())
 
 
-def test_a_mesh_on_one_rank_only_is_an_error_there(tmp_path: Path) -> None:
+def test_prepare_with_a_mesh_on_one_rank_alone_raises_on_this_rank(tmp_path: Path) -> None:
     said, other = spawn(forgets_the_mesh, 2, folder=tmp_path, timeout_s=3.0)
     assert "no answer from rank 1" in said
     assert "prepared on all of them, with the same mesh" in said

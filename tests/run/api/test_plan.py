@@ -31,7 +31,7 @@ def tight_plan(model: nn.Module, inputs: Any, **options: object) -> elixir.Plan:
 
 
 @pytest.mark.parametrize("run", [by_elixir, by_elixir_unprepared])
-def test_training_takes_the_plan_of_an_mlp(tmp_path: Path, run: Callable[..., Any]) -> None:
+def test_plan_equals_the_plan_of_training_for_an_mlp(tmp_path: Path, run: Callable[..., Any]) -> None:
     model, (batch, *_) = seeded(Stack), vectors()
     made = tight_plan(model, (batch,))
     elixir.save_plan(made, tmp_path / "plan.json")
@@ -43,7 +43,7 @@ def test_training_takes_the_plan_of_an_mlp(tmp_path: Path, run: Callable[..., An
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_training_takes_the_plan_of_a_gpt2(tmp_path: Path, inner: str) -> None:
+def test_plan_equals_the_plan_of_training_for_a_gpt2(tmp_path: Path, inner: str) -> None:
     pytest.importorskip("transformers")
     model, (batch, *_) = small_gpt2(), hf_batches()
     made = tight_plan(model, batch, inner=inner)
@@ -53,7 +53,7 @@ def test_training_takes_the_plan_of_a_gpt2(tmp_path: Path, inner: str) -> None:
     assert (record.plan.graph, record.plan.placements) == (made.graph, made.placements)
 
 
-def test_the_model_stays_as_it_is() -> None:
+def test_plan_does_not_change_the_model() -> None:
     model = seeded(Tied)
     before = {name: (id(param), param._version, param.clone()) for name, param in model.named_parameters()}
     types = [type(module) for module in model.modules()]
@@ -74,12 +74,12 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     "given", [Stack, lambda: on_meta(Stack), lambda: elixir.prepare(Stack()), lambda: torch.compile(Stack())]
 )
-def test_real_meta_prepared_and_compiled_models_have_one_graph(given: Callable[[], nn.Module]) -> None:
+def test_real_meta_prepared_and_compiled_models_have_equal_graphs(given: Callable[[], nn.Module]) -> None:
     expected = capture_step(Stack(), vectors()[:1]).graph
     assert capture_step(given(), vectors()[:1]).graph == expected
 
 
-def test_a_function_makes_the_model_and_meta_inputs_say_the_shapes() -> None:
+def test_a_function_for_the_model_and_inputs_on_meta_give_the_same_graph() -> None:
     expected = elixir.plan(Tied(), tokens()[:1], options=PLANNER)
     ids = torch.empty(2, 16, dtype=torch.int64, device="meta")
     assert elixir.plan(Tied, (ids,), options=PLANNER).graph == expected.graph
@@ -121,7 +121,7 @@ def test_capturing_another_batch_leaves_training_static() -> None:
     assert record.graph.symbols == ()
 
 
-def test_one_capture_answers_for_many_batches() -> None:
+def test_a_dynamic_capture_serves_many_batches() -> None:
     capture = capture_step(Stack(), vectors(rows=6)[:1], dynamic=True)
     for rows in (3, 24):
         sizes = [s.nbytes for s in capture.at_batch(rows).graph.storages if s.kind is Kind.SAVED]
@@ -132,7 +132,7 @@ def test_one_capture_answers_for_many_batches() -> None:
         capture_step(Stack(), vectors()[:1]).at_batch(3)
 
 
-def test_state_is_what_hybrid_adamw_keeps_or_what_is_said() -> None:
+def test_state_bytes_are_those_of_hybrid_adamw_or_the_given_bytes_per_element() -> None:
     capture = capture_step(lambda: Stack().to(torch.bfloat16), [torch.empty(8, 64, dtype=torch.bfloat16)])
     numel = sum(param.numel() for param in Stack().parameters())
     assert sum(capture.state_nbytes().values()) == 2 * 2 * numel
@@ -209,7 +209,7 @@ class Constant(Broken):
         (nn.Linear(4, 4), 5, "example_inputs: got 5"),
     ],
 )
-def test_a_model_that_cannot_be_planned_says_why(model: Any, inputs: Any, sentence: str) -> None:
+def test_a_model_that_cannot_be_planned_raises_with_the_reason(model: Any, inputs: Any, sentence: str) -> None:
     with pytest.raises(elixir.ElixirError, match=sentence):
         elixir.plan(model, inputs, options=PLANNER)
 
@@ -223,7 +223,7 @@ def test_a_model_that_cannot_be_planned_says_why(model: Any, inputs: Any, senten
         ({"options": {"device_memori": 1}}, "Did you mean 'device_memory'"),
     ],
 )
-def test_a_bad_word_is_refused_before_the_capture(arguments: Mapping[str, Any], sentence: str) -> None:
+def test_an_unknown_name_raises_before_the_capture(arguments: Mapping[str, Any], sentence: str) -> None:
     def never() -> nn.Module:
         raise AssertionError("the model was made")
 

@@ -53,7 +53,7 @@ def kept_file(folder: Path) -> Path:
     return path
 
 
-def test_the_second_time_is_no_search(searched: list[Problem], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cached_plan_is_returned_without_a_search(searched: list[Problem], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "elixir_compile"):
         first = plan_for(PROBLEM, OPTIONS)
         assert "plan from cache" not in caplog.text
@@ -62,14 +62,14 @@ def test_the_second_time_is_no_search(searched: list[Problem], caplog: pytest.Lo
     assert len(searched) == 1
 
 
-def test_without_the_cache_every_time_is_a_search(searched: list[Problem], folder: Path) -> None:
+def test_without_the_cache_every_call_searches(searched: list[Problem], folder: Path) -> None:
     options = replace(OPTIONS, plan_cache=False)
     assert plan_for(PROBLEM, options) == plan_for(PROBLEM, options)
     assert len(searched) == 2
     assert not folder.exists()
 
 
-def test_what_cannot_be_planned_is_not_kept(folder: Path) -> None:
+def test_nothing_is_kept_if_no_plan_is_feasible(folder: Path) -> None:
     with pytest.raises(elixir.NoFeasiblePlan):
         plan_for(replace(PROBLEM, budget_bytes=1), OPTIONS)
     assert not folder.exists()
@@ -115,7 +115,7 @@ STRETCH = Stretch(first=PROBLEM.graph.ops[0].id, last=PROBLEM.graph.ops[1].id, r
         (lambda p: p, replace(OPTIONS, host_memory=None)),
     ],
 )
-def test_whatever_decides_makes_another_key(change: Callable[[Problem], Problem], options: Options) -> None:
+def test_inputs_of_the_search_change_the_key(change: Callable[[Problem], Problem], options: Options) -> None:
     store_plan(plan(PROBLEM, "greedy"), PROBLEM, OPTIONS)
     assert cached_plan(change(PROBLEM), options) is None
     assert plan_key(change(PROBLEM), options) != plan_key(PROBLEM, OPTIONS)
@@ -126,7 +126,7 @@ def in_force(problem: Problem) -> dict[str, object]:
     return {"buckets": made.buckets, "placements": made.placements}
 
 
-def test_a_plan_with_state_on_disk_for_want_of_free_memory_is_not_kept(folder: Path) -> None:
+def test_a_plan_with_state_on_disk_under_free_memory_is_not_kept(folder: Path) -> None:
     """Another run may have room for that state, and the file would say disk."""
     placements = plan(PROBLEM, "greedy").placements
     off = [placement.bucket for placement in placements if placement.optim is not Tier.DEVICE]
@@ -138,7 +138,7 @@ def test_a_plan_with_state_on_disk_for_want_of_free_memory_is_not_kept(folder: P
     assert kept_file(folder)
 
 
-def test_what_does_not_decide_makes_the_same_key() -> None:
+def test_names_and_source_lines_do_not_change_the_key() -> None:
     graph = replace(PROBLEM.graph, ops=tuple(replace(op, source="moved.py:1") for op in PROBLEM.graph.ops))
     state = dict(reversed(PROBLEM.state_nbytes.items()))
     same = replace(PROBLEM, name="other", graph=replace(graph, name="other"), state_nbytes=state)
@@ -149,7 +149,7 @@ def test_what_does_not_decide_makes_the_same_key() -> None:
     assert found.name == "other"
 
 
-def test_other_source_code_makes_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_source_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = plan_key(PROBLEM, OPTIONS)
     monkeypatch.setattr(cache, "_source_digest", lambda: "edited")
     assert plan_key(PROBLEM, OPTIONS) != before
@@ -159,7 +159,7 @@ def test_other_source_code_makes_another_key(monkeypatch: pytest.MonkeyPatch) ->
     ("device_share", "host_share", "is_used"),
     [(1.0, 1.0, True), (1.05, 2.0, True), (0.99, 1.0, True), (2.0, 1.0, False), (0.1, 1.0, False), (1.0, 1e-6, False)],
 )
-def test_under_free_memory_a_plan_is_used_while_it_fits_and_is_about_the_best(
+def test_under_free_memory_a_plan_is_used_if_it_fits_and_is_likely_the_best(
     device_share: float, host_share: float, is_used: bool
 ) -> None:
     """A plan that offloads fits any larger device, where there would be a quicker one."""
@@ -182,7 +182,7 @@ def test_under_free_memory_a_plan_that_moves_nothing_is_used_on_any_larger_devic
     assert cached_plan(replace(problem, budget_bytes=100 * GIB), FREE) is not None
 
 
-def test_a_plan_that_a_full_host_may_have_shaped_is_not_kept(folder: Path) -> None:
+def test_a_plan_that_fills_the_free_host_memory_is_not_kept(folder: Path) -> None:
     made = plan(PROBLEM, "greedy")
     tight = replace(PROBLEM, host_budget_bytes=made.prediction.host_peak_bytes)
     store_plan(made, tight, FREE)
@@ -224,14 +224,14 @@ def test_a_broken_file_is_removed_with_a_warning(
     assert len(searched) == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(folder: Path) -> None:
+def test_a_cache_folder_that_cannot_be_made_warns(folder: Path) -> None:
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where the folder should be")
     with pytest.warns(elixir.ElixirWarning, match="plans cannot be kept"):
         store_plan(plan(PROBLEM, "greedy"), PROBLEM, OPTIONS)
 
 
-def test_the_plans_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_plans_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MOST_PLANS", 2)
     made = plan(PROBLEM, "greedy")
     others = [replace(PROBLEM, bucket_max_bytes=4096 + n) for n in range(2)]
@@ -246,12 +246,12 @@ def test_the_plans_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPa
     assert cached_plan(others[0], OPTIONS) is None
 
 
-def test_no_part_of_a_file_is_left_behind(folder: Path) -> None:
+def test_only_json_files_stay_in_the_folder(folder: Path) -> None:
     plan_for(PROBLEM, OPTIONS)
     assert [path.suffix for path in folder.iterdir()] == [".json"]
 
 
-def test_a_second_training_run_searches_nothing(searched: list[Problem]) -> None:
+def test_a_second_training_run_reads_its_plan_from_the_cache(searched: list[Problem]) -> None:
     def train() -> tuple[list[float], list[Plan]]:
         torch.manual_seed(0)
         run = by_elixir(Stack(num_blocks=2)).train([torch.randn(4, 64)] * 2)

@@ -59,7 +59,7 @@ def planned(run: Run) -> Any:
 
 
 @pytest.mark.parametrize("num_passes", [2, 3])
-def test_sums_on_the_host(num_passes: int) -> None:
+def test_planned_bytes_include_fp32_gradient_sums_on_the_host(num_passes: int) -> None:
     """14 bytes per element of a bfloat16 parameter, the sum, and a second room for gradients."""
     with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
         loss_of(mixed_of(Pair(), device_memory=1, reduce_dtype="float32").compiled, BATCH).backward()
@@ -73,7 +73,7 @@ def test_sums_on_the_host(num_passes: int) -> None:
     assert record.host_peak_bytes - before_bytes == 20 * NUMEL
 
 
-def test_sums_on_the_device() -> None:
+def test_planned_bytes_include_fp32_gradient_sums_on_the_device() -> None:
     gc.collect()
     with Resident() as resident:
         before_bytes = resident.nbytes
@@ -90,7 +90,7 @@ def test_sums_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "ring_mib"), [(torch.float32, 50), (BF16, 62)])
-def test_the_buffers_of_the_disk(dtype: torch.dtype, ring_mib: int, tmp_path: Path) -> None:
+def test_planned_bytes_include_staging_buffers_of_the_disk(dtype: torch.dtype, ring_mib: int, tmp_path: Path) -> None:
     def on_disk() -> AbstractContextManager[Run]:
         how: dict[str, Any] = {"home": "host disk", "update": Update.ACROSS_STEPS, "disk_path": tmp_path}
         return hybrid_run(Pair(), batch, **how) if dtype is torch.float32 else mixed_run(Pair(), batch, **how)

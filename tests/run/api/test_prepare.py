@@ -33,7 +33,7 @@ from tests.run.training import (
 )
 
 
-def test_preparing_changes_no_key_and_no_value() -> None:
+def test_prepare_changes_no_state_dict_key_and_no_value() -> None:
     model = seeded(Tied)
     before = copy.deepcopy(model.state_dict())
     params = list(model.parameters())
@@ -43,7 +43,7 @@ def test_preparing_changes_no_key_and_no_value() -> None:
     assert isinstance(model.embed, nn.Embedding)
 
 
-def test_preparing_twice_changes_nothing() -> None:
+def test_prepare_twice_changes_nothing() -> None:
     model = elixir.prepare(seeded(Stack), device="cpu")
     executor, kind = executor_of(model), type(model.head)
     assert elixir.prepare(model) is model
@@ -70,7 +70,7 @@ def test_a_model_on_meta_is_created_on_the_host() -> None:
     assert_same(expected.train(batches), got.train(batches))
 
 
-def test_a_meta_model_keeps_its_tied_weights() -> None:
+def test_tied_weights_of_a_model_on_meta_stay_tied() -> None:
     with torch.device("meta"):
         model = Tied()
     elixir.prepare(model, device="cpu")
@@ -120,7 +120,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert any(record.is_inference for record in elixir.compilations(runs[1].model, inference=True))
 
 
-def test_generation_between_steps_is_that_of_torch() -> None:
+def test_generation_between_steps_equals_torch() -> None:
     model, batches = small_gpt2(), hf_batches()
     expected = by_torch(model).train(batches[:2])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:2])
@@ -134,7 +134,7 @@ def test_generation_between_steps_is_that_of_torch() -> None:
     assert_same(expected.train(batches[2:]), got.train(batches[2:]))
 
 
-def test_save_pretrained_and_back(tmp_path: Path) -> None:
+def test_save_pretrained_and_from_pretrained_keep_the_weights(tmp_path: Path) -> None:
     model, batches = small_gpt2(), hf_batches(4)
     expected = by_torch(model).train(batches[:3])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:3])
@@ -229,7 +229,7 @@ def test_a_thawed_parameter_trains_at_once_uncompiled() -> None:
     assert weight.grad is not None
 
 
-def test_a_plain_model_lets_go_of_its_first_batch() -> None:
+def test_compiled_code_does_not_keep_the_first_batch() -> None:
     model = seeded(Stack)
     compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "plan_cache": False})
     batch = vectors()[0].clone()
@@ -267,7 +267,7 @@ def test_a_batch_too_large_for_the_budget_is_refused_before_it_runs() -> None:
     assert_same(expected, got)
 
 
-def test_moved_parameters_are_put_back() -> None:
+def test_parameters_moved_by_the_user_return_to_their_home() -> None:
     model, batches = seeded(Stack), vectors(4)
     runs = by_torch(model), by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     for run in runs:
@@ -292,7 +292,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     assert_same(first, got)
 
 
-def test_the_least_budget_trains() -> None:
+def test_training_under_the_smallest_feasible_budget_equals_eager_training() -> None:
     model, batches = seeded(Stack), vectors()
     got = by_elixir(model, device_memory=least_bytes(model, batches[0])).train(batches)
     assert_offloads(got)

@@ -37,13 +37,13 @@ def lines_at(shown: Progress, clock: Clock, seconds: list[float], caplog: pytest
     return caplog.messages
 
 
-def test_nothing_is_said_for_ten_seconds_and_then_every_five(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_comes_after_ten_seconds_and_then_every_five(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     found = lines_at(Progress(is_on=True), clock, [101, 109, 111, 113, 117], caplog)
     assert [line.split("of 40")[0].strip() for line in found] == ["compiling   region 3", "compiling   region 5"]
     assert "11 s" in found[0]
 
 
-def test_what_is_compiled_after_a_step_counts_from_its_own_beginning(
+def test_seconds_of_a_later_compilation_count_from_its_own_beginning(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     shown = Progress(is_on=True)
@@ -54,7 +54,7 @@ def test_what_is_compiled_after_a_step_counts_from_its_own_beginning(
 
 
 @pytest.mark.parametrize(("is_on", "is_terminal"), [(False, True), (True, False)])
-def test_nothing_is_said_to_nobody(
+def test_progress_is_not_logged_if_off_or_without_a_terminal(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_on: bool, is_terminal: bool
 ) -> None:
     monkeypatch.setattr(step_profiler.sys.stderr, "isatty", lambda: is_terminal, raising=False)

@@ -15,7 +15,7 @@ from elixir_compile import search
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Lane, Plan, Span, Tier
-from elixir_compile.managed import compilation as compiling
+from elixir_compile.managed import graph_planner
 from elixir_compile.managed.correction import Correction, correct
 from elixir_compile.managed.replan import Outcome, replan
 from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, StepStats
@@ -87,7 +87,7 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def mistake(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Return a machine whose links are planned to be a hundred times too slow, and whose spans show the truth."""
-    machine, real_machine, real_plan_for = Machine(), planning.machine, compiling.plan_for
+    machine, real_machine, real_plan_for = Machine(), planning.machine, graph_planner.plan_for
 
     def plan_for(problem: Problem, options: Options) -> Plan:
         machine.problems.append(problem)
@@ -98,8 +98,8 @@ def mistake(monkeypatch: pytest.MonkeyPatch) -> Machine:
         return correct(problem, plan, seen_on(machine.truth, problem, plan))
 
     monkeypatch.setattr(planning, "machine", lambda *args: slowed(real_machine(*args), 100))
-    monkeypatch.setattr(compiling, "plan_for", plan_for)
-    monkeypatch.setattr(compiling, "correct", correct_by_truth)
+    monkeypatch.setattr(graph_planner, "plan_for", plan_for)
+    monkeypatch.setattr(graph_planner, "correct", correct_by_truth)
     return machine
 
 
@@ -142,7 +142,7 @@ def homes(run: Run) -> dict[str, tuple[Tier, Tier]]:
     return {bucket.id: (placement.param, placement.optim) for bucket, placement in placed}
 
 
-def test_a_wrong_profile_leads_to_one_more_search_and_no_capture(
+def test_a_wrong_profile_causes_one_new_search_and_no_new_capture(
     mistaken: Machine, tight: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="elixir_compile")
@@ -199,9 +199,9 @@ class Turned(nn.Module):
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_a_plan_of_several_regions_becomes_one_of_one(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replan_from_several_regions_to_one_trains_the_same(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets and their optimizer state come back; the whole backward reads what a whole forward saves."""
-    monkeypatch.setattr(compiling, "replan", lambda problem, plan, correction, search: _whole(problem, search))
+    monkeypatch.setattr(graph_planner, "replan", lambda problem, plan, correction, search: _whole(problem, search))
     options = {"inner": inner, "replan": True, **PLAIN}
     whole = by_elixir(seeded(Turned), **{**options, "replan": False}).train(vectors(NUM_WATCHED + 2, rows=64))
     run = by_elixir(seeded(Turned), device_memory=int(SHARE * planned_peak_bytes(whole)), **options)
@@ -232,7 +232,7 @@ def test_a_right_profile_changes_nothing(asked: Asked) -> None:
     assert replan(problem, plan, correction, None) is None
 
 
-def test_rates_become_those_of_the_machine(asked: Asked) -> None:
+def test_corrected_rates_equal_the_measured_rates(asked: Asked) -> None:
     problem, plan = asked.problem, asked.plan
     correction = correct(problem, plan, seen_on(asked.machine.truth, problem, plan))
     assert correction.cluster.h2d.bytes_per_s == pytest.approx(asked.machine.truth.h2d.bytes_per_s, rel=0.05)
@@ -254,7 +254,7 @@ def test_a_peak_above_the_plan_becomes_base_bytes(asked: Asked) -> None:
     assert "above the plan" in outcome.line
 
 
-def test_where_nothing_fits_any_more_the_plan_stays_and_says_so(asked: Asked) -> None:
+def test_the_plan_stays_if_nothing_fits_at_the_corrected_prices(asked: Asked) -> None:
     problem, plan = asked.problem, asked.plan
     correction = correct(problem, plan, seen_on(problem.cluster, problem, plan, device_peak_bytes=2**40))
     outcome = replan(problem, plan, correction, search.plan)
@@ -263,14 +263,14 @@ def test_where_nothing_fits_any_more_the_plan_stays_and_says_so(asked: Asked) ->
     assert outcome.plan.prediction.device_peak_bytes == 2**40
 
 
-def test_an_unseen_region_corrects_nothing(asked: Asked) -> None:
+def test_a_region_without_a_span_prevents_the_correction(asked: Asked) -> None:
     problem, plan = asked.problem, asked.plan
     stats = seen_on(problem.cluster, problem, plan)
     spans = tuple(span for span in stats.spans if span.label != f"run {plan.regions[-1].id}")
     assert correct(problem, plan, replace(stats, spans=spans)) is None
 
 
-def test_a_watch_speaks_once_and_then_records_no_more() -> None:
+def test_the_step_profiler_returns_stats_once_and_then_stops_recording() -> None:
     executor = Executor(torch.device("cpu"), "m")
     watch = StepProfiler(executor, is_on=True, records=True)
     answers = []
@@ -283,7 +283,7 @@ def test_a_watch_speaks_once_and_then_records_no_more() -> None:
     assert not executor.ledger.is_recording
 
 
-def test_a_stopped_watch_is_silent() -> None:
+def test_a_stopped_step_profiler_returns_no_stats() -> None:
     executor = Executor(torch.device("cpu"), "m")
     watch = StepProfiler(executor, is_on=True, records=True)
     for _ in range(STEPS_SKIPPED + 1):

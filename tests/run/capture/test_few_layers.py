@@ -130,7 +130,7 @@ def test_a_wrong_step_from_few_layers_is_detected_and_not_used(
     model, options = configured("gpt2"), parse_options({"inner": "inductor"})
     with caplog.at_level(logging.INFO, "elixir_compile"):
         got = capture_model(model, inputs(), options=options, least_layers=LAYERS)
-    assert "gpt2 is captured whole" in caplog.text
+    assert "gpt2 is captured with all its layers" in caplog.text
     assert "not linear in the number of its layers" in caplog.text
     assert got is captures(model.model(), inputs(), options=options)
 

@@ -116,7 +116,7 @@ def pressed(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any]:
     options = {**OPTIONS, "device_memory": roomy.prediction.device_peak_bytes - 1, "report": True}
     compiled = torch.compile(model, backend="elixir", options=options)
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "better", lambda *_: None)
+        patch.setattr(backend, "if_better", lambda *_: None)
         compiled(*inputs()).backward()
     torch._dynamo.reset()
     return model, compiled
@@ -143,7 +143,7 @@ def test_a_capture_with_a_chunked_loss_replaces_the_first_capture(
 ) -> None:
     model, compiled = pressed
     (before,) = elixir.compilations(model)
-    monkeypatch.setattr(backend, "better", lambda chunks, plan, _: replace(plan, loss_chunks=chunks.num_chunks))
+    monkeypatch.setattr(backend, "if_better", lambda chunks, plan, _: replace(plan, loss_chunks=chunks.num_chunks))
     with caplog.at_level("INFO", logger="elixir_compile"):
         compiled(*inputs()).backward()
     (record,) = elixir.compilations(model)

@@ -51,7 +51,7 @@ def half_bytes(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", CROWDED)
-def test_half_the_budget_is_enough_and_settled_after_one_step(name: str, rooms: list[bool]) -> None:
+def test_outstanding_forwards_fit_half_the_budget_after_one_step(name: str, rooms: list[bool]) -> None:
     model, batches = CASES[name]()
     step, budget_bytes = CROWDED[name], half_bytes(name)
     expected = by_torch(model).train(batches, step)
@@ -79,7 +79,9 @@ def test_experts_that_break_the_graph_share_half_the_budget(rooms: list[bool], m
     assert len(rooms) < len(records)
 
 
-def test_what_fits_no_plan_goes_to_the_host_in_every_step(rooms: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_joint_plans_activations_are_offloaded_in_every_step(
+    rooms: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise NoFeasiblePlan("", "", 1, 2, {})
 
@@ -96,7 +98,7 @@ def test_what_fits_no_plan_goes_to_the_host_in_every_step(rooms: list[bool], mon
     assert planned_peak_bytes(got) <= budget_bytes
 
 
-def test_what_made_room_leaves_no_trace() -> None:
+def test_slabs_of_offloaded_outstanding_forwards_are_freed() -> None:
     before = live_slab_bytes()
     model, (batch, *_) = blocks()
     run = by_elixir(model, **OPTIONS)
@@ -113,7 +115,7 @@ def test_what_made_room_leaves_no_trace() -> None:
     assert live_slab_bytes() == before
 
 
-def test_measured_peaks_keep_the_budget_once_settled() -> None:
+def test_measured_peaks_keep_the_budget_after_joint_planning() -> None:
     for name in CROWDED:
         budget_bytes = half_bytes(name)
         planned_bytes, record = apart(measured, name, budget_bytes)
@@ -140,7 +142,7 @@ def measured(name: str, budget_bytes: int) -> tuple[int, elixir.Record]:
     return planned_peak_bytes(run), record
 
 
-def test_graphs_know_what_the_others_hold_on_the_host() -> None:
+def test_host_bytes_of_other_graphs_are_external_usage_of_a_joint_problem() -> None:
     """Later graphs are planned beside earlier ones, which have their buckets on the host by then."""
     host_bytes = 1 << 28
     model, (batch, *_) = broken()
@@ -150,10 +152,10 @@ def test_graphs_know_what_the_others_hold_on_the_host() -> None:
     total_bytes = sum(bucket_host_bytes(bucket, home) for bucket, home in in_force.items())
     assert total_bytes > 0
     for record in elixir.compilations(run.model):
-        asked = record.question(1000)
-        own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(record.reads)]
+        asked = record.joint_problem(1000)
+        own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(record.param_names)]
         own_bytes = sum(bucket_host_bytes(bucket, in_force[bucket]) for bucket in own)
         assert asked.host_base_bytes == total_bytes - own_bytes
         assert asked.host_budget_bytes + asked.host_base_bytes == host_bytes
-        record._correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
-        assert record.question(1000).base_bytes == 1007
+        record._planner.correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
+        assert record.joint_problem(1000).base_bytes == 1007

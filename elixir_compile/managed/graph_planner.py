@@ -1,0 +1,126 @@
+"""From the captured step of a graph to its problems and plans, with all measurements of the graph.
+
+```text
+  sizes, external usage, region profile, correction --> problem --> plan of the user, of the cache, or of a search
+```
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from elixir_compile.capture.convert import Captured
+from elixir_compile.cost import Measured
+from elixir_compile.ir import Plan, StepGraph
+from elixir_compile.managed.correction import Correction, correct
+from elixir_compile.managed.replan import Outcome, replan, with_buckets_free
+from elixir_compile.managed.saved import load_plan_for
+from elixir_compile.managed.step_profiler import Progress, StepStats
+from elixir_compile.managed.variants import ActivePlan, PlannedSizes
+from elixir_compile.options import Options
+from elixir_compile.problem.cache import plan_for
+from elixir_compile.problem.loss import as_decided
+from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
+from elixir_compile.problem.profile import Profiler, RegionProfile
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.search import Problem
+
+
+class GraphPlanner:
+    """Builds the problems of a graph and answers them."""
+
+    def __init__(self, executor: Executor, regions: RegionCompiler, options: Options, progress: Progress) -> None:
+        self._executor = executor
+        self._regions = regions
+        self._options = options
+        self._progress = progress
+        self.sizes = PlannedSizes()
+        self.step: StepGraph | None = None
+        """The graph's own step at the sizes of its capture, without the other parameters of its buckets; None if it was
+        not converted yet. Converting it again takes as long as a small search."""
+        self.profile: RegionProfile | None = None
+        """Seconds and bytes of each region, measured before planning; None without the option `profile_regions`."""
+        self.correction: Correction | None = None
+        """The machine as the first steps showed it; None before that."""
+        self.reviewed: Plan | None = None
+        """The plan as its review left it: later plans keep its decision about the loss."""
+
+    @property
+    def may_replan(self) -> bool:
+        """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
+        return self._options.replan and self._options.plan is None and self._executor.ranks is None
+
+    def take_over(self, other: "GraphPlanner") -> None:
+        """Take over the measurements of `other`, the planner of an earlier capture of the same step."""
+        self.profile = other.profile
+        self.correction = other.correction or self.correction
+
+    def grow(self, captured: Captured, args: Sequence[Any]) -> None:
+        """Plan for the sizes in `args` from now on, if they are larger."""
+        grown = self.sizes.grown(captured, args)
+        self.sizes.values.update(grown)
+        if grown and self.correction is not None:
+            # The regions were measured at other sizes; the links and the optimizer are the same.
+            self.correction = replace(self.correction, measured=Measured())
+
+    def graph(self, captured: Captured) -> StepGraph:
+        """Return the step of `captured`, the graph's own capture, at the planned sizes."""
+        return graph_of(captured, self._executor, self.sizes.values, self.step)
+
+    def problem(self, captured: Captured, graph: StepGraph, external: ExternalUsage, *, is_new: bool) -> Problem:
+        """Return the problem of `graph`, the step of `captured`.
+
+        If the graph `is_new`, its regions are measured first under the option `profile_regions`.
+        """
+        problem = problem_of(captured, graph, self._executor, self._options, external)
+        if self.correction is not None:
+            return self.correction.applied_to(problem)
+        if not (self._options.profile_regions and is_new) or captured.backward is None:
+            return problem
+        profiler = Profiler(self._regions, self._executor.device, self._options.inner)
+        self.profile = profiler.profile(captured, problem, self.sizes.values)
+        self._progress.say(str(self.profile))
+        return replace(problem, measured=self.profile.measured)
+
+    def joint_problem(self, active: ActivePlan, base_bytes: int) -> Problem:
+        """Return the problem that `active` answers, with headroom for larger sizes and with `base_bytes` of external
+        usage; its buckets are free to move if the optimizer's state can follow them."""
+        captured = active.captured
+        graph = graph_of(captured, self._executor, self.sizes.with_headroom())
+        problem = problem_of(captured, graph, self._executor, self._options, ExternalUsage())
+        problem = replace(problem, base_bytes=base_bytes)
+        if self.profile is not None and graph == active.graph:
+            problem = replace(problem, measured=self.profile.measured)
+        problem = self.correction.applied_to(problem) if self.correction is not None else problem
+        return with_buckets_free(problem, active.plan) if may_move_back(problem, self._executor) else problem
+
+    def answer_for(self, captured: Captured) -> Callable[[Problem], Plan]:
+        """Return the function to answer problems of `captured`: with the user's plan if it trains and the user gave
+        one, else by a search."""
+        path = None if captured.backward is None else self._options.plan
+        if path is None:
+            return self.search
+        return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies)
+
+    def search(self, problem: Problem) -> Plan:
+        """Return a plan for `problem`, from the plan cache or from a search."""
+        return self._search_with(self._options, problem)
+
+    def _search_with(self, options: Options, problem: Problem) -> Plan:
+        found = plan_for(problem, options)
+        return found if self.reviewed is None else as_decided(found, self.reviewed)
+
+    def learn(self, active: ActivePlan, stats: StepStats) -> Outcome | None:
+        """Correct the machine by `stats` of the first steps under `active`, and search again if it may pay.
+
+        Returns None if nothing was learnt or the prediction was right.
+        """
+        self.correction = correct(active.problem, active.plan, stats)
+        if self.correction is None:
+            return None
+        # No later run measures exactly these seconds, so a plan of this search would never be found in the cache.
+        search = partial(self._search_with, replace(self._options, plan_cache=False))
+        may_move = may_move_back(active.problem, self._executor)
+        return replan(active.problem, active.plan, self.correction, search if may_move else None)
