@@ -90,7 +90,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import elixir_compile as elixir
-from elixir_compile.checkpoint.saving import turn
+from elixir_compile.checkpoint.saving import checkpoint_lock
 
 path, model, other = Path(sys.argv[1]) / "run", nn.Linear(4, 4), nn.Linear(4, 4)
 POINTS = [(os, "open"), (os, "stat"), (os, "rename"), (os, "fsync"), (os, "rmdir"), (os, "mkdir"), (fcntl, "flock")]
@@ -120,8 +120,8 @@ def interrupted(at, act, step, has_locks):
         child = os.fork()
         if child == 0:
             use(USUAL)
-            if turn.locked():
-                turn.release()
+            if checkpoint_lock.locked():
+                checkpoint_lock.release()
             save(step, other)
             os._exit(0)
         children.append(child)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.checkpoint.values import Unfit, from_plain, tensor_keys, to_plain
+from elixir_compile.checkpoint.values import UnsupportedValue, from_plain, tensor_keys, to_plain
 
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False),
@@ -52,7 +52,7 @@ def test_tensors_keep_their_places() -> None:
 
 def test_an_ordered_dict_is_a_dict_and_an_object_is_named() -> None:
     assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
-    with pytest.raises(Unfit, match="object") as raised:
+    with pytest.raises(UnsupportedValue, match="object") as raised:
         to_plain({"a": (1, object())}, "v", {})
     assert raised.value.key == "v.a.1"
 
