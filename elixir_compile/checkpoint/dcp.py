@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
     FileSystemWriter,
-    _StorageInfo,  # `.metadata` files contain instances of it
+    _StorageInfo,  # in `.metadata`
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

@@ -65,6 +65,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     A tensor whose home is the host is not copied, so it changes when training goes on. Tied tensors stay tied. If
     several ranks share the model, all of them call this at once; the first rank gets the tensors, the others get an
     empty dict.
+
+    Example:
+        weights = elixir.full_state_dict(compiled)
+        assert weights.keys() == model.state_dict().keys()
     """
     model = compat.undo_compile(model)
     is_first = rank_group_of(model, "gathers the full state dict").is_first
@@ -88,6 +92,12 @@ def export(source: "nn.Module | str | os.PathLike[str]", out: "str | os.PathLike
     exports a checkpoint, whichever number of ranks saved it.
 
     Raises NotACheckpoint, CheckpointCorrupted, NotSavable for a dtype that the format does not have, and DiskFailed.
+
+    Example:
+        elixir.export(model, "model.safetensors")  # the weights of the model as they are now
+        elixir.save("run/latest", model)
+        written = elixir.export("run/latest", "saved.safetensors")  # the weights of a checkpoint
+        assert written.num_tensors == len(model.state_dict())
     """
     if isinstance(source, nn.Module):
         return _export_model(compat.undo_compile(source), Path(out))

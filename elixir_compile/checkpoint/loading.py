@@ -67,6 +67,11 @@ def load(
     If several ranks share the model, all of them call `load` at once, and each reads its parts. Their number may differ
     from the number of ranks that saved. An error on one rank is raised on all. A rank whose number did not save keeps
     its random number generators.
+
+    Example:
+        elixir.save("run/latest", model, optimizer, step=3, extra={"epoch": 1})
+        checkpoint = elixir.load("run/latest", model, optimizer)
+        assert (checkpoint.step, checkpoint.extra["epoch"]) == (3, 1)
     """
     model = compat.undo_compile(model)
     with checkpoint_lock, ExitStack() as held:

@@ -127,17 +127,17 @@ def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple
     """Return the name and the value under which a checkpoint holds the statistic `kind` of `param`."""
     if kind == _LOW_HALF:  # a checkpoint holds the full master: the parameter has the other half
         form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
-        like = _as_part(form, param)
+        like = _as_of(form, param)
         return "master", Deferred(like=like, read=lambda: with_whole_master({kind: state[kind]}, param)["master"])
     value = state[kind]
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return kind, value
     if isinstance(state, dict):
-        return kind, _as_part(value, param)
-    return kind, Deferred(like=_as_part(torch.empty_like(value, device="meta"), param), read=lambda: state[kind])
+        return kind, _as_of(value, param)
+    return kind, Deferred(like=_as_of(torch.empty_like(value, device="meta"), param), read=lambda: state[kind])
 
 
-def _as_part(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def _as_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the statistic `value` of `param`, as a DTensor if `param` is a DTensor and `value` is this rank's part."""
     is_part = is_dtensor(param) and not is_dtensor(value) and value.shape == own_part(param).shape
     return as_dtensor(value, param) if is_part else value

@@ -127,6 +127,13 @@ def save(
     Raises NotACheckpoint if `path` is something else than a checkpoint, NotSavable for a value of an unsupported type,
     DiskFull or DiskFailed. `path` is then unchanged. An error on one rank is raised on all ranks. If a rank dies, the
     others raise PeerFailed; if a rank does something else, they raise RanksDiffer.
+
+    Example:
+        compiled(batch).backward()
+        optimizer.step()
+        elixir.save("run/latest", model, optimizer, step=1, extra={"epoch": 0})
+        handle = elixir.save("run/beside", model, optimizer, step=1, asynchronous=True)
+        handle.wait()  # training may go on before this line
     """
     target = Path(path)
     model = compat.undo_compile(model)
