@@ -113,7 +113,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _KNOWN and not is_dtype:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is nothing of a checkpoint")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint contains")
         return super().find_class(module, name)
 
 

@@ -69,7 +69,7 @@ class CheckpointMismatch(_CheckpointError, ValueError):
         more = len(self.differences) - _MOST_SHOWN
         listed = "".join(f"\n  {difference}" for difference in self.differences[:_MOST_SHOWN])
         rest = f"\n  and {more} more" if more > 0 else ""
-        return f"checkpoint {self.path} is of another {self.what}; nothing was loaded:{listed}{rest}"
+        return f"checkpoint {self.path} was saved from another {self.what}; nothing was loaded:{listed}{rest}"
 
 
 class NotSavable(_CheckpointError, ValueError):

@@ -115,7 +115,7 @@ def _only_save_in(parent: Path) -> Iterator[None]:
 
 def _require_replaceable(path: Path) -> None:
     if path.exists() and not (path.is_dir() and ((path / MANIFEST_FILE).is_file() or not any(path.iterdir()))):
-        raise NotACheckpoint(str(path), "it is something else, and is not overwritten")
+        raise NotACheckpoint(str(path), "it holds something else, which is not overwritten")
 
 
 def _locked_folder(path: Path) -> tuple[Path, int]:
@@ -240,5 +240,5 @@ def _opened(path: Path, base: Path) -> OpenFolder | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        because = "it is no folder" if path.is_file() else f"it cannot be opened ({error.strerror})"
+        because = "it is a file" if path.is_file() else f"it cannot be opened ({error.strerror})"
         raise NotACheckpoint(str(path), because) from error

@@ -159,7 +159,7 @@ def _reader(folder: OpenFolder) -> Reader:
 
 def _form(folder: Path) -> Form:
     def error(field: str, expected: str, got: object) -> ElixirError:
-        because = f"is not what a manifest holds: {field}: expected {expected}, got {got!r}"
+        because = f"is not a valid manifest: {field}: expected {expected}, got {got!r}"
         return CheckpointCorrupted(str(folder), MANIFEST_FILE, "", because)
 
     return Form(what="checkpoint", version=_FORMAT, error=error)

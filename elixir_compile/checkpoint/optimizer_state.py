@@ -153,7 +153,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
             if id(param) not in by_id:
                 raise UnsupportedModel(
                     f"parameter {index} of param group {number}",
-                    "it is none of the model's, so it has no name in a checkpoint. Pass the model that it belongs to",
+                    "it is not in the model, so it has no name in a checkpoint. Pass the model that contains it",
                 )
             names[-1].append(by_id[id(param)])
     return names

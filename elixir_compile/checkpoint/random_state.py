@@ -32,8 +32,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if len(of_devices) > num_devices:
         warnings.warn(
             ElixirWarning(
-                f"the checkpoint has random states of {len(of_devices)} CUDA devices and there are {num_devices}: "
-                "dropout goes on with other numbers."
+                f"the checkpoint has random states of {len(of_devices)} CUDA devices, and this machine has "
+                f"{num_devices}: dropout continues with other random numbers."
             ),
             stacklevel=3,
         )

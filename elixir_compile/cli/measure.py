@@ -55,9 +55,9 @@ def _print_and_store(cluster: Cluster, device: torch.device, output: Path | None
             notes.print(f"cannot write {output}: {error.strerror}", soft_wrap=True, highlight=False)
             exit_code = 1
     try:
-        notes.print(f"used from now on: {store_machine(cluster, device)}", soft_wrap=True, highlight=False)
+        notes.print(f"used by later plans: {store_machine(cluster, device)}", soft_wrap=True, highlight=False)
     except OSError as error:  # a read-only home folder must not lose the measurement
-        notes.print(f"not remembered, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
+        notes.print(f"not kept for later plans, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
     return exit_code
 
 

@@ -35,7 +35,7 @@ def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
     else:
         typer.echo(f"{plan}: {checked} hold. {made.name} on {made.cluster}, graph {made.graph}")
         if request is None:
-            typer.echo("Whether its actions are legal depends on the graph: add --model.")
+            typer.echo("Add --model to check its actions too: they are legal for some graphs only.")
     return 0
 
 

@@ -124,7 +124,7 @@ def test_a_pickle_that_would_run_code_is_refused(copied: Path, target: Training,
 
     rewritten(copied, "tensors/.metadata", pickle.dumps(Attack()))
     said = assert_refused(copied, target, "tensors/.metadata")
-    assert "which is nothing of a checkpoint" in said
+    assert "which no checkpoint contains" in said
     assert not (tmp_path / "attacked").exists()
 
 
