@@ -27,18 +27,18 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Set the generators to `state`. Warns if `state` has more CUDA devices than this machine."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    of_devices = state.get("cuda", [])
+    cuda_states = state.get("cuda", [])
     num_devices = torch.cuda.device_count()
-    if len(of_devices) > num_devices:
+    if len(cuda_states) > num_devices:
         warnings.warn(
             ElixirWarning(
-                f"the checkpoint has random states of {len(of_devices)} CUDA devices, and this machine has "
+                f"the checkpoint has random states of {len(cuda_states)} CUDA devices, and this machine has "
                 f"{num_devices}: dropout continues with other random numbers."
             ),
             stacklevel=3,
         )
-    for index, of_device in enumerate(of_devices[:num_devices]):
-        torch.cuda.set_rng_state(of_device, index)
+    for index, cuda_state in enumerate(cuda_states[:num_devices]):
+        torch.cuda.set_rng_state(cuda_state, index)
     if "numpy" in state:
         import numpy as np  # only if the process that saved had imported numpy
 

@@ -142,21 +142,21 @@ def save(
     try:
         group = rank_group_of(model, "saves a checkpoint")
 
-        def state() -> _State:
+        def collect() -> _State:
             return _state_of(target, (model, optimizer, scheduler), step, extra, group)
 
-        own, texts = group.run_on_all("what is saved", state, lambda made: _facts_text(made, asynchronous))
+        state, texts = group.run_on_all("what is saved", collect, lambda state: _facts_text(state, asynchronous))
         facts = [json.loads(text) for text in texts]
         group.require_same([fact["same"] for fact in facts])
         group.run_on_first("room on the disk", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
-        handle = SaveHandle(str(target), own.nbytes if asynchronous else 0)
+        handle = SaveHandle(str(target), state.nbytes if asynchronous else 0)
         randoms = [fact["random"] for fact in facts]
         if asynchronous:
-            group.run_on_all("snapshots", lambda: _copy_to_host(own.sources))
-            handle._start(lambda: _write(own, randoms, group, is_spent=True))
+            group.run_on_all("snapshots", lambda: _copy_to_host(state.sources))
+            handle._start(lambda: _write(state, randoms, group, is_spent=True))
             is_handed_over = True
         else:
-            _write(own, randoms, group, is_spent=False)
+            _write(state, randoms, group, is_spent=False)
     finally:
         if not is_handed_over:
             checkpoint_lock.release()
@@ -184,8 +184,8 @@ def _state_of(
             "extra": to_plain(dict(extra or {}), "extra", rest),
         }
         random = to_plain(random_state(), f"random.{group.rank}", own)
-    except UnsupportedValue as unfit:
-        raise NotSavable(str(target), unfit.key, unfit.kind) from None
+    except UnsupportedValue as error:
+        raise NotSavable(str(target), error.key, error.kind) from None
     crc32 = zlib.crc32(repr((plain["model"], plain["optimizer"], _forms(shared))).encode())
     places = keep_own(shared, is_first=group.is_first)
     sources = {**shared, **(rest if group.is_first else {}), **own}
@@ -279,9 +279,9 @@ def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequen
     tensors = folder / TENSORS_FOLDER
     records = {
         name: FileRecord(nbytes=record["nbytes"], crc32s=tuple(record["crc32s"]))
-        for own in written
-        for name, record in own["files"].items()
-    } | dict(dcp.finish(tensors, [own["tensors"] for own in written]))
+        for rank_result in written
+        for name, record in rank_result["files"].items()
+    } | dict(dcp.finish(tensors, [rank_result["tensors"] for rank_result in written]))
     sync_folder(tensors)
     files = {f"{TENSORS_FOLDER}/{name}": record for name, record in records.items()}
     plain = {**state.plain, "random": {str(rank): random for rank, random in enumerate(randoms)}}
