@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import elixir_compile as elixir
-from elixir_compile.checkpoint import folder
 from elixir_compile.checkpoint import folder as folders
 from elixir_compile.checkpoint import manifest as manifests
 from tests.run.processes import spawn
@@ -227,10 +226,10 @@ def load_opens_another_folder_first(rank: int, world_size: int, folder: str) -> 
     model = elixir.prepare(made(7), mesh=DeviceMesh("cpu", list(range(world_size))))
     looks: list[Path] = []
 
-    def open_other(path: Path) -> folder.OpenFolder:
+    def open_other(path: Path) -> folders.OpenFolder:
         looks.append(path)
         is_first = rank == 0 and (len(looks) == 1 or path.name == "never")
-        return folder.open_checkpoint(path.with_name("old") if is_first else path.with_name("run"))
+        return folders.open_checkpoint(path.with_name("old") if is_first else path.with_name("run"))
 
     manifests.open_checkpoint = open_other
     step = elixir.load(f"{folder}/run", model).step
@@ -252,8 +251,8 @@ def test_ranks_load_the_same_checkpoint_if_a_save_ends_between_their_opens(tmp_p
 def test_a_replaced_checkpoint_is_removed_by_its_last_reader(tmp_path: Path) -> None:
     path = tmp_path / "run"
     elixir.save(path, made(1), step=1)
-    with folder.open_checkpoint(path) as first:
-        with folder.open_checkpoint(path) as second:
+    with folders.open_checkpoint(path) as first:
+        with folders.open_checkpoint(path) as second:
             elixir.save(path, made(2), step=2)
             elixir.save(path, made(3), step=3)  # removes what nobody has open, and that alone
             assert len(os.listdir(tmp_path)) == 2

@@ -13,7 +13,9 @@ from elixir_compile.problem.planning import cluster_of
 from elixir_compile.units import GIB
 
 ALONE = profile_for("cpu", GIB, GIB, "cpu")
-SQUARE: Any = SimpleNamespace(num_ranks=4, num_shards=2, num_copies=2, num_local=4, talk=SimpleNamespace(is_echo=False))
+SQUARE: Any = SimpleNamespace(
+    num_ranks=4, num_shards=2, num_copies=2, num_local=4, control=SimpleNamespace(is_echo=False)
+)
 """Two copies of two parts, all on one host."""
 
 
