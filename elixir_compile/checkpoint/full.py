@@ -120,7 +120,9 @@ def _export_model(model: nn.Module, out: Path) -> Export:
     with checkpoint_lock:
         group = rank_group_of(model, "exports the model")
         (header, order), headers = group.run_on_all(
-            "what is exported", lambda: _header(out, {name: state[name] for name in kept}), lambda made: str(made[0])
+            "the header of the file",
+            lambda: _header(out, {name: state[name] for name in kept}),
+            lambda made: str(made[0]),
         )
         group.require_same([{"the names, dtypes and shapes of tensors": zlib.crc32(text.encode())} for text in headers])
         tensors = (_on_host(state[name]) for name in order)

@@ -108,7 +108,7 @@ def _open_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitSt
             verified = open_verified(path, held, rank=group.rank, num_ranks=group.num_ranks, is_last_try=is_last_try)
             return None if verified is None else _compared(verified, parts)
 
-        found, crc32s = group.run_on_all("what is loaded", open_and_compare, _crc32_text)
+        found, crc32s = group.run_on_all("the checkpoint to load", open_and_compare, _crc32_text)
         # A save may have replaced the checkpoint after one rank opened it and before another did: try again.
         if found is not None and len(set(crc32s)) == 1:
             return found

@@ -145,10 +145,10 @@ def save(
         def collect() -> _State:
             return _state_of(target, (model, optimizer, scheduler), step, extra, group)
 
-        state, texts = group.run_on_all("what is saved", collect, lambda state: _facts_text(state, asynchronous))
+        state, texts = group.run_on_all("the state to save", collect, lambda state: _facts_text(state, asynchronous))
         facts = [json.loads(text) for text in texts]
         group.require_same([fact["same"] for fact in facts])
-        group.run_on_first("room on the disk", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
+        group.run_on_first("the free disk space", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
         handle = SaveHandle(str(target), state.nbytes if asynchronous else 0)
         randoms = [fact["random"] for fact in facts]
         if asynchronous:
