@@ -1,4 +1,4 @@
-"""`elixir-compile demo`: train one model twice from one seed, the second time in half the memory, and compare."""
+"""`elixir-compile demo`: train a model twice from the same seed, the second time in half the memory, and compare."""
 
 import gc
 import math
@@ -32,7 +32,7 @@ MEASURED_STEPS = (1, 2, -1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The losses and the plan of one training run, and the record of its last step with the highest measured peaks."""
+    """The losses and the plan of a training run, and the record of its last step with the highest measured peaks."""
 
     losses: tuple[float, ...]
     plan: Plan

@@ -1,4 +1,4 @@
-"""`elixir-compile export CHECKPOINT OUT.safetensors`: write the model of a checkpoint as one safetensors file."""
+"""`elixir-compile export CHECKPOINT OUT.safetensors`: write the model of a checkpoint to a safetensors file."""
 
 import json
 from dataclasses import asdict

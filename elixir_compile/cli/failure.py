@@ -11,7 +11,7 @@ INFEASIBLE = 2
 
 
 def fail(error: ElixirError, *, as_json: bool) -> int:
-    """Print `error` and return the exit code; to stdout as one JSON object if `as_json`, else to stderr as text."""
+    """Print `error` and return the exit code; to stdout as a JSON object if `as_json`, else to stderr as text."""
     is_infeasible = isinstance(error, NoFeasiblePlan)
     if as_json:
         fields: dict[str, object] = {"error": str(error)}

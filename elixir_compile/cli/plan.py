@@ -100,7 +100,7 @@ def _nothing_on_stdout() -> Iterator[None]:
 def _status_line(notes: Console, what: str) -> Iterator[None]:
     """Show `what ...` on a terminal during the block.
 
-    The line does not move: a drawing thread would take time from the process that captures beside this one.
+    The line does not move: a drawing thread would take time from the process that captures at the same time.
     """
     if not notes.is_terminal:
         yield
@@ -119,7 +119,7 @@ def _show(plan: Plan, largest_batch: int | None, console: Console) -> None:
 
 
 def placement_table(plan: Plan) -> Table:
-    """Return a table with a row per placement in `plan`: number of buckets, bytes of parameters, bytes of state."""
+    """Return a table with a row per placement in `plan`: how many buckets, their parameters and state in bytes."""
     groups: dict[tuple[str, str, str], list[Bucket]] = {}
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
         copy = "stays" if placement.resident else "released"

@@ -28,7 +28,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of one command line, as typed."""
+    """The arguments of a command line, as typed."""
 
     model: str
     batch: int
