@@ -1,4 +1,4 @@
-"""Train models that do not fit: `torch.compile(model, backend="elixir", options={"device_memory": "20GiB"})`."""
+"""Train models larger than the device: `torch.compile(model, backend="elixir", options={"device_memory": "20GiB"})`."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -88,7 +88,7 @@ __all__ = sorted(_HOME.keys() - {"__version__"})
 
 
 def __getattr__(name: str) -> object:
-    """Import public names on first use, so that a planning submodule never loads torch."""
+    """Import public names on first use, so importing a planning submodule does not load torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,12 +1,12 @@
-"""Dataclasses as JSON and back, driven by their type hints.
+"""Turn dataclasses into JSON and back by their type hints.
 
 ```text
   {"elixir": "plan", "format": 1, "name": ..., "placements": [{"bucket": "b0", "param": "host", ...}], ...}
 ```
 
-Reading is strict: a file of another format, a field that is missing or unknown, a value of the wrong type and a number
-that is not finite each raise the error of the `Form`, with the field's path, `placements[3].param`. Equal values have
-equal text. It knows dataclasses, tuples, `Mapping[str, ...]`, `... | None`, StrEnum, NewType, int, float, str and bool.
+Reading is strict: another format, a missing or unknown field, a value of the wrong type and NaN or infinity each
+raise the error of the `Form`, with the path of the field (`placements[3].param`). Equal values have equal text.
+Supported are dataclasses, tuples, `Mapping[str, ...]`, `... | None`, StrEnum, NewType, int, float, str and bool.
 """
 
 import dataclasses
@@ -23,16 +23,17 @@ from elixir_compile.errors import ElixirError, InvalidPlan, InvalidProfile
 
 _Value = TypeVar("_Value")
 _MAX_INTEGER = (1 << 63) - 1
-"""Bytes, elements and counts are added up in 64 bits."""
+"""The largest whole number in a file: bytes, elements and counts are added up in 64 bits."""
 _MAX_LENGTH = 1 << 28
-"""Characters of a file; a plan of 200 layers has 2 million, and what is read takes some ten times the memory."""
+"""The most characters of a file. A plan of 200 layers has 2 million; the parsed values take about ten times the
+memory."""
 _MISSING = object()
 _UNIONS = (types.UnionType, typing.Union)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a file says it is, and the error for one that is not: made of the field, what was expected and was got."""
+    """The kind and version that a file must state, and the error to raise if it is faulty."""
 
     what: str
     version: int
@@ -40,7 +41,7 @@ class Form:
 
 
 class _Wrong(Exception):  # noqa: N818 - never leaves this module
-    """The field, what was expected and what was got, on their way to `from_json`, which knows the error to raise."""
+    """A faulty field, its expected and its actual content. `from_json` turns it into the error of the form."""
 
     def __init__(self, field: str, expected: str, got: object) -> None:
         super().__init__(field, expected, got)
@@ -50,14 +51,16 @@ class _Wrong(Exception):  # noqa: N818 - never leaves this module
 
 
 def to_json(form: Form, value: Any, *, indent: int | None = 1) -> str:
-    """Return the dataclass `value` as JSON, on one line if `indent` is None; ValueError for a number that is not
-    finite."""
+    """Return the dataclass `value` as JSON, on a single line if `indent` is None.
+
+    Raises ValueError if it holds NaN or infinity.
+    """
     fields = {"elixir": form.what, "format": form.version} | _encoder(type(value))(value)
     return json.dumps(fields, indent=indent, allow_nan=False)
 
 
 def from_json(form: Form, cls: type[_Value], text: str) -> _Value:
-    """Return the `cls` that `text` encodes; `form.error` names the field that is not right."""
+    """Return the value of class `cls` in `text`. Raises `form.error`, which names the wrong field, if there is one."""
     try:
         data = _parse(text)
         if not isinstance(data, dict):
@@ -85,9 +88,9 @@ def _parse(text: str) -> Any:
             f"line {error.lineno} column {error.colno}", f"JSON ({error.msg})", text[error.pos :][:20]
         ) from error
     except RecursionError as error:
-        raise _Wrong("the whole text", "JSON of at most a few levels", "a deeper one") from error
-    except ValueError as error:  # Python reads whole numbers of at most 4300 digits
-        raise _Wrong("a number", "one of fewer digits", str(error)) from error
+        raise _Wrong("the whole text", "JSON of a few levels", "deeper nesting") from error
+    except ValueError as error:  # Python parses whole numbers of at most 4300 digits
+        raise _Wrong("a number", "a number of fewer digits", str(error)) from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,14 +104,14 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def _fields(cls: type) -> dict[str, Any]:
-    """The fields of a dataclass with their types, in order."""
+    """Return the type of each field of a dataclass, in order."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
 def _encoder(hint: Any) -> Callable[[Any], Any]:
-    """Return the function that turns a value of type `hint` into what JSON can hold."""
+    """Return a function from values of type `hint` to lists, objects and scalars of JSON."""
     hint = _plain(hint)
     if dataclasses.is_dataclass(hint):
         encoders = [(name, _encoder(kind)) for name, kind in _fields(typing.cast(type, hint)).items()]
@@ -135,7 +138,7 @@ def _itself(value: Any) -> Any:
 
 
 def _decode(hint: Any, data: Any, path: str) -> Any:
-    """Return the value of type `hint` that `data` encodes; `path` is where it stands in the file."""
+    """Return the value of type `hint` in the JSON `data`; `path` is the place of `data` in the file, for errors."""
     hint = _plain(hint)
     if dataclasses.is_dataclass(hint):
         return _decode_fields(typing.cast(type, hint), data, path)
@@ -180,7 +183,7 @@ def _decode_scalar(hint: Any, data: Any, path: str) -> Any:
         _expect(isinstance(data, str) and data in list(hint), path, "one of " + ", ".join(hint), data)
         return hint(data)
     if hint is float:
-        # A whole number is a fine number of seconds, True is not.
+        # A whole number is a valid number of seconds, but True is not.
         _expect(type(data) in (int, float) and _is_finite(data), path, "a finite number", data)
         return float(data)
     names = {int: "a whole number", str: "a text", bool: "true or false"}
@@ -202,7 +205,7 @@ def _item_hints(args: tuple[Any, ...], num_items: int) -> tuple[Any, ...]:
 
 
 def _plain(hint: Any) -> Any:
-    """Return what a NewType is made of; any other hint as it is."""
+    """Return the type under a NewType, and any other hint unchanged."""
     return hint.__supertype__ if isinstance(hint, NewType) else hint
 
 

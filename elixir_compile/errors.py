@@ -3,46 +3,46 @@
 ```text
 Exception
 └── ElixirError
-    ├── _UnknownName       (ValueError)     a name that is none of those known
-    │   ├── UnknownOption                   an option nobody knows
-    │   ├── UnknownHardware                 a machine that no built-in profile describes
-    │   └── UnknownModel                    a model that is no named shape, function or configuration
-    ├── _FileError         (ValueError)     text that is not what its file should hold
-    │   ├── PlanFileError                   text that is not a plan
-    │   └── ProfileFileError                text that is not a hardware profile
-    ├── InvalidOption      (ValueError)     a known option with a value that makes no sense
+    ├── _UnknownName       (ValueError)     an unknown name
+    │   ├── UnknownOption                   an unknown option
+    │   ├── UnknownHardware                 a machine without a built-in profile
+    │   └── UnknownModel                    neither a named shape nor a function nor a configuration
+    ├── _FileError         (ValueError)     text of another form than its file should have
+    │   ├── PlanFileError                   a file without a valid plan
+    │   └── ProfileFileError                a file without a valid hardware profile
+    ├── InvalidOption      (ValueError)     a known option with an unusable value
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
-    │   ├── IllegalSchedule                 actions in an order that would compute the wrong thing
-    │   └── InvalidProfile                  a number of a hardware profile that no machine has
+    │   ├── IllegalSchedule                 actions in an order that would compute wrong results
+    │   └── InvalidProfile                  a number that no machine can have in a hardware profile
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
-    ├── UnknownSubject     (ValueError)     a name that a plan does not have
+    ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
-    ├── NotPrepared        (RuntimeError)   the model was not prepared and cannot be here
-    │   ├── OptimizerTooEarly               an optimizer of parameters that `prepare(model, mesh=...)` has replaced
+    ├── NotPrepared        (RuntimeError)   the model must be prepared first
+    │   ├── OptimizerTooEarly               an optimizer of parameters replaced by `prepare(model, mesh=...)`
     │   └── WrongDtype                      parameters in another dtype than the option `param_dtype`
-    ├── MasterIgnored      (RuntimeError)   an optimizer that does not keep fp32 masters, on parameters that have them
+    ├── MasterIgnored      (RuntimeError)   an optimizer without fp32 masters, on parameters with masters
     ├── StaleParameters    (RuntimeError)   a parameter changed between its forward and its backward
-    ├── ParameterReplaced  (RuntimeError)   a parameter is not the one that the step was captured with
-    ├── UnsupportedBackward (RuntimeError)  gradients of gradients were asked for, or of many outputs at once
+    ├── ParameterReplaced  (RuntimeError)   a parameter was replaced after the step was captured
+    ├── UnsupportedBackward (RuntimeError)  gradients of gradients, or of many outputs at once
     ├── GradientsChanged   (RuntimeError)   a gradient changed after the update that read it
-    ├── ActivationsGone    (RuntimeError)   offloaded activations that are not on the host any more
-    ├── UnsupportedModel   (ValueError)     a model that has nothing to train or cannot be managed
-    ├── _DiskError         (OSError)        host state on disk that cannot be kept or had back
-    │   ├── DiskFull                        no room for it, found before anything was written
-    │   ├── DiskFailed                      the system refused an operation
-    │   └── DiskCorrupted                   what was read is not what was written
-    ├── UnforeseenState    (RuntimeError)   an update made state that there is no room for on disk
-    └── NestedMeasurement  (RuntimeError)   a step measured inside a step that is being measured
+    ├── ActivationsGone    (RuntimeError)   offloaded activations, freed on the host before their backward
+    ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or with unsupported ones
+    ├── _DiskError         (OSError)        a failed write or read of optimizer state on disk
+    │   ├── DiskFull                        too little free space; nothing was written
+    │   ├── DiskFailed                      an operation refused by the system
+    │   └── DiskCorrupted                   bytes read differ from the bytes written
+    ├── UnforeseenState    (RuntimeError)   an update made optimizer state without space on disk
+    └── NestedMeasurement  (RuntimeError)   a step measured during the measurement of another
 
 UserWarning
 └── ElixirWarning
     └── NoGraphCaptured                     the model runs, but not compiled
 ```
 
-Each error keeps its facts as fields and as `args`, so it survives pickling between processes; its text is made of them.
+Each error keeps its facts as fields and as `args`, so it survives pickling between processes. Its text is made of them.
 """
 
-# ruff: noqa: N818 - a class is named for what happened; that it is an error, its place in the tree says
+# ruff: noqa: N818 - classes are named for the event; their base class says `Error`
 
 import difflib
 import errno
@@ -53,11 +53,11 @@ from elixir_compile.units import format_bytes
 
 
 class ElixirError(Exception):
-    """The root of every error raised by the package."""
+    """The base class of all errors of the package."""
 
 
 class _UnknownName(ElixirError, ValueError):
-    """A `name` that is none of `known`; `nearest` is the one that looks most like it, or None."""
+    """`name` is not in `known`; `nearest` is the most similar known name, or None."""
 
     def __init__(self, name: str, known: Sequence[str], *facts: object) -> None:
         super().__init__(name, tuple(known), *facts)
@@ -66,7 +66,7 @@ class _UnknownName(ElixirError, ValueError):
         self.nearest: str | None = next(iter(self._near()), None)
 
     def _near(self) -> Sequence[str]:
-        """The known names that may be meant, nearest first."""
+        """Return the known names similar to `name`, the most similar first."""
         return difflib.get_close_matches(str(self.name), self.known, n=1)
 
     def _hint(self) -> str:
@@ -74,14 +74,14 @@ class _UnknownName(ElixirError, ValueError):
 
 
 class UnknownOption(_UnknownName):
-    """An option that does not exist."""
+    """The option `name` does not exist; `nearest` is the most similar option, or None."""
 
     def __str__(self) -> str:
         return f"unknown option {self.name!r}. {self._hint()}The options are: {', '.join(self.known)}."
 
 
 class InvalidOption(ElixirError, ValueError):
-    """An option whose value cannot be used."""
+    """The value `got` of the option `name` cannot be used; `expected` describes valid values."""
 
     def __init__(self, name: str, got: object, expected: str) -> None:
         super().__init__(name, got, expected)
@@ -105,7 +105,7 @@ class InvalidPlan(ElixirError, ValueError):
 
 
 class IllegalSchedule(InvalidPlan):
-    """Actions in an order that would compute the wrong thing; `excerpt` shows them with `<-- here`."""
+    """Actions in an order that would compute wrong results; `excerpt` marks the wrong action with `<-- here`."""
 
     def __init__(self, sentence: str, excerpt: str = "") -> None:
         super().__init__(sentence)
@@ -117,7 +117,7 @@ class IllegalSchedule(InvalidPlan):
 
 
 class InvalidProfile(InvalidPlan):
-    """A number of a hardware profile that no machine has: `field` of `what` should be `expected`."""
+    """A hardware profile holds a number that no machine can have: `field` of `what` should be `expected`."""
 
     def __init__(self, what: str, field: str, expected: str, got: object) -> None:
         super().__init__(f"{what}: {field}: expected {expected}, got {got!r}.")
@@ -132,10 +132,10 @@ _SHOWN_LENGTH = 1000
 
 
 class _FileError(ElixirError, ValueError):
-    """Text that is not what its file should hold."""
+    """A file with a wrong `field`: `expected` describes valid content, `got` is the content."""
 
     _FILE: ClassVar[str]
-    """What the file should be, in words."""
+    """The kind of file, as the error text names it."""
 
     def __init__(self, field: str, expected: str, got: object) -> None:
         super().__init__(field, expected, got)
@@ -149,24 +149,24 @@ class _FileError(ElixirError, ValueError):
 
 
 def _shown(text: str) -> str:
-    """Return `text` without its middle where it is longer than anybody reads: a file may hold anything."""
+    """Return `text`, shortened in the middle to about 1,000 characters: a broken file may hold millions."""
     return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH // 2]} ... {text[-_SHOWN_LENGTH // 2 :]}"
 
 
 class PlanFileError(_FileError):
-    """Text that is not a plan: `field` is the path or line at fault."""
+    """A file does not hold a plan; `field` is the path of the wrong field, or the line."""
 
     _FILE = "plan file"
 
 
 class ProfileFileError(_FileError):
-    """Text that is not a hardware profile: `field` is the path or line at fault, `nodes[0].h2d.bytes_per_s`."""
+    """A file does not hold a hardware profile; `field` is the path of the wrong field, `nodes[0].h2d.bytes_per_s`."""
 
     _FILE = "hardware profile"
 
 
 class UnknownHardware(_UnknownName):
-    """A machine that no built-in profile describes; `nearest` is the name that looks most like it, or None."""
+    """A machine without a built-in profile; `nearest` is the most similar name, or None."""
 
     def _near(self) -> Sequence[str]:
         start = str(self.name).lower()
@@ -183,7 +183,7 @@ class UnknownHardware(_UnknownName):
 
 
 class UnknownModel(_UnknownName):
-    """A model that cannot be found: `name` is neither a named shape nor something that `because` would accept."""
+    """No model is found under `name`: it is not a named shape, and `because` says why it is not a file or folder."""
 
     def __init__(self, name: str, known: Sequence[str], because: str = "") -> None:
         super().__init__(name, known, because)
@@ -201,8 +201,10 @@ class UnknownModel(_UnknownName):
 
 
 class PlanMismatch(ElixirError, ValueError):
-    """A plan made for something else; `what` is `graph`, `machine`, `number of ranks`, `number of copies` or
-    `reduce dtype`."""
+    """A plan was made for `expected`, and is to be used for `got`.
+
+    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies` or `reduce dtype`.
+    """
 
     def __init__(self, what: str, expected: str, got: str) -> None:
         super().__init__(what, expected, got)
@@ -213,12 +215,12 @@ class PlanMismatch(ElixirError, ValueError):
     def __str__(self) -> str:
         return (
             f"this plan is for another {self.what}: it was made for {self.expected}, here is {self.got}. "
-            f"Plan again by leaving out the option `plan`."
+            f"Leave out the option `plan` to search a new plan."
         )
 
 
 class UnknownSubject(ElixirError, ValueError):
-    """A name of no bucket, region, parameter or activations, and no part of a path; `nearest` may be meant."""
+    """The plan has no bucket, region, parameter, module or activations `subject`; `nearest` lists similar names."""
 
     def __init__(self, subject: str, known: Sequence[str]) -> None:
         super().__init__(subject, tuple(known))
@@ -234,12 +236,12 @@ class UnknownSubject(ElixirError, ValueError):
 
 
 class NoFeasiblePlan(ElixirError, MemoryError):
-    """No schedule fits the budget; `needed_bytes` is the smallest budget that would do.
+    """No schedule fits the budget of `memory` (`device` or `host`); `needed_bytes` is the smallest sufficient budget.
 
-    `memory` is `device` or `host`; `disk_bytes` are optimizer state on the host that could be on disk; `is_prepared`
-    says whether the model came through `prepare`; `op` is where the peak is, `source` the user's line or module,
-    `by_kind` what is live there. `because` says why nothing was searched: then less than `needed_bytes` may do for
-    ranks with equal graphs.
+    `op` is the op at the peak, `source` the user's line or module that it came from, and `by_kind` the live bytes there
+    by kind. `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model
+    did not come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they
+    were equal, less than `needed_bytes` may be enough.
     """
 
     def __init__(
@@ -272,7 +274,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in largest if nbytes)
         other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
         if self.disk_bytes and self.needed_bytes - self.disk_bytes <= self.budget_bytes:
-            other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it are optimizer state"
+            other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state"
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         short = (
@@ -282,11 +284,11 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         )
         if self.because:
             return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."
-        return f"{short}. Try {self.memory}_memory={self.needed_bytes}, the smallest that would do, or {other}."
+        return f"{short}. Try {self.memory}_memory={self.needed_bytes}, the smallest budget that is enough, or {other}."
 
 
 class NotPrepared(ElixirError, RuntimeError):
-    """Something needs `elixir_compile.prepare(model)` first; `because` says what and why."""
+    """The model must go through `elixir_compile.prepare(model)` first; `because` says why."""
 
     def __init__(self, because: str) -> None:
         super().__init__(because)
@@ -297,7 +299,7 @@ class NotPrepared(ElixirError, RuntimeError):
 
 
 class OptimizerTooEarly(NotPrepared):
-    """An optimizer of the class `optimizer` holds parameters that `prepare(model, mesh=...)` has replaced since."""
+    """An optimizer of the class `optimizer` was made before `prepare(model, mesh=...)` replaced its parameters."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__(f"{optimizer} holds parameters that `prepare(model, mesh=...)` has replaced since.")
@@ -305,11 +307,11 @@ class OptimizerTooEarly(NotPrepared):
         self.optimizer = optimizer
 
     def __str__(self) -> str:
-        return f"{self.because} It would train nothing: make the optimizer after `prepare`."
+        return f"{self.because} It would train nothing. Make the optimizer after `prepare`."
 
 
 class WrongDtype(NotPrepared):
-    """`parameter` is `dtype`, or has no fp32 master, where the option `param_dtype` names another."""
+    """`parameter` is `dtype` or has no fp32 master, but the option `param_dtype` asks for another dtype."""
 
     def __init__(self, parameter: str, dtype: str, param_dtype: str) -> None:
         super().__init__(f"parameter {parameter} is {dtype} without a master, and the option is {param_dtype!r}.")
@@ -326,8 +328,10 @@ class WrongDtype(NotPrepared):
 
 
 class MasterIgnored(ElixirError, RuntimeError):
-    """`optimizer` would update `parameter`, of `dtype`, and leave its fp32 master behind: it keeps none, or another
-    optimizer, made later, keeps that one."""
+    """`optimizer` would update `parameter`, of `dtype`, without its fp32 master.
+
+    If `is_kept_by_another`, an optimizer made later keeps the master; else `optimizer` keeps no masters.
+    """
 
     def __init__(self, parameter: str, dtype: str, optimizer: str, is_kept_by_another: bool = False) -> None:
         super().__init__(parameter, dtype, optimizer, is_kept_by_another)
@@ -340,7 +344,7 @@ class MasterIgnored(ElixirError, RuntimeError):
         if self.is_kept_by_another:
             return (
                 f"parameter {self.parameter} is {self.dtype} with an fp32 master, which another optimizer keeps, made "
-                f"after this {self.optimizer}. Step with that one, or delete it."
+                f"after this {self.optimizer}. Call `step()` of the later optimizer, or delete it."
             )
         return (
             f"parameter {self.parameter} is {self.dtype} with an fp32 master, which {self.optimizer} does not update. "
@@ -363,9 +367,9 @@ class StaleParameters(ElixirError, RuntimeError):
 
 
 class ParameterReplaced(ElixirError, RuntimeError):
-    """`parameter` is not the one that the step was captured with; `because` says what was found before the forward.
+    """`parameter` was replaced after the step was captured; `because` says what is in its place before the forward.
 
-    `is_temporary` says that a tensor which is no parameter is in its place, as inside `torch.func.functional_call`.
+    If `is_temporary`, a plain tensor is in its place, as inside `torch.func.functional_call`.
     """
 
     def __init__(self, parameter: str, because: str, is_temporary: bool = False) -> None:
@@ -378,15 +382,17 @@ class ParameterReplaced(ElixirError, RuntimeError):
         found = f"parameter {self.parameter} was replaced after the step was captured: {self.because}. "
         if self.is_temporary:
             return (
-                f"{found}The compiled step reads parameters where they were, so nothing was computed. Call "
+                f"{found}The compiled step would read the old parameter, so nothing was computed. Call "
                 "`torch.func.functional_call` on the model itself, outside of compiled code."
             )
-        return f"{found}Nothing was computed. Call the model again: the step is then captured with what is there now."
+        return f"{found}Nothing was computed. Call the model again: the step is then captured with its new parameters."
 
 
 class UnsupportedBackward(ElixirError, RuntimeError):
-    """A backward through `model` with the argument `asked`, which compiled code does not follow; `instead` is a way
-    around."""
+    """A backward through `model` with the argument `asked`, which compiled code does not support.
+
+    `instead` is a sentence with an alternative.
+    """
 
     def __init__(self, model: str, asked: str, instead: str) -> None:
         super().__init__(model, asked, instead)
@@ -396,13 +402,13 @@ class UnsupportedBackward(ElixirError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"{self.asked}: neither compiled code nor gathered parameters can follow that, so not {self.model}. "
+            f"{self.asked}: neither compiled code nor gathered parameters support it, so {self.model} does not. "
             f"{self.instead}, or compute it with a copy of the model that is neither compiled nor prepared."
         )
 
 
 class GradientsChanged(ElixirError, RuntimeError):
-    """What the update of `parameter` reads was changed under it; `because` says when and how."""
+    """The gradient or hyperparameters of `parameter` changed around its update; `because` says when and how."""
 
     def __init__(self, parameter: str, because: str) -> None:
         super().__init__(parameter, because)
@@ -417,7 +423,7 @@ class GradientsChanged(ElixirError, RuntimeError):
 
 
 class ActivationsGone(ElixirError, RuntimeError):
-    """A backward asks for activations that its forward sent to the host and that are gone from there."""
+    """A backward needs the activations `group`, which were offloaded to the host and have been freed there."""
 
     def __init__(self, group: str) -> None:
         super().__init__(group)
@@ -426,7 +432,7 @@ class ActivationsGone(ElixirError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"the activations {self.group} of this forward are not on the host any more: its graph was freed, or "
-            "saved-tensor hooks packed what it saved. Run the forward again before the backward, and outside of "
+            "saved-tensor hooks packed its saved tensors. Run the forward again before the backward, and outside of "
             "`torch.autograd.graph.saved_tensors_hooks`."
         )
 
@@ -444,17 +450,17 @@ class UnsupportedModel(ElixirError, ValueError):
 
 
 class _DiskError(ElixirError, OSError):
-    """Something wrong with the files of host state on disk; `path` is the file, or the folder of a file to come."""
+    """An error of the files for optimizer state on disk; `path` is the file, or the folder for a file not yet made."""
 
     def __init__(self, path: str, errno: int, *facts: object) -> None:
-        super().__init__()  # OSError would read its arguments as a number, a text and a file name
+        super().__init__()  # OSError would take its arguments for a number, a text and a file name
         self.args = (path, *facts)
         self.errno = errno
         self.path = path
 
 
 class DiskFull(_DiskError):
-    """The disk at `path` has no room for the `needed_bytes` of `label`; `because` is the system's reason."""
+    """The disk at `path` has too little space for the `needed_bytes` of `label`; `because` is the system's reason."""
 
     def __init__(self, path: str, label: str, needed_bytes: int, free_bytes: int, because: str) -> None:
         super().__init__(path, errno.ENOSPC, label, needed_bytes, free_bytes, because)
@@ -466,8 +472,8 @@ class DiskFull(_DiskError):
     def __str__(self) -> str:
         return (
             f"{self.label} needs {format_bytes(self.needed_bytes)} on disk, and {self.path} has "
-            f"{format_bytes(self.free_bytes)} free: {self.because}. Nothing was written. Make room, raise the "
-            f"limit, or use a folder on a larger disk."
+            f"{format_bytes(self.free_bytes)} free: {self.because}. Nothing was written. Free space or raise "
+            f"the quota there, or use a folder on a larger disk."
         )
 
 
@@ -480,11 +486,13 @@ class DiskFailed(_DiskError):
         self.because = because
 
     def __str__(self) -> str:
-        return f"{self.operation} failed at {self.path}: {self.because}. Check the disk, or use one that works."
+        return (
+            f"{self.operation} failed at {self.path}: {self.because}. Check the disk, or use a folder on another one."
+        )
 
 
 class DiskCorrupted(_DiskError):
-    """Block `block` of the file `path` is not what was written there."""
+    """Block `block` of the file `path`, of `block_bytes` bytes, was damaged after it was written."""
 
     def __init__(self, path: str, block: int, block_bytes: int) -> None:
         super().__init__(path, errno.EIO, block, block_bytes)
@@ -494,14 +502,13 @@ class DiskCorrupted(_DiskError):
     def __str__(self) -> str:
         return (
             f"block {self.block} of {self.path} ({format_bytes(self.block_bytes)} from byte "
-            f"{self.block * self.block_bytes}) is not what was written there: its checksum differs. Go on from the "
-            f"last checkpoint, and test the disk and the memory."
+            f"{self.block * self.block_bytes}) was damaged after it was written: its checksum differs. Resume "
+            f"from the last checkpoint, and test the disk and the memory."
         )
 
 
 class UnforeseenState(ElixirError, RuntimeError):
-    """An update of bucket `bucket` made the statistic `name`, in `dtype`, for a parameter of `shape`; dry steps of its
-    class did not."""
+    """An update of `bucket` made the statistic `name`, of `dtype` and `shape`, which no dry step had made."""
 
     def __init__(self, bucket: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         super().__init__(bucket, name, dtype, shape)
@@ -513,23 +520,23 @@ class UnforeseenState(ElixirError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"the update of {self.bucket} made {self.name} ({self.dtype}) for a parameter of shape {self.shape}, which "
-            "three dry steps of the optimizer did not, so it has no room on disk. Raise host_memory and leave out "
-            "disk_path, or let the optimizer make it in its first steps."
+            "three dry steps of the optimizer did not make, so it has no space on disk. Raise host_memory and leave "
+            "out disk_path, or let the optimizer make it in its first steps."
         )
 
 
 class NestedMeasurement(ElixirError, RuntimeError):
-    """A measurement began while another was running."""
+    """`measure_step` was called while it measures another step."""
 
     def __str__(self) -> str:
         return (
-            "measure_step is already measuring a step. Measure one step at a time: the allocator's figures belong to "
-            "one of them only."
+            "measure_step is already measuring a step. Measure one step at a time: the allocator's peak belongs to "
+            "one step only."
         )
 
 
 class ElixirWarning(UserWarning):
-    """The root of every warning given by the package."""
+    """The base class of all warnings of the package."""
 
 
 class NoGraphCaptured(ElixirWarning):

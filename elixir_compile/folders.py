@@ -1,4 +1,4 @@
-"""Folders for files that only save time, and folders of machine code that nobody else may have written to."""
+"""The folder of caches, and folders of compiled code, which are used only if no other user can have written to them."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Return the folder of everything that is cached; it need not exist yet.
+    """Return the folder of all caches, which may not exist yet.
 
     `ELIXIR_CACHE_DIR` if it is set, else `elixir_compile` in `XDG_CACHE_HOME`, else in `~/.cache`.
     """
-    own = os.environ.get("ELIXIR_CACHE_DIR")
-    if own:
-        return Path(own)
+    chosen = os.environ.get("ELIXIR_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "elixir_compile"
 
@@ -24,7 +24,7 @@ def cache_dir() -> Path:
 def write_cached(path: Path, text: str) -> None:
     """Write `text` to `path` as a whole or not at all, so that another process never reads half of it.
 
-    Raises OSError where the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, part = tempfile.mkstemp(dir=path.parent)
@@ -38,9 +38,9 @@ def write_cached(path: Path, text: str) -> None:
 
 
 def drop_oldest(folder: Path, most: int) -> None:
-    """Keep the `most` JSON files of `folder` that were used last; another process may drop the same ones.
+    """Delete the JSON files of `folder` except for the `most` files used last.
 
-    Raises OSError if the folder cannot be written.
+    Another process may delete files of `folder` at the same time. Raises OSError if the folder cannot be written.
     """
     aged: list[tuple[float, str]] = []
     for path in folder.glob("*.json"):
@@ -51,37 +51,37 @@ def drop_oldest(folder: Path, most: int) -> None:
 
 
 _OPENED_FILES = Path("/proc/self/fd")
-"""Where Linux shows what a process has open, by number."""
+"""The folder in which Linux lists the open files of a process by descriptor."""
 
 
 class WrittenByOthersError(Exception):
-    """A file or a folder that somebody else than this user and root could have written; says which and why."""
+    """The file or folder `path` may have been written by another user than this one and root; `because` says why."""
 
     def __init__(self, path: Path, because: str) -> None:
         super().__init__(f"{path} {because}")
 
 
 class OwnFolder:
-    """An open folder that belongs to this user or root, and that nobody else can write to."""
+    """An open folder of this user or root, to which no other user can write."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
         self._descriptor = descriptor
 
     def path_of(self, name: str) -> str:
-        """Return a path of the file `name` for as long as the folder is open."""
+        """Return a path of the file `name`, valid while the folder is open."""
         opened = _OPENED_FILES / str(self._descriptor)
-        # Elsewhere than on Linux the path is resolved again, and is as safe as the folders above.
+        # On other systems than Linux the path is resolved again: it is only as safe as its parent folders.
         return str((opened if opened.exists() else self._path) / name)
 
     def read(self, name: str) -> bytes | None:
-        """Return what is in the file `name`; None if there is no such file.
+        """Return the content of the file `name`, or None if there is no such file.
 
         Raises WrittenByOthersError if the file is a symbolic link, belongs to another user or can be written by others.
         """
         path = self._path / name
         try:
-            # Without O_NONBLOCK a pipe of that name would be waited for.
+            # O_NONBLOCK: if `name` is a pipe, opening it must not wait for a writer.
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._descriptor)
         except FileNotFoundError:
             return None
@@ -112,10 +112,10 @@ class OwnFolder:
 
 @contextmanager
 def own_folder(path: Path) -> Iterator[OwnFolder]:
-    """Open the folder at `path`, which is made if it is not there, and close it at the end.
+    """Open the folder at `path`, after making it if needed, and close it at the end.
 
     Raises WrittenByOthersError if it is a symbolic link, belongs to another user or can be written by others, and
-    OSError if it can be neither opened nor made.
+    OSError if it cannot be made or opened.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""Every knob of `torch.compile(model, backend="elixir", options={...})`: a flat dict that survives YAML.
+"""The options of `torch.compile(model, backend="elixir", options={...})`: a flat dict, as YAML holds it.
 
 {"device_memory": "20GiB", "planner": "greedy"}  ->  Options(device_memory=21474836480, planner="greedy", ...)
 """
@@ -24,63 +24,66 @@ UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Every option, parsed; each has a default that works."""
+    """Every option, checked and parsed. Each has a default."""
 
     device_memory: int | None = None
-    """Bytes that training may hold on the device at once, `"20GiB"` or a number. None: free memory less the reserve."""
+    """Bytes on the device that training may use at once, as `"20GiB"` or a number. None: free memory less the
+    reserve."""
     host_memory: int | None = None
-    """Bytes of host memory for parameters, gradients and optimizer state. None: what the host has free."""
+    """Bytes of host memory for parameters, gradients, optimizer state and activations. None: the free memory of the
+    host, shared by its ranks."""
     disk_path: Path | None = None
-    """A folder for optimizer state that the host has no room for; files in it belong to this process and go with it.
-    None: no state is kept on disk."""
+    """An existing folder on a local drive, for optimizer state beyond `host_memory`. Its files are
+    removed when the process ends. None: no state on disk."""
     disk_check: bool = False
-    """Compare what is read from `disk_path` with a checksum of what was written."""
+    """Verify a checksum of each block read from `disk_path`."""
     planner: Planner = "milp"
-    """`milp` proves how good its plan is, `greedy` is quicker, `exhaustive` tries each placement of a few buckets. The
-    others are rules to compare with: `elixir` (the paper's), `zero3_offload`, `zero_offload`, `fsdp_offload`,
+    """`milp` proves a bound on every plan, `greedy` is faster, `exhaustive` tries every placement of a few buckets. The
+    others are fixed rules for comparison: `elixir` (of the paper), `zero3_offload`, `zero_offload`, `fsdp_offload`,
     `keep_all`."""
     activations: Activations = "any"
-    """What may happen to saved activations besides staying: `recompute`, `offload`, `any` of both, or nothing (`keep`).
-    """
+    """How activations may be kept off the device: `recompute`, `offload`, `any` of the two, or not at all (`keep`)."""
     update: UpdateTime = "auto"
-    """When HybridAdamW updates: `after_backward`, within `optimizer.step()`; `across_steps`, where `step()` queues what
-    the host updates and the next forward waits bucket by bucket; `in_backward`, as soon as the gradient of a bucket has
-    landed, for training without clipping and loss scaling. `auto`: across steps where the host updates anything."""
+    """When HybridAdamW updates. `after_backward`: within `optimizer.step()`. `across_steps`: `step()` queues the
+    updates of the host, and the next forward waits for each bucket before its first use. `in_backward`: as soon as the
+    gradient of a bucket is complete, for training without clipping and loss scaling. `auto`: `across_steps` if the host
+    updates any bucket, else `after_backward`."""
     param_dtype: ParamDtype | None = None
-    """What `prepare(model, param_dtype=...)` casts fp32 parameters to, with an fp32 master for HybridAdamW. Compiling
-    only checks it, because graphs are captured after the cast. None: parameters stay as they are."""
+    """The dtype to which `prepare(model, param_dtype=...)` casts fp32 parameters; HybridAdamW keeps their fp32 masters.
+    Compiling only checks it, because graphs are captured after the cast. None: no cast."""
     reduce_dtype: ReduceDtype | None = None
-    """`float32`: gradients of several micro-batches, and of several ranks, add up in fp32, of parameters that have a
-    master. None: in the dtype of the parameter."""
+    """`float32`: gradients of parameters with a master are summed in fp32 over micro-batches and ranks. None: in the
+    dtype of the parameter."""
     search_timeout: float = 10.0
-    """Seconds of its own thread after which `milp` returns the best plan so far, with the gap it has proved; on a busy
-    machine up to four times as many by the wall."""
+    """CPU seconds of the searching thread after which `milp` returns the best plan so far, with the gap proved so far.
+    On a busy machine these are at most four times as many seconds of wall time."""
     hardware: str | None = None
-    """The machine to plan for: a name such as `"4 x a100-40g"` or the path of a profile that `elixir-compile measure`
-    wrote. None: this machine, as measured before, else a rough built-in profile."""
+    """The machine to plan for: a name such as `"4 x a100-40g"`, or the path of a profile that `elixir-compile measure`
+    wrote. None: this machine, by its measured profile if there is one, else by a rough built-in one."""
     plan: Path | None = None
-    """A saved plan to use in place of searching; refused when it is for another graph or machine."""
+    """The path of a saved plan, used without a search; refused if it is for another graph, machine or number of
+    ranks."""
     plan_cache: bool = True
-    """Use the plan that an earlier run found for the same graph, machine and options."""
+    """Reuse the plan found by an earlier run for the same graph, machine and options."""
     profile_regions: bool = False
-    """Time every distinct region once before planning; remembered per machine."""
+    """Time every distinct region once before planning. The times are kept per machine for later runs."""
     replan: bool = True
-    """Plan again, once, where the first steps take more than 10 % longer or shorter than planned."""
+    """Plan again, once, if the first steps take more than 10 % longer or shorter than planned."""
     inner: Inner = "inductor"
-    """What lowers each region: `inductor`, or `aot_eager` for results bitwise equal to eager kernels."""
+    """The compiler of regions: `inductor`, or `aot_eager` for the kernels and the bits of eager PyTorch."""
     compile_by: CompileBy = "auto"
-    """Where regions begin besides where the plan moves something: `layer`: at each of four or more equal layers,
-    so that the compiler gets few different regions; `plan`: nowhere else. `auto`: by layer where regions are compiled,
-    by plan where they run op by op."""
+    """At which ops regions begin, besides the ops at which the plan moves something. `layer`: at each of four or more
+    equal layers, so there are few different regions to compile. `plan`: at no others. `auto`: `layer` under
+    `inductor`, `plan` under `aot_eager`."""
     report: bool = True
-    """Log the planned line at the first step and the measured line after some steps; on a terminal, also how far a
-    compilation of more than ten seconds is."""
+    """Log a line with the plan at the first step, and a line with measured figures after some steps. On a terminal,
+    also show the progress of a compilation that takes more than ten seconds."""
 
 
 def parse_options(options: Mapping[str, object] | None) -> Options:
-    """Return `options` checked and parsed; None or an empty mapping gives the defaults.
+    """Return `options`, checked and parsed; None or an empty mapping gives the defaults.
 
-    Raises `UnknownOption` with the nearest name, and `InvalidOption` for a value of the wrong type or range.
+    Raises UnknownOption with the nearest name, and InvalidOption if a value has the wrong type or range.
     """
     known = tuple(field.name for field in fields(Options))
     parsed: dict[str, object] = {}
@@ -95,7 +98,7 @@ def _memory(name: str, value: object) -> int | None:
     if value is None:
         return None
     try:
-        return parse_bytes(value)  # pyright: ignore[reportArgumentType]  whatever a dict holds: checked there
+        return parse_bytes(value)  # pyright: ignore[reportArgumentType]  a dict may hold any type: parse_bytes checks it
     except ValueError as error:
         raise InvalidOption(name, value, f"{BYTES_EXAMPLE}, or None") from error
 
@@ -131,11 +134,11 @@ def _folder(name: str, value: object) -> Path | None:
         return None
     if not isinstance(value, str | Path) or str(value) == "":
         raise InvalidOption(name, value, 'a folder such as "/mnt/nvme", or None')
-    # Not made here: a disk that is not mounted would silently be another disk.
+    # The folder must exist: making it would use another disk if the intended one is not mounted.
     if not os.path.isdir(value):
         raise InvalidOption(name, value, "a folder that exists")
     if not os.access(value, os.W_OK | os.X_OK):
-        raise InvalidOption(name, value, "a folder that may be written")
+        raise InvalidOption(name, value, "a folder that you may write to")
     return Path(value).absolute()
 
 

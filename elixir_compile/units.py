@@ -1,4 +1,4 @@
-"""Text with units at the edge, plain numbers inside: `"20GiB"` becomes 21474836480 and back.
+"""Parse bytes with units, as users write them, and format bytes and seconds: `"20GiB"` is 21474836480 bytes.
 
 `KiB MiB GiB TiB` count in 1024, `KB MB GB TB` in 1000; a number without a unit is bytes. Case does not matter.
 """
@@ -28,10 +28,9 @@ BYTES_EXAMPLE = 'a positive number of bytes such as "20GiB", "512 MB" or 1500000
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Return the whole number of bytes that `text` says, rounded down.
+    """Return the number of bytes in `text`, rounded down.
 
-    Raises ValueError, naming the text and an example, when it is not a finite number of at least one byte with a known
-    unit; `parse_options` turns it into `InvalidOption`, which lives in the layer above.
+    Raises ValueError, with `text` and an example, if it is not a finite number of at least one byte with a known unit.
     """
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise ValueError(f"{text!r} is not {BYTES_EXAMPLE}")
@@ -51,7 +50,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return `nbytes` for people, in the largest binary unit that leaves a figure of at least one: `17.9 GiB`."""
+    """Return `nbytes` as text in the largest binary unit of which there is at least one: `17.9 GiB`."""
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= factor:
             return f"{nbytes / factor:.1f} {unit}"
@@ -59,7 +58,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_s(seconds: float) -> str:
-    """Return a duration for people, three significant digits: `212 ms`, `4.1 us`, `2.5 s`."""
+    """Return a duration as text with three significant digits: `212 ms`, `4.1 us`, `2.5 s`."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Facts about a graph and a plan: what is live when, which buckets are used where, and whether a plan is legal."""
+"""Facts about graphs and plans: live bytes, windows of buckets, groups of activations, and whether a plan is legal."""
 
 from elixir_compile.analysis.activations import Depth, Group, activation_groups
 from elixir_compile.analysis.collectives import Traffic, collectives

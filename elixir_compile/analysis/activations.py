@@ -1,16 +1,17 @@
-"""Saved activations in groups: by the layer whose backward reads them first, and by what it takes to make them again.
+"""Group saved activations by the layer whose backward reads them first, and by the ops needed to recompute them.
 
 ```text
-  h.3.pointwise   no matrix product: from what else is saved, by elementwise ops and reductions
-  h.3.matmul      matrix products or convolutions
-  h.3.attention   attention kernels too
-  h.3.fixed       only from another layer's activations
-  h.3.kept        not at all: random, with an effect, saved by the user
-  h.3.input       not saved today: where all of the layer, `fixed` included, could be made again from
+  h.3.pointwise   needs elementwise ops and reductions of other saved activations
+  h.3.matmul      needs matrix products or convolutions too
+  h.3.attention   needs attention kernels too
+  h.3.fixed       needs activations of another layer
+  h.3.kept        cannot be recomputed: random, with a side effect, or marked by the user to be saved
+  h.3.input       not saved by the capture: inputs of the layer, from which all of it, `fixed` too, can be recomputed
 ```
 
-Each class is made from what is saved and the classes before it, so a layer has few sensible choices (`depths`): to make
-nothing again, the first class, the first two, and so on. A storage counts once, whatever views of it are saved.
+Each class is recomputed from other saved activations and the classes before it. So a layer has few sensible choices
+(`Depth`): to recompute nothing, the first class, the first two, and so on. A storage counts once, however many of its
+views are saved.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,8 @@ from elixir_compile.ir.graph import is_numbered, layer_of
 
 
 class Depth(IntEnum):
-    """What it takes to make an activation again; a layer is recomputed to one depth."""
+    """The class of ops needed to recompute an activation. A layer is recomputed to a depth: this class and those
+    before."""
 
     KEPT = 0
     POINTWISE = 1
@@ -34,22 +36,22 @@ class Depth(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Activations of one layer and one class."""
+    """Activations of the same layer and class."""
 
     id: GroupId
     layer: str
     depth: Depth
-    """How deep the layer must be recomputed for these to be made again; KEPT for what never is."""
+    """The depth from which on these are recomputed; KEPT if they never are."""
     is_input: bool = False
-    """Whether these are saved only where the layer is recomputed to the depth FIXED."""
+    """True for inputs of the layer, saved only if the layer is recomputed to the depth FIXED."""
     storages: tuple[StorageId, ...]
     nbytes: int
 
 
 def activation_groups(graph: StepGraph) -> tuple[Group, ...]:
-    """Return the groups of a training step's saved activations, in the order in which the forward makes them.
+    """Return the groups of saved activations of `graph`, in the order in which the forward computes them.
 
-    What the caller gets too is in none: it lives as long as the caller wants.
+    Outputs of the forward are in no group: they live as long as the caller keeps them.
     """
     scan = _Scan(graph)
     classes: dict[tuple[str, Depth, bool], list[StorageId]] = {}
@@ -71,14 +73,14 @@ def activation_groups(graph: StepGraph) -> tuple[Group, ...]:
 
 
 class _Scan:
-    """What is asked again and again about one graph."""
+    """Facts about a graph, computed once for all groups."""
 
     def __init__(self, graph: StepGraph) -> None:
         self.outputs = frozenset(graph.outputs)
         self.saved = saved_storages(graph)
         self._makers = makers(graph)
         self._given = given_storages(graph)
-        # A buffer that a layer overwrites is there all the same, and nothing that a plan may save.
+        # Without buffers overwritten by a layer: they exist in any case, and a plan cannot save them.
         self._made_in = {
             name: layer
             for name, op in self._makers.items()
@@ -93,16 +95,16 @@ class _Scan:
         }
 
     def maker(self, name: StorageId) -> Op:
-        """The first op that writes the storage."""
+        """Return the first op writing the storage."""
         return self._first_maker[name]
 
     def layer(self, name: StorageId) -> str:
-        """The layer whose backward reads the storage first, or else the one that makes it."""
+        """Return the layer whose backward reads the storage first; if that is no layer, the layer that computes it."""
         reader = layer_of(self._readers[name].module)
         return reader if is_numbered(reader) else layer_of(self.maker(name).module)
 
     def depth(self, name: StorageId) -> Depth:
-        """What it takes to make one storage again while everything else that is saved is there."""
+        """Return the depth at which storage `name` can be recomputed from all other saved activations."""
         ops, leaves = self._chain([name], self.saved - {name})
         if ops is None:
             return Depth.KEPT
@@ -113,7 +115,7 @@ class _Scan:
         return Depth.MATMUL if any(op.flops for op in ops) else Depth.POINTWISE
 
     def inputs(self, layer: str, fixed: Sequence[StorageId]) -> list[StorageId] | None:
-        """Return what other layers hand to `layer` that `fixed` can be made from; None where that saves no bytes."""
+        """Return results of other layers from which `fixed` can be recomputed; None if keeping them saves no bytes."""
         if not fixed:
             return []
         elsewhere = {name for name, own in self._made_in.items() if own != layer}
@@ -136,7 +138,7 @@ class _Scan:
         )
 
     def _made_from_inputs(self, graph: StepGraph) -> set[StorageId]:
-        """What is made from the caller's inputs and parameters without a matrix product: masks and positions."""
+        """Return storages computed from inputs and parameters without a matrix product: masks and positions."""
         found: set[StorageId] = set()
         for op in graph.ops:
             is_plain = op.phase is Phase.FORWARD and not op.once and not op.flops
@@ -145,10 +147,13 @@ class _Scan:
         return found
 
     def _chain(
-        self, targets: Iterable[StorageId], there: "frozenset[StorageId] | set[StorageId]"
+        self, targets: Iterable[StorageId], available: "frozenset[StorageId] | set[StorageId]"
     ) -> tuple[list[Op] | None, list[StorageId]]:
-        """The ops that make `targets` from `there` and what is given, None where one must not run again; and what of
-        `there` they read."""
+        """Return the ops to compute `targets` from `available` and given storages, and the storages of `available` they
+        read.
+
+        The ops are None if one of them must not run again.
+        """
         ops: dict[str, Op] = {}
         leaves: dict[StorageId, None] = {}
         pending = list(targets)
@@ -160,14 +165,14 @@ class _Scan:
                 continue
             ops[op.id] = op
             for read in op.reads:
-                if (op.id, read) in self._stale or (read not in there and read not in self._given):
+                if (op.id, read) in self._stale or (read not in available and read not in self._given):
                     pending.append(read)
-                elif read in there:
+                elif read in available:
                     leaves[read] = None
         return list(ops.values()), list(leaves)
 
     def _crosses(self, ops: Sequence[Op], leaves: Sequence[StorageId], layer: str) -> bool:
-        """Whether these ops begin with another layer's activations, or repeat its matrix products."""
+        """Return whether `ops` start from activations of another layer, or repeat its matrix products."""
         reads_elsewhere = any(name not in self._from_inputs and _is_another(self.layer(name), layer) for name in leaves)
         return reads_elsewhere or any(op.flops and _is_another(layer_of(op.module), layer) for op in ops)
 

@@ -1,12 +1,13 @@
-"""The collectives of one step, under the labels by which a ledger counts them.
+"""Count the collectives of a step and their bytes, under the labels used by a ledger.
 
 ```text
-  all-gather b1    into the flat buffer              reduce b1      the reduce-scatter of its gradient, from such a one
-  all-reduce b0    gradients that each rank has whole, over the ranks of one copy
-  average b1       of the part, or of what each rank has whole, over the copies
+  all-gather b1    fill the flat buffer with the shards of all ranks
+  reduce b1        reduce-scatter the gradients in the flat buffer
+  all-reduce b0    sum gradients of an unsharded bucket over the ranks of a copy
+  average b1       average the reduced gradients over the copies
 ```
 
-Bytes are those of the whole buffer that a collective fills, reads or both.
+The bytes of a collective are the bytes of its whole buffer.
 """
 
 from collections import Counter
@@ -17,14 +18,14 @@ from elixir_compile.ir import Bucket, Kind, Plan, StepGraph, Verb
 
 
 class Traffic(NamedTuple):
-    """How often a collective runs, and its bytes in all."""
+    """The number of runs of a collective in a step, and their total bytes."""
 
     times: int
     nbytes: int
 
 
 def collectives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[str, Traffic]:
-    """Return what `rank` of each copy runs in one step of `plan`, by label; nothing on one rank."""
+    """Return the collectives of `rank` of each copy in a step of `plan`, by label; none if there is a single rank."""
     buckets: dict[str, Bucket] = {bucket.id: bucket for bucket in plan.buckets}
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
     times, nbytes = Counter[str](), Counter[str]()
@@ -37,7 +38,7 @@ def collectives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[str, Tra
 
 
 def _of(graph: StepGraph, plan: Plan, bucket: Bucket, verb: Verb) -> Iterator[tuple[str, int]]:
-    """Yield the label and the bytes of each collective that `verb` means for `bucket`."""
+    """Yield the label and the bytes of each collective of the action `verb` on `bucket`."""
     if verb is Verb.GATHER:
         if bucket.is_sharded:
             yield f"all-gather {bucket.id}", bucket.flat_nbytes
@@ -52,6 +53,6 @@ def _of(graph: StepGraph, plan: Plan, bucket: Bucket, verb: Verb) -> Iterator[tu
 
 
 def _trained_bytes(graph: StepGraph, bucket: Bucket) -> int:
-    """Bytes of the parameters that the graph has a gradient of."""
+    """Return the bytes of the parameters of `bucket` for which `graph` has gradients."""
     trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD}
     return sum(storage.nbytes for storage in graph.storages if storage.id in trained.intersection(bucket.params))

@@ -1,4 +1,4 @@
-"""A part of a plan's text with the line at fault marked, for errors."""
+"""Make the errors of `verify`, with the lines of the printed plan around the fault."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ _NUM_AROUND = 3
 
 
 def illegal(sentence: str, title: str, lines: Sequence[str], at: int) -> IllegalSchedule:
-    """Return the error that says `sentence` and shows the lines around number `at`, marked `<-- here`."""
+    """Return an error with `sentence` and the lines around number `at`, which is marked `<-- here`."""
     lines = lines or ["(none)"]
     first, last = max(0, at - _NUM_AROUND), min(len(lines), at + _NUM_AROUND + 1)
     shown = [f"  {line}" for line in lines[first:last]]
@@ -20,29 +20,29 @@ def illegal(sentence: str, title: str, lines: Sequence[str], at: int) -> Illegal
 
 
 def illegal_bucket(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
-    """Return the error about bucket number `at` of the plan, or about its placement."""
+    """Return an error about bucket number `at` of the plan, or about its placement."""
     placed = zip(plan.buckets, plan.placements, strict=True)
     return illegal(sentence, "buckets", [bucket_text(bucket, placement) for bucket, placement in placed], at)
 
 
 def illegal_activations(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
-    """Return the error about group number `at` of the plan's activations."""
+    """Return an error about group number `at` of the plan's activations."""
     return illegal(sentence, "activations", _texts(plan.activations), at)
 
 
 def illegal_region(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
-    """Return the error about region number `at` of the plan."""
+    """Return an error about region number `at` of the plan."""
     return illegal(sentence, "regions", _texts(plan.regions), at)
 
 
 def illegal_action(sentence: str, plan: Plan, rank_index: int, at: int) -> IllegalSchedule:
-    """Return the error about action number `at` of one of the plan's schedules."""
+    """Return an error about action number `at` of schedule number `rank_index`."""
     schedule = plan.schedules[rank_index]
     return illegal(sentence, f"schedule rank {schedule.rank}", _texts(schedule.actions), at)
 
 
 def illegal_claim(sentence: str, plan: Plan, at: int) -> IllegalSchedule:
-    """Return the error about line number `at` below the plan's title: 0 for its budget, 2 for its peak."""
+    """Return an error about line number `at` below the plan's title: 0 for its budget, 2 for its peaks."""
     title, *claims = str(plan).split("\n")[:4]
     return illegal(sentence, title, [claim.strip() for claim in claims], at)
 

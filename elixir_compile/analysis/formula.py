@@ -1,13 +1,13 @@
-"""The device peak of a plan as a formula of the graph's symbols: `Max(4*s0*s1 + 1024, 8*s0 + 2048)`.
+"""Write the device peak of a plan as a formula of the graph's symbols: `Max(4*s0*s1 + 1024, 8*s0 + 2048)`.
 
 ```text
-  op         1     s0    s0*s1      one row of coefficients per op, by running sums as in `timeline`
+  op         1     s0    s0*s1      a row of coefficients per op, by running sums as in `timeline`
   fwd.mm   1024     8      4
-  bwd.mm   2048     8      0        rows that are nowhere the largest, for symbols of 0 or more, are left out
+  bwd.mm   2048     8      0        rows never the largest, for symbols of 0 or more, are left out
 ```
 
-The constant of a row is what the timeline counts at that op less what the symbolic storages have there. Ops are those
-that run: repeated ones have rows, and what is offloaded is in no row while it is away.
+The constant of a row is the timeline's bytes at the op less the bytes of live storages with symbolic sizes. There is a
+row for each op that runs, recomputed ops included. Offloaded activations are in no row of the ops while they are away.
 """
 
 from dataclasses import replace
@@ -17,33 +17,32 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import check_activations, check_regions
-from elixir_compile.analysis.timeline import device_stays, plan_timeline, with_peaks
+from elixir_compile.analysis.timeline import device_lives, plan_timeline, with_peaks
 from elixir_compile.ir import Plan, StepGraph, sizes
 
 
 def peak_formula(graph: StepGraph, plan: Plan) -> str:
-    """Return the highest device bytes of any op under `plan`, as text that sympy reads; empty where no size is
-    symbolic."""
+    """Return the device peak under `plan` as an expression in sympy's form, or `""` if no size is symbolic."""
     step = as_run(graph, plan.activations)
     growing = [storage for storage in step.storages if storage.size]
     if not growing:
         return ""
     products = list(dict.fromkeys(name for storage in growing for name, _ in sizes.terms(storage.size) if name))
     column = {name: number for number, name in enumerate(products, start=1)}
-    stays = device_stays(graph, plan)
+    lives = device_lives(graph, plan)
     changes = np.zeros((len(step.ops) + 1, len(products) + 1), dtype=np.int64)
     numbers = np.zeros(len(step.ops) + 1, dtype=np.int64)
     for storage in growing:
-        for stay in stays.get(storage.id, ()):
-            if stay.last < stay.first:
+        for life in lives.get(storage.id, ()):
+            if life.last < life.first:
                 continue
             for name, coefficient in sizes.terms(storage.size):
-                changes[stay.first, column.get(name, 0)] += coefficient
-                changes[stay.last + 1, column.get(name, 0)] -= coefficient
-            numbers[stay.first] += storage.nbytes
-            numbers[stay.last + 1] -= storage.nbytes
+                changes[life.first, column.get(name, 0)] += coefficient
+                changes[life.last + 1, column.get(name, 0)] -= coefficient
+            numbers[life.first] += storage.nbytes
+            numbers[life.last + 1] -= storage.nbytes
     rows = np.cumsum(changes[:-1], axis=0)
-    # Bytes that are not symbolic; the constants of symbolic sizes are in the first column already.
+    # Bytes of constant sizes. The constants of symbolic sizes are in the first column already.
     rows[:, 0] += np.array(plan_timeline(graph, plan).live_bytes, dtype=np.int64) - np.cumsum(numbers[:-1])
     highest = _undominated(rows)
     texts = [sizes.sum_text([*zip(products, row[1:].tolist(), strict=True), ("", int(row[0]))]) for row in highest]
@@ -51,18 +50,17 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
 
 
 def plan_at(graph: StepGraph, plan: Plan) -> Plan:
-    """Return `plan` with the bytes that it has at the sizes of `graph`, a graph of the same fingerprint.
+    """Return `plan` with bytes at the sizes of `graph`, which has the same fingerprint.
 
-    Its seconds stay those of the sizes that it was planned for.
+    The predicted seconds stay those at the planned sizes.
     """
     return plan if plan.symbols == graph.symbols else resized(graph, plan)
 
 
 def resized(graph: StepGraph, plan: Plan) -> Plan:
-    """Return `plan` with the bytes that it has in `graph`.
+    """Return `plan` with its bytes, peaks and formula computed for `graph`; the predicted seconds stay.
 
-    Its seconds stay those that it was planned with. Raises IllegalSchedule where its regions or activations name what
-    the graph does not have.
+    Raises IllegalSchedule if regions or groups of activations do not fit the graph.
     """
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
     groups = (replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in plan.activations)
@@ -74,9 +72,9 @@ def resized(graph: StepGraph, plan: Plan) -> Plan:
 
 
 def _undominated(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the distinct rows that no other row is at least as large as in every column, the largest first."""
+    """Return the distinct rows without the rows that another row equals or exceeds in every column, largest first."""
     found: list[NDArray[np.int64]] = []
-    # In falling order a row is dominated, if at all, by one before it.
+    # In falling order a row can only be dominated by an earlier row.
     for row in np.unique(rows, axis=0)[::-1]:
         if not found or not (np.array(found) >= row).all(axis=1).any():
             found.append(row)

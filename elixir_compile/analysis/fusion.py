@@ -1,8 +1,8 @@
-"""Which values a compiler never writes to memory, and the step without them.
+"""Find the storages that a fusing compiler never writes to memory, and remove them from a graph.
 
-A pointwise result is computed inside the kernels that read it. It needs memory only where something else reads it: an
-opaque kernel (a matrix product, an attention kernel), the other half of the step, or the caller. This is a model of
-what Inductor does, not a copy of its scheduler: `docs/memory.md` has the measured error.
+A pointwise result is computed inside the kernels that read it. It needs memory only if it is read by an opaque kernel
+(a matrix product, an attention kernel), by the other half of the step, or by the caller. This is a model of Inductor,
+not a copy of its scheduler: `docs/memory.md` has the measured error.
 
 ```text
   op                 reads   writes            as it is run
@@ -20,11 +20,12 @@ from dataclasses import replace
 from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId
 
 _MOST_READS = 4
-"""Inductor's `realize_reads_threshold`."""
+"""The value of Inductor's `realize_reads_threshold`."""
 
 
 def fused(graph: StepGraph) -> StepGraph:
-    """Return `graph` as a fusing compiler runs it: readers of a value that is never written read its inputs."""
+    """Return `graph` as a fusing compiler runs it: readers of an unwritten storage read its inputs
+    instead."""
     absorbed = absorbed_storages(graph)
     if not absorbed:
         return graph
@@ -48,8 +49,8 @@ def fused(graph: StepGraph) -> StepGraph:
 
 
 def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
-    """Return the storages that are never written: temporary, made by one pointwise op, and read inside other kernels
-    only."""
+    """Return the storages that are never written: temporaries of a single pointwise op, read only by fusible
+    kernels."""
     makers = _makers(graph)
     num_writers = Counter(name for op in graph.ops for name in op.writes)
     candidates = {
@@ -58,7 +59,7 @@ def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
         if storage.kind is Kind.TEMP
         and num_writers[storage.id] == 1
         and makers[storage.id].kernel is Kernel.POINTWISE
-        and makers[storage.id].writes[-1] == storage.id  # before it stand tangents, which arrive with the first op
+        and makers[storage.id].writes[-1] == storage.id  # earlier writes of the first op are tangents
     }
     if not candidates:
         return frozenset()
@@ -71,8 +72,11 @@ def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
 
 
 def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> set[StorageId]:
-    """Return those of `absorbed` that are written all the same: several ops read them, and each would have to read more
-    than `_MOST_READS` values instead. A sum that grows from layer to layer is written once per few layers."""
+    """Return the storages of `absorbed` written by Inductor nevertheless.
+
+    Several ops read such a storage, and each would have to read more than `_MOST_READS` storages instead. So a residual
+    sum over layers is written once every few layers.
+    """
     num_readers = Counter(name for op in graph.ops for name in op.reads)
     written: set[StorageId] = set()
     leaves: dict[StorageId, frozenset[StorageId]] = {}
@@ -88,7 +92,7 @@ def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> se
 
 
 def _emptied(op: Op) -> Op:
-    """What is left of an op whose result is computed elsewhere: opaque, so that fusing again finds nothing new."""
+    """Return `op` without its fused result. It is opaque, so fusing again changes nothing."""
     # Not `replace`, which takes three times as long: a search fuses 40,000 ops.
     return Op(
         id=op.id,
@@ -103,7 +107,7 @@ def _emptied(op: Op) -> Op:
 
 
 def _reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int) -> Op:
-    """Return `op` with other `reads`, and so many moved bytes."""
+    """Return `op` with other `reads` and `moved_bytes`."""
     return Op(
         id=op.id,
         target=op.target,
@@ -121,5 +125,5 @@ def _reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int) -> Op:
 
 
 def _makers(graph: StepGraph) -> Mapping[StorageId, Op]:
-    """The op that writes each storage, the last of several."""
+    """Return the last op writing each storage."""
     return {name: op for op in graph.ops for name in op.writes}

@@ -1,6 +1,6 @@
-"""A step graph as a line of records, see `linear`, and back.
+"""Turn a graph into a line of records, see `linear`, and back.
 
-An op without a number in its name is the first of its kind, as fx counts: `mm`, `mm_1`, `mm_2`.
+A name without a number is number 0 of its kind, as fx counts: `mm`, `mm_1`, `mm_2`.
 """
 
 import re
@@ -17,8 +17,8 @@ _FIRST = "_0"
 def line_of(graph: StepGraph) -> list[Record]:
     """Return `graph` as a line: each storage, op, read, write, output and alias is a record.
 
-    Those of a storage name also the module of the op that makes it, which tells layers of an encoder from those of a
-    decoder, and a layer from what follows the last one.
+    The record of a storage also names the module of the op writing it. So layers of an encoder differ from layers
+    of a decoder, and the last layer differs from the ops after it.
     """
     modules = {name: op.module for op in reversed(graph.ops) for name in op.writes}
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
@@ -29,7 +29,7 @@ def line_of(graph: StepGraph) -> list[Record]:
         line.append(sized(record(fixed, *names), storage.nbytes))
     for op in graph.ops:
         touched_bytes = sum(nbytes[name] for name in (*op.reads, *op.writes))
-        moved_bytes = None if op.moved_bytes == touched_bytes else op.moved_bytes  # the update moves none
+        moved_bytes = None if op.moved_bytes == touched_bytes else op.moved_bytes  # the update op moves no bytes
         costs = (op.flops, moved_bytes, op.flops_size, op.kernel, op.once)
         line.append(record(("op", op.target, op.phase, op.source, *costs), _counted(op.id), op.module))
         line += [record(("read",), _counted(name)) for name in op.reads]
@@ -42,10 +42,10 @@ def line_of(graph: StepGraph) -> list[Record]:
 
 
 def graph_of_line(line: Line) -> StepGraph:
-    """Return the graph that `line` says; records of other kinds are passed over. A graph with names that `line_of`
-    cannot tell apart, as `mm_0` from `mm`, comes back as another one.
+    """Return the graph in `line`; records of other kinds are ignored.
 
-    Raises InvalidPlan for a graph that cannot be.
+    If the names `mm` and `mm_0` both occur, which `line_of` cannot tell apart, the result is another graph than before.
+    Raises InvalidPlan if the graph contradicts itself.
     """
     kinds: dict[object, list[Record]] = {}
     ops: list[tuple[Record, list[Record], list[Record]]] = []
@@ -117,7 +117,7 @@ def _storage_id(entry: Record) -> StorageId:
 
 
 def _counted(name: str) -> str:
-    """Return the name of a node, or of what it made, with a number also for the first of its kind."""
+    """Return the name of a node or of its result, with `_0` added for the first of its kind."""
     if (node := _NODE.match(name)) is None or _NUMBER.search(node[1]):
         return name
     return node[1] + _FIRST + node[2]

@@ -1,5 +1,4 @@
-"""The legal lives of a bucket's parameters, of its gradient and of saved activations, as tables, with a sentence for
-every way to break them.
+"""Tables of the legal states and moves of a bucket's parameters, its gradient and activations, with error sentences.
 
 ```text
   parameters  SHARDED --gather--> GATHERING --wait--> GATHERED --release--> RELEASED --gather--> GATHERING ...
@@ -10,8 +9,8 @@ every way to break them.
               ... ON_HOST --prefetch--> ARRIVING --wait--> ON_DEVICE --run--> ON_DEVICE
 ```
 
-A pair of state and event that is in no table is a fault. Sentences name the bucket as `{bucket}`, the group of
-activations as `{group}` and the running region as `{region}`.
+A pair of state and event without a move is a fault. Its sentence has the fields `{bucket}`, `{group}` (of activations)
+and `{region}` (the running one).
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """Where a bucket's parameters, its gradient or a group of activations are in their life."""
+    """The state of a bucket's parameters, its gradient, or a group of activations."""
 
     ON_DEVICE = "on device"
     SHARDED = "sharded"
@@ -28,7 +27,7 @@ class State(StrEnum):
     GATHERED = "gathered"
     RELEASED = "released"
     ABSENT = "absent"
-    """A gradient that no op of the graph writes, or activations that are made again."""
+    """A gradient that no op of the graph writes, or recomputed activations."""
     FROZEN = "frozen"
     EMPTY = "empty"
     FILLING = "filling"
@@ -42,10 +41,10 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What an action does to a bucket's parameters, to its gradient or to a group of activations."""
+    """The effect of an action on a bucket's parameters, its gradient, or a group of activations."""
 
     RUN = "run"
-    """A region reads the parameters, or touches the gradient or the activations and does not complete them."""
+    """A region reads the parameters, or touches the gradient or activations without completing them."""
     COMPLETE = "complete"
     """A region writes the gradient, or the forward touches the activations, for the last time."""
     GATHER = "gather"
@@ -59,18 +58,18 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifecycle:
-    """One table: where a life starts, how it moves, and what is wrong with each other event or end."""
+    """A table: the first state, the legal moves, and a sentence for every other event or last state."""
 
     start: State
     moves: Mapping[tuple[State, Event], State]
     faults: Mapping[tuple[State, Event], str]
-    """Sentences for events in one state; those for any state are in `always`."""
+    """Sentences for an event in a certain state; sentences for any state are in `always`."""
     always: Mapping[Event, str]
     unfinished: Mapping[State, str]
-    """Sentences for states in which a life may not end."""
+    """Sentences for states in which the step may not end."""
 
     def fault(self, state: State, event: Event) -> str:
-        """Return the sentence for an event that has no move."""
+        """Return the sentence for an event without a move."""
         return self.faults.get((state, event)) or self.always[event]
 
 
@@ -177,7 +176,7 @@ DEVICE_GRAD = Lifecycle(
     moves=_GRAD_FILL | {(S.FULL, E.REDUCE): S.REDUCED, (S.REDUCED, E.UPDATE): S.UPDATED},
     faults={key: sentence for key, sentence in _GRAD_FAULTS.items() if key[1] is not E.OFFLOAD},
     always=_GRAD_ALWAYS
-    | {E.OFFLOAD: "The gradient of {bucket} is offloaded, but it stays on the device, where its parameters live."},
+    | {E.OFFLOAD: "The gradient of {bucket} is offloaded, but it stays on the device with its parameters."},
     unfinished=_NEVER_REDUCED | {S.REDUCED: _NEVER_UPDATED},
 )
 SHARDED_GRAD = Lifecycle(
@@ -215,7 +214,7 @@ FROZEN_GRAD = Lifecycle(
     faults={},
     always=dict.fromkeys(
         (E.REDUCE, E.OFFLOAD, E.WAIT, E.UPDATE),
-        "{bucket} has no gradient to act on: it is frozen, or the graph has no update.",
+        "{bucket} has no gradient: it is frozen, or the graph has no update.",
     ),
     unfinished={},
 )
@@ -261,7 +260,7 @@ KEPT_ACTIVATIONS = Lifecycle(
     moves={},
     faults={},
     always=dict.fromkeys(
-        (E.OFFLOAD, E.WAIT, E.PREFETCH), "{group} has nothing to carry: the plan keeps it on the device."
+        (E.OFFLOAD, E.WAIT, E.PREFETCH), "{group} is not to be moved: the plan keeps it on the device."
     ),
     unfinished={},
 )
@@ -269,6 +268,6 @@ RECOMPUTED_ACTIVATIONS = Lifecycle(
     start=S.ABSENT,
     moves={},
     faults={},
-    always=dict.fromkeys((E.OFFLOAD, E.WAIT, E.PREFETCH), "{group} has nothing to carry: the plan recomputes it."),
+    always=dict.fromkeys((E.OFFLOAD, E.WAIT, E.PREFETCH), "{group} is not to be moved: the plan recomputes it."),
     unfinished={},
 )

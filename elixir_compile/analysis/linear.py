@@ -1,15 +1,15 @@
-"""Sequences that are linear in the number of layers: learned from two of them, written for any number of layers.
+"""Learn how a sequence grows with the number of layers of a model, and write it for any number of layers.
 
-A line is a sequence of records. Those of `n` and of `n + 1` layers agree but for blocks that one layer adds, and a
-number in them, as the 37 of `fwd.mul_37`, is `a + b * repeat + c * layers`:
+A line is a sequence of records. Lines of `n` and of `n + 1` layers are equal except for blocks repeated by the added
+layer, and for numbers in the records, as the 37 of `fwd.mul_37`, which are `a + b * repeat + c * layers`:
 
     2 layers    embed  A B  norm  loss  norm'  C D
-    3 layers    embed  A B  A B  norm  loss  norm'  C D  C D          blocks A B and C D, each again for each layer
+    3 layers    embed  A B  A B  norm  loss  norm'  C D  C D          blocks A B and C D, repeated for each layer
 
 A block may begin in the middle of a layer and end in the middle of the next one, and a layer may add several blocks:
-GPT-2 divides by the saved deviations of all its norms one after another at the end of the forward.
+at the end of its forward, GPT-2 divides by the saved deviations of all its norms.
 
-`learned` makes a law of two lines, and `proved` compares what it writes with three.
+`learned` finds a law from two lines. `proved` checks the law on three lines.
 """
 
 import re
@@ -20,41 +20,40 @@ from typing import Any
 
 _DIGITS = re.compile(r"(\d+)")
 _MOST_TRIES = 10_000
-"""Block lengths that are tried before a line counts as not linear; GPT-2 needs about ten."""
+"""The most block lengths to try before a line counts as not linear; GPT-2 needs about ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One entry of a line."""
+    """An entry of a line: fixed values, and names with numbers in them."""
 
     fixed: tuple[Any, ...]
-    """What does not depend on the number of layers."""
+    """Values independent of the number of layers."""
     text: tuple[str, ...] = ()
-    """The text between `numbers`, one piece more than there are numbers; empty if there are none."""
+    """The pieces of text around `numbers`, from before the first to after the last."""
     numbers: tuple[int, ...] = ()
-    """What may depend on the number of layers."""
+    """Numbers depending, perhaps, on the number of layers."""
     is_sized: bool = False
-    """Whether the last of `numbers` is a size. Sizes tell records apart: one that grows with the layers does so only
-    in a record that no other is like."""
+    """If True, the last of `numbers` is a size. Records with different sizes are different, so a size may grow with the
+    layers only if no other record of the line is equal but for its numbers."""
 
 
 Line = Sequence[Record]
 
 
 def record(fixed: Sequence[object], *names: str) -> Record:
-    """Return the record of `names`, of which numbers are told apart, and of `fixed`."""
+    """Return the record of `fixed` and `names`, with the numbers in the names split off."""
     pieces = _DIGITS.split("\0".join(names))
     return Record(tuple(fixed), tuple(pieces[::2]), tuple(int(digits) for digits in pieces[1::2]))
 
 
 def sized(entry: Record, size: int) -> Record:
-    """Return `entry`, a record of names, with a size."""
+    """Return `entry` with `size` as its last number."""
     return Record(entry.fixed, (*entry.text, ""), (*entry.numbers, size), is_sized=True)
 
 
 def names_of(entry: Record) -> list[str]:
-    """Return the names that `record` made `entry` of, the last one with its size, if it has one, behind it; a number
-    loses its leading zeros."""
+    """Return the names of `entry`. Numbers lose their leading zeros, and a size is appended to the last name."""
     pieces = [entry.text[0]]
     for number, text in zip(entry.numbers, entry.text[1:], strict=True):
         pieces += (str(number), text)
@@ -63,12 +62,12 @@ def names_of(entry: Record) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What one more layer adds."""
+    """Records added by each further layer."""
 
     at: int
-    """Index behind the block in the line of its law."""
+    """Index after the last block of its kind in the line of the law."""
     grown: tuple[tuple[int, ...], ...]
-    """How much larger the numbers of each record are than those of its like in the block before."""
+    """For each record, the difference of its numbers to those in the block before."""
 
     @property
     def length(self) -> int:
@@ -77,16 +76,16 @@ class _Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """How a line grows with the layers."""
+    """The growth of a line with the number of layers."""
 
     line: tuple[Record, ...]
-    """The line of the number of layers from which others are counted."""
+    """The line for the number of layers from which others are counted."""
     slopes: tuple[tuple[int, ...], ...]
-    """What one more layer adds to each number of `line`."""
+    """For each record, the increase of its numbers by a further layer."""
     blocks: tuple[_Block, ...]
 
     def at(self, more: int) -> list[Record]:
-        """Return the line of `more` layers than `line` has; a negative number takes so many of each block away."""
+        """Return the line for `more` layers than `line` has; a negative number removes as many of each block."""
         written: list[Record] = []
         done = 0
         for block in self.blocks:
@@ -97,7 +96,7 @@ class Law:
         return written + self._moved(done, len(self.line), more)
 
     def on(self, line: Line, fewer: int) -> "Law | None":
-        """Return this law on `line`, of so many layers `fewer`; None if `line` does not have each block once."""
+        """Return this law for `line`, which has `fewer` layers less; None if `line` lacks one of the blocks."""
         slopes: list[tuple[int, ...]] = []
         blocks: list[_Block] = []
         kinds, others = _kinds(self.line, line)
@@ -113,7 +112,7 @@ class Law:
         return Law(line=tuple(line), slopes=tuple(slopes), blocks=tuple(blocks)) if len(slopes) == len(line) else None
 
     def is_steady(self) -> bool:
-        """Return whether the numbers of each block grow as the law says also between the blocks that `line` has."""
+        """Return whether the numbers also grow by the law between the blocks within `line`."""
         (kinds,) = _kinds(self.line)
         for block in self.blocks:
             length, begin = block.length, block.at - block.length
@@ -131,16 +130,15 @@ class Law:
         return [_plus(entry, slopes, more) for entry, slopes in pairs]
 
     def _repeated(self, block: _Block, number: int, more: int) -> list[Record]:
-        """Return `block` as it is `number` blocks later in the line of `more` layers."""
+        """Return the records of `block`, `number` blocks later, in the line for `more` layers."""
         moved = self._moved(block.at - block.length, block.at, more)
         return [_plus(entry, grown, number) for entry, grown in zip(moved, block.grown, strict=True)]
 
 
 def proved(fewest: Line, fewer: Line, more: Line) -> Law | None:
-    """Return the law of three lines, each of one layer more than the one before it, on the last of them; None if they
-    do not follow one law.
+    """Return the law of three lines with `n`, `n + 1` and `n + 2` layers, based on the last; None if there is no law.
 
-    `fewest` may lack a block, as two layers that each differ from those between them have none.
+    `fewest` may lack a block: if the first and the last layer differ from the layers between, two layers have no block.
     """
     law = learned(fewer, more)
     if law is None or not law.is_steady() or law.at(-1) != list(fewer) or law.at(-2) != list(fewest):
@@ -162,8 +160,11 @@ def _plus(entry: Record, slopes: Sequence[int], times: int) -> Record:
 
 
 def learned(fewer: Line, more: Line) -> Law | None:
-    """Return how the line of one layer `more` follows from that of `fewer`; None if it does not follow by blocks that
-    stand behind their like. It holds for these two lines, and is a guess for others, see `proved`."""
+    """Return the law by which the line `more` follows from `fewer`, which has a layer less.
+
+    None if `more` is not `fewer` with blocks repeated. The law holds for these lines and is a guess for others; see
+    `proved`.
+    """
     spans = _spans(fewer, more)
     if spans is None:
         return None
@@ -180,12 +181,12 @@ def learned(fewer: Line, more: Line) -> Law | None:
     return Law(line=tuple(more), slopes=tuple(slopes), blocks=tuple(blocks))
 
 
-def _minus(one: Record, other: Record) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(one.numbers, other.numbers, strict=True))
+def _minus(entry: Record, other: Record) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(entry.numbers, other.numbers, strict=True))
 
 
 def _kinds(*lines: Line) -> list[list[tuple[Any, ...]]]:
-    """Return what is equal for records of `lines` that differ in their numbers alone."""
+    """Return for each record of `lines` a key, equal for records with the same text and other numbers."""
     counts: Counter[tuple[Any, ...]] = Counter()
     for line in lines:
         counts |= Counter((entry.fixed, entry.text) for entry in line if entry.is_sized)
@@ -198,11 +199,11 @@ def _kinds(*lines: Line) -> list[list[tuple[Any, ...]]]:
 
 
 def _spans(fewer: Line, more: Line) -> list[tuple[int, int]] | None:
-    """Return spans of `more`, each like what stands before it, without which it is like `fewer`; None if there are
-    none such."""
+    """Return the spans of `more` that repeat the records before them and whose removal gives `fewer`; None if there are
+    none."""
     known: dict[tuple[Any, ...], int] = {}
     few, many = ([known.setdefault(kind, len(known)) for kind in kinds] for kinds in _kinds(fewer, more))
-    found: list[tuple[int, int, int]] = []  # where a span begins and ends, and how far `fewer` is read before it
+    found: list[tuple[int, int, int]] = []  # begin and end of a span, and the records of `fewer` read before it
     at, done, shortest = 0, 0, 1  # records read of `fewer`; of `more`; the first length to try
     for _ in range(_MOST_TRIES):
         if shortest == 1:
@@ -223,8 +224,10 @@ def _spans(fewer: Line, more: Line) -> list[tuple[int, int]] | None:
 
 
 def _span_length(few: Sequence[int], many: Sequence[int], at: int, done: int, shortest: int) -> int | None:
-    """Return the least length, `shortest` or more, of a span of `many` from `done` on that is like what stands before
-    it, with `few` going on from `at` behind it; None if there is none."""
+    """Return the smallest length of a span of `many` at `done` that repeats the records before it.
+
+    After the span, `many` must go on as `few` does at `at`. None if no length from `shortest` on will do.
+    """
     longest = min(done, (len(many) - done) - (len(few) - at))
     for length in range(shortest, longest + 1):
         goes_on = many[done + length : done + length + 1] == few[at : at + 1]

@@ -1,4 +1,4 @@
-"""When each storage of a graph is live, as op indices, before anything is decided about it.
+"""Find the ops at which each storage of a graph is live if nothing is moved.
 
 ```text
   op        0    1    2    3    4    5 (update)
@@ -8,8 +8,8 @@
   grad                     ---------------      first write to the end of the step
 ```
 
-An allocation is counted at every op from the first to the last that needs it, both included. Where a plan moves
-parameters or gradients to the host, `plan_timeline` shortens these lives.
+A storage is live at every op from its first to its last touch, both included. If a plan moves it, `plan_timeline`
+shortens its life.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """The life of every storage that is live at some op."""
+    """The life of every storage of a graph, if it has one."""
 
     ops: tuple[OpId, ...]
     lives: Mapping[StorageId, Life]
-    """A temp, saved or gradient storage that no op touches is never allocated, and not listed."""
+    """Temporary, saved and gradient storages untouched by any op are never allocated, and are not listed."""
 
 
 def liveness(graph: StepGraph) -> Liveness:
@@ -55,7 +55,7 @@ def liveness(graph: StepGraph) -> Liveness:
 
 
 def _touches(graph: StepGraph) -> tuple[dict[StorageId, int], dict[StorageId, int]]:
-    """The first and the last op that touches each storage; the first is the one that allocates it."""
+    """Return the index of the first and of the last op touching each storage. The first op allocates it."""
     firsts: dict[StorageId, int] = {}
     lasts: dict[StorageId, int] = {}
     for index, op in enumerate(graph.ops):

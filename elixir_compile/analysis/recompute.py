@@ -1,4 +1,4 @@
-"""The step as it is run: activations that are recomputed are made again where the backward first reads them.
+"""Insert into a graph the forward ops to run again in the backward, for the activations recomputed by a plan.
 
 ```text
   saved      h g                   `fwd.mm` writes h, `fwd.gelu` writes g; `bwd.mm_1` reads g, `bwd.gelu_1` reads h
@@ -6,9 +6,9 @@
   recompute  g h                   bwd.re_mm and bwd.re_gelu, right before bwd.mm_1
 ```
 
-What a repeated op needs is there already (inputs, parameters, what is kept or offloaded), or is repeated too. What the
-step overwrites after the forward op read it is not there any more. Which op is repeated where is a fact of the graph
-and of what is saved; nothing here decides.
+The inputs of a repeated op are available (inputs of the step, parameters, kept or offloaded activations), or
+are recomputed too. A storage that the step overwrites after the forward op read it is no longer available. The repeated
+ops follow from the graph and the groups of activations; this module decides nothing.
 """
 
 import functools
@@ -20,13 +20,13 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, Storage, StorageId
 
 AGAIN = "re_"
-"""What the name of a repeated op begins with, behind its phase."""
+"""The prefix of the name of a repeated op, after its phase: `bwd.re_mm`."""
 _GIVEN = (Kind.PARAM, Kind.INPUT, Kind.BUFFER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """One op of the forward that runs again, right before an op of the backward."""
+    """A forward op to run again, right before the op `before` of the backward."""
 
     op: OpId
     before: OpId
@@ -34,17 +34,17 @@ class Repeat:
 
 @functools.lru_cache(maxsize=8)
 def as_run(graph: StepGraph, activations: tuple[Activations, ...] = ()) -> StepGraph:
-    """Return the step that a plan with `activations` runs: repeated ops in place, fused values gone.
+    """Return the ops run by a plan with `activations`: `graph` with repeated ops, and without fused storages.
 
-    Raises `InvalidPlan` where something has to be computed again that must not be.
+    Raises InvalidPlan if an op to repeat may run only once.
     """
     if not _dropped(activations) and not _extra(graph, activations):
         return fused(graph)
-    return fused(carried_out(graph, activations))
+    return fused(with_repeats(graph, activations))
 
 
 def repeats(graph: StepGraph, activations: Sequence[Activations]) -> tuple[Repeat, ...]:
-    """Return the ops that run again under `activations`, in the order in which they do."""
+    """Return the ops to run again under `activations`, in order."""
     return _repeats(graph, _dropped(activations), _missing(graph, activations))
 
 
@@ -64,9 +64,9 @@ def _repeats(
 
 
 def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> Iterator[tuple[Repeat, ...]]:
-    """Yield `repeats` of each of `choices`, for far less than one by one: what they ask of the graph is asked once."""
+    """Yield `repeats` of each of `choices`; faster than single calls, because facts of the graph are computed once."""
     maker, stale, saved = makers(graph), stale_reads(graph), saved_storages(graph)
-    there = given_storages(graph) | saved
+    available = given_storages(graph) | saved
     readers: dict[StorageId, list[int]] = {}
     for i, op in enumerate(graph.ops):
         for name in op.reads if op.phase is Phase.BACKWARD else ():
@@ -74,10 +74,10 @@ def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> 
     for activations in choices:
         dropped = _dropped(activations)
         listed = {s for group in activations if group.saving is not Saving.RECOMPUTE for s in group.storages}
-        own = (there | (listed - saved)) - dropped
+        usable = (available | (listed - saved)) - dropped
 
-        def missing(op: Op, own: frozenset[StorageId] = own) -> Sequence[StorageId]:
-            return [name for name in op.reads if name not in own or (op.id, name) in stale]
+        def missing(op: Op, usable: frozenset[StorageId] = usable) -> Sequence[StorageId]:
+            return [name for name in op.reads if name not in usable or (op.id, name) in stale]
 
         made: set[StorageId] = set()
         found: list[Repeat] = []
@@ -89,7 +89,7 @@ def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> 
 
 
 def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
-    """Return the forward op that writes each storage; None for one that other ops of the step write too."""
+    """Return the forward op that writes each storage, or None if several ops of the step write it."""
     found: dict[StorageId, Op | None] = {}
     for op in graph.ops:
         for name in op.writes:
@@ -101,29 +101,31 @@ def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
 
 
 def given_storages(graph: StepGraph) -> frozenset[StorageId]:
-    """Return what is there during the whole step: parameters, inputs and buffers."""
+    """Return the storages of the whole step: parameters, inputs and buffers."""
     return frozenset(storage.id for storage in graph.storages if storage.kind in _GIVEN)
 
 
 def given_bytes(graph: StepGraph) -> int:
-    """Return the bytes of inputs that the backward reads: another graph's output lives for as long as this needs it."""
+    """Return the bytes of inputs that the backward reads, such as outputs of another graph, which stay live until
+    then."""
     read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}
     return sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT and storage.id in read)
 
 
 def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
-    """Return what the forward makes and the backward reads."""
+    """Return the storages saved by the forward for the backward."""
     read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}
     return frozenset(s.id for s in graph.storages if s.kind is Kind.SAVED and s.id in read)
 
 
 def stored(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[StorageId]:
-    """Return what the backward finds without computing it again."""
+    """Return the storages available to the backward without recomputing them."""
     return (given_storages(graph) | saved_storages(graph) | _extra(graph, activations)) - _dropped(activations)
 
 
 def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
-    """Return what ops read that they or a later op overwrite: where they ran again, they would read something else."""
+    """Return pairs of op and storage it reads that it or a later op overwrites: run again, it would read other
+    values."""
     last_write = {name: at for at, op in enumerate(graph.ops) for name in op.writes}
     return frozenset(
         (op.id, name) for at, op in enumerate(graph.ops) for name in op.reads if last_write.get(name, -1) >= at
@@ -131,18 +133,18 @@ def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
 
 
 def _missing(graph: StepGraph, activations: Sequence[Activations]) -> Callable[[Op], Sequence[StorageId]]:
-    """Return the function that says which reads of a forward op have to be made again where it is repeated."""
-    there, stale = stored(graph, activations), stale_reads(graph)
-    return lambda op: [name for name in op.reads if name not in there or (op.id, name) in stale]
+    """Return a function from a forward op to the storages to recompute before it runs again."""
+    available, stale = stored(graph, activations), stale_reads(graph)
+    return lambda op: [name for name in op.reads if name not in available or (op.id, name) in stale]
 
 
 def repeated_storage(name: StorageId) -> StorageId:
-    """Return the storage that takes the place of `name` where it is made again."""
+    """Return the name of the recomputed copy of the storage `name`."""
     return StorageId(_again(name))
 
 
 def repeated_op(op: OpId) -> OpId:
-    """Return the id of the op that runs forward op `op` again."""
+    """Return the id under which the forward op `op` runs again."""
     return OpId(_again(op))
 
 
@@ -156,7 +158,7 @@ def _dropped(activations: Sequence[Activations]) -> frozenset[StorageId]:
 
 
 def _extra(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[StorageId]:
-    """What a plan stores and the capture did not: from where a layer is computed again."""
+    """Return the storages saved in addition to the capture: inputs of recomputed layers."""
     listed = {s for group in activations if group.saving is not Saving.RECOMPUTE for s in group.storages}
     return frozenset(listed - saved_storages(graph))
 
@@ -167,7 +169,7 @@ def _chain(
     made: set[StorageId],
     maker: Mapping[StorageId, Op | None],
 ) -> Iterator[Op]:
-    """Yield the forward ops to repeat for `targets`, each after what it needs; what they make is added to `made`."""
+    """Yield the forward ops to repeat for `targets`, each after its inputs; their results are added to `made`."""
     pending = [(name, False) for name in reversed(targets)]
     while pending:
         name, is_ready = pending.pop()
@@ -175,9 +177,9 @@ def _chain(
             continue
         op = maker.get(name)
         if op is None or op.once:
-            raise InvalidPlan(f"the storage {name} is to be made again, but {_cannot(op)}.")
+            raise InvalidPlan(f"the storage {name} is to be recomputed, but {_cannot(op)}.")
         if is_ready:
-            # What a later op changes is not made again by the op that begins it.
+            # If a later op changes a result of this op, this op alone does not recompute it.
             made.update(result for result in op.writes if maker[result] is op)
             yield op
             continue
@@ -186,11 +188,11 @@ def _chain(
 
 
 def _cannot(op: Op | None) -> str:
-    return "no single op makes it" if op is None else f"{op.id} must not run twice"
+    return "no single op computes it" if op is None else f"{op.id} must not run twice"
 
 
-def carried_out(graph: StepGraph, activations: Sequence[Activations]) -> StepGraph:
-    """Return the step with repeated ops in place, before anything is fused; InvalidPlan as `as_run`."""
+def with_repeats(graph: StepGraph, activations: Sequence[Activations]) -> StepGraph:
+    """Return `graph` with repeated ops, before fusion. Raises InvalidPlan as `as_run` does."""
     dropped, extra, missing = _dropped(activations), _extra(graph, activations), _missing(graph, activations)
     found = _repeats(graph, dropped, missing)
     by_id = {op.id: op for op in graph.ops}
@@ -219,7 +221,7 @@ def carried_out(graph: StepGraph, activations: Sequence[Activations]) -> StepGra
 
 
 def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[[Op], Sequence[StorageId]]) -> Op:
-    # What is there is read there, although a repeat for another result of the op that made it may make it too, later.
+    # Available storages are read directly, even if their op is repeated later for another of its results.
     read_again = {name: renamed[name] for name in missing(op)}
     return replace(
         op,
@@ -231,12 +233,12 @@ def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[
 
 
 def _arrives_earlier(first: Op, repeat: Op) -> tuple[Op, Op]:
-    """Let the tangents, which the backward's first op writes, arrive with the repeat that now comes before it.
+    """Return both ops with the tangents moved from `first`, the first op of the backward, to `repeat` before it.
 
-    They are what it writes before the first storage of its own, which a capture calls by the name of the op.
+    Tangents are the writes of `first` before its own result, whose storage has the name of the op.
     """
-    own = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
-    num_tangents = next((place for place, name in enumerate(first.writes) if name in own), 0)
+    results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
+    num_tangents = next((place for place, name in enumerate(first.writes) if name in results), 0)
     tangents, rest = first.writes[:num_tangents], first.writes[num_tangents:]
     return replace(first, writes=rest), replace(repeat, writes=(*tangents, *repeat.writes))
 

@@ -1,12 +1,12 @@
-"""Host memory that updates take besides parameters, gradients and state.
+"""Count the host memory of updates besides parameters, gradients and state: staging of the disk, fp32 sums.
 
-State on disk passes through one ring of buffers per optimizer, there and back:
+State on disk is read and written through a ring of buffers, shared by all buckets of an optimizer:
 
     buffer   the same elements of each statistic, at least one block of the narrowest:  4 MiB / 2 B * (4 + 4 + 2) B
-    ring     `NUM_DISK_STAGING` of them, each from a huge page on, and one more page for the first to begin at
+    ring     `NUM_DISK_STAGING` buffers, each aligned to huge pages, and one huge page to align the first buffer
 
-The widths of statistics are guessed from what one element has of all: the largest power of two that divides it, at most
-4 bytes, is the narrowest. Not counted: what `state_dict()` reads, and what a step is told by a state dict.
+The narrowest statistic is guessed from the bytes of all statistics of one element: its width is the largest power of
+two that divides them, at most 4 bytes. Not counted: tensors held by `state_dict()` or `load_state_dict()`.
 """
 
 from collections.abc import Iterable
@@ -15,21 +15,22 @@ from elixir_compile.ir import Bucket, Tier
 from elixir_compile.units import MIB
 
 NUM_DISK_STAGING = 3
-"""One is read, one updated, one written."""
+"""Buffers of the ring: one is read, one updated, one written."""
 DISK_STAGING_BYTES = 16 * MIB
-"""A buffer, unless its blocks need more: 4 blocks for 4 threads, 2 M elements of Adam's two statistics in fp32."""
+"""Bytes of a buffer, unless its blocks need more: 4 blocks for 4 threads, or 2 M elements of Adam's two fp32
+moments."""
 DISK_BLOCK_BYTES = 4 * MIB
-"""What one call of a disk's worker moves, and what one checksum covers. Larger blocks were no faster."""
+"""Bytes of one read or write, and of one checksum. Larger blocks were no faster."""
 HUGE_PAGE_BYTES = 2 * MIB
 _WIDEST_BYTES = 4
 
 
 def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
-    """Return the bytes on the host that fp32 sums of the gradients of `bucket` take there, beside its gradients.
+    """Return the host bytes of fp32 sums of the gradients of `bucket`, beside the buffer of its gradients.
 
-    Of parameters on the host: the sums, and a second room, for gradients that arrive while the first ones are what they
-    are added to. Of parameters on the device whose state is not: the sums on their way to the update. What several
-    ranks reduce in fp32 is the sums; it is the second room that comes on top.
+    Parameters on the host: the sums, and a second buffer for gradients that arrive while earlier ones are added up.
+    Parameters on the device with their state on the host or disk: staging of the sums on the way to the update.
+    If ranks reduce in fp32, the gradients are the sums, and only the second buffer is added.
     """
     if optim is Tier.DEVICE:
         return 0
@@ -41,7 +42,7 @@ def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
 
 
 def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
-    """Return the bytes of the ring where the state of `buckets` is on disk; 0 where none has any."""
+    """Return the bytes of the ring for `buckets` with their state on disk, or 0 if they have no state."""
     widths = [-(-bucket.state_nbytes // max(bucket.numel, 1)) for bucket in buckets if bucket.state_nbytes]
     if not widths:
         return 0

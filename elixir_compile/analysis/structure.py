@@ -1,5 +1,5 @@
-"""What of a plan can be wrong apart from its actions: buckets, placements, activations, regions, ranks, and its claims
-of memory."""
+"""Check the parts of a plan besides the order of its actions: buckets, placements, activations, regions, ranks,
+peaks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,11 +45,11 @@ LEGAL_HOMES = frozenset(
         (Tier.HOST, Tier.DISK),
     }
 )
-"""Homes of (parameters, optimizer state) that a program can be made for."""
+"""The homes of parameters and of optimizer state in legal placements."""
 
 
 def check_buckets(graph: StepGraph, plan: Plan) -> None:
-    """Raise IllegalSchedule unless every bucket holds parameters of the graph and may live where it is placed."""
+    """Raise IllegalSchedule if a bucket does not fit the graph or its placement is not legal."""
     params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
     owners: dict[StorageId, BucketId] = {}
     seen: set[BucketId] = set()
@@ -61,7 +61,7 @@ def check_buckets(graph: StepGraph, plan: Plan) -> None:
         if bucket.id in seen:
             sentence = f"{bucket.id} is listed twice."
         elif bucket.id in grads:
-            sentence = f"The bucket {bucket.id} has the name that actions have for the gradient of another."
+            sentence = f"The bucket {bucket.id} has the name of another bucket's gradient in actions."
         elif sentence is None and not bucket.trainable and gradients.intersection(bucket.params):
             sentence = f"{bucket.id} is frozen, but the graph writes a gradient of it."
         if sentence is not None:
@@ -78,7 +78,7 @@ def _bucket_fault(
 ) -> str | None:
     for param in bucket.params:
         if param not in storages:
-            return f"{bucket.id} holds {param}, which is no parameter of the graph."
+            return f"{bucket.id} holds {param}, which is not a parameter of the graph."
         if param in owners:
             return f"{param} is in two buckets, {owners[param]} and {bucket.id}."
         if storages[param].dtype != bucket.dtype:
@@ -87,7 +87,7 @@ def _bucket_fault(
     if nbytes != bucket.nbytes:
         return f"{bucket.id} claims {bucket.nbytes} bytes, but its parameters have {nbytes}."
     if bucket.numel * ITEM_BYTES.get(bucket.dtype, 0) not in (0, nbytes):
-        return f"{bucket.id} claims {bucket.numel} elements, but {nbytes} bytes of {bucket.dtype} are fewer or more."
+        return f"{bucket.id} claims {bucket.numel} elements, but {nbytes} bytes of {bucket.dtype} hold another number."
     is_whole = sum(bucket.shard_numels) >= bucket.numel >= max(bucket.shard_numels, default=0)
     if len(bucket.shard_numels) != num_ranks or not is_whole:
         return f"{bucket.id} has {bucket.numel} elements in shards of {bucket.shards_text} for {num_ranks} ranks."
@@ -97,9 +97,9 @@ def _bucket_fault(
 def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
     homes = f"parameters on the {placement.param} and optimizer state on the {placement.optim}"
     if (placement.param, placement.optim) not in LEGAL_HOMES:
-        return f"{bucket.id} has its {homes}, which no program can do."
+        return f"{bucket.id} has its {homes}, which is not supported."
     if placement.optim is Tier.DISK and placement.streamed:
-        return f"{bucket.id} streams its optimizer state from the disk, which no program can do."
+        return f"{bucket.id} streams its optimizer state from the disk, which is not supported."
     if placement.streamed and not (bucket.trainable and bucket.state_nbytes):
         return f"{bucket.id} streams its optimizer state, but has none."
     if not bucket.trainable and placement.param is not placement.optim:
@@ -110,7 +110,7 @@ def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
 
 
 def check_activations(graph: StepGraph, plan: Plan) -> None:
-    """Raise IllegalSchedule unless every group holds activations of the graph that can be treated as it says."""
+    """Raise IllegalSchedule if a group holds storages that cannot be kept, recomputed or offloaded as it says."""
     storages = {storage.id: storage for storage in graph.storages}
     saved, made, outputs = saved_storages(graph), _made(storages, graph), frozenset(graph.outputs)
     owners: dict[StorageId, str] = {}
@@ -118,7 +118,7 @@ def check_activations(graph: StepGraph, plan: Plan) -> None:
     for at, group in enumerate(plan.activations):
         sentence = _group_fault(group, storages, owners)
         if group.id in names:
-            sentence = f"The activations {group.id} have the name of something else."
+            sentence = f"The activations {group.id} have the name of another group, of a bucket or of a gradient."
         elif sentence is None:
             sentence = _saving_fault(group, saved if group.saving is Saving.RECOMPUTE else made, outputs)
         if sentence is not None:
@@ -129,7 +129,7 @@ def check_activations(graph: StepGraph, plan: Plan) -> None:
 
 
 def _made(storages: Mapping[StorageId, Storage], graph: StepGraph) -> frozenset[StorageId]:
-    """What the forward makes, saved or not; a buffer that it overwrites is no activation."""
+    """Return the storages that the forward computes, saved or not, without the buffers that it overwrites."""
     return frozenset(name for name in makers(graph) if storages[name].kind in (Kind.TEMP, Kind.SAVED))
 
 
@@ -138,7 +138,7 @@ def _group_fault(
 ) -> str | None:
     for name in group.storages:
         if name not in storages:
-            return f"{group.id} holds {name}, which is no storage of the graph."
+            return f"{group.id} holds {name}, which is not a storage of the graph."
         if name in owners:
             return f"{name} is in two groups, {owners[name]} and {group.id}."
     nbytes = sum(storages[name].nbytes for name in group.storages)
@@ -147,18 +147,18 @@ def _group_fault(
     return None
 
 
-def _saving_fault(group: Activations, there: frozenset[StorageId], outputs: frozenset[StorageId]) -> str | None:
+def _saving_fault(group: Activations, allowed: frozenset[StorageId], outputs: frozenset[StorageId]) -> str | None:
     for name in group.storages:
         if name in outputs:
-            return f"{group.id} holds {name}, which the caller gets: it is kept."
-        if name not in there:
-            saved = "the forward does not save" if group.saving is Saving.RECOMPUTE else "the forward does not make"
+            return f"{group.id} holds {name}, which the forward returns to the caller, so it stays on the device."
+        if name not in allowed:
+            saved = "the forward does not save" if group.saving is Saving.RECOMPUTE else "the forward does not compute"
             return f"{group.id} holds {name}, which {saved}."
     return None
 
 
 def _check_repeats(graph: StepGraph, plan: Plan) -> None:
-    """The first group that cannot be made again together with those before it is at fault."""
+    """Raise IllegalSchedule for the first group impossible to recompute together with the groups before it."""
     if _repeat_fault(graph, plan.activations) is None:
         return
     for at, group in enumerate(plan.activations):
@@ -177,7 +177,7 @@ def _repeat_fault(graph: StepGraph, activations: Sequence[Activations]) -> str |
 
 
 def check_regions(step: StepGraph, plan: Plan) -> None:
-    """Raise IllegalSchedule unless the regions cover the forward and backward ops that run, in order, each once."""
+    """Raise IllegalSchedule unless the regions cover the forward and backward ops, each once and in order."""
     todo = [op for op in step.ops if op.phase is not Phase.UPDATE]
     index = {op.id: number for number, op in enumerate(todo)}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
@@ -193,7 +193,7 @@ def check_regions(step: StepGraph, plan: Plan) -> None:
         seen.add(region.id)
         done = index[region.last] + 1
     if done < len(todo):
-        sentence = f"No region runs {todo[done].id} and what follows: the regions cover {done} of {len(todo)} ops."
+        sentence = f"No region runs {todo[done].id} and the ops after it: the regions cover {done} of {len(todo)} ops."
         raise illegal_region(sentence, plan, max(0, len(plan.regions) - 1))
 
 
@@ -203,13 +203,15 @@ def _span_fault(region: Region, todo: Sequence[Op], index: Mapping[OpId, int], d
             return f"{region.id} names the op {name}, which no region of this graph can run."
     first, last = index[region.first], index[region.last]
     if first != done:
-        expected = todo[done].id if done < len(todo) else "no op, for all are covered"
+        expected = todo[done].id if done < len(todo) else "no op, because all are covered"
         return f"{region.id} begins with {region.first}; expected {expected}."
     if last < first:
         return f"{region.id} ends with {region.last}, before it begins."
     phases = {op.phase for op in todo[first : last + 1]}
     if phases != {region.phase}:
-        return f"{region.id} is of the {region.phase}, but holds ops of the {' and the '.join(sorted(phases))}."
+        return (
+            f"{region.id} is a region of the {region.phase}, but holds ops of the {' and the '.join(sorted(phases))}."
+        )
     return None
 
 
@@ -221,28 +223,28 @@ def _reads_fault(region: Region, reads: set[BucketId]) -> str | None:
 
 
 def check_ranks(plan: Plan) -> None:
-    """Raise IllegalSchedule unless there is one schedule for each rank from 0 on, or one that all ranks share."""
+    """Raise IllegalSchedule unless there is a schedule for each rank from 0 on, or a single one for all ranks."""
     ranks = [schedule.rank for schedule in plan.schedules]
     if not ranks or ranks != list(range(len(ranks))):
         raise IllegalSchedule(f"The plan has schedules for the ranks {ranks}; expected 0, 1, ... and at least one.")
 
 
 def check_schedules(plan: Plan) -> None:
-    """Raise IllegalSchedule unless all ranks do the same, action by action: every rank runs one program."""
+    """Raise IllegalSchedule if a rank has other actions than rank 0: all ranks run the same program."""
     first = plan.schedules[0].actions
     for rank_index, schedule in enumerate(plan.schedules):
         pairs = enumerate(zip(schedule.actions, first, strict=False))
         at = next((at for at, (own, other) in pairs if own != other), min(len(schedule.actions), len(first)))
         if at < max(len(schedule.actions), len(first)):
-            sentence = f"Rank {schedule.rank} does something else than rank 0, but all ranks run one program."
+            sentence = f"Rank {schedule.rank} has another action than rank 0 here, but all ranks run the same program."
             raise illegal_action(sentence, plan, rank_index, min(at, max(0, len(schedule.actions) - 1)))
 
 
 def check_claims(plan: Plan) -> None:
-    """Raise IllegalSchedule unless the plan's claims of host memory, and its formula of the device peak, hold."""
+    """Raise IllegalSchedule if the claimed host bytes, or the value of the formula of the device peak, are wrong."""
     claimed_bytes, nbytes = plan.prediction.host_peak_bytes, host_bytes(plan)
     if claimed_bytes != nbytes:
-        raise illegal_claim(f"The plan claims {claimed_bytes} bytes on the host; it is {nbytes}.", plan, 2)
+        raise illegal_claim(f"The plan claims {claimed_bytes} bytes on the host; it needs {nbytes}.", plan, 2)
     peak_bytes = plan.prediction.device_peak_bytes
     found_bytes = sizes.evaluate(plan.formula, dict(plan.symbols)) if plan.formula else peak_bytes
     if found_bytes != peak_bytes:
@@ -251,7 +253,7 @@ def check_claims(plan: Plan) -> None:
 
 
 def check_peak(graph: StepGraph, plan: Plan) -> None:
-    """Raise IllegalSchedule unless the peak is within the budget and is the one that the plan claims."""
+    """Raise IllegalSchedule if the peak is above the budget, or differs from the claim of the plan."""
     timelines = [plan_timeline(graph, plan, schedule.rank) for schedule in plan.schedules]
     worst = max(timelines, key=lambda timeline: timeline.peak.nbytes)
     peak, claim = worst.peak, plan.prediction

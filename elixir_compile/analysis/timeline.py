@@ -1,30 +1,30 @@
-"""Bytes on the device at each op of a step, by kind, with everything kept there or as a plan says.
+"""Count the live bytes on the device at each op of a step, by kind, under a plan or with everything kept there.
 
 ```text
-  live_bytes[kind][op] = sum of nbytes over the storages of that kind that are live at op
+  live_bytes[kind][op] = sum of nbytes over the storages of the kind live at op
 ```
 
-Each storage adds its bytes at its first op and takes them away after its last, so one running sum per kind counts the
+Each storage adds its bytes at its first op and subtracts them after its last, so a running sum per kind counts the
 step: O(ops + storages + actions). An offloaded activation does so twice:
 
 ```text
   op           fwd.mm  fwd.gelu  fwd.sum  bwd.mm  bwd.gelu
   activation   ----------------                   --------
-  schedule             offload^  ^wait    ^prefetch  (the first wait ends it, the prefetch begins it again)
-```
+  schedule             offload^  ^wait    ^prefetch     the first wait ends its first life, the prefetch begins the
+  second ```
 
-On several ranks two moments between ops take more than the ops around them, and count at one of these:
+On several ranks two actions between ops need more bytes than the ops around them. Their bytes count at an op beside:
 
 ```text
-  gather, wait    the flat buffer and the parameters copied out of it     at the op after the wait
-  reduce          whole gradients and the flat buffer they are packed in  at the op before the reduce
+  gather, wait    the flat buffer and the parameters copied out of it       at the op after the wait
+  reduce          gradients and the flat buffer into which they are packed  at the op before the reduce
 ```
 
-Gradients that each rank has whole are averaged where a region ends; room for the largest bucket's means counts in the
+Unsharded gradients are averaged when a region ends. Buffers for the means of the largest bucket count in the
 whole backward.
 
-Not modelled: what a kernel allocates for itself, the allocator's rounding, and the moment between two ops in which a
-gather that comes before a release in the schedule holds both.
+Not modelled: memory allocated inside a kernel, rounding of the allocator, and the moment between two ops in
+which a gather before a release in the schedule holds both copies.
 """
 
 import functools
@@ -59,28 +59,28 @@ from elixir_compile.ir import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The op at which the most bytes are live, the first of several."""
+    """The op with the most live bytes; the first, if several have as many."""
 
     op: OpId
     nbytes: int
     by_kind: Mapping[Kind, int]
-    """Kinds with any bytes there, in the order of `Kind`."""
+    """Live bytes at the op by kind, in the order of `Kind`, without zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTimeline:
-    """Live bytes on the device at each op, and the bytes that the host holds during the whole step."""
+    """Live bytes on the device at each op, and bytes on the host, which are the same during the whole step."""
 
     ops: tuple[OpId, ...]
     live_bytes_by_kind: Mapping[Kind, tuple[int, ...]]
-    """Kinds that ever have any bytes, in the order of `Kind`; one entry per op."""
+    """Live bytes at each op by kind, in the order of `Kind`, without kinds of zero bytes."""
     live_bytes: tuple[int, ...]
     """The sum over kinds."""
     host_bytes: int
 
     @property
     def peak(self) -> Peak:
-        """The first op with the most live bytes."""
+        """The first op with the most live bytes, with its bytes by kind."""
         at = self.live_bytes.index(max(self.live_bytes))
         by_kind = {kind: live[at] for kind, live in self.live_bytes_by_kind.items() if live[at]}
         return Peak(op=self.ops[at], nbytes=self.live_bytes[at], by_kind=by_kind)
@@ -101,9 +101,9 @@ def keep_everything_timeline(graph: StepGraph, state_nbytes: Mapping[StorageId, 
 
 
 def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline:
-    """Return the timeline of one rank under `plan`, whose names must be those of `graph`.
+    """Return the timeline of `rank` under `plan`, which must be a plan of `graph`.
 
-    Its ops are those that run.
+    Its ops include recomputed ops; fused storages are left out.
     """
     step = as_run(graph, plan.activations)
     placements = {placement.bucket: placement for placement in plan.placements}
@@ -112,13 +112,13 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     tally = _Tally(len(step.ops))
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
     storages = {storage.id: storage for storage in step.storages}
-    whole_bytes: Counter[BucketId] = Counter()
-    for name, stays in _stays(step, plan, moves).items():
+    grad_bytes: Counter[BucketId] = Counter()
+    for name, lives in _lives(step, plan, moves).items():
         of = storages[name].of
         if of is not None and of in owners:
-            whole_bytes[owners[of]] += storages[name].nbytes
-        for stay in () if storages[name].kind is Kind.PARAM and name in owners else stays:
-            tally.add(storages[name].kind, storages[name].nbytes, stay.first, stay.last)
+            grad_bytes[owners[of]] += storages[name].nbytes
+        for life in () if storages[name].kind is Kind.PARAM and name in owners else lives:
+            tally.add(storages[name].kind, storages[name].nbytes, life.first, life.last)
     for bucket in plan.buckets:
         for first, last in moves.gathered.get(bucket.id, ()):
             tally.add(Kind.GATHERED, bucket.flat_nbytes, first, last)
@@ -130,18 +130,18 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
         if bucket.is_sharded:
             _add_gathers(tally, bucket, placements[bucket.id], moves, end)
         if bucket.is_sharded or bucket.is_packed:
-            _add_reduced(tally, bucket, placements[bucket.id], moves, whole_bytes[bucket.id])
+            _add_reduced(tally, bucket, placements[bucket.id], moves, grad_bytes[bucket.id])
     _add_streamed(tally, step, plan, rank)
     backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
     if backward:
         tally.add(Kind.GRAD, averaged_bytes(plan.buckets, plan.num_copies), backward[0], backward[-1])
-    # What training holds outside this graph counts as the modules' buffers do: live at every op, never moved.
+    # External usage counts like buffers of modules: live at every op, never moved.
     tally.add(Kind.BUFFER, plan.base_bytes, 0, end)
     return tally.timeline(step, host_bytes(plan, rank))
 
 
 def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
-    """Return `plan` with the peaks of its timeline as its prediction."""
+    """Return `plan` with the peaks of its timeline in its prediction."""
     timeline = plan_timeline(graph, plan)
     prediction = replace(
         plan.prediction,
@@ -152,17 +152,17 @@ def with_peaks(graph: StepGraph, plan: Plan) -> Plan:
     return replace(plan, prediction=prediction)
 
 
-def device_stays(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[StorageId, tuple[Life, ...]]:
-    """Return when each storage of the step that `plan` runs is on the device of one rank, as ops of that step.
+def device_lives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[StorageId, tuple[Life, ...]]:
+    """Return the stretches of ops in which each storage is on the device of `rank`, for the ops run by `plan`.
 
-    The parameters of buckets are listed as if they never moved.
+    Parameters of buckets are listed as if they never moved.
     """
     step = as_run(graph, plan.activations)
-    return _stays(step, plan, _moves(step, plan, rank))
+    return _lives(step, plan, _moves(step, plan, rank))
 
 
 def host_bytes(plan: Plan, rank: int = 0) -> int:
-    """Return the bytes that the host holds for `rank`: parameters, gradients, optimizer state, staging, activations."""
+    """Return the bytes on the host for `rank`: parameters, gradients, optimizer state, staging, activations."""
     placed = list(zip(plan.buckets, plan.placements, strict=True))
     on_disk = [bucket for bucket, placement in placed if placement.optim is Tier.DISK]
     staging_bytes = away_bytes(plan) + disk_staging_bytes(on_disk)
@@ -170,35 +170,37 @@ def host_bytes(plan: Plan, rank: int = 0) -> int:
 
 
 def away_bytes(plan: Plan) -> int:
-    """Return the bytes of the activations that go to the host."""
+    """Return the bytes of the offloaded activations of `plan`."""
     return sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
 
 
 def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> int:
-    """Return the bytes that the host holds of one bucket for `rank`."""
+    """Return the bytes of `bucket` on the host for `rank`."""
     nbytes = bucket.shard_nbytes(rank)
     both_bytes = nbytes + (bucket.shard_grad_nbytes(rank) if bucket.trainable else 0)
     total = both_bytes if placement.param is Tier.HOST else 0
     if placement.optim is not Tier.DEVICE:
         total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
-        # Staging for a gradient on its way in and an updated parameter on its way out.
+        # Staging for gradients from the device and updated parameters back to it.
         total += both_bytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total + sum_host_bytes(bucket, placement.param, placement.optim)
 
 
 def _add_gathers(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", end: int) -> None:
-    """What a bucket of several ranks takes beside its gathered copies until they can be used."""
+    """Add the bytes that a sharded bucket needs beside its gathered copies until their waits."""
     for gather, wait in moves.awaited.get(bucket.id, ()):
         if bucket.is_unpacked and wait <= end:
             tally.add(Kind.GATHERED, bucket.flat_nbytes, wait, wait)
         if placement.param is not Tier.DEVICE:
-            # It goes at the wait, behind the op before; the op after counts it, or what is copied out, which is more.
+            # The shard is freed at the wait, after op `wait - 1`. Op `wait` counts it too, unless it counts the
+            # copied-out parameters, which are more.
             last = wait - 1 if bucket.is_unpacked else min(wait, end)
             tally.add(Kind.GATHERED, bucket.flat_shard_nbytes, gather, last)
 
 
-def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", whole_bytes: int) -> None:
-    """What a reduce on several ranks takes beside `whole_bytes` of whole gradients, and what it leaves."""
+def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_bytes: int) -> None:
+    """Add the bytes that a reduce on several ranks needs beside `unreduced_bytes` of gradients, and the reduced
+    gradient."""
     reduced, end = moves.reduced_at.get(bucket.id), tally.num_ops - 1
     if reduced is None:
         return
@@ -208,19 +210,21 @@ def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "
         tally.add(Kind.GRAD, bucket.flat_grad_nbytes, reduced, grad_end)
     if not reduced:
         return
-    # A copy that is released behind the op before is gone by then.
+    # A gathered copy released just before the reduce makes space for its buffers.
     gone_bytes = bucket.flat_nbytes if bucket.id in moves.replaced else 0
     new_bytes = at_once_bytes = bucket.reduced_nbytes if grad_end < reduced else 0
     if bucket.is_packed:
-        # Whole gradients have gone before the shard comes, which may be more where it is wider.
-        more_bytes = max(0, at_once_bytes - whole_bytes) if bucket.is_sharded else 0
+        # The gradients are freed before the shard is allocated, which may be larger in a wider dtype.
+        more_bytes = max(0, at_once_bytes - unreduced_bytes) if bucket.is_sharded else 0
         new_bytes = bucket.flat_grad_nbytes + more_bytes
     tally.add(Kind.GRAD, max(0, new_bytes - gone_bytes), reduced - 1, reduced - 1)
 
 
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
-    """State passes the device bucket by bucket during the update: the largest one counts, with its parameters and
-    gradients where they are not there."""
+    """Add the bytes of streamed updates: buckets pass one after another, so the largest counts.
+
+    Its parameters and gradients count too, if they are not on the device.
+    """
     streamed = [
         (
             bucket,
@@ -231,7 +235,9 @@ def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> No
     ]
     first = sum(op.phase is not Phase.UPDATE for op in step.ops)
     if streamed:
-        bucket, (param_bytes, grad_bytes) = max(streamed, key=lambda one: one[0].shard_state_nbytes(rank) + sum(one[1]))
+        bucket, (param_bytes, grad_bytes) = max(
+            streamed, key=lambda item: item[0].shard_state_nbytes(rank) + sum(item[1])
+        )
         tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), first, len(step.ops) - 1)
         tally.add(Kind.GATHERED, param_bytes, first, len(step.ops) - 1)
         tally.add(Kind.GRAD, grad_bytes, first, len(step.ops) - 1)
@@ -239,47 +245,50 @@ def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> No
 
 @dataclass(slots=True)
 class _Moves:
-    """What a schedule moves, as op indices; both ends included."""
+    """The moves of a schedule as op indices, both ends included."""
 
     gathered: dict[BucketId, list[tuple[int, int]]]
     """First and last op of each gathered copy."""
     awaited: dict[BucketId, list[tuple[int, int]]]
-    """By gathered copy: the first op behind its gather, and behind its wait."""
+    """For each gathered copy: the first op after its gather, and the first op after its wait."""
     grad_ends: dict[BucketId, int]
-    """Last op at which a gradient that leaves, or is shared out, is whole on the device."""
+    """Last op at which the unreduced gradients are on the device, if they are offloaded or sharded."""
     reduced_at: dict[BucketId, int]
-    """First op at which the reduced gradient is there."""
+    """First op at which the reduced gradient is on the device."""
     replaced: set[BucketId]
-    """Buckets whose copy was released between the same two ops as their gradient was reduced, and before it."""
+    """Buckets whose gathered copy is released just before their reduce, between the same two ops."""
     left_at: dict[str, int]
-    """By group: last op at which offloaded activations are still on the device."""
+    """By group: last op at which offloaded activations are on the device for the first time."""
     back_at: dict[str, int]
-    """By group: first op at which they are there again."""
+    """By group: first op at which prefetched activations are on the device again."""
 
 
-def _stays(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tuple[Life, ...]]:
-    lives = liveness(step).lives
-    stays: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in lives.items()}
+def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tuple[Life, ...]]:
+    unmoved = liveness(step).lives
+    lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
     packed = {bucket.id for bucket in plan.buckets if bucket.is_packed}
     ends = moves.grad_ends | {name: op - 1 for name, op in moves.reduced_at.items() if name in packed}
     for storage in step.storages:
         owner = None if storage.of is None else owners.get(storage.of)
         last = None if owner is None else ends.get(owner)
-        if last is not None and storage.id in lives:
-            stays[storage.id] = (Life(first=lives[storage.id].first, last=last),)
+        if last is not None and storage.id in unmoved:
+            lives[storage.id] = (Life(first=unmoved[storage.id].first, last=last),)
     for group in plan.activations:
         for name in group.storages if group.id in moves.left_at else ():
             back_at = moves.back_at.get(group.id, len(step.ops))
-            if name in lives:
-                there = Life(first=lives[name].first, last=moves.left_at[group.id])
-                stays[name] = (there, Life(first=back_at, last=lives[name].last))
-    return stays
+            if name in unmoved:
+                before = Life(first=unmoved[name].first, last=moves.left_at[group.id])
+                lives[name] = (before, Life(first=back_at, last=unmoved[name].last))
+    return lives
 
 
 def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
-    """A gather, a reduce and a prefetch count from the first op of the next `run`, a release or a wait to the last op
-    of the `run` before it."""
+    """Return the moves of the schedule of `rank`.
+
+    A gather, a reduce and a prefetch count from the first op of the next `run`. A release and a wait count to the last
+    op of the `run` before.
+    """
     index = {op.id: number for number, op in enumerate(step.ops)}
     spans = {region.id: (index[region.first], index[region.last]) for region in plan.regions}
     grads = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
@@ -313,14 +322,14 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
 
 
 class _Tally:
-    """Bytes that come and go, one row of differences per kind."""
+    """Sums intervals of bytes: a row of differences by op for each kind."""
 
     def __init__(self, num_ops: int) -> None:
         self._changes: dict[Kind, NDArray[np.int64]] = {}
         self.num_ops = num_ops
 
     def add(self, kind: Kind, nbytes: int, first: int, last: int) -> None:
-        """Count `nbytes` from op `first` to op `last`, both included; nothing when `last` is before `first`."""
+        """Add `nbytes` from op `first` to op `last`, both included; nothing if `last` is before `first`."""
         if nbytes and first <= last:
             changes = self._changes.get(kind)
             if changes is None:

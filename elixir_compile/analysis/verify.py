@@ -1,8 +1,8 @@
-"""Whether a plan is legal for a graph: buckets, activations and regions live as they must, and memory is what the plan
-claims.
+"""Check that a plan is legal for a graph: its parts, the order of its actions, and its claims of memory.
 
-`verify` walks the actions of each rank in order and moves the parameters and the gradient of each bucket, and each
-group of activations, through the tables of `lives`. The first move that no table has is the fault:
+`verify` walks through the actions of each rank in order. It moves the parameters and the gradient of each bucket, and
+each group of activations, through the tables in `lifecycles`. The first move without an entry in its table is the
+fault:
 
 ```text
 IllegalSchedule: bwd.0 reads b1, which was released before.
@@ -61,7 +61,8 @@ _ACTIVATION_LIVES = {
 def verify(graph: StepGraph, plan: Plan) -> None:
     """Check that `plan` is legal for `graph`.
 
-    Raises PlanMismatch for a plan of another graph, else IllegalSchedule, which shows the line at fault.
+    Raises PlanMismatch if the plan is for another graph, and IllegalSchedule, which shows the wrong line, if it is not
+    legal.
     """
     here = fingerprint(graph)
     if plan.graph != here:
@@ -81,16 +82,19 @@ def verify(graph: StepGraph, plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Touch:
-    """What one region does to the gradient of a bucket, or to offloaded activations."""
+    """An access of a region to the gradient of a bucket, or to a group of offloaded activations."""
 
     event: Event
     what: str
-    """The name that actions have for it."""
+    """The name of the gradient or the group in actions."""
 
 
 def _region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_Touch, ...]]:
-    """Per region, the gradients and the offloaded activations that its ops touch, and whether it completes them: no
-    later region writes the gradient, and no later one of the forward touches the activations."""
+    """Return the gradients and the offloaded activations touched by the ops of each region.
+
+    A region completes a gradient if no later region writes it, and activations if no later region of the forward
+    touches them.
+    """
     grads, groups = _gradient_owners(step, plan), _offloaded(plan)
     owners = {**grads, **groups}
     index = {op.id: number for number, op in enumerate(step.ops)}
@@ -137,19 +141,19 @@ def _grad_life(bucket: Bucket, placement: Placement, is_written: bool, is_traini
 
 
 class _Life:
-    """One life on its way through its table."""
+    """The current state of a bucket's parameters, its gradient, or a group of activations."""
 
     def __init__(self, subject: str, table: Lifecycle) -> None:
         self.subject = subject
-        """The bucket or the group of activations."""
+        """The name of the bucket or the group of activations."""
         self.table = table
         self.state = table.start
         self.moved_at = 0
-        """The action that brought it into its state."""
+        """Index of the action before the current state."""
 
 
 class _Walk:
-    """The actions of one rank, applied one after another."""
+    """Applies the actions of a rank in order, and checks each."""
 
     def __init__(
         self, step: StepGraph, plan: Plan, rank_index: int, touches: Mapping[RegionId, tuple[_Touch, ...]]
@@ -171,14 +175,14 @@ class _Walk:
             group.id: _Life(group.id, _ACTIVATION_LIVES[group.saving]) for group in plan.activations
         }
         self._carried: dict[str, _Life] = dict(self._groups)
-        """Gradients and activations by the name that actions have for them."""
+        """Gradients and activations by their names in actions."""
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
             self._params[bucket.id] = _Life(bucket.id, _param_life(bucket, placement))
             table = _grad_life(bucket, placement, grad_of(bucket.id) in complete, is_training)
             self._grads[bucket.id] = self._carried[grad_of(bucket.id)] = _Life(bucket.id, table)
 
     def check(self) -> None:
-        """Raise IllegalSchedule at the first action that is not legal, or at the first life that does not end."""
+        """Raise IllegalSchedule for the first illegal action, or for a state in which the step may not end."""
         for at, action in enumerate(self._actions):
             self._at = at
             self._act(action)
@@ -228,7 +232,8 @@ class _Walk:
             self._move(self._carried[touch.what], touch.event, region.id)
 
     def _check_residents(self, phase: Phase) -> None:
-        """A copy gathered before the last forward run stays for the backward only if its bucket is resident."""
+        """Check that a copy gathered before the last forward region stays for the backward only if its bucket is
+        resident."""
         if phase is Phase.FORWARD:
             self._last_forward_at = self._at
             return
@@ -244,12 +249,12 @@ class _Walk:
         return next(gathers)
 
     def _check_turn(self, action: Action) -> None:
-        """Updates come after the last run."""
+        """Check that updates come after the last region."""
         if action.verb is Verb.UPDATE and self._num_run < len(self._plan.regions):
             self._fail(f"{action.what} is updated before {self._plan.regions[self._num_run].id} is run.")
 
     def _check_half(self, action: Action) -> None:
-        """Activations leave in the forward's program and come back in the backward's."""
+        """Check that activations are offloaded in the forward and prefetched in the backward."""
         regions = self._plan.regions
         if action.verb is Verb.OFFLOAD and self._num_run > self._num_forward:
             self._fail(f"{action.what} is offloaded in the backward, after {regions[self._num_run - 1].id}.")

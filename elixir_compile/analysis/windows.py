@@ -1,5 +1,4 @@
-"""When parameters are used: the stretches of ops for which a bucket is gathered, and where in the backward it may be
-updated."""
+"""Find the windows of ops for which a bucket is gathered, and the action after which it may be updated early."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from numpy.typing import NDArray
 from elixir_compile.ir import Bucket, BucketId, Phase, Placement, Plan, RegionId, StepGraph, Tier, Verb, grad_of
 
 SMALL_SHARE = 16
-"""A bucket with less than one part in this many of another's bytes does not end that bucket's windows."""
+"""A window of a bucket does not end at uses of another bucket with less than a sixteenth of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Ops `first` to `last`, indices into the graph's ops and both included, between which one phase uses a bucket."""
+    """A stretch of ops, from index `first` to `last` (included), for which a bucket is gathered once in a phase."""
 
     bucket: BucketId
     phase: Phase
@@ -24,9 +23,9 @@ class Window:
 
 
 def use_windows(graph: StepGraph, buckets: Sequence[Bucket]) -> Mapping[BucketId, tuple[Window, ...]]:
-    """Return the windows of every bucket in op order, those of the forward first; the update is not a use."""
+    """Return the windows of every bucket in the order of ops. The update op is not a use."""
     uses = _uses(graph, buckets)
-    # Bytes of the largest bucket that each op uses: an op between two uses of a bucket uses others only.
+    # Bytes of the largest bucket used by each op. Ops between consecutive uses of a bucket use only other buckets.
     largest_bytes = np.full(len(graph.ops), -1, dtype=np.int64)
     for bucket in buckets:
         indices = uses[bucket.id]
@@ -35,7 +34,7 @@ def use_windows(graph: StepGraph, buckets: Sequence[Bucket]) -> Mapping[BucketId
 
 
 def _uses(graph: StepGraph, buckets: Sequence[Bucket]) -> dict[BucketId, list[int]]:
-    """Per bucket, the forward and backward ops that read any of its parameters."""
+    """Return the indices of the forward and backward ops reading parameters of each bucket."""
     owners = {param: bucket.id for bucket in buckets for param in bucket.params}
     uses: dict[BucketId, list[int]] = {bucket.id: [] for bucket in buckets}
     for index, op in enumerate(graph.ops):
@@ -63,7 +62,7 @@ def _windows(
 
 
 def _are_apart(graph: StepGraph, bucket: Bucket, last: int, index: int, largest_bytes: NDArray[np.int64]) -> bool:
-    """Whether two consecutive uses of `bucket`, at `last` and `index`, belong to two windows."""
+    """Return whether consecutive uses of `bucket`, at the ops `last` and `index`, are in different windows."""
     if graph.ops[last].phase is not graph.ops[index].phase:
         return True
     between = largest_bytes[last + 1 : index]
@@ -72,8 +71,11 @@ def _are_apart(graph: StepGraph, bucket: Bucket, last: int, index: int, largest_
 
 
 def closing_verbs(plan: Plan, rank: int = 0) -> Mapping[BucketId, Verb]:
-    """Return the last thing that the program does to each bucket: REDUCE of parameters on the device, OFFLOAD of their
-    gradient, or the one RELEASE behind it. Buckets that are read after that are left out."""
+    """Return the verb of the last action on each bucket, after which it may be updated in the backward.
+
+    It is REDUCE if the parameters are on the device, else OFFLOAD of the gradient or the RELEASE after it. Buckets that
+    are read later are left out.
+    """
     actions = ((action.verb, action.what) for action in plan.schedules[rank].actions)
     return closing_of(actions, {region.id: region.buckets for region in plan.regions}, plan.placements)
 
@@ -83,7 +85,8 @@ def closing_of(
     regions: Mapping[RegionId, Sequence[BucketId]],
     placements: Iterable[Placement],
 ) -> Mapping[BucketId, Verb]:
-    """Return the same of a program of (verb, what) pairs whose `regions` read these buckets."""
+    """Return `closing_verbs` of a program given as pairs of verb and target; `regions` lists the buckets each one
+    reads."""
     landings = {
         (Verb.REDUCE, placed.bucket)
         if placed.param is Tier.DEVICE

@@ -131,8 +131,8 @@ def prepare_again(old: Executor) -> None:
         for module in (*old.sites.modules(), *(module for root in roots for module in root.modules())):
             if is_swapped(module):
                 undo_swap(module)
-        if not old.saved.waiting():
-            old.stop_managing()
+        if not old.saved.outstanding_owners():
+            old.forget_parameters()
         new = new_executor(roots, old.device, old.ranks)
         new.generation, new.disk = old.generation + 1, old.disk
         new.gradients.sums_in_fp32 = old.gradients.sums_in_fp32

@@ -10,7 +10,7 @@ from elixir_compile.analysis import plan_at, verify
 from elixir_compile.cli.failure import fail
 from elixir_compile.cli.request import Request
 from elixir_compile.errors import ElixirError, InvalidPlan, PlanMismatch
-from elixir_compile.ir import Plan, fingerprint, parse_plan
+from elixir_compile.ir import Plan, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.managed.saved import load_plan, require_same_machine
 from elixir_compile.units import format_bytes
 
@@ -44,8 +44,8 @@ def _require_consistent(plan: Plan) -> None:
     if made.device_peak_bytes > plan.budget_bytes:
         peak, budget = format_bytes(made.device_peak_bytes), format_bytes(plan.budget_bytes)
         raise InvalidPlan(f"plan {plan.name} expects a peak of {peak}, over its budget of {budget}.")
-    if parse_plan(str(plan)) != plan:
-        raise InvalidPlan(f"plan {plan.name} does not read back from its own text.")
+    if plan_from_json(plan_to_json(plan)) != plan:
+        raise InvalidPlan(f"plan {plan.name} does not read back from its own JSON.")
 
 
 def _require_legal(plan: Plan, request: Request) -> None:

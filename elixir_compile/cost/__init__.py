@@ -1,4 +1,4 @@
-"""How long one thing takes on a machine: closed forms, never faster for more bytes."""
+"""Seconds of ops, transfers and updates on a machine, in closed forms. More bytes never take fewer seconds."""
 
 from elixir_compile.cost.compute import Measured, Stretch, corrected_s, is_free, op_s
 from elixir_compile.cost.transfer import average_s, collective_s, copy_s, disk_s

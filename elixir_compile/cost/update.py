@@ -1,4 +1,4 @@
-"""Seconds of one bucket's optimizer update, and of the host memory that updates share with copies."""
+"""Seconds of optimizer updates, and of the host memory shared by updates and copies."""
 
 from elixir_compile.cost.transfer import copy_s
 from elixir_compile.errors import InvalidPlan
@@ -9,7 +9,7 @@ from elixir_compile.ir.kinds import Tier
 
 
 def host_memory_bytes_per_s(cluster: Cluster) -> float:
-    """Return the bytes per second that host memory carries, read and written."""
+    """Return the bytes per second that host memory can read and write in all."""
     host, h2d, d2h, num_devices = cluster.host, cluster.h2d, cluster.d2h, cluster.num_local_ranks
     alone = (ADAM_BYTES_PER_ELEMENT * host.update_elements_per_s, num_devices * max(h2d.bytes_per_s, d2h.bytes_per_s))
     if host.busy_update_elements_per_s is None:
@@ -19,21 +19,23 @@ def host_memory_bytes_per_s(cluster: Cluster) -> float:
 
 
 def host_memory_s(nbytes: int, cluster: Cluster) -> float:
-    """Return the seconds in which every rank of a node reads, or writes, `nbytes` of host memory."""
+    """Return the seconds for every rank of a node to read or write `nbytes` of host memory."""
     return cluster.num_local_ranks * nbytes / host_memory_bytes_per_s(cluster)
 
 
 def update_bytes(bucket: Bucket) -> int:
-    """Return what an update of the host's reads and writes of one rank's part, at most what Adam in fp32 does: state
-    and parameters both ways, gradients one way."""
+    """Return the bytes of host memory that an update of `bucket` reads and writes on a rank.
+
+    State and parameters are read and written, gradients are read. The result is at most the bytes of Adam in fp32.
+    """
     nbytes = 2 * bucket.shard_state_nbytes() + 3 * bucket.shard_nbytes()
     return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.shard_numels[0]) if bucket.trainable else 0
 
 
 def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
-    """Return the seconds in which one rank updates what it owns, transfers excluded; 0 for a frozen bucket.
+    """Return the seconds of the update of `bucket` by the device or the host, without transfers; 0 if it is frozen.
 
-    Raises `InvalidPlan` for a tier that cannot compute.
+    Raises InvalidPlan if `tier` is the disk.
     """
     if not bucket.trainable:
         return 0.0
@@ -46,15 +48,15 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
 
 
 def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
-    """Return the device bytes that a streamed update of what `rank` owns takes, of parameters that live on `param`."""
+    """Return the device bytes of a streamed update on `rank`; `param` is the home of the parameters."""
     there_bytes = 0 if param is Tier.DEVICE else bucket.shard_nbytes(rank) + bucket.update_grad_nbytes(rank)
     return bucket.shard_state_nbytes(rank) + there_bytes
 
 
 def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of the copies to the device and back, of parameters that live on `param`.
+    """Return the seconds of the copies of a streamed update to the device and back; `param` is the parameters' home.
 
-    Each of Adam's two moments, and each parameter and gradient, is a copy of its own.
+    Each moment (two, as of Adam), parameter and gradient is a copy of its own.
     """
     there_bytes, back_bytes = stream_bytes(bucket, param)
     num_states, num_params = 2 * len(bucket.params), 0 if param is Tier.DEVICE else len(bucket.params)
@@ -65,6 +67,6 @@ def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, floa
 
 
 def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
-    """Return the bytes that a streamed update of one rank's part carries to the device and back."""
+    """Return the bytes that a streamed update copies to the device and back on a rank."""
     back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
     return streamed_bytes(bucket, param), back_bytes

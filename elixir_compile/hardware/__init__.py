@@ -1,4 +1,4 @@
-"""What a machine is: devices, host and links, common ones by name, and their JSON."""
+"""Machines as values: devices, hosts and links; common machines by name; profiles as JSON."""
 
 from elixir_compile.hardware.cluster import Cluster, Node, cluster_from_json, cluster_to_json, hardware_fingerprint
 from elixir_compile.hardware.device import DeviceProfile, HostProfile, Link

@@ -1,4 +1,4 @@
-"""The machines that a plan is for: nodes of equal devices, the cluster they form, and its JSON."""
+"""Nodes of equal devices, clusters of equal nodes, and their JSON."""
 
 import hashlib
 from dataclasses import dataclass, replace
@@ -10,16 +10,16 @@ from elixir_compile.hardware.device import DeviceProfile, HostProfile, Link, req
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A host and `num_devices` equal devices."""
+    """A host with `num_devices` equal devices."""
 
     device: DeviceProfile
     host: HostProfile
-    """The whole host, which its devices share."""
+    """The host, shared by all devices of the node."""
     h2d: Link
-    """From host memory to one device, while all devices of the node use theirs."""
+    """From host memory to each device, while all devices of the node copy."""
     d2h: Link
     peer: Link | None = None
-    """What one device sends around a ring of all devices of the node; None for a single device."""
+    """From each device to the next, in a ring of all devices of the node; None for a single device."""
     num_devices: int = 1
 
     def __post_init__(self) -> None:
@@ -30,16 +30,16 @@ class Node:
 
 
 MOST_RANKS = 1 << 20
-"""More in a plan or a machine are a slip of the pen, which should not fill the memory: shards are listed by rank."""
+"""The most ranks of a plan or a machine. Shards are listed by rank, so a typing error must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal nodes; one rank per device."""
+    """Equal nodes, with a rank for each device."""
 
     nodes: tuple[Node, ...]
     network: Link | None = None
-    """What a ring over all devices carries from one node to the next; None for a single node."""
+    """From each node to the next, in a ring of all devices; None for a single node."""
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -47,28 +47,28 @@ class Cluster:
         if self.num_ranks > MOST_RANKS:
             raise InvalidPlan(f"a cluster has {self.num_ranks} devices; expected at most {MOST_RANKS}.")
         if any(node != self.nodes[0] for node in self.nodes):
-            raise InvalidPlan("the nodes of a cluster must be equal; unequal ones are not planned for yet.")
+            raise InvalidPlan("the nodes of a cluster must be equal; clusters of unequal nodes are not supported.")
         if len(self.nodes) > 1 and self.network is None:
             raise InvalidProfile("cluster", "network", f"a link, as there are {len(self.nodes)} nodes", None)
 
     @property
     def name(self) -> str:
-        """How plans name it: `4 x a100-40g`, and `2 x 4 x a100-40g` for two nodes of four."""
+        """The name in plans: `4 x a100-40g`, or `2 x 4 x a100-40g` for two nodes of four devices."""
         nodes = f"{len(self.nodes)} x " if len(self.nodes) > 1 else ""
         return f"{nodes}{self.num_local_ranks} x {self.device.name}"
 
     @property
     def num_ranks(self) -> int:
-        """Devices in all."""
+        """Number of devices of all nodes."""
         return sum(node.num_devices for node in self.nodes)
 
     @property
     def num_local_ranks(self) -> int:
-        """Devices that share one host."""
+        """Number of devices of each node."""
         return self.nodes[0].num_devices
 
     def alone(self) -> "Cluster":
-        """Return one device of it, with the host to itself."""
+        """Return a cluster of a single device, with a host of its own."""
         return Cluster(nodes=(replace(self.nodes[0], num_devices=1, peer=None),))
 
     @property
@@ -89,7 +89,7 @@ class Cluster:
 
     @property
     def collective(self) -> Link | None:
-        """The link that bounds a ring over all ranks: the network, else the peer link; None for one rank."""
+        """The slowest link of a ring over all ranks: the network, else the peer link; None for a single rank."""
         first, *others = self.nodes
         return self.network if others else first.peer
 
@@ -105,10 +105,10 @@ def cluster_to_json(cluster: Cluster) -> str:
 
 
 def cluster_from_json(text: str) -> Cluster:
-    """Return the cluster in `text`; ProfileFileError names the field that is not right, `nodes[0].h2d.bytes_per_s`."""
+    """Return the cluster in `text`. Raises ProfileFileError with the wrong field, as `nodes[0].h2d.bytes_per_s`."""
     return from_json(_MACHINE, Cluster, text)
 
 
 def hardware_fingerprint(cluster: Cluster) -> str:
-    """Return 12 hex digits that two clusters share only when every number of theirs is equal."""
+    """Return 12 hex digits of the SHA-256 of the JSON of `cluster`, which holds all of its numbers."""
     return hashlib.sha256(cluster_to_json(cluster).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""One device with its own memory, the host beside it, and the links between them."""
+"""Profiles of a device, of a host, and of the links between them."""
 
 import math
 from collections.abc import Mapping
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from elixir_compile.errors import InvalidProfile
 
 _LEAST_RATE, _MOST_RATE = 1e-9, 1e30
-"""Per second; seconds and bytes of a plan, at most 2**63, stay finite numbers at any rate between these."""
+"""Limits of rates per second. Between them, seconds of at most 2**63 bytes are finite numbers."""
 _MOST_LATENCY_S = 1e9
 
 
 def require_positive(what: str, **numbers: float | None) -> None:
-    """Raise `InvalidProfile` naming the first number that is not above zero and finite; None is not looked at.
+    """Raise InvalidProfile for the first number that is not positive and finite; None is allowed.
 
-    A rate of zero would make a price infinite.
+    A rate of zero would make seconds infinite.
     """
     for name, number in numbers.items():
         if number is None:
@@ -26,7 +26,7 @@ def require_positive(what: str, **numbers: float | None) -> None:
 
 
 def require_not_negative(what: str, **numbers: float) -> None:
-    """Raise `InvalidProfile` naming the first number that is below zero or not finite."""
+    """Raise InvalidProfile for the first number that is negative or not finite."""
     for name, number in numbers.items():
         if not 0 <= number < math.inf:
             raise InvalidProfile(what, name, "a finite number of 0 or more", number)
@@ -35,28 +35,28 @@ def require_not_negative(what: str, **numbers: float) -> None:
 
 
 def require_part(what: str, name: str, part_bytes: int, of_bytes: int) -> None:
-    """Raise `InvalidProfile` where the bytes called `name` are negative or leave nothing of the memory they are in."""
+    """Raise InvalidProfile if `part_bytes`, called `name`, is negative or takes all of the memory of `of_bytes`."""
     if not 0 <= part_bytes < of_bytes:
         raise InvalidProfile(what, name, f"0 or more and less than memory_bytes = {of_bytes}", part_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device as the planner sees it: its memory and how fast it computes."""
+    """A device as the planner sees it: its memory and its rates."""
 
     name: str
     memory_bytes: int
     reserve_bytes: int
-    """Bytes never planned for: the context, libraries, fragmentation."""
+    """Bytes that no plan may use: for the context, libraries and fragmentation."""
     flops_per_s: Mapping[str, float]
-    """By dtype as torch prints it; must hold `float32`, which stands for every dtype that is missing."""
+    """Rates by dtype as torch prints it. Must hold `float32`, which is used for every missing dtype."""
     memory_bytes_per_s: float
     launch_s: float
-    """Fixed seconds of one op."""
+    """Fixed seconds of each op."""
     update_elements_per_s: float
-    """Parameters that the optimizer updates per second where state, gradient and parameter are all on the device."""
+    """Elements that the optimizer updates per second with parameter, gradient and state on the device."""
     source: str
-    """Where the numbers come from."""
+    """The origin of the numbers: a data sheet, a paper, a measurement."""
 
     def __post_init__(self) -> None:
         what = f"device {self.name}"
@@ -75,22 +75,23 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostProfile:
-    """The host as a place for training state, and as the optimizer's second processor."""
+    """The host, which can hold training state and update it."""
 
     memory_bytes: int
     pinned_bytes: int
-    """Largest total that may be page-locked."""
+    """The most bytes that may be page-locked."""
     reserve_bytes: int
     cores: int
     memory_bytes_per_s: float
     update_elements_per_s: float
-    """Parameters that the optimizer updates per second where state, gradient and parameter are all on the host."""
+    """Elements that the optimizer updates per second with parameter, gradient and state on the host."""
     source: str
     busy_update_elements_per_s: float | None = None
-    """The same while copies run, which share the host's memory; None where that was not measured."""
+    """Elements updated per second while copies use the host's memory too; None if not measured."""
     disk_read_bytes_per_s: float | None = None
-    """From the disk for optimizer state, in large blocks; None where that was not measured."""
+    """Rate of reads of large blocks from the disk for optimizer state; None if not measured."""
     disk_write_bytes_per_s: float | None = None
+    """Rate of writes of large blocks; None if not measured."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -109,15 +110,15 @@ class HostProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction of a connection: seconds = latency_s + bytes / bytes_per_s."""
+    """A connection in a single direction: seconds = latency_s + bytes / bytes_per_s."""
 
     bytes_per_s: float
     latency_s: float
     overlaps_compute: bool
-    """Whether the device computes while the link copies; False where both are work for the same cores."""
+    """True if the device computes while the link copies; False if the same cores do both."""
     source: str
     busy_bytes_per_s: float | None = None
-    """The rate while the other direction copies too; None where that was not measured."""
+    """Rate while the other direction copies too; None if not measured."""
 
     def __post_init__(self) -> None:
         require_positive("link", bytes_per_s=self.bytes_per_s, busy_bytes_per_s=self.busy_bytes_per_s)

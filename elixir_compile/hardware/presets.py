@@ -1,4 +1,4 @@
-"""Common machines by name: data sheets of `table`, times the share of them that programs reach."""
+"""Make profiles of common machines by name: rates of their data sheets times the shares that programs reach."""
 
 import math
 import re
@@ -13,39 +13,41 @@ from elixir_compile.units import GIB, MIB
 MAX_DEVICES_PER_NODE = 8
 
 _FLOPS_SHARE = 0.5
-"""Of the dense peak. Megatron-LM (arXiv 2104.04473) trains GPT at 44-52 % of an A100's."""
+"""Share of the dense peak. Megatron-LM (arXiv 2104.04473) trains GPT at 44-52 % of the peak of an A100."""
 _DEVICE_MEMORY_SHARE = 0.9
-"""The paper's 50 G elements/s of Adam on an A100 40GB are 1400 of 1555 GB/s."""
+"""Share of the memory rate. Adam at the paper's 50 G elements/s on an A100 40GB moves 1400 of 1555 GB/s."""
 _DRAM_SHARE = 0.8
-"""STREAM triad reaches 78-85 % of what the channels of a server add up to."""
+"""Share of the DRAM rate. STREAM triad reaches 78-85 % of the rate of all channels of a server."""
 _LINK_SHARE = 0.8
-"""The paper's 25.0 GB/s from host to one device are 79 % of PCIe 4 x16; nccl-tests report 75-80 % of NVLink."""
+"""Share of a link's rate. The paper's 25.0 GB/s from host to device are 79 % of PCIe 4 x16; nccl-tests report 75-80 %
+of NVLink."""
 
 _PAPER_DRAM_BYTES_PER_S = 409.6e9
-"""Of the paper's host, taken to be that of a DGX A100; other hosts update as much faster as their DRAM is."""
+"""DRAM rate of the paper's host, assumed to be a DGX A100. Update rates of other hosts are scaled by their DRAM
+rate."""
 
 _RESERVE_BYTES = GIB
-"""A CUDA context, cuBLAS and NCCL buffers take 0.5-1 GiB."""
+"""Reserve of a device: a CUDA context, cuBLAS and NCCL buffers take 0.5-1 GiB."""
 _LAUNCH_S = 5e-6
-"""A kernel launch: 3-6 us on servers."""
+"""Seconds of a kernel launch: 3-6 us on servers."""
 _COPY_LATENCY_S = 10e-6
-"""A small cudaMemcpyAsync and the event that ends it."""
+"""Seconds of a small cudaMemcpyAsync with its event."""
 _PEER_LATENCY_S = 20e-6
-"""A small all-gather within a node; nccl-tests report 10-30 us."""
+"""Seconds of a small all-gather within a node; nccl-tests report 10-30 us."""
 _NETWORK_LATENCY_S = 40e-6
-"""The same over InfiniBand; nccl-tests report 30-60 us for a few nodes."""
+"""Seconds of a small all-gather over InfiniBand; nccl-tests report 30-60 us for a few nodes."""
 _ASSUMED = "latency, launch and reserve are typical figures"
 
 
 def preset_names() -> tuple[str, ...]:
-    """Return the names that `preset` knows, sorted."""
+    """Return the names of all presets, sorted."""
     return tuple(sorted(MACHINES))
 
 
 def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
     """Return `num_nodes` machines called `name` with `num_devices` devices each.
 
-    Raises `UnknownHardware` with the nearest name, and `InvalidOption` for a count that makes no machine.
+    Raises UnknownHardware with the nearest name if there is none, and InvalidOption if a count is out of range.
     """
     machine = MACHINES.get(name.lower())
     if machine is None:
@@ -71,9 +73,9 @@ def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
 
 
 def preset_of_ranks(name: str, num_ranks: int) -> Cluster:
-    """Return machines called `name` with `num_ranks` devices in all: one node, or whole nodes of the largest size.
+    """Return machines called `name` with `num_ranks` devices in all: a single node, or full nodes of 8 devices.
 
-    Raises `UnknownHardware` with the nearest name, and `InvalidOption` for a count that leaves a node in part.
+    Raises UnknownHardware with the nearest name if there is none, and InvalidOption if a node would not be full.
     """
     most = MAX_DEVICES_PER_NODE
     if num_ranks <= most:
@@ -88,7 +90,7 @@ def preset_of_ranks(name: str, num_ranks: int) -> Cluster:
 def parse_hardware(text: str) -> Cluster:
     """Return the machines in `text`: `NAME`, `DEVICES x NAME` or `NODES x DEVICES x NAME`.
 
-    Raises `UnknownHardware` with the nearest name, and `InvalidOption` for a count that makes no machine.
+    Raises UnknownHardware with the nearest name if there is none, and InvalidOption if a count is out of range.
     """
     *counts, name = re.split(r"(?<=\d)\s*x\s*", text.strip(), flags=re.IGNORECASE)
     if len(counts) > 2 or not all(count.isdecimal() for count in counts):
@@ -144,14 +146,14 @@ def _dram_bytes_per_s(machine: Machine, num_devices: int) -> float:
 
 
 def _copies(machine: Machine, num_devices: int) -> tuple[Link, Link]:
-    """Return the links from host to device and back, while all devices of the node use theirs."""
+    """Return the links from host to device and back, while all devices of the node copy."""
     if machine.has_papers_rates:
         rates = paper_rates(num_devices)
         h2d = _link(rates.h2d_bytes_per_s / num_devices, _COPY_LATENCY_S, f"{H2D_FIT}: {SOURCE}")
         d2h = _link(rates.d2h_bytes_per_s / num_devices, _COPY_LATENCY_S, f"{D2H_FIT}: {SOURCE}")
         return h2d, d2h
     alone_bytes_per_s = _LINK_SHARE * machine.lane.bytes_per_s
-    # The devices' copies share the host's DRAM.
+    # Copies of all devices share the DRAM of the host.
     shared_bytes_per_s = _dram_bytes_per_s(machine, num_devices) / num_devices
     copy = _link(
         min(alone_bytes_per_s, shared_bytes_per_s),
@@ -172,7 +174,7 @@ def _peer(machine: Machine, num_devices: int) -> Link:
 
 
 def _network(machine: Machine, num_devices: int, peer: Link | None) -> Link:
-    """Return the link between nodes: rings leave a node through all of its adapters at once."""
+    """Return the link between nodes: a collective uses all adapters of a node at once."""
     num_adapters = num_devices if machine.has_adapter_per_device else 1
     bytes_per_s = _LINK_SHARE * num_adapters * machine.network.bytes_per_s
     if peer is not None:
@@ -198,7 +200,7 @@ ADAM_BYTES_PER_ELEMENT = 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperRates:
-    """Of all devices together."""
+    """Rates of all devices together."""
 
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
@@ -207,7 +209,7 @@ class PaperRates:
 
 
 def paper_rates(num_devices: int) -> PaperRates:
-    """Return the paper's fits of its measurements for `num_devices` devices together."""
+    """Return the rates that the paper fitted to its measurements, for `num_devices` devices together."""
     return PaperRates(
         h2d_bytes_per_s=16.3e9 * num_devices + 8.7e9,
         d2h_bytes_per_s=15.8e9 * num_devices + 2.3e9,

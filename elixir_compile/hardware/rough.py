@@ -1,7 +1,7 @@
-"""Two rough machines for a device nobody has named or measured: good enough to rank choices, predicts nothing.
+"""Rough profiles for a machine without a name or a measurement: good enough to compare plans, not to predict seconds.
 
-`cpu`   the device is the host: copies and updates are work for the same cores, so nothing overlaps compute
-`cuda`  one data-centre GPU behind PCIe 4 x16, as the Elixir paper measured it
+`cpu`   the device is the host: the same cores compute, copy and update, so nothing overlaps compute
+`cuda`  a data-centre GPU behind PCIe 4 x16, with the rates of the Elixir paper
 """
 
 from dataclasses import replace
@@ -29,9 +29,9 @@ _ETHERNET = Link(
 
 
 def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
-    """Return the built-in profile for `cpu` or `cuda` with the memory sizes, in bytes, and the name given.
+    """Return the rough profile for `cpu` or `cuda` with the given memory sizes in bytes, and the given name.
 
-    Raises `InvalidOption` for another device type.
+    Raises InvalidOption if the device type is another.
     """
     if device_type == "cpu":
         return _cpu(memory_bytes, host_memory_bytes, name)
@@ -41,7 +41,7 @@ def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, nam
 
 
 def with_devices(cluster: Cluster, num_devices: int, num_nodes: int = 1) -> Cluster:
-    """Return `num_nodes` hosts with `num_devices` of the device of `cluster` each, and rough links between them."""
+    """Return `num_nodes` nodes with `num_devices` devices each, as in `cluster`, and rough links if it has none."""
     first = cluster.nodes[0]
     is_cpu = not first.h2d.overlaps_compute
     peer = None
@@ -56,7 +56,7 @@ def with_devices(cluster: Cluster, num_devices: int, num_nodes: int = 1) -> Clus
 def _cpu(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
     dram_bytes_per_s = 10e9  # _CPU
     update_elements_per_s = dram_bytes_per_s / ADAM_BYTES_PER_ELEMENT
-    # A copy reads and writes the same DRAM, so it moves at half the rate.
+    # A copy reads and writes the same DRAM, so its rate is half.
     copy = Link(bytes_per_s=dram_bytes_per_s / 2, latency_s=1e-6, overlaps_compute=False, source=_CPU)
     device = DeviceProfile(
         name=name,

@@ -1,7 +1,7 @@
-"""Data sheets of common machines, as published: peaks, not what programs reach. `presets` turns them into profiles.
+"""Data sheets of common machines, with published peak rates. `presets` turns them into profiles with real rates.
 
-A row names its source; a number whose source is another one says so beside it. Rates of links are of one direction: a
-data sheet that adds both directions ("600 GB/s NVLink") is halved.
+Each row names its source; numbers from another source have a comment. Rates of links are for a single direction: a data
+sheet with the sum of both directions ("600 GB/s NVLink") is halved.
 """
 
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """One device."""
+    """A device."""
 
     memory_mib: int
-    """Total that `nvidia-smi` prints: the GiB of the name, less what error correction and firmware take."""
+    """Total memory as `nvidia-smi` prints it: the size in the name less memory for error correction and firmware."""
     memory_bytes_per_s: float
     flops_per_s: Mapping[str, float]
-    """Dense, by dtype: matrix units that add in float32 for 16 bits, plain units without TF32 for float32, as torch
-    multiplies by default."""
+    """Dense rates by dtype: of matrix units with sums in float32 for 16 bits, and of plain units without TF32 for
+    float32, the default of torch."""
     source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """A connection of one device, in one direction."""
+    """A connection of a device, in a single direction."""
 
     bytes_per_s: float
     source: str
@@ -32,33 +32,33 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """A host: processors and memory."""
+    """A host: its processors and memory."""
 
     cores: int
     memory_bytes: int
     memory_bytes_per_s: float
     source: str
     is_per_device: bool = False
-    """Whether every device brings one, as on a Grace Hopper."""
+    """True if every device has a host of its own, as on a Grace Hopper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A chip, the host it is commonly found in, and how both are connected."""
+    """A device in its usual host, with their connections."""
 
     chip: Chip
     board: Board
     lane: Wire
-    """Between host memory and one device."""
+    """Between host memory and a device."""
     peer: Wire
-    """Between one device and the others of a node."""
+    """Between a device and the others of its node."""
     network: Wire
-    """One network adapter."""
+    """A network adapter."""
     bounces: bool = False
-    """Whether `peer` passes through host memory, twice: devices whose driver allows no peer access."""
+    """True if `peer` copies pass through host memory, because the driver allows no peer access."""
     has_adapter_per_device: bool = True
     has_papers_rates: bool = False
-    """Whether the Elixir paper measured its rates on this machine."""
+    """True if the Elixir paper measured its rates on this machine."""
 
 
 def _tflops(float32: float, float64: float, half: float) -> Mapping[str, float]:

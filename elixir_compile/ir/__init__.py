@@ -1,4 +1,4 @@
-"""What a training step is: its graph, its buckets, its schedule, its plan and its record, as plain values."""
+"""The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
 from elixir_compile.ir.bucket import Activations, Bucket, Placement, averaged_bytes
 from elixir_compile.ir.codec import (
@@ -30,7 +30,6 @@ from elixir_compile.ir.kinds import (
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ir.schedule import Action, Region, Schedule, grad_of
-from elixir_compile.ir.text import parse_graph, parse_plan
 
 __all__ = [
     "ITEM_BYTES",
@@ -69,8 +68,6 @@ __all__ = [
     "graph_at",
     "graph_from_json",
     "graph_to_json",
-    "parse_graph",
-    "parse_plan",
     "plan_from_json",
     "plan_to_json",
     "record_from_json",

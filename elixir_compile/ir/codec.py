@@ -1,4 +1,4 @@
-"""Graphs, plans and records as JSON and back, and a short name for what a graph computes."""
+"""Turn graphs, plans and records into JSON and back, and compute the fingerprint of a graph."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_from_json(text: str) -> Plan:
-    """Return the plan in `text`; PlanFileError names the field that is not right."""
+    """Return the plan in `text`. Raises PlanFileError with the wrong field if the text is not a plan."""
     return from_json(_PLAN, Plan, text)
 
 
@@ -35,7 +35,7 @@ def graph_to_json(graph: StepGraph) -> str:
 
 
 def graph_from_json(text: str) -> StepGraph:
-    """Return the graph in `text`; PlanFileError names the field that is not right."""
+    """Return the graph in `text`. Raises PlanFileError with the wrong field if the text is not a graph."""
     return from_json(_GRAPH, StepGraph, text)
 
 
@@ -45,7 +45,7 @@ def record_to_json(record: Record) -> str:
 
 
 def record_from_json(text: str) -> Record:
-    """Return the record in `text`; PlanFileError names the field that is not right."""
+    """Return the record in `text`. Raises PlanFileError with the wrong field if the text is not a record."""
     return from_json(_RECORD, Record, text)
 
 
@@ -53,7 +53,7 @@ _NUM_DIGITS = 12
 
 
 def fingerprint(graph: StepGraph) -> str:
-    """Return 12 hex digits of the SHA-256 of the graph's canonical form."""
+    """Return 12 hex digits of the SHA-256 of `graph`, without the names of its ops, activations and symbols."""
     numbers: dict[StorageId, int] = {}
     for op in graph.ops:
         for name in (*op.reads, *op.writes):

@@ -1,11 +1,10 @@
-"""One captured training step: its ops in execution order and the storages they touch.
+"""Graphs of captured training steps: ops in execution order, and the storages they touch.
 
-A `StepGraph` joins the forward and the backward of one captured graph, followed by one `update` op per step
-that reads every gradient. Memory is counted by storage, never by tensor: views share the storage of their base.
-The order of `ops` is the order of execution.
+A `StepGraph` joins the forward and the backward of a captured graph, followed by an `update` op that reads every
+gradient. Memory is counted by storage, not by tensor: views share the storage of their base.
 
-A graph that was captured with dynamic shapes holds sizes twice: as bytes at the values that `symbols` lists, and as
-text, `4*s0*s1*768`, from which `graph_at` evaluates the graph at other values.
+A graph with dynamic shapes holds each size twice: as bytes at the values in `symbols`, and as text such as
+`4*s0*s1*768`, from which `graph_at` computes the graph at other values.
 """
 
 import functools
@@ -19,15 +18,15 @@ from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
 
 MOST_BYTES = 1 << 55
-"""Of all storages of a graph, and of all that a plan counts: 32 PiB. Bytes are added up in 64 bits, some of them many
-times."""
+"""The most bytes of all storages of a graph, and of everything a plan counts: 32 PiB. Bytes are added up in 64 bits,
+some of them many times."""
 UPDATE_OP = OpId("update")
-"""The one op of `Phase.UPDATE` of a training graph."""
+"""The only op of `Phase.UPDATE` in a training graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """One allocation of `nbytes` bytes."""
+    """An allocation of `nbytes` bytes."""
 
     id: StorageId
     nbytes: int
@@ -35,9 +34,9 @@ class Storage:
     dtype: str
     """As torch prints it, without the prefix: `float32`."""
     of: StorageId | None = None
-    """For a GRAD storage: the PARAM storage it is the gradient of."""
+    """For a GRAD storage: the PARAM storage of its parameter."""
     size: str = ""
-    """`nbytes` as an expression of the graph's symbols (see `sizes`); empty for a size that is constant."""
+    """`nbytes` as an expression of the graph's symbols (see `sizes`); empty if the size is constant."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
@@ -54,7 +53,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One node of the captured graph."""
+    """A node of the captured graph."""
 
     id: OpId
     """Unique in the graph: `fwd.addmm_3`."""
@@ -68,16 +67,16 @@ class Op:
     moved_bytes: int = 0
     """Bytes read plus bytes written."""
     module: str = ""
-    """Path of the module the op came from: `transformer.h.0.attn`."""
+    """Path of the module that the op came from: `transformer.h.0.attn`."""
     source: str = ""
-    """`file.py:line` of the user's code, where known."""
+    """`file.py:line` of the user's code, or empty if unknown."""
     flops_size: str = ""
-    """`flops` as an expression of the graph's symbols; empty for a number that is constant."""
+    """`flops` as an expression of the graph's symbols; empty if the number is constant."""
     kernel: Kernel = Kernel.OPAQUE
-    """What of it a compiler can fuse; `analysis.fused` says what is then never written."""
+    """How far a compiler can fuse the op; `analysis.fused` finds the storages that are then never written."""
     once: bool = False
-    """Whether it must not run a second time: it draws random numbers, has an effect, or the user wants its result
-    saved."""
+    """If True, the op must not be recomputed: it draws random numbers, has a side effect, or the user marked its result
+    to be saved."""
 
     def __post_init__(self) -> None:
         if self.flops < 0 or self.moved_bytes < 0:
@@ -101,32 +100,35 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGraph:
-    """Forward and backward of one captured graph, joined, in execution order."""
+    """The ops of a captured forward and backward in execution order, and their storages."""
 
     name: str
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     outputs: tuple[StorageId, ...] = ()
-    """Storages handed to the caller by the forward; they live at least until the forward ends."""
+    """Storages that the forward returns to the caller; they are live until the forward ends or longer."""
     aliases: tuple[tuple[str, StorageId], ...] = ()
-    """(value name, storage) for every captured value that is not the first name of its storage: views, in-place
-    results, outputs that alias inputs."""
+    """Pairs of value name and storage for each captured value that shares a storage named for another value: views,
+    in-place results, outputs that alias inputs."""
     symbols: tuple[tuple[str, int], ...] = ()
-    """Each symbol of the sizes with the value at which bytes and flops are given, in the order of the inputs."""
+    """Each symbol of the sizes with the value at which bytes and flops are given, in the order of the graph's
+    inputs."""
 
     def __hash__(self) -> int:
-        """Of a few fields: what is remembered by graph is looked up hundreds of times in a search, and hashing every op
-        of 3,000 takes 4 ms."""
+        """Return a hash of a few fields. Caches look graphs up hundreds of times in a search, and hashing all ops of a
+        graph of 3,000 takes 4 ms."""
         return hash((self.name, len(self.ops), len(self.storages), self.outputs))
 
     def __post_init__(self) -> None:
         ids = {storage.id for storage in self.storages}
         if len(ids) != len(self.storages):
             raise InvalidPlan(
-                f"graph {self.name} has two storages of one name: {_repeated([s.id for s in self.storages])}."
+                f"graph {self.name} has two storages of the same name: {_repeated([s.id for s in self.storages])}."
             )
         if len({op.id for op in self.ops}) != len(self.ops):
-            raise InvalidPlan(f"graph {self.name} has two ops of one name: {_repeated([op.id for op in self.ops])}.")
+            raise InvalidPlan(
+                f"graph {self.name} has two ops of the same name: {_repeated([op.id for op in self.ops])}."
+            )
         for op in self.ops:
             if not ids.issuperset(op.reads) or not ids.issuperset(op.writes):
                 unknown = next(name for name in (*op.reads, *op.writes) if name not in ids)
@@ -152,28 +154,30 @@ class StepGraph:
 
 
 def graph_at(graph: StepGraph, values: Mapping[str, int]) -> StepGraph:
-    """Return `graph` with its bytes and flops at other `values` of its symbols; those not named keep theirs.
+    """Return `graph` with bytes and flops at other `values` of its symbols; symbols not in `values` keep their value.
 
-    Raises InvalidPlan for a symbol that the graph does not have.
+    Raises InvalidPlan if the graph has no such symbol.
     """
-    here = dict(graph.symbols)
-    unknown = [name for name in values if name not in here]
+    old_values = dict(graph.symbols)
+    unknown = [name for name in values if name not in old_values]
     if unknown:
-        known = ", ".join(here) or "none"
+        known = ", ".join(old_values) or "none"
         raise InvalidPlan(f"graph {graph.name} has no symbol {unknown[0]}; its symbols are: {known}.")
-    there = {**here, **values}
+    new_values = {**old_values, **values}
     texts = {storage.size for storage in graph.storages} | {op.flops_size for op in graph.ops}
-    at = {text: sizes.evaluate(text, there) for text in texts if text}
-    grown = {storage.id: at[storage.size] - storage.nbytes for storage in graph.storages if storage.size}
+    value_of = {text: sizes.evaluate(text, new_values) for text in texts if text}
+    grown = {storage.id: value_of[storage.size] - storage.nbytes for storage in graph.storages if storage.size}
 
     def moved(op: Op) -> int:
         return max(0, op.moved_bytes + sum(grown.get(name, 0) for name in (*op.reads, *op.writes)))
 
     return replace(
         graph,
-        ops=tuple(replace(op, flops=at.get(op.flops_size, op.flops), moved_bytes=moved(op)) for op in graph.ops),
-        storages=tuple(replace(storage, nbytes=at.get(storage.size, storage.nbytes)) for storage in graph.storages),
-        symbols=tuple(there.items()),
+        ops=tuple(replace(op, flops=value_of.get(op.flops_size, op.flops), moved_bytes=moved(op)) for op in graph.ops),
+        storages=tuple(
+            replace(storage, nbytes=value_of.get(storage.size, storage.nbytes)) for storage in graph.storages
+        ),
+        symbols=tuple(new_values.items()),
     )
 
 
@@ -188,10 +192,10 @@ def _check_total(graph: StepGraph) -> None:
 
 
 def _check_sizes(graph: StepGraph) -> None:
-    """Texts and numbers must agree at the values of `symbols`."""
+    """Raise InvalidPlan if a size as text differs from its number at the values of `symbols`."""
     values = dict(graph.symbols)
     if len(values) != len(graph.symbols) or any(value < 0 for value in values.values()):
-        raise InvalidPlan(f"graph {graph.name} has the symbols {graph.symbols}: each once, with 0 or more.")
+        raise InvalidPlan(f"graph {graph.name} has the symbols {graph.symbols}; expected each once, 0 or more.")
     stated = {(storage.size, storage.nbytes) for storage in graph.storages if storage.size}
     stated |= {(op.flops_size, op.flops) for op in graph.ops if op.flops_size}
     for text, number in sorted(stated):
@@ -219,7 +223,8 @@ def _check_phases(graph: StepGraph) -> None:
 
 @functools.cache
 def layer_of(module: str) -> str:
-    """Return `transformer.h.3` for `transformer.h.3.attn.c_proj`, and a path without a number as it is."""
+    """Return the layer of a module path: `transformer.h.3` for `transformer.h.3.attn`, or the path if it has no
+    number."""
     parts = module.split(".")
     for i, part in enumerate(parts):
         if part.isdecimal():
@@ -228,5 +233,5 @@ def layer_of(module: str) -> str:
 
 
 def is_numbered(layer: str) -> bool:
-    """Return whether `layer` is one of several alike."""
+    """Return whether `layer` ends in a number, as in a list of layers."""
     return layer.rpartition(".")[2].isdecimal()

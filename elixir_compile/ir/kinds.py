@@ -1,4 +1,5 @@
-"""The closed vocabularies of a plan: what bytes are for, where they live, what a program may do, and on what."""
+"""The enumerations of graphs and plans: purposes of bytes, phases, memories, verbs and lanes; and the types of
+names."""
 
 from enum import StrEnum
 from typing import NewType
@@ -8,26 +9,26 @@ OpId = NewType("OpId", str)
 RegionId = NewType("RegionId", str)
 BucketId = NewType("BucketId", str)
 GroupId = NewType("GroupId", str)
-"""Activations that are treated alike."""
+"""The name of a group of activations, which are kept, recomputed or offloaded together."""
 
 
 class Kind(StrEnum):
-    """What an allocation is for."""
+    """The purpose of an allocation."""
 
     PARAM = "param"
     """A parameter in its home."""
     GRAD = "grad"
     """The gradient of a parameter."""
     MASTER = "master"
-    """A wide copy of a parameter that the optimizer updates."""
+    """The fp32 value of a parameter that is trained in 16 bits."""
     MOMENT = "moment"
-    """Optimizer statistics."""
+    """Statistics of the optimizer."""
     SAVED = "saved"
     """Written by the forward, read by the backward."""
     TEMP = "temp"
     """Written and read within one phase."""
     INPUT = "input"
-    """Handed in by the caller: a batch, a tangent."""
+    """A tensor from the caller: a batch, or a tangent."""
     BUFFER = "buffer"
     """A buffer of an `nn.Module`."""
     GATHERED = "gathered"
@@ -35,7 +36,7 @@ class Kind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which part of a training step an op belongs to."""
+    """The part of a training step to which an op belongs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,7 +44,7 @@ class Phase(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where training state lives."""
+    """A memory in which parameters or optimizer state can stay between steps."""
 
     DEVICE = "device"
     HOST = "host"
@@ -51,40 +52,41 @@ class Tier(StrEnum):
 
 
 class Update(StrEnum):
-    """When a step updates its parameters."""
+    """The time at which buckets are updated."""
 
     IN_BACKWARD = "in_backward"
-    """Each bucket as soon as its gradient has landed."""
+    """Each bucket is updated as soon as its gradient is complete."""
     AFTER_BACKWARD = "after_backward"
-    """`optimizer.step()` returns when every bucket is updated."""
+    """`optimizer.step()` updates every bucket before it returns."""
     ACROSS_STEPS = "across_steps"
-    """`optimizer.step()` queues what the host updates; whatever reads a bucket waits for the update of that bucket."""
+    """`optimizer.step()` queues the updates of the host. Each reader of a bucket waits for the update of that
+    bucket."""
 
 
 class Kernel(StrEnum):
-    """Whether the values of an op have to be in memory."""
+    """How far a compiler can fuse an op: whether its inputs and results must be in memory."""
 
     OPAQUE = "opaque"
-    """Reads its inputs from memory and writes its results there: a matrix product."""
+    """Inputs and results must be in memory, as of a matrix product."""
     REDUCTION = "reduction"
-    """Writes its results to memory; computes a pointwise input while it reads."""
+    """Results must be in memory. A pointwise input can be computed while it is read."""
     POINTWISE = "pointwise"
-    """The same, and its result can be computed again wherever it is read."""
+    """Neither must be: the result can also be computed again by each reader."""
 
 
 class Saving(StrEnum):
-    """What happens to an activation that the backward reads."""
+    """The treatment of an activation that the backward reads."""
 
     KEEP = "keep"
     """It stays on the device."""
     RECOMPUTE = "recompute"
-    """It is dropped, and computed again where the backward first reads it."""
+    """It is freed, and computed again before its first use in the backward."""
     OFFLOAD = "offload"
-    """It goes to the host, and comes back before the backward reads it."""
+    """It is copied to the host, and back before its first use in the backward."""
 
 
 class Verb(StrEnum):
-    """What one action of a schedule does."""
+    """The kind of an action in a schedule."""
 
     RUN = "run"
     GATHER = "gather"
@@ -99,7 +101,7 @@ class Verb(StrEnum):
 
 
 class Lane(StrEnum):
-    """A resource that runs one thing at a time."""
+    """A resource that does one action at a time."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -115,4 +117,4 @@ ITEM_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
-"""Bytes of an element, by dtype as torch prints it without the prefix."""
+"""Bytes of an element by dtype, named as torch prints it without `torch.`."""

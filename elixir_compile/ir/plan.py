@@ -1,4 +1,4 @@
-"""The waist of the compiler: everything that was decided about one step, as a value."""
+"""The plan: all decisions about a graph, as a value between the planning and the acting half."""
 
 import math
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from elixir_compile.units import format_bytes, format_s
 
 PLAN_FORMAT = 5
 _MOST_CHUNKS = 1024
-"""Each is traced and compiled on its own; the planner asks for at most 64."""
+"""The most chunks of a loss. Each chunk is traced and compiled; the planner asks for at most 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Why one subject got its choice, and what was rejected."""
+    """A choice of the planner, with its reason, its cost in seconds and the rejected options."""
 
     subject: str
     choice: str
@@ -41,13 +41,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the plan expects of one step in steady state."""
+    """The expected times and peaks of a step in steady state."""
 
     step_s: float
     exposed_s: float
-    """Transfer time not covered by compute."""
+    """Seconds of transfers during which compute is idle."""
     hidden_share: float
-    """Share of the transfer time that compute covers, 0 to 1; 1 when nothing is transferred."""
+    """Share of the transfer seconds beside compute, 0 to 1; 1 if nothing is transferred."""
     device_peak_bytes: int
     device_peak_at: OpId
     host_peak_bytes: int
@@ -66,44 +66,44 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where every bucket lives and what every rank does, for one graph and one budget."""
+    """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget."""
 
     name: str
     graph: str
     """Fingerprint of the `StepGraph`."""
     cluster: str
-    """The machine the plan is for: `1 x cpu`."""
+    """The name of the machine: `1 x cpu`."""
     num_copies: int = 1
-    """How many ranks have each part of a bucket; the others have other parts."""
+    """Number of ranks that hold the same part of a bucket: more than 1 for hybrid sharding."""
     budget_bytes: int
     base_bytes: int = 0
-    """Device bytes that training holds outside this graph at every op; counted into the peak, never moved."""
+    """External usage of the device in bytes at every op: counted in the peak, never moved."""
     buckets: tuple[Bucket, ...]
     placements: tuple[Placement, ...]
-    """One per bucket, in the order of `buckets`."""
+    """The placement of each bucket, in the order of `buckets`."""
     activations: tuple[Activations, ...] = ()
-    """What happens to activations; those in none of them are kept."""
+    """Groups of activations with their treatment; activations in no group are kept."""
     loss_chunks: int = 1
-    """Chunks over tokens in which the graph of this plan computes its loss; 1 for the loss as the model has it."""
+    """Number of chunks over tokens in which the graph computes its loss; 1 if the loss is not chunked."""
     update: Update = Update.AFTER_BACKWARD
-    """When buckets are updated."""
+    """The time at which buckets are updated."""
     regions: tuple[Region, ...]
     schedules: tuple[Schedule, ...]
-    """One per rank, or a single one that all ranks share."""
+    """The schedule of each rank, or a single one for all ranks."""
     decisions: tuple[Decision, ...]
     prediction: Prediction
     planner: str = "greedy"
-    """Who chose: the option `planner`."""
+    """The planner that made the plan, as the option `planner` names it."""
     bound_s: float | None = None
-    """Lower bound on the step time of every plan for this problem, where the planner proves one."""
+    """Proved lower bound on the step seconds of every plan for the problem; None if the planner proves none."""
     binding: tuple[str, ...] = ()
-    """What holds the step time up: memory rows and lanes that are full at the optimum of the bound."""
+    """The memories and lanes that limit the bound: they are full at its optimum."""
     gib_saves_s: float | None = None
-    """Seconds per step that one more GiB of device memory would take off the bound."""
+    """Seconds by which one more GiB of device memory lowers the bound."""
     formula: str = ""
-    """Device peak in bytes as a sympy expression of the graph's symbols; empty where no size is symbolic."""
+    """Device peak in bytes as a sympy expression of the graph's symbols; empty if no size is symbolic."""
     symbols: tuple[tuple[str, int], ...] = ()
-    """Each symbol of the graph with the value that was planned for."""
+    """Each symbol of the graph with the value for which the plan was made."""
     format: int = PLAN_FORMAT
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class Plan:
         if total_bytes > MOST_BYTES:
             raise InvalidPlan(f"plan {self.name} counts {total_bytes} bytes; expected at most {MOST_BYTES}.")
         if len(dict(self.symbols)) != len(self.symbols) or any(value < 0 for _, value in self.symbols):
-            raise InvalidPlan(f"plan {self.name} has the symbols {self.symbols}: each once, with 0 or more.")
+            raise InvalidPlan(f"plan {self.name} has the symbols {self.symbols}; expected each once, 0 or more.")
         if min(self.loss_chunks, self.num_copies) < 1:
             raise InvalidPlan(
                 f"plan {self.name} has a loss of {self.loss_chunks} chunks and {self.num_copies} copies of its parts; "
@@ -135,16 +135,16 @@ class Plan:
             raise InvalidPlan(f"plan {self.name} has a bound of {self.bound_s} s; expected a finite number.")
         unknown = set(sizes.symbols_of(self.formula) if self.formula else ()).difference(dict(self.symbols))
         if unknown:
-            raise InvalidPlan(f"plan {self.name} has a formula with {min(unknown)}, which was planned for no value.")
+            raise InvalidPlan(f"plan {self.name} has a formula with the symbol {min(unknown)}, but no value of it.")
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share each bucket: all of them, or those of one copy."""
+        """Number of ranks over which each bucket is sharded: all ranks, or the ranks of a copy."""
         return len(self.buckets[0].shard_numels) if self.buckets else len(self.schedules)
 
     @property
     def gap(self) -> float | None:
-        """Share of the step time that a better plan could save at most; None where no bound is proved."""
+        """Largest share of the step seconds that any other plan could save; None if no bound is proved."""
         if self.bound_s is None or self.prediction.step_s == 0:
             return None
         return max(0.0, 1.0 - self.bound_s / self.prediction.step_s)
@@ -161,7 +161,7 @@ class Plan:
         return "\n".join(lines)
 
     def _head(self) -> list[str]:
-        """The plan's name and what it predicts: exact numbers, with figures for people as comment."""
+        """Return the lines of the name and the prediction: exact numbers, with rounded figures as comments."""
         made, budget = self.prediction, format_bytes(self.budget_bytes)
         seconds = (
             f"{format_s(made.step_s)}, {format_s(made.exposed_s)} exposed, {made.hidden_share:.1%} of transfers hidden"
@@ -181,7 +181,7 @@ class Plan:
         ]
 
     def _certificate(self) -> list[str]:
-        """Who chose, how much better any plan could be, and what holds it up."""
+        """Return the lines of the planner, its bound and gap, and the limits of the bound."""
         bound = "" if self.bound_s is None else f"  bound {real(self.bound_s)}"
         gib = "" if self.gib_saves_s is None else f"  gib saves {real(self.gib_saves_s)}"
         parts = [] if self.gap is None else [f"gap {self.gap:.2%}"]
@@ -195,17 +195,18 @@ class Plan:
         return lines
 
     def placement(self, bucket: BucketId) -> Placement:
-        """Return the placement of `bucket`; KeyError when the plan has no such bucket."""
+        """Return the placement of `bucket`. Raises KeyError if the plan has no such bucket."""
         for placement in self.placements:
             if placement.bucket == bucket:
                 return placement
         raise KeyError(bucket)
 
     def largest_batch(self, symbol: str | None = None, budget_bytes: int | None = None) -> int:
-        """Return the largest value of `symbol` at which the peak of this plan is within `budget_bytes`.
+        """Return the largest value of `symbol` for which the peak of this plan is at most `budget_bytes`.
 
-        The other symbols stay at what was planned for. Without `symbol` it is the only one, without `budget_bytes` the
-        plan's own. 0 when not even 1 fits. Raises InvalidPlan where there is no such symbol, or no largest value.
+        `symbol` may be left out if the peak depends on a single symbol, `budget_bytes` for the budget of the plan. The
+        other symbols keep their planned values. Returns 0 if 1 is too large already. Raises InvalidPlan if the peak
+        does not depend on `symbol`, or on any symbol.
         """
         growing = list(sizes.symbols_of(self.formula)) if self.formula else []
         if not growing:
@@ -229,12 +230,12 @@ class Plan:
 
 
 def _counted_bytes(bucket: Bucket) -> int:
-    """Return the most bytes that one bucket counts with: whole parameters, gradients and state, and flat buffers."""
+    """Return an upper limit of the bytes of a bucket: parameters, gradients, state and flat buffers of all ranks."""
     return bucket.flat_nbytes + 2 * bucket.flat_grad_nbytes + bucket.state_nbytes + bucket.sum_nbytes
 
 
 def bucket_text(bucket: Bucket, placement: Placement) -> str:
-    """Return the line of one bucket and its placement."""
+    """Return the printed line of a bucket and its placement."""
     parts = [
         f"{word(bucket.id):<6}  {word(bucket.dtype)}",
         f"numel {bucket.numel}  bytes {bucket.nbytes}  state {bucket.state_nbytes}",

@@ -1,4 +1,4 @@
-"""What happened in one step, measured or simulated: one type for both, so that a prediction and a run diff directly."""
+"""The spans and peaks of a step. Simulated and measured steps have the same type, so `diff` can compare the two."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One thing that one lane did, in seconds since the step began."""
+    """An action on a lane, with its start and end in seconds since the step began."""
 
     lane: Lane
     label: str
@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One step: its spans, its peaks and how often each verb ran."""
+    """A step: its spans, its peaks in bytes, and the number of actions by verb."""
 
     origin: Origin
     step_s: float
@@ -38,7 +38,7 @@ class Record:
     host_peak_bytes: int
     spans: tuple[Span, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Executed actions by verb: `gather`, `release`, `offload`, `reduce`."""
+    """Number of executed actions by verb: `gather`, `release`, `offload`, `reduce`."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.step_s) and self.step_s >= 0):

@@ -1,4 +1,4 @@
-"""What one rank does in one step, in order."""
+"""Schedules: the regions of a step, and the actions of each rank in order."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from elixir_compile.ir.words import word, words
 
 
 def grad_of(bucket: BucketId) -> str:
-    """Return the name by which a schedule calls the gradient of `bucket`."""
+    """Return the name of the gradient of `bucket` in a schedule."""
     return f"{bucket}.grad"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Consecutive ops of one phase that run as one unit; `first` and `last` are included."""
+    """Consecutive ops of one phase, from `first` to `last`, compiled and run as a unit."""
 
     id: RegionId
     """`fwd.0`, `bwd.3`."""
@@ -31,10 +31,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One line of a schedule.
+    """A line of a schedule.
 
-    `what` is a region for `run`, a bucket for `gather`, `wait`, `release`, `reduce` and `update`, and for `offload`,
-    `prefetch` and their `wait` a group of activations, or the gradient of bucket `b1`, `b1.grad`.
+    `what` is a region for `run`, and a bucket for `gather` and its `wait`, `release`, `reduce` and `update`. For
+    `offload`, `prefetch` and their `wait` it is a group of activations or the gradient of a bucket, as `b1.grad`.
     """
 
     verb: Verb
@@ -52,9 +52,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The actions of one rank, in program order.
+    """The actions of a rank in the order of its program.
 
-    Transfers start no earlier than their place and end at their `wait`.
+    A transfer starts at its action or later, and has ended after its `wait`.
     """
 
     rank: int

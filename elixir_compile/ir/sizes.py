@@ -1,12 +1,12 @@
-"""Sizes that depend on a dynamic dimension: text as sympy prints it, evaluated and written as a sum of products.
+"""Evaluate sizes with dynamic dimensions, given as text in sympy's form, and expand them into sums of products.
 
 ```text
   "4*s0*(s1 - 1) + 4*s0"   terms -> s0*s1: 4
-  "8*Max(1, s0)"           terms -> (8 * Max(1, s0)): 1      no polynomial: the whole text is one opaque term
+  "8*Max(1, s0)"           terms -> (8 * Max(1, s0)): 1      not a polynomial: the text is one opaque term
 ```
 
-Python's own grammar reads the text and only the nodes below are understood, so a file cannot run code: sympy's reader
-calls `eval`. sympy can read what is written here.
+The text is parsed with Python's grammar, and only the nodes below are accepted, so a file cannot run code. (The parser
+of sympy calls `eval`.) sympy can parse the texts written here.
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any
 from elixir_compile.errors import InvalidPlan
 
 Terms = tuple[tuple[str, int], ...]
-"""(product of symbols, coefficient) of a sum, the highest degree first; the product of the constant is empty."""
+"""The terms of a sum as (product of symbols, coefficient), highest degree first; the constant has the product `""`."""
 
 _Number = int | Fraction
 _Polynomial = dict[tuple[str, ...], int]
@@ -29,17 +29,17 @@ _MAX_VALUE = 1 << 62
 _MAX_NUMBER = (1 << 63) - 1
 """The largest number in a text: bytes are added up in 64 bits."""
 _MAX_BITS = 4096
-"""Of any number on the way to a value: the product of 64 symbols has fewer."""
+"""The most bits of an intermediate result; a product of 64 symbols has fewer."""
 _MAX_LENGTH = 1 << 20
-"""Characters of a text; the longest formula of a peak that a capture has made had 4,000."""
+"""The most characters of a text; the longest formula of a peak seen so far had 4,000."""
 _MAX_DEPTH = 200
-"""Nested operations: each is a call of Python's, which allows 1,000 in all."""
+"""The most nested operations: each is a nested Python call, and Python allows 1,000."""
 _MAX_DEGREE = 64
-"""Symbols multiplied with one another; sizes of tensors have five."""
+"""The most symbols in a product; sizes of tensors have five."""
 _MAX_STEPS = 1 << 17
-"""Products made to expand a text, 0.1 s; sizes of tensors need some ten."""
+"""The most products computed to expand a text, about 0.1 s; sizes of tensors need about ten."""
 
-# Those of sympy and those that torch adds to it for the sizes of tensors.
+# The functions of sympy and of torch.utils._sympy that occur in sizes of tensors.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "Abs": abs,
     "CeilDiv": lambda a, b: -(-a // b),
@@ -69,11 +69,11 @@ _OPERATORS: Mapping[type[ast.operator], Callable[..., Any]] = {
 
 
 class _NotPolynomialError(Exception):
-    """An expression that is no sum of products of symbols."""
+    """The expression is not a sum of products of symbols."""
 
 
 def evaluate(text: str, values: Mapping[str, int]) -> int:
-    """Return the size at `values`; InvalidPlan when a symbol has none, or the size is no whole number."""
+    """Return the size at `values` of its symbols. Raises InvalidPlan if a value is missing or the size is not whole."""
     try:
         number = _number(_parsed(text), values)
     except (ZeroDivisionError, KeyError, TypeError, OverflowError) as error:
@@ -84,7 +84,7 @@ def evaluate(text: str, values: Mapping[str, int]) -> int:
 
 
 def check_text(text: str) -> None:
-    """Raise InvalidPlan unless `text` is a size that is expanded and evaluated in a moment."""
+    """Raise InvalidPlan if `text` is not a size, or takes too many steps to expand."""
     terms(text)
 
 
@@ -98,7 +98,7 @@ def symbols_of(text: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def terms(text: str) -> Terms:
-    """Return `text` as a sum of products; one opaque term where it is no polynomial."""
+    """Return `text` as a sum of products, or as an opaque term if it is not a polynomial."""
     parsed = _parsed(text)
     try:
         expanded = _Expansion(text).of(parsed)
@@ -109,7 +109,8 @@ def terms(text: str) -> Terms:
 
 
 def sum_text(summands: Iterable[tuple[str, int]]) -> str:
-    """Return the sum of `summands`, (product, coefficient) each, as text: `4*s0*s1 - 8`; those of 0 are left out."""
+    """Return the sum of `summands`, pairs of product and coefficient, as text: `4*s0*s1 - 8`. Zero terms are left
+    out."""
     parts: list[str] = []
     for product, coefficient in summands:
         if coefficient == 0:
@@ -122,17 +123,18 @@ def sum_text(summands: Iterable[tuple[str, int]]) -> str:
 
 
 def canonical(text: str, names: Mapping[str, str] | None = None) -> str:
-    """Return the one text of all that expand to the same sum, its symbols renamed by `names`."""
+    """Return a text that is equal for all texts with the same expansion, with symbols renamed by `names`."""
     if names:
         text = re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found.group(), found.group()), text)
     return sum_text(terms(text))
 
 
 def largest(text: str, symbol: str, values: Mapping[str, int], limit_bytes: int) -> int | None:
-    """Return the largest value of `symbol` at which the size is at most `limit_bytes`, the others at `values`.
+    """Return the largest value of `symbol` for which the size is at most `limit_bytes`; other symbols have `values`.
 
-    0 when not even 1 is, None when every value is. Exact for sizes that do not shrink as the symbol grows, as bytes do
-    not: bisection on whole numbers, where a root of the polynomial would have to be rounded.
+    Returns 0 if the size is above the limit at 1 already, and None if it is within the limit at every value. The result
+    is exact for sizes that do not shrink as the symbol grows, which holds for bytes: it is found by bisection on whole
+    numbers, because a root of the polynomial would have to be rounded.
     """
 
     def fits(value: int) -> bool:
@@ -151,13 +153,13 @@ def largest(text: str, symbol: str, values: Mapping[str, int], limit_bytes: int)
 
 @functools.lru_cache(maxsize=4096)
 def _parsed(text: str) -> ast.expr:
-    """Return the tree of `text`; InvalidPlan when it is no size, or one that no tensor has."""
+    """Return the syntax tree of `text`. Raises InvalidPlan if it is not a size, or beyond the limits above."""
     if len(text) > _MAX_LENGTH:
         raise InvalidPlan(f"the size {_shown(text)} has {len(text)} characters; expected at most {_MAX_LENGTH}.")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidPlan(f"the size {_shown(text)} is no expression.") from error
+        raise InvalidPlan(f"the size {_shown(text)} is not an expression.") from error
     _check_depth(text, tree)
     for node in ast.walk(tree):
         if not _is_known(node):
@@ -169,7 +171,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _check_depth(text: str, tree: ast.expr) -> None:
-    """Raise InvalidPlan where operations are nested deeper than can be followed."""
+    """Raise InvalidPlan if operations are nested more than `_MAX_DEPTH` deep."""
     level: list[ast.AST] = [tree]
     for _ in range(_MAX_DEPTH):
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -179,7 +181,7 @@ def _check_depth(text: str, tree: ast.expr) -> None:
 
 
 def _degree(node: ast.AST) -> int:
-    """Return how many symbols are multiplied with one another in `node`, at most."""
+    """Return the largest number of symbols in a product of `node`."""
     match node:
         case ast.Name():
             return 1
@@ -191,7 +193,7 @@ def _degree(node: ast.AST) -> int:
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of `text`, quoted, for an error."""
+    """Return the first 200 characters of `text`, quoted, for an error."""
     return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 
@@ -224,22 +226,25 @@ def _number(node: ast.expr, values: Mapping[str, int]) -> _Number:
 
 
 def _small(number: _Number) -> _Number:
-    """Return `number`; OverflowError for one that no size of a tensor comes near."""
+    """Return `number`. Raises OverflowError if it has more than `_MAX_BITS` bits."""
     if max(number.numerator.bit_length(), number.denominator.bit_length()) > _MAX_BITS:
         raise OverflowError(f"a number of more than {_MAX_BITS} bits")
     return number
 
 
 class _Expansion:
-    """One text on its way to a sum of products, with the steps that it has taken."""
+    """Expands a text into a sum of products, and counts the steps."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._num_steps = 0
 
     def of(self, node: ast.expr) -> _Polynomial:
-        """Return the sum of products that `node` is; `_NotPolynomialError` where it is none, InvalidPlan where it
-        takes too many steps."""
+        """Return `node` as a sum of products.
+
+        Raises _NotPolynomialError if it is not a sum of products, and InvalidPlan if expanding takes more than
+        `_MAX_STEPS`.
+        """
         match node:
             case ast.Constant(value=int(value)):
                 return {(): value}
@@ -264,16 +269,16 @@ class _Expansion:
     def _times(self, left: _Polynomial, right: _Polynomial) -> _Polynomial:
         self._take(len(left) * len(right))
         product: _Polynomial = {}
-        for one, times in left.items():
-            for other, coefficient in right.items():
-                factors = tuple(sorted((*one, *other)))
-                product[factors] = product.get(factors, 0) + times * coefficient
+        for left_factors, left_coefficient in left.items():
+            for right_factors, right_coefficient in right.items():
+                factors = tuple(sorted((*left_factors, *right_factors)))
+                product[factors] = product.get(factors, 0) + left_coefficient * right_coefficient
         return product
 
     def _take(self, num_steps: int) -> None:
         self._num_steps += num_steps
         if self._num_steps > _MAX_STEPS:
-            raise InvalidPlan(f"the size {_shown(self._text)} has too many products when it is expanded.")
+            raise InvalidPlan(f"the size {_shown(self._text)} has too many products to expand.")
 
 
 def _product(factors: tuple[str, ...]) -> str:

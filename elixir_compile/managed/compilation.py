@@ -232,7 +232,7 @@ class Compilation:
 
     def begin_forward(self, args: list[Any]) -> None:
         """Before a forward: plan anew and move parameters where that is due."""
-        self._executor.take_in_replaced()
+        self._executor.adopt_replaced()
         if self.is_inference:
             for other in self._executor.compilations:
                 other._profiler.restart()  # It runs the same buckets, and regions of the same labels.
@@ -257,8 +257,8 @@ class Compilation:
 
     def _run_backward(self, args: list[Any]) -> Any:
         ticket = args[self._ticket_at]
-        self.outstanding.note_waiting(self._executor.saved.waiting(leaving_out=ticket))
-        self._executor.saved.bring_back(ticket)
+        self.outstanding.note_waiting(self._executor.saved.outstanding_owners(leaving_out=ticket))
+        self._executor.saved.restore(ticket)
         try:
             self._variants.begin_backward(ticket)
             return self._backward_of(ticket).forward(args)
@@ -279,7 +279,7 @@ class Compilation:
             self._progress.measured(self.plan, stats)
             self._stats = stats if self.may_replan() else None
         # Parameters do not move while a forward still waits for its backward.
-        if self._stats is not None and not self._executor.saved.waiting():
+        if self._stats is not None and not self._executor.saved.outstanding_owners():
             stats, self._stats = self._stats, None
             if self._executor.generation == self._generation:
                 self._learn(stats)
@@ -374,7 +374,7 @@ class Compilation:
         executor = self._executor
         has_company = not self.is_inference and executor.saved.held_bytes() > self.beside_bytes
         if has_company and self.outstanding.takes_turns:
-            has_company = not executor.saved.make_room()
+            has_company = not executor.saved.offload_outstanding()
         is_moved, may_adopt = executor.generation != self._generation, self._generation < 0
         may_stay = not is_moved or executor.agrees(self.plan.buckets, self.plan.placements, may_adopt=may_adopt)
         return bool(self._sizes.grown(self._captured, args)) or has_company or not may_stay

@@ -44,7 +44,7 @@ def with_room(executor: Executor, reserved_bytes: int, plan: Callable[[ExternalU
     try:
         return plan(ExternalUsage(waiting_bytes=waiting_bytes))
     except NoFeasiblePlan:
-        if not any_of_all(executor, executor.saved.make_room(), "room that was made"):
+        if not any_of_all(executor, executor.saved.offload_outstanding(), "room that was made"):
             raise
     executor.is_crowded = True
     return plan(ExternalUsage(waiting_bytes=executor.saved.held_bytes()))
@@ -87,7 +87,7 @@ class OutstandingForwards:
     def begin(self) -> None:
         """Before a forward: plan anew what was crowded, once nothing waits."""
         executor = self._executor
-        waiting = executor.saved.waiting()
+        waiting = executor.saved.outstanding_owners()
         records: list[Compilation] = [record for record in executor.compilations if record.outstanding.is_part]
         if records and executor.is_crowded and not waiting:
             executor.is_crowded = False

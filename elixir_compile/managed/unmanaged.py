@@ -37,7 +37,7 @@ def stop_managing(executor: Executor, whole: Iterable[tuple[Slot, str]]) -> list
         if slot.is_dtensor:
             raise UnsupportedModel(slot.name, f"{reason}, and several ranks share it. Do that outside of the forward")
         readers = [record for record in records if slot.name in record.reads]
-        if readers and executor.saved.waiting():
+        if readers and executor.saved.outstanding_owners():
             raise UnsupportedModel(
                 slot.name,
                 f"{reason}, and another graph, which waits for its backward, gathers it. Call the compiled model once "

@@ -118,7 +118,7 @@ class PlanVariants:
 
     def _doing(self) -> str:
         """Return in words where this rank is in its step."""
-        waiting = self._executor.saved.waiting()
+        waiting = self._executor.saved.outstanding_owners()
         before = [record.outstanding.place for record in self._executor.compilations if record in waiting]
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
         return f"is about to run {self._name}{behind}"

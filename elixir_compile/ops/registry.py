@@ -40,9 +40,13 @@ class GradientSink(Protocol):
 class SlotOwner(Protocol):
     """What a slot needs of its executor."""
 
-    gradients: GradientSink
     generation: int
     """Grows when parameters move."""
+
+    @property
+    def gradients(self) -> GradientSink:
+        """Takes the gradients of the executor's parameters."""
+        ...
 
     def check_same_op(self, slot: "Slot") -> None:
         """Return when every rank is about to gather the slot's parameter; RanksDiffer where one does something else."""

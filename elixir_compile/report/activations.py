@@ -1,7 +1,7 @@
-"""What a plan does with activations, as values: by layer and group, by region, and summed up.
+"""Collect facts about the activations of a plan as values: by layer and group, by region, and in sum.
 
-Seconds are those of the planner's decision, which is about a whole layer. Without the graph nothing here knows which
-ops run again, nor which groups the forward would not save by itself.
+Seconds belong to the planner's decision about a whole layer. Only with the graph it is known which ops run again, and
+which groups the forward saves only for them.
 """
 
 from bisect import bisect_right
@@ -26,17 +26,17 @@ SAID: Mapping[Saving, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingAnswer:
-    """All activations that are treated alike."""
+    """The sum of all activations with the same treatment."""
 
     saving: Saving
     nbytes: int
     num_layers: int
-    """Layers with any of them."""
+    """Number of layers with such activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """Ops of the forward that run again in one region, for the sake of one group."""
+    """Number of forward ops that run again in a region to recompute a group."""
 
     group: GroupId
     region: RegionId
@@ -45,32 +45,33 @@ class Again:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAnswer:
-    """What happens to the activations of one layer and one class."""
+    """The treatment of a group of activations."""
 
     group: Activations
     moves: tuple[Move, ...]
-    """The offload and the prefetch, where it is offloaded."""
+    """The offload and the prefetch of the group, if it is offloaded."""
     again: tuple[Again, ...] | None
-    """The regions in which it is computed again, in the order of the step; None where the graph was not given."""
+    """The regions in which the group is recomputed, in order; None if the graph was not given."""
     is_saved: bool | None
-    """Whether the forward saves it in any case, or only since ops that run again read it; None as above."""
+    """True if the capture saves the group, False if it is saved only for ops that run again; None without the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAnswer:
-    """What happens to the activations of one layer, and why."""
+    """The treatment of the activations of a layer, and the decisions about it."""
 
     layer: str
     groups: tuple[GroupAnswer, ...]
-    """Those that were asked about."""
+    """The groups in question."""
     num_groups: int
-    """All of the layer."""
+    """Number of all groups of the layer."""
     decisions: tuple[Decision, ...]
-    """About the layer as a whole."""
+    """Decisions about the layer."""
 
 
 def layer_of_group(group: GroupId) -> str:
-    """Return the layer in `transformer.h.3.matmul`; what has no class is a layer of its own."""
+    """Return the layer of a group: `transformer.h.3` for `transformer.h.3.matmul`. Without a dot it is the whole
+    name."""
     return group.rpartition(".")[0] or group
 
 
@@ -80,7 +81,7 @@ def layers_of_plan(plan: Plan) -> frozenset[str]:
 
 
 def saving_answers(plan: Plan) -> tuple[SavingAnswer, ...]:
-    """Return bytes and layers by what happens to activations; nothing for a plan that keeps all."""
+    """Return bytes and layers of activations by treatment; empty for a plan that keeps all."""
     found: list[SavingAnswer] = []
     for saving in Saving if plan.activations else ():
         own = [group for group in plan.activations if group.saving is saving]
@@ -91,12 +92,14 @@ def saving_answers(plan: Plan) -> tuple[SavingAnswer, ...]:
 
 
 def savings_text(plan: Plan) -> str:
-    """Return `210 MiB kept, 400 MiB recomputed`; empty for a plan that keeps all."""
-    return ", ".join(f"{format_bytes(one.nbytes)} {SAID[one.saving]}" for one in saving_answers(plan) if one.nbytes)
+    """Return the bytes by treatment, as `210 MiB kept, 400 MiB recomputed`; empty for a plan that keeps all."""
+    return ", ".join(
+        f"{format_bytes(found.nbytes)} {SAID[found.saving]}" for found in saving_answers(plan) if found.nbytes
+    )
 
 
 def layer_answers(plan: Plan, groups: Sequence[Activations], graph: StepGraph | None) -> tuple[LayerAnswer, ...]:
-    """Return what there is to say about `groups`, by layer; with the graph of the plan also what runs again where."""
+    """Return the facts about `groups` by layer; with the graph of the plan also the regions that recompute them."""
     again = None if graph is None else recomputed(plan, graph)
     saved = None if graph is None else saved_storages(graph)
     by_layer: dict[str, list[GroupAnswer]] = {}
@@ -104,7 +107,7 @@ def layer_answers(plan: Plan, groups: Sequence[Activations], graph: StepGraph | 
         found = GroupAnswer(
             group=group,
             moves=moves_of(plan, (group.id,)),
-            again=None if again is None else tuple(one for one in again if one.group == group.id),
+            again=None if again is None else tuple(part for part in again if part.group == group.id),
             is_saved=None if saved is None else saved.issuperset(group.storages),
         )
         by_layer.setdefault(layer_of_group(group.id), []).append(found)
@@ -120,9 +123,10 @@ def layer_answers(plan: Plan, groups: Sequence[Activations], graph: StepGraph | 
 
 
 def recomputed(plan: Plan, graph: StepGraph) -> tuple[Again, ...]:
-    """Return how many ops run again in each region, by the group for whose sake: that of the next recomputed storage.
+    """Return the number of ops that run again in each region, by the group that they recompute.
 
-    What an op makes for several groups counts for the first of them.
+    An op without a result in any group counts for the group of the next op with one. An op with results in several
+    groups counts for the first.
     """
     index = {op.id: number for number, op in enumerate(as_run(graph, plan.activations).ops)}
     firsts = [index[region.first] for region in plan.regions]
@@ -141,8 +145,7 @@ def recomputed(plan: Plan, graph: StepGraph) -> tuple[Again, ...]:
 
 
 def moving_at(plan: Plan, region: RegionId, verb: Verb) -> tuple[Activations, ...]:
-    """Return the groups whose copy to the host begins after `region` (`offload`), or has to be back for it
-    (`prefetch`)."""
+    """Return the groups whose offload is issued after `region`, or whose prefetch is waited for before it."""
     return tuple(
         group
         for group in plan.activations

@@ -1,4 +1,4 @@
-"""What a plan says about one of its buckets or regions, or about itself, as values that a text or JSON is made of."""
+"""Collect facts of a plan, of a bucket or of a region as values, from which `explain` makes text or JSON."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,48 +24,48 @@ from elixir_compile.report.subject import Move, Subject, actions_of, moves_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketAnswer:
-    """What happens to one bucket, and why."""
+    """The home, moves and bytes of a bucket, and the decisions about it."""
 
     bucket: Bucket
     placement: Placement
     asked: tuple[StorageId, ...]
-    """Its parameters that were asked about; empty where the bucket itself was."""
+    """The parameters of the bucket that were asked about; empty if the bucket itself was."""
     decisions: tuple[Decision, ...]
     passed_over: tuple[str, ...]
-    """Moves of this bucket that were rejected for those of others."""
+    """Choices for this bucket that were rejected for choices of other buckets."""
     moves: tuple[Move, ...]
     always_bytes: int
-    """What it holds on the device all through the step."""
+    """Bytes on the device during the whole step."""
     copy_bytes: int
-    """What it holds there besides while its parameters are gathered."""
+    """Further bytes on the device while the parameters are gathered."""
     peak_bytes: Mapping[Kind, int] | None
-    """What it holds at the step's peak, by kind; None where the graph was not given."""
+    """Bytes at the peak of the step by kind; None if the graph was not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionAnswer:
-    """What one region runs, what comes right before and after it, and how full the device is meanwhile."""
+    """The ops of a region, the actions just before and after it, and its peak."""
 
     region: Region
     on_host: int
-    """Buckets it reads whose parameters live on the host."""
+    """Number of buckets that it reads with parameters on the host."""
     before: tuple[str, ...]
     after: tuple[str, ...]
     leaving: tuple[Activations, ...]
-    """Activations whose way to the host begins right after it."""
+    """Activations whose offload is issued right after the region."""
     returning: tuple[Activations, ...]
-    """Activations that have to be back on the device for it."""
+    """Activations whose prefetch is waited for right before the region."""
     num_ops: int | None
-    """None, as the next two, where the graph was not given."""
+    """None, like the next two fields, if the graph was not given."""
     peak_bytes: int | None
-    """Most bytes live on the device while it runs."""
+    """The most live bytes on the device while the region runs."""
     again: tuple[Again, ...] | None
-    """Ops of the forward that run again in it."""
+    """Forward ops that run again in the region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """The whole plan in figures."""
+    """The figures of a whole plan."""
 
     name: str
     cluster: str
@@ -79,29 +79,29 @@ class PlanAnswer:
     gib_saves_s: float | None
     formula: str
     update: Update
-    """When buckets are updated."""
+    """The time at which buckets are updated."""
     disk_bytes: int
-    """Optimizer state on disk."""
+    """Bytes of optimizer state on disk."""
     num_streamed: int
-    """Buckets whose state travels to the device for the update."""
+    """Number of buckets with streamed updates."""
     num_buckets: Mapping[str, int]
-    """Buckets by where they live, in words."""
+    """Number of buckets by their homes, in words."""
     activations: tuple[SavingAnswer, ...]
-    """What happens to activations; nothing where all are kept."""
+    """Bytes and layers of activations by treatment; empty if all are kept."""
     num_regions: int
     counts: Mapping[Verb, int]
-    """Actions of one rank by verb."""
+    """Number of actions of a rank by verb."""
     decisions: tuple[Decision, ...]
-    """Those about no single bucket or layer."""
+    """Decisions about more than a single bucket or layer."""
     num_moved: int
-    """Buckets with a decision of their own."""
+    """Number of buckets with a decision of their own."""
     num_layers: int
-    """Layers with a decision about their activations."""
+    """Number of layers with a decision about their activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """All that was asked: either the plan, or a region, or buckets and the activations of layers."""
+    """The answer to a question about `subject`: the plan, or a region, or buckets and activations of layers."""
 
     subject: str
     plan: PlanAnswer | None = None
@@ -111,7 +111,7 @@ class Answer:
 
 
 def plan_answer(plan: Plan) -> PlanAnswer:
-    """Return what there is to say about the whole plan."""
+    """Return the figures of `plan`."""
     ids = {bucket.id for bucket in plan.buckets}
     layers = layers_of_plan(plan)
     decided = {decision.subject for decision in plan.decisions}
@@ -144,7 +144,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
 
 
 def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph | None) -> BucketAnswer:
-    """Return what there is to say about `bucket`; with the graph of the plan also what it holds at the peak."""
+    """Return the facts about `bucket`; with the graph of the plan also its bytes at the peak."""
     placement = plan.placement(bucket.id)
     is_kept = placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
     own = tuple(decision for decision in plan.decisions if decision.subject == bucket.id)
@@ -171,7 +171,7 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
 
 
 def region_answer(plan: Plan, region: Region, graph: StepGraph | None) -> RegionAnswer:
-    """Return what there is to say about `region`; with the graph of the plan also how much is live in it."""
+    """Return the facts about `region`; with the graph of the plan also its ops and its peak."""
     actions = actions_of(plan)
     at = next((i for i, action in enumerate(actions) if action.verb is Verb.RUN and action.what == region.id), None)
     num_ops = peak_bytes = again = None
@@ -179,7 +179,7 @@ def region_answer(plan: Plan, region: Region, graph: StepGraph | None) -> Region
         timeline = plan_timeline(graph, plan)
         first, last = timeline.ops.index(region.first), timeline.ops.index(region.last)
         num_ops, peak_bytes = last + 1 - first, max(timeline.live_bytes[first : last + 1])
-        again = tuple(one for one in recomputed(plan, graph) if one.region == region.id)
+        again = tuple(found for found in recomputed(plan, graph) if found.region == region.id)
     return RegionAnswer(
         region=region,
         on_host=sum(plan.placement(bucket).param is Tier.HOST for bucket in region.buckets),
@@ -194,7 +194,7 @@ def region_answer(plan: Plan, region: Region, graph: StepGraph | None) -> Region
 
 
 def home_text(bucket: Bucket, placement: Placement) -> str:
-    """Return where a bucket lives: `parameters on the device, optimizer state on the host`."""
+    """Return the homes of a bucket in words: `parameters and gradients on the device, optimizer state on the host`."""
     if not bucket.trainable:
         return f"frozen parameters on the {placement.param}"
     if placement.param is placement.optim:
@@ -203,7 +203,7 @@ def home_text(bucket: Bucket, placement: Placement) -> str:
 
 
 def _shared(plan: Plan) -> tuple[Decision, ...]:
-    """The decisions about no single bucket or layer."""
+    """Return the decisions about more than a single bucket or layer."""
     single = {*layers_of_plan(plan), *(bucket.id for bucket in plan.buckets)}
     return tuple(decision for decision in plan.decisions if decision.subject not in single)
 
@@ -214,7 +214,7 @@ def _until_run(actions: Sequence[Action]) -> list[str]:
 
 
 def _peak_bytes(plan: Plan, bucket: Bucket, graph: StepGraph) -> Mapping[Kind, int]:
-    """Bytes by kind at the peak less those with the bucket and its gradients weighing nothing."""
+    """Return the bytes of `bucket` at the peak by kind: the difference of the timelines with and without it."""
     empty = replace(bucket, nbytes=0, state_nbytes=0)
     without = replace(plan, buckets=tuple(empty if other.id == bucket.id else other for other in plan.buckets))
     storages = tuple(replace(s, nbytes=0) if s.of in bucket.params else s for s in graph.storages)

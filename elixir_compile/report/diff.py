@@ -1,4 +1,4 @@
-"""Two plans, or a plan and what a step took -> what is different.
+"""Compare two plans, or a plan with the record of a step, and write the differences as a table.
 
 ```text
 plans differ
@@ -23,14 +23,15 @@ from elixir_compile.report.text import table_text
 from elixir_compile.units import format_bytes, format_s
 
 TOLERANCE = 0.1
-"""Share by which seconds and bytes may differ from the plan before they are flagged; counts must be equal."""
+"""Seconds and bytes of a step are flagged if they differ from the plan by more than this share; counts, if they differ
+at all."""
 
 Figure = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that two plans say differently."""
+    """A figure that differs between two plans."""
 
     what: str
     first: Figure
@@ -39,56 +40,59 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """What differs between two plans, nothing else."""
+    """The differences between two plans."""
 
     is_equal: bool
-    """Whether the plans are equal in every field, also those that are not compared one by one."""
+    """True if the plans are equal in all fields, also in fields that have no change listed here."""
     header: tuple[Change, ...]
     buckets: tuple[Change, ...]
     activations: tuple[Change, ...]
-    """Bytes by what happens to them, then groups that are treated differently."""
+    """Bytes of activations by treatment, then the groups with different treatment."""
     counts: tuple[Change, ...]
-    """Actions of one rank by verb."""
+    """Number of actions of a rank by verb."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One figure, planned and measured."""
+    """A figure, planned and measured."""
 
     what: str
     planned: int | float
     measured: int | float
     ratio: float | None
-    """Measured over planned; None where nothing was planned."""
+    """Measured over planned; None if the planned figure is 0."""
     is_off: bool
+    """True if the figures differ by more than the tolerance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDiff:
-    """A plan beside the record of a step."""
+    """The comparison of a plan with the record of a step, simulated or measured (`origin`)."""
 
     origin: str
     comparisons: tuple[Comparison, ...]
 
 
 def diff(first: Plan, second: Plan | Record) -> str:
-    """Return what differs between two plans, or a plan beside what a step took, as a table."""
+    """Return a table of the differences between two plans, or of planned and measured figures.
+
+    `first` is a plan. `second` is a plan, or the record of a step.
+    """
     return diff_text(difference(first, second))
 
 
 def difference(first: Plan, second: Plan | Record) -> PlanDiff | RunDiff:
-    """Return what `diff` says, as a value."""
+    """Return the result of `diff` as a value."""
     return run_diff(first, second) if isinstance(second, Record) else plan_diff(first, second)
 
 
 def diff_text(found: PlanDiff | RunDiff) -> str:
-    """Return the difference as a table."""
+    """Return `found` as a table."""
     return _run_diff_text(found) if isinstance(found, RunDiff) else _plan_diff_text(found)
 
 
 def plan_diff(first: Plan, second: Plan) -> PlanDiff:
-    """Return what differs: the header, buckets by parameters and placement, what happens to activations,
-    and how often each verb is used."""
+    """Return the differences in the head, the buckets and placements, the activations, and the number of actions."""
     header = [Change(what=what, first=of(first), second=of(second)) for what, of in _HEADER.items()]
     planned, other = _counts(first), _counts(second)
     counts = [
@@ -104,7 +108,7 @@ def plan_diff(first: Plan, second: Plan) -> PlanDiff:
 
 
 def run_diff(plan: Plan, record: Record) -> RunDiff:
-    """Return the plan's figures beside those of `record`; what is off by more than `TOLERANCE` is flagged."""
+    """Return the figures of `plan` and of `record`; differences of more than `TOLERANCE` are flagged."""
     made = plan.prediction
     pairs = (
         ("step_s", made.step_s, record.step_s),
@@ -119,7 +123,7 @@ def run_diff(plan: Plan, record: Record) -> RunDiff:
 
 
 def _plan_diff_text(found: PlanDiff) -> str:
-    """Return the differences as a table; equal plans in one line."""
+    """Return the differences as a table, or a sentence if there are none."""
     rows = [
         (change.what, _figure_text(change.what, change.first), _figure_text(change.what, change.second))
         for change in (*found.header, *found.buckets, *found.activations, *found.counts)
@@ -127,23 +131,23 @@ def _plan_diff_text(found: PlanDiff) -> str:
     if found.is_equal:
         return "the plans are equal"
     if not rows:
-        return "the plans place and count the same; regions, the order of actions, or decisions differ"
+        return "the plans have the same placements and counts; their regions, the order of actions, or decisions differ"
     return "the plans differ\n" + table_text(("", "first", "second"), rows)
 
 
 def _run_diff_text(found: RunDiff) -> str:
-    """Return planned and measured figures as a table, flagged where they are off."""
+    """Return planned and measured figures as a table, with a mark on figures that are off."""
     rows = [
         (
-            one.what,
-            _figure_text(one.what, one.planned),
-            _figure_text(one.what, one.measured),
-            "" if one.ratio is None else f"{one.ratio:.2f}",
-            "<-- off" if one.is_off else "",
+            pair.what,
+            _figure_text(pair.what, pair.planned),
+            _figure_text(pair.what, pair.measured),
+            "" if pair.ratio is None else f"{pair.ratio:.2f}",
+            "<-- off" if pair.is_off else "",
         )
-        for one in found.comparisons
+        for pair in found.comparisons
     ]
-    num_off = sum(one.is_off for one in found.comparisons)
+    num_off = sum(pair.is_off for pair in found.comparisons)
     verdict = f"{num_off} of {len(rows)} figures are off" if num_off else "as planned"
     return f"{verdict}\n" + table_text(("", "planned", found.origin, "ratio", ""), rows)
 
@@ -185,8 +189,8 @@ def _bucket_changes(first: Plan, second: Plan) -> list[Change]:
     changes: list[Change] = []
     for bucket in dict.fromkeys((*before, *after)):
         if bucket not in before or bucket not in after:
-            here, there = ("there" if bucket in side else "not there" for side in (before, after))
-            changes.append(Change(what=bucket, first=here, second=there))
+            in_first, in_second = ("present" if bucket in side else "absent" for side in (before, after))
+            changes.append(Change(what=bucket, first=in_first, second=in_second))
             continue
         changes += [
             Change(what=f"{bucket} {what}", first=figure, second=after[bucket][what])
@@ -213,23 +217,23 @@ def _bucket_figures(plan: Plan) -> Mapping[str, Mapping[str, Figure]]:
 
 
 def _activation_changes(first: Plan, second: Plan) -> list[Change]:
-    """A group that a plan does not list is kept there, so it differs only from one that is not."""
+    """Return the differences in activations. A group that a plan does not list is kept by that plan."""
     before, after = _saved_figures(first), _saved_figures(second)
     changes = [Change(what=what, first=before[what], second=after[what]) for what in _SAVED_BYTES.values()]
-    ways = [{group.id: group.saving for group in made.activations} for made in (first, second)]
-    for group in dict.fromkeys((*ways[0], *ways[1])):
-        here, there = (own.get(group) for own in ways)
-        if (here or Saving.KEEP) is not (there or Saving.KEEP):
-            told = [_NOT_LISTED if saving is None else saving.value for saving in (here, there)]
-            changes.append(Change(what=group, first=told[0], second=told[1]))
+    savings = [{group.id: group.saving for group in made.activations} for made in (first, second)]
+    for group in dict.fromkeys((*savings[0], *savings[1])):
+        first_saving, second_saving = (saving_of.get(group) for saving_of in savings)
+        if (first_saving or Saving.KEEP) is not (second_saving or Saving.KEEP):
+            texts = [_NOT_LISTED if saving is None else saving.value for saving in (first_saving, second_saving)]
+            changes.append(Change(what=group, first=texts[0], second=texts[1]))
     return changes
 
 
 def _saved_figures(plan: Plan) -> Mapping[str, Figure]:
-    """Bytes by what happens to them; a plan that keeps everything does not know how much that is."""
+    """Return bytes of activations by treatment. A plan that keeps all does not list their bytes."""
     if not plan.activations:
         return {_SAVED_BYTES[saving]: "all" if saving is Saving.KEEP else 0 for saving in Saving}
-    return {_SAVED_BYTES[one.saving]: one.nbytes for one in saving_answers(plan)}
+    return {_SAVED_BYTES[found.saving]: found.nbytes for found in saving_answers(plan)}
 
 
 def _figure_text(what: str, figure: Figure) -> str:
@@ -238,7 +242,7 @@ def _figure_text(what: str, figure: Figure) -> str:
     if isinstance(figure, bool):
         return "yes" if figure else "no"
     if isinstance(figure, str):
-        # The whole text is in the value; a table shows where a long one begins and ends.
+        # The table shows the begin and the end of a long text; the value holds all of it.
         return figure if len(figure) <= _WIDTH else f"{figure[: _WIDTH // 2]} ... {figure[-_WIDTH // 2 :]}"
     if what in _SECONDS:
         return format_s(figure)

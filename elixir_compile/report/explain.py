@@ -1,11 +1,10 @@
-"""A plan and a name -> why things are as they are: where a bucket lives, what happens to a layer's activations, who
-decided it, what was rejected.
+"""Explain a plan, or a part of it by name: homes of buckets, treatment of activations, decisions, rejected choices.
 
 ```text
 b3  11 parameters, 7087872 elements of float32
   size      27.0 MiB of parameters, 54.1 MiB of optimizer state
   lives     parameters, gradients and optimizer state on the host
-  copy      gathered for each use, released after it
+  copy      gathered for each use, then released
   why       param host  optim host: device short by 3.1 GiB at bwd.mm_2; costs 0 s, saves 81.1 MiB
   rejected  b2 param host  optim host (saves 81.1 MiB, costs 1.2 ms)
   schedule  gather for fwd.3, 2 regions ahead
@@ -47,18 +46,18 @@ _MOST_NAMES = 6
 
 
 def explain(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> str:
-    """Return why `subject` is where it is and what was rejected, as text.
+    """Return a text with the homes, moves and bytes of `subject`, the decisions about it, and rejected choices.
 
     `subject` is a bucket (`b3`), a region (`fwd.2`), a parameter, a group of activations (`layers.3.matmul`), or a part
-    of module paths (`layers.3`); left out, the whole plan. With the `graph` of the plan the text also says what is live
-    at the peak and where activations are computed again. Raises `UnknownSubject` with the nearest names, and
-    `PlanMismatch` for another graph.
+    of module paths (`layers.3`); without it the text is about the whole plan. With the `graph` of the plan the text
+    also has the bytes at the peak, and the regions in which activations are recomputed. Raises UnknownSubject with the
+    nearest names if nothing is found, and PlanMismatch if `graph` is another graph.
     """
     return answer_text(answer(plan, subject, graph), plan.prediction.device_peak_at)
 
 
 def answer(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> Answer:
-    """Return what `explain` says, as a value."""
+    """Return the result of `explain` as a value."""
     if graph is not None and plan.graph != fingerprint(graph):
         raise PlanMismatch("graph", plan.graph, fingerprint(graph))
     if not subject:
@@ -71,23 +70,23 @@ def answer(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> Ans
 
 
 def answer_text(found: Answer, peak_at: str) -> str:
-    """Return the answer as text; `peak_at` is the op of the step's peak."""
+    """Return the answer as text; `peak_at` is the op at the peak of the step."""
     entries = [] if found.plan is None else [_plan_text(found.plan)]
     entries += [] if found.region is None else [_region_text(found.region, peak_at)]
-    entries += [_bucket_text(one, peak_at) for one in found.buckets]
-    entries += [_layer_text(one) for one in found.layers]
+    entries += [_bucket_text(bucket, peak_at) for bucket in found.buckets]
+    entries += [_layer_text(layer) for layer in found.layers]
     return "\n\n".join(entries)
 
 
 def _plan_text(found: PlanAnswer) -> str:
     made = found.prediction
     share = f" ({made.device_peak_bytes / found.budget_bytes:.0%})" if found.budget_bytes else ""
-    base = f", of which {format_bytes(found.base_bytes)} are held outside the graph" if found.base_bytes else ""
-    bound = "none is proved" if found.bound_s is None else f"{format_s(found.bound_s)} for every plan"
-    gap = "" if found.gap is None else f", so a better one saves {found.gap:.2%} at most"
+    base = f", of which {format_bytes(found.base_bytes)} are external usage" if found.base_bytes else ""
+    bound = "not proved" if found.bound_s is None else f"{format_s(found.bound_s)} for every plan"
+    gap = "" if found.gap is None else f", so another plan saves {found.gap:.2%} at most"
     subjects = [_count_text(found.num_moved, "bucket")] if found.num_moved else []
     subjects += [_count_text(found.num_layers, "layer")] if found.num_layers else []
-    moved = f"{' and '.join(subjects)} by decisions of their own; ask for one by its name"
+    moved = f"{' and '.join(subjects)} have decisions of their own; ask for any by its name"
     return entry_text(
         f"plan {found.name} on {found.cluster}, chosen by {found.planner}",
         [
@@ -105,9 +104,9 @@ def _plan_text(found: PlanAnswer) -> str:
             (
                 "activations",
                 [
-                    f"{format_bytes(one.nbytes)} {SAID[one.saving]}, in {_count_text(one.num_layers, 'layer')}"
-                    for one in found.activations
-                    if one.num_layers
+                    f"{format_bytes(kind.nbytes)} {SAID[kind.saving]}, in {_count_text(kind.num_layers, 'layer')}"
+                    for kind in found.activations
+                    if kind.num_layers
                 ],
             ),
             ("schedule", [", ".join(f"{verb} {count}" for verb, count in sorted(found.counts.items()))]),
@@ -119,7 +118,7 @@ def _plan_text(found: PlanAnswer) -> str:
 
 def _update_text(found: PlanAnswer) -> str:
     streamed = (
-        f", {_count_text(found.num_streamed, 'bucket')} of the host's on the device" if found.num_streamed else ""
+        f", {_count_text(found.num_streamed, 'bucket')} streamed through the device" if found.num_streamed else ""
     )
     return f"{found.update}{streamed}"
 
@@ -139,9 +138,9 @@ def _region_text(found: RegionAnswer, peak_at: str) -> str:
             ),
             ("before", [", ".join(found.before)] if found.before else []),
             ("after", [", ".join(found.after)] if found.after else []),
-            ("leave", [_groups_text(found.leaving)] if found.leaving else []),
-            ("come back", [_groups_text(found.returning)] if found.returning else []),
-            ("again", [f"{one.group}: {_count_text(one.num_ops, 'op')}" for one in found.again or ()]),
+            ("offloads", [_groups_text(found.leaving)] if found.leaving else []),
+            ("prefetched", [_groups_text(found.returning)] if found.returning else []),
+            ("recomputes", [f"{part.group}: {_count_text(part.num_ops, 'op')}" for part in found.again or ()]),
             ("memory", [live]),
         ],
     )
@@ -188,11 +187,11 @@ def _layer_text(found: LayerAnswer) -> str:
     asked = num_groups if len(groups) == found.num_groups else f"{len(groups)} of {num_groups}"
     why = [_decision_text(decision) for decision in found.decisions]
     is_kept = all(group.saving is Saving.KEEP for group in groups)
-    undecided = "they fit where they are: no decision moved them" if is_kept else "no decision of this plan names them"
+    undecided = "they fit on the device: no decision moved them" if is_kept else "no decision of this plan names them"
     return entry_text(
         f"{found.layer}  activations of {asked}, {nbytes}",
         [
-            *((one.group.id.removeprefix(f"{found.layer}."), [_group_text(one)]) for one in found.groups),
+            *((answer.group.id.removeprefix(f"{found.layer}."), [_group_text(answer)]) for answer in found.groups),
             ("why", why or [undecided]),
             ("rejected", [other for decision in found.decisions for other in decision.rejected]),
         ],
@@ -203,11 +202,11 @@ def _group_text(found: GroupAnswer) -> str:
     group = found.group
     how = f"{format_bytes(group.nbytes)} {SAID[group.saving]}"
     if group.saving is Saving.RECOMPUTE:
-        again = [f"{_count_text(one.num_ops, 'op')} in {one.region}" for one in found.again or ()]
+        again = [f"{_count_text(part.num_ops, 'op')} in {part.region}" for part in found.again or ()]
         how += f": {', '.join(again)}" if again else ""
     elif found.moves:
         how += f": {'; '.join(map(_trip_text, found.moves))}"
-    return how if found.is_saved in (True, None) else f"{how}; stored for the ops that run again"
+    return how if found.is_saved in (True, None) else f"{how}; saved for the ops that run again"
 
 
 def _trip_text(move: Move) -> str:
@@ -236,8 +235,8 @@ def _decision_text(decision: Decision, subject: str = "") -> str:
 
 def _undecided_text(found: BucketAnswer) -> str:
     if found.placement.param is Tier.DEVICE and found.placement.optim is Tier.DEVICE:
-        return "it fits where it is: no decision moved it"
-    return "no decision of this plan: it stays where an earlier plan put it"
+        return "it fits on the device: no decision moved it"
+    return "no decision of this plan: its home is that of an earlier plan"
 
 
 def _copy_text(found: BucketAnswer) -> str:
@@ -246,7 +245,7 @@ def _copy_text(found: BucketAnswer) -> str:
     if not found.copy_bytes:
         return "never gathered: no region reads it"
     return (
-        "gathered once, stays to the backward" if found.placement.resident else "gathered for each use, then released"
+        "gathered once, kept until the backward" if found.placement.resident else "gathered for each use, then released"
     )
 
 
@@ -257,7 +256,7 @@ def _move_text(move: Move, found: BucketAnswer) -> str:
     if move.verb is Verb.OFFLOAD:
         return f"offload the gradient after {move.region}, waited for {regions} later"
     if move.verb is Verb.UPDATE:
-        how = ", its state streamed there and back" if found.placement.streamed else ""
+        how = ", with its state streamed both ways" if found.placement.streamed else ""
         return f"update on the {found.placement.update}{how}"
     return f"{move.verb} after {move.region}"
 

@@ -1,4 +1,4 @@
-"""A plan, or a measured step, in one line each: the pair that a run shows first."""
+"""Write a plan and a measured step as a line each: the two lines in the log of a run."""
 
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
@@ -7,8 +7,8 @@ from elixir_compile.units import format_bytes, format_s
 
 
 def plan_line(plan: Plan) -> str:
-    """Return what was planned: peak, budget, host bytes, step time, the share of the transfers that is hidden, and what
-    happens to activations where not all are kept."""
+    """Return the line of a plan: peak, budget, host bytes, step seconds, hidden share of transfers, and bytes of
+    activations by treatment unless all are kept."""
     expected = plan.prediction
     parts = [
         f"planned   peak {format_bytes(expected.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}",
@@ -21,7 +21,8 @@ def plan_line(plan: Plan) -> str:
 
 
 def measured_line(record: Record, plan: Plan | None = None) -> str:
-    """Return what was measured: peak, host bytes, step time, executed actions; against `plan` where there is one."""
+    """Return the line of a measured step: peak, host bytes, seconds, executed actions; with the budget of `plan` if
+    given."""
     peak = f"measured  peak {format_bytes(record.device_peak_bytes)}"
     if plan is not None:
         peak += f" of {format_bytes(plan.budget_bytes)}"

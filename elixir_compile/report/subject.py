@@ -1,4 +1,4 @@
-"""A name that somebody asks about -> the buckets, activations or region of a plan, and what moves of them."""
+"""Find the buckets, activations or region of a plan under a name that a user asks about, and their moves."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,23 @@ _BROUGHT = (Verb.GATHER, Verb.PREFETCH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One action on a bucket, its gradient or a group of activations, and where in the step it is."""
+    """An action on a bucket, its gradient or a group of activations, and its place in the step."""
 
     verb: Verb
     region: str
-    """The region that a gather or a prefetch is for, else the last one run before; empty where there is none."""
+    """For a gather or a prefetch the next region after its wait, else the last region before; empty if there is
+    none."""
     num_ahead: int = 0
-    """Regions run between the start of a copy and the wait for it."""
+    """Number of regions between the start of a copy and its wait."""
 
 
 def actions_of(plan: Plan) -> tuple[Action, ...]:
-    """Return the actions of the first rank: all ranks do the same."""
+    """Return the actions of the first rank; all ranks have the same."""
     return plan.schedules[0].actions if plan.schedules else ()
 
 
 def moves_of(plan: Plan, names: Collection[str]) -> tuple[Move, ...]:
-    """Return the actions on what has one of `names`, in order; a wait is told with the copy that it ends."""
+    """Return the actions on targets in `names`, in order. A wait counts to its copy and is not listed."""
     actions = actions_of(plan)
     moves: list[Move] = []
     last = ""
@@ -57,21 +58,21 @@ def _next_run(actions: Sequence[Action]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What one name stands for in one plan."""
+    """The buckets, activations or region under a name in a plan."""
 
     name: str
     buckets: tuple[Bucket, ...] = ()
     params: frozenset[StorageId] = frozenset()
-    """The parameters that were asked about, where the name is that of a parameter or a module."""
+    """The parameters under the name, if it is the name of a parameter or a module."""
     groups: tuple[Activations, ...] = ()
     region: Region | None = None
 
 
 def find_subject(plan: Plan, name: str) -> Subject:
-    """Return what `name` stands for: a bucket, a region, or whole parts of the path of parameters and activations.
+    """Return the bucket or the region `name`, or the parameters and activations with `name` in their paths.
 
-    `layers.3` finds `model.layers.3.mlp.weight` and the activations `model.layers.3.matmul`, and not
-    `model.layers.30.mlp.weight`. Raises `UnknownSubject`.
+    `layers.3` finds `model.layers.3.mlp.weight` and the activations `model.layers.3.matmul`, but not
+    `model.layers.30.mlp.weight`. Raises UnknownSubject if nothing is found.
     """
     for bucket in plan.buckets:
         if bucket.id == name:
@@ -92,7 +93,7 @@ def _has_parts(path: str, name: str) -> bool:
 
 
 def _names(plan: Plan) -> list[str]:
-    """All that can be asked about: ids, paths of parameters and of activations, and every run of parts of a path."""
+    """Return all names that `find_subject` knows: ids, paths of parameters and activations, and parts of paths."""
     names: dict[str, None] = dict.fromkeys([bucket.id for bucket in plan.buckets])
     names |= dict.fromkeys([region.id for region in plan.regions])
     params = [param for bucket in plan.buckets for param in bucket.params]

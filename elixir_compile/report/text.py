@@ -1,4 +1,4 @@
-"""Pieces of a report as text: tables, titled entries, curves and memory timelines."""
+"""Format parts of a report as text: tables, titled entries, curves and memory timelines."""
 
 import itertools
 import math
@@ -9,9 +9,9 @@ from elixir_compile.units import format_bytes
 
 
 def table_text(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column is flush left and whose others are flush right.
+    """Return a table with the first column flush left and the others flush right.
 
-    Raises ValueError for a row that has not as many cells as there are headers.
+    Raises ValueError if a row has another number of cells than `headers`.
     """
     for row in rows:
         if len(row) != len(headers):
@@ -30,12 +30,12 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def entry_text(title: str, fields: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return the entry; a field of several lines goes on below its first, one without lines is left out."""
-    told = [(name, lines) for name, lines in fields if lines]
-    width = max((len(name) for name, _ in told), default=0)
+    """Return `title` with a row for each line of each field below; fields without lines are left out."""
+    shown = [(name, lines) for name, lines in fields if lines]
+    width = max((len(name) for name, _ in shown), default=0)
     rows = [
         f"  {name if first else '':<{width}}  {line}".rstrip()
-        for name, lines in told
+        for name, lines in shown
         for first, line in ((at == 0, line) for at, line in enumerate(lines))
     ]
     return "\n".join((title, *rows))
@@ -45,9 +45,9 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def curve_text(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
-    """Return one block per value, scaled from `low` to `high` (the extremes of `values` where left out).
+    """Return a block character for each value, scaled from `low` to `high` (default: the extremes of `values`).
 
-    What is not finite prints as `!`; what lies outside the scale is cut to it.
+    Values outside the scale are cut to it. NaN and infinity print as `!`.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -62,12 +62,12 @@ def _block(value: float, bottom: float, top: float) -> str:
         return "!"
     cut = min(max(value, bottom), top)
     height = (cut - bottom) / (top - bottom) if top > bottom else 0.0
-    # A range too small or too large for a quotient of floats is drawn flat.
+    # If the range is too small or too large to divide by, the curve is flat.
     return _BLOCKS[min(int(height * len(_BLOCKS)), len(_BLOCKS) - 1)] if math.isfinite(height) else _BLOCKS[0]
 
 
 def timeline_text(timeline: MemoryTimeline, width: int = 72) -> str:
-    """Return the live bytes over the step as one row of blocks, then the peak: its op and what is live there."""
+    """Return the live bytes over the step as a row of blocks, and a table of the bytes by kind at the peak."""
     columns = min(width, len(timeline.ops))
     drawn = curve_text([float(most) for most in _highest(timeline.live_bytes, columns)], low=0.0)
     peak = timeline.peak
@@ -79,6 +79,6 @@ def timeline_text(timeline: MemoryTimeline, width: int = 72) -> str:
 
 
 def _highest(values: Sequence[int], columns: int) -> list[int]:
-    """The largest value of each of `columns` stretches, so that no peak is lost."""
+    """Return the largest value of each of `columns` stretches, which keeps every peak."""
     edges = [len(values) * column // columns for column in range(columns + 1)]
     return [max(values[first:last]) for first, last in itertools.pairwise(edges)]

@@ -1,6 +1,4 @@
-"""Read a program back and compare it with the plan: what the rewriter wrote is what was decided."""
-
-from collections import Counter
+"""Compare a program with its plan: its actions, its waits, and its reads of released buckets."""
 
 from torch import fx
 
@@ -9,12 +7,14 @@ from elixir_compile.ir import BucketId, Phase, Plan, Verb, grad_of
 from elixir_compile.rewrite.program import actions_of
 
 _ACTIONS = frozenset({"gather", "wait", "release", "reduce", "offload", "offload_saved", "prefetch"})
-"""Methods of the executor that are actions of a schedule."""
+"""The methods of the executor that are actions of a schedule."""
 
 
 def check(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
-    """Raise IllegalSchedule unless `program` does the actions of `phase` in order, waits once per handle and reads
-    nothing after its release."""
+    """Raise IllegalSchedule if `program` does not obey `plan`.
+
+    It must do the actions of `phase` in order, wait once for each transfer, and read no bucket after its release.
+    """
     _check_order(program, plan, phase)
     _check_waits(program)
     _check_releases(program)
@@ -47,7 +47,7 @@ def _action_text(node: fx.Node) -> str | None:
 
 
 def _subject(call: fx.Node) -> str:
-    """Return what a call of the executor acts on, as a schedule names it."""
+    """Return the target of a call of the executor, in the words of a schedule."""
     if call.target == Verb.OFFLOAD:
         return f"{call.args[1]}.grad"
     return call.args[2] if call.target in (Verb.PREFETCH, "leaving") else call.args[1]
@@ -57,9 +57,9 @@ def _check_waits(program: fx.GraphModule) -> None:
     for node in program.graph.nodes:
         if node.op == "call_method" and node.target in (Verb.GATHER, Verb.OFFLOAD, Verb.PREFETCH, "offload_saved"):
             num_waits = sum(user.target == Verb.WAIT for user in node.users)
-            # The backward may wait for what the forward offloads, by the ticket.
-            is_left = node.target == "offload_saved" and not node.users
-            if not is_left and (num_waits != 1 or len(node.users) != 1):
+            # The backward may wait for an offload of the forward, by the ticket.
+            is_left_to_backward = node.target == "offload_saved" and not node.users
+            if not is_left_to_backward and (num_waits != 1 or len(node.users) != 1):
                 raise IllegalSchedule(
                     f"the handle of `{node.target} {_subject(node)}` is waited for {num_waits} times, "
                     "needs exactly once"
@@ -83,7 +83,7 @@ def _check_releases(program: fx.GraphModule) -> None:
 
 
 def _last_reader(bucket: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
-    """Return the last node that reads the bucket's tensors: the box of a region."""
+    """Return the last reader of the bucket's tensors, which is the box of a region."""
     readers = [user for view in bucket.users for user in view.users]
     return max((bucket, *readers), key=position.__getitem__)
 
@@ -91,8 +91,3 @@ def _last_reader(bucket: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
 def _fault(planned: list[str], position: int, sentence: str) -> IllegalSchedule:
     lines = [f"  {line}{'    <-- here' if index == position else ''}" for index, line in enumerate(planned)]
     return IllegalSchedule(sentence, "\n".join(lines[max(position - 3, 0) : position + 4]))
-
-
-def executed_counts(plan: Plan) -> Counter[str]:
-    """Return how often one step of `plan` does each verb."""
-    return Counter(action.verb.value for action in plan.schedules[0].actions)

@@ -19,7 +19,7 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis.fusion import absorbed_storages
-from elixir_compile.analysis.recompute import AGAIN, carried_out, repeats, stored
+from elixir_compile.analysis.recompute import AGAIN, repeats, stored, with_repeats
 from elixir_compile.capture.convert import Captured, op_id, ops_of, storages_behind
 from elixir_compile.capture.joint import marker_node, merge_markers, parameter, ticket
 from elixir_compile.capture.views import by_owner, example_of, inverse, is_number, path_to, view_chain
@@ -64,7 +64,7 @@ def partition_of(captured: Captured, graph: StepGraph, activations: Sequence[Act
 
 
 def _inline(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[OpId]:
-    step = carried_out(graph, activations)
+    step = with_repeats(graph, activations)
     absorbed = absorbed_storages(step)
     return frozenset(op.id for op in step.ops if op.writes and op.writes[-1] in absorbed)
 

@@ -1,8 +1,8 @@
-"""The running side of a bucket: its parameters, their home, and the gathered copy while there is one.
+"""The parameters of a bucket in training: their home, their gathered copy, and memory for gradients and state.
 
-home DEVICE   param.data is an ordinary device tensor; `whole` is an alias of it
-home HOST     param.data is cut from a slab; `gather` copies the slab into one flat device tensor, `whole` is cut from
-that
+home DEVICE   param.data is an ordinary device tensor; `gathered` is an alias of it
+home HOST     param.data is cut from a slab; a gather copies the slab into one flat device tensor, and `gathered`
+              is cut from this tensor
 """
 
 import threading
@@ -15,7 +15,7 @@ import torch
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import rehome
-from elixir_compile.runtime.pending import begin_update, end_update
+from elixir_compile.runtime.awaited import begin_update, end_update
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
 from elixir_compile.runtime.updates import QueuedUpdate
 
@@ -23,8 +23,10 @@ _queued_lock = threading.Lock()
 
 
 class RunningBucket:
-    """One bucket of an executor. Only `await_update` is thread-safe: the executor calls the rest from the thread that
-    runs the step."""
+    """A bucket of an executor.
+
+    Only `await_update` is thread-safe; the executor calls the other methods from the thread of the step.
+    """
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
         self.spec = spec
@@ -32,41 +34,41 @@ class RunningBucket:
         self.slots = tuple(slots)
         self.pin = pin
         self.disk: tuple[Path, bool] | None = None
-        """The folder for state on disk, and whether what is read there is checked; None without the option."""
-        self.whole: tuple[torch.Tensor, ...] | None = None
-        """The parameters on the device in bucket order, while they are there."""
+        """The folder for state on disk, and whether reads are checked by checksums; None if the option is not set."""
+        self.gathered: tuple[torch.Tensor, ...] | None = None
+        """The parameters on the device, in bucket order; None while no copy of them is there."""
         self.update = Update.AFTER_BACKWARD
         """When the hybrid optimizer updates the parameters."""
         self.closes: Verb | None = None
-        """Behind what the backward's program neither reads the parameters nor adds to their gradient: their reduce or
-        offload, or the first release after it. None where that is not known."""
+        """The verb after which the program of the backward neither reads the parameters nor adds to their gradient:
+        their reduce or offload, or the first release after it. None if unknown."""
         self._queued: tuple[QueuedUpdate, ...] = ()
         self._gathered_versions: list[int] = []
         self._offsets_bytes, self._total_bytes = self._layout()
         self._params: Slab | None = None
         self._grads: list[tuple[Slab, list[weakref.ref]]] = []
-        """Slabs of gradients, each with the storages of it that were given out."""
+        """Slabs of gradients, each with its storages that were handed out."""
         self._totals: dict[int, tuple[Slab, weakref.ref]] = {}
-        """By slot, the slab of its sum of gradients, and the storage of it that was given out last."""
+        """By slot: the slab of its fp32 sum of gradients, and the storage of this slab that was handed out last."""
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the parameters live on the host."""
+        """Whether the home of the parameters is the host."""
         return self.placement.param is Tier.HOST
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """What gradients are in, on several ranks from their reduce on."""
+        """The dtype of gradients; with several ranks, the dtype from their reduce on."""
         name = self.spec.reduce_dtype
         return self.slots[0].param.dtype if name is None else getattr(torch, name)
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is queued that nobody has waited for."""
+        """Whether a queued update exists for which no thread has waited yet."""
         return bool(self._queued)
 
     def begin_update(self, update: QueuedUpdate, params: Iterable[torch.nn.Parameter]) -> None:
-        """Let whoever reads `params` wait for `update`."""
+        """Make every read of `params` wait for `update`."""
         params = list(params)
         with _queued_lock:
             self._queued = (*self._queued, update)
@@ -74,37 +76,41 @@ class RunningBucket:
                 begin_update(param)
 
     def check_update(self) -> None:
-        """Raise what failed in a queued update, if that is known already."""
+        """Raise the exception of a queued update if one has already failed; return at once otherwise."""
         if self._queued and all(update.is_done for update in self._queued):
             self.await_update()
 
     def follow(self, work: Callable[[], None]) -> bool:
-        """Let the worker do `work` behind what it does for this bucket, and count as part of that; return False where
-        it is done already."""
+        """Make the update worker call `work` right after the last queued update of this bucket, as a part of it.
+
+        Return False, without calling `work`, if no update is queued or the last update is done already.
+        """
         queued = self._queued
         return bool(queued) and queued[-1].then(work)
 
     def await_update(self) -> None:
-        """Return when no update is queued; raises what failed in one."""
+        """Wait until no update of this bucket is queued. Raises the exception of a failed update."""
         while queued := self._queued:
             try:
                 for update in queued:
                     update.wait()
             finally:
                 with _queued_lock:
-                    # Another thread may have settled it already, and the next step may have queued another update.
+                    # Another thread may have ended this wait already, and the next step may have queued more updates.
                     if self._queued is queued and all(update.is_done for update in queued):
                         self._queued = ()
                         for slot in self.slots:
                             end_update(slot.param)
 
     def is_outdated(self) -> bool:
-        """Whether a parameter of a frozen bucket is trained by now."""
+        """Whether the bucket was made of frozen parameters and one of them is trained by now."""
         return not self.spec.trainable and any(slot.param.requires_grad for slot in self.slots)
 
     def move_home(self, device: torch.device) -> None:
-        """Move parameters, and their gradients with them, to where the placement says; UnsupportedModel for one that
-        was cast."""
+        """Move the parameters and their gradients to the home in the placement.
+
+        Raises UnsupportedModel if a parameter was cast after its slot was made.
+        """
         self.await_update()
         for slot in self.slots:
             slot.check_form()
@@ -114,25 +120,26 @@ class RunningBucket:
             for slot in self.slots:
                 rehome(slot.param, on_device(slot.own.detach(), device))
             self._params = None
-            self.whole = tuple(slot.own.detach() for slot in self.slots)
+            self.gathered = tuple(slot.own.detach() for slot in self.slots)
 
     def has_drifted(self) -> bool:
-        """Whether somebody replaced a parameter's data since it was settled: `model.to(...)`, `param.data = ...`."""
+        """Whether user code replaced the data of a parameter since `move_home`: `model.to(...)`, `param.data = ...`."""
         if self.is_on_host:
             return self._params is None or any(
                 slot.own.data_ptr() != self._address + offset
                 for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
             )
-        return self.whole is None or any(
-            slot.own.data_ptr() != t.data_ptr() for slot, t in zip(self.slots, self.whole, strict=True)
+        return self.gathered is None or any(
+            slot.own.data_ptr() != t.data_ptr() for slot, t in zip(self.slots, self.gathered, strict=True)
         )
 
     def flat_home(self) -> torch.Tensor:
-        """Return the slab of the parameters as one tensor of bytes."""
+        """Return the parameters in their home on the host as a single uint8 tensor, alignment gaps included."""
+        assert self._params is not None, "only parameters whose home is the host have a slab"
         return self._params.tensor(torch.uint8, (self._total_bytes,), 0)
 
     def cut(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parameters as views of `flat`, a copy of `flat_home`."""
+        """Return for each parameter its view of `flat`, which is a copy of `flat_home`."""
         views = []
         for slot, offset in zip(self.slots, self._offsets_bytes, strict=True):
             own = slot.own
@@ -141,24 +148,25 @@ class RunningBucket:
         return tuple(views)
 
     def hold(self, copies: tuple[torch.Tensor, ...], versions: list[int]) -> None:
-        """Take `copies` as the gathered copy of the parameters as they were at `versions`."""
-        self.whole, self._gathered_versions = copies, versions
+        """Store `copies` as the gathered copy; `versions` are the versions of the copied parameters."""
+        self.gathered, self._gathered_versions = copies, versions
 
-    def is_whole(self) -> bool:
-        """Whether the parameters are on the device, with the values that they have at home."""
-        return self.whole is not None and (not self.is_on_host or self._gathered_versions == self.versions())
+    def current_copy(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the parameters on the device if they have the same values as in their home, else None."""
+        is_current = self.gathered is not None and (not self.is_on_host or self._gathered_versions == self.versions())
+        return self.gathered if is_current else None
 
     def release(self) -> None:
-        """Forget the gathered copy; parameters that live on the device stay."""
+        """Forget the gathered copy; parameters whose home is the device stay."""
         if self.is_on_host:
-            self.whole = None
+            self.gathered = None
 
-    def gradient_room(self) -> tuple[torch.Tensor, ...]:
+    def gradient_buffers(self) -> tuple[torch.Tensor, ...]:
         """Return host tensors for the gradients, in bucket order.
 
-        The memory of earlier gradients is used again unless somebody still holds one of them.
+        They share a slab, which is reused as soon as no tensor of it is alive.
         """
-        # Two take turns when gradients accumulate; making one anew each step would pin and unpin its pages each step.
+        # With gradient accumulation two slabs alternate. A new slab in each step would pin and unpin its pages.
         free = next((entry for entry in self._grads if all(reference() is None for reference in entry[1])), None)
         ratio = self._ratio(self.grad_dtype)
         if free is None:
@@ -166,30 +174,34 @@ class RunningBucket:
         else:
             self._grads.remove(free)
             slab = free[0]
-        room = self._cut_slab(slab, self.grad_dtype, ratio)
-        self._grads.append((slab, [weakref.ref(tensor.untyped_storage()) for tensor in room]))
-        return room
+        buffers = self._cut_slab(slab, self.grad_dtype, ratio)
+        self._grads.append((slab, [weakref.ref(tensor.untyped_storage()) for tensor in buffers]))
+        return buffers
 
-    def total_room(self, slot: Slot) -> torch.Tensor:
-        """Return memory for an fp32 sum of gradients of the slot's parameter, where it lives; on the host the same one
-        again unless somebody still holds it."""
+    def fp32_sum_buffer(self, slot: Slot) -> torch.Tensor:
+        """Return an uninitialized fp32 tensor for the sum of the gradients of the slot's parameter, in its home.
+
+        On the host the same memory is reused as soon as no earlier tensor of it is alive.
+        """
         if not self.is_on_host:
             return torch.empty_like(slot.own, dtype=torch.float32)
-        slab, given = self._totals.get(slot.key, (None, None))
-        if slab is None or given() is not None:
-            slab = Slab(4 * slot.own.numel(), pin=self.pin)
-        room = cut_slab(slab, [slot], [0], torch.float32)[0]
-        self._totals[slot.key] = (slab, weakref.ref(room.untyped_storage()))
-        return room
+        last = self._totals.get(slot.key)
+        slab = last[0] if last is not None and last[1]() is None else Slab(4 * slot.own.numel(), pin=self.pin)
+        buffer = cut_slab(slab, [slot], [0], torch.float32)[0]
+        self._totals[slot.key] = (slab, weakref.ref(buffer.untyped_storage()))
+        return buffer
 
-    def state_room(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
-        """Return zeroed host tensors shaped like the parameters, for one kind of optimizer state; of `dtype`, which is
-        no smaller than the parameters', each at as many elements from the start as its parameter."""
+    def state_buffers(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+        """Return zeroed host tensors with the shapes of the parameters, for a statistic of the optimizer.
+
+        `dtype` must not be smaller than the dtype of the parameters; None: that dtype. Each tensor starts at the same
+        element of its slab as its parameter does in the slab of the parameters.
+        """
         ratio = self._ratio(dtype)
         return self._cut_slab(Slab(ratio * self._total_bytes, pin=self.pin), dtype, ratio)
 
     def _ratio(self, dtype: torch.dtype | None) -> int:
-        """Return how many times as large as the parameters their elements are in `dtype`."""
+        """Return the element size of `dtype` over the element size of the parameters."""
         return 1 if dtype is None else dtype.itemsize // self.slots[0].param.dtype.itemsize
 
     def versions(self) -> list[int]:
@@ -203,10 +215,10 @@ class RunningBucket:
             rehome(slot.param, home)
         self._params = slab
         self._address = self.flat_home().data_ptr()
-        self.whole = None
+        self.gathered = None
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
-        """Return the offset of each parameter in a slab, and the bytes of all."""
+        """Return the offset of each parameter in a slab, and the size of the slab, all in bytes."""
         offsets, end = [], 0
         for slot in self.slots:
             offsets.append(end)
@@ -214,15 +226,17 @@ class RunningBucket:
         return tuple(offsets), end
 
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
-        """Return one tensor per parameter, in `dtype`, which is `ratio` times as large as the parameters'."""
+        """Return a tensor for each parameter, in `dtype` with elements `ratio` times as large as the parameter's."""
         return cut_slab(slab, self.slots, [ratio * offset for offset in self._offsets_bytes], dtype)
 
 
 def cut_slab(
     slab: Slab, slots: Sequence[Slot], offsets_bytes: Sequence[int], dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return one tensor per slot, shaped and strided like its parameter, each with its own storage in `slab`; in the
-    dtype of the parameter, or in `dtype`."""
+    """Return a tensor for each slot, with the shape and strides of its parameter and a storage of its own in `slab`.
+
+    The tensors have the dtype of their parameter if `dtype` is None.
+    """
     tensors = []
     for slot, offset in zip(slots, offsets_bytes, strict=True):
         own = slot.own
@@ -232,7 +246,7 @@ def cut_slab(
 
 
 def on_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `data` in memory of the device's own allocator."""
+    """Return `data` on `device`, in memory of torch's allocator: a copy if `data` is elsewhere or in a slab."""
     if data.device != device:
         return data.to(device)
     from_slab = data.device.type == "cpu" and is_slab_memory(data.data_ptr())

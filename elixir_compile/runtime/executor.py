@@ -1,9 +1,9 @@
-"""Run the actions of a schedule: one executor per model.
+"""Run the actions of a schedule: each prepared model has one executor.
 
-A program (see `rewrite`) calls the verbs below in schedule order. Transfers are handles: `gather` and `offload`
-return a `Transfer`, `wait` takes it. The executor owns every gathered copy, and by its `GradientAccumulator` every
-gradient between its production and `param.grad`; nothing else does, so a program that fails in the middle is cleaned up
-by `abandon`.
+A program (see `rewrite`) calls the verbs of `Executor` in schedule order. `gather` and `offload` start a copy and
+return a `Transfer`; `wait` takes the transfer. The executor owns every gathered copy, and its `GradientAccumulator`
+owns every gradient from its op to `param.grad`. No other object holds them, so `abandon` can clean up after a program
+that raised an exception.
 """
 
 import weakref
@@ -26,31 +26,31 @@ from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import RegionCompiler
-from elixir_compile.runtime.parameters import check_move, taken_in
+from elixir_compile.runtime.parameters import adopt_replaced, check_move
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
 
 class Executor:
-    """The parameters of one model, their homes, and the verbs of its programs, on `device`."""
+    """The parameters of a model, their homes, and the verbs of its programs, on `device`."""
 
     def __init__(self, device: torch.device, name: str, ranks: Ranks | None = None) -> None:
-        """`ranks` share the model, one of which is this process; None for one alone."""
+        """`name` is the name of the model in messages; `ranks` train it together, None if this process trains alone."""
         self.device = device
         self.name = name
         self.ranks = ranks
         self.compilations: list[object] = []
         """The records of the graphs that run on this executor, in order of capture."""
         self.gates: list[Gate] = []
-        """The autograd nodes between those graphs and the parameters; compiled code holds them weakly."""
+        """The autograd nodes between the graphs and the parameters; compiled code holds them weakly."""
         self.ledger = Ledger(device_type=device.type)
         self.slots: dict[str, Slot] = {}
         self.unmanaged_because: dict[str, str] = {}
-        """Parameters that no plan can move, by name, with the reason."""
+        """The reason why no plan can move a parameter, by the name of the unmanaged parameter."""
         self.generation = 0
-        """Grows when buckets or homes change; programs and optimizer state made for an older one are made again."""
+        """Grows when buckets or homes change; programs and optimizer state of an older generation are made again."""
         self.is_crowded = False
-        """Whether a forward found too little room beside those that wait for their backward."""
+        """Whether a forward found too little device memory beside the activations of outstanding forwards."""
         self.disk: tuple[Path, bool] | None = None
         """See `RunningBucket.disk`."""
         self._serves_training = False
@@ -62,13 +62,13 @@ class Executor:
         self._gathers = Gathers(device, self.h2d, self.ledger)
         self._departing: list[torch.Tensor] = []
         self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
-        """What forwards left for their backward."""
+        """The activations of outstanding forwards."""
         self.sites = Sites()
-        """Where graphs find the parameters."""
+        """The modules and attribute names at which graphs find the parameters."""
         self.eager_reads = EagerReads()
         """Copies of parameters that eager code has read."""
         self.roots: tuple[weakref.ref[torch.nn.Module], ...] = ()
-        """The models whose parameters these are."""
+        """The models that the parameters belong to."""
         self.gradients = GradientAccumulator(
             name,
             self.h2d,
@@ -80,12 +80,12 @@ class Executor:
             ranks=ranks,
         )
         self.num_calls = 0
-        """Forwards that all ranks have run together: their number is the same on each."""
+        """How many forwards all ranks have run together; the same number on each rank."""
         self.nothing = torch.empty(0, device=device)
-        """What a forward hands to autograd in place of a value that its plan does not keep on the device."""
+        """The placeholder that a forward saves for autograd instead of a value that the plan keeps off the device."""
 
     def regions_for(self, inner: str) -> RegionCompiler:
-        """Return the compiler of this model's regions that uses `inner`."""
+        """Return the compiler of this model's regions for the inner backend `inner`."""
         return self._regions.setdefault(inner, RegionCompiler(inner))
 
     def slot_for(self, param: torch.nn.Parameter) -> Slot | None:
@@ -94,21 +94,23 @@ class Executor:
         return slot if slot is not None and slot.sink is self else None
 
     def add_slot(self, name: str, param: torch.nn.Parameter) -> Slot:
-        """Take charge of `param`, called `name` in the model; the same slot for a parameter that was added before."""
+        """Return the slot of `param`, called `name` in the model; make the slot on the first call for `param`."""
         slot = self.slot_for(param)
         if slot is None:
             slot = self.slots[name] = new_slot(name, param, self.device, self)
         return slot
 
     def buckets_in_force(self, *, for_training: bool) -> tuple[tuple[Bucket, Placement], ...]:
-        """Return the buckets with their placements; for training, those that were made for it."""
+        """Return the buckets in force with their placements; with `for_training`, only buckets made for training."""
         if for_training and not self._serves_training:
             return ()
         buckets = self._buckets.values()
-        return tuple((one.spec, one.placement) for one in buckets if not (for_training and one.is_outdated()))
+        return tuple(
+            (bucket.spec, bucket.placement) for bucket in buckets if not (for_training and bucket.is_outdated())
+        )
 
     def agrees(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, may_adopt: bool) -> bool:
-        """Whether `buckets` and `placements` are in force, or, with `may_adopt`, can be put in force beside what is."""
+        """Whether `buckets` are in force with `placements`; with `may_adopt`, also if no bucket in force conflicts."""
         for spec, placement in zip(buckets, placements, strict=True):
             if self._is_in_force(spec, placement):
                 continue
@@ -122,7 +124,7 @@ class Executor:
         return current is not None and (current.spec, current.placement) == (spec, placement)
 
     def running(self, slot: Slot) -> RunningBucket | None:
-        """Return the bucket that holds `slot`, or None while no plan names it."""
+        """Return the bucket in force with `slot`, or None if no plan manages the parameter."""
         return self._bucket_of.get(slot.key)
 
     def in_use_order(self, buckets: Iterable[RunningBucket]) -> list[RunningBucket]:
@@ -131,27 +133,34 @@ class Executor:
         return [bucket for bucket in self._buckets.values() if bucket in wanted]
 
     def check_same_op(self, slot: Slot) -> None:
-        """Return when every rank is about to gather this parameter; RanksDiffer where one does something else."""
+        """Wait until every rank is about to gather this parameter. Raises RanksDiffer if a rank does something else."""
+        assert self.ranks is not None, "only a parameter that several ranks share is gathered by all of them"
         self.ranks.control.check_same_op(slot.name, "a parameter")
 
     def await_update(self, slot: Slot) -> None:
-        """Wait for a queued update of the slot's bucket; raises what failed in it."""
+        """Wait for queued updates of the slot's bucket. Raises the exception of a failed update."""
         if (bucket := self._bucket_of.get(slot.key)) is not None:
             bucket.await_update()
 
     def keep_until_gone(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep `tensors`, which `d2h` reads, until the next forward, which waits for that: their memory is its own."""
+        """Keep `tensors`, which copies on `d2h` read, alive until the next forward; it waits for the copies."""
         self._departing += tensors
 
     def schedule_updates(self, plan: Plan, closing: Mapping[BucketId, Verb]) -> None:
-        """Note when `plan`, which is in force, updates its buckets, and behind what each of `closing` may be."""
+        """Set for each bucket of `plan`, which is in force, its update mode and the verb that closes its gradients.
+
+        `closing` holds this verb by bucket; see `RunningBucket.closes`.
+        """
         for bucket in plan.buckets:
             self._buckets[bucket.id].update = plan.update
             self._buckets[bucket.id].closes = closing.get(bucket.id)
 
     @torch.no_grad()
     def adopt(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, for_training: bool) -> None:
-        """Put `buckets` in force and every parameter where its placement says. Buckets they do not mention stay."""
+        """Put `buckets` in force and move their parameters to the homes in `placements`; other buckets stay in force.
+
+        The first call with `for_training` drops all buckets made for inference.
+        """
         if for_training and not self._serves_training:
             self._serves_training = True
             for bucket in self._buckets.values():
@@ -173,7 +182,7 @@ class Executor:
         let_state_follow([slot.param for slot in moved])
 
     def _run_bucket(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
-        """Put `slots` in their home, and let a new bucket be the one of `spec`."""
+        """Put a new bucket for `spec` in force, and move the parameters of `slots` to its home."""
         bucket = new_bucket(spec, placement, slots, pin=self.device.type == "cuda", ranks=self.ranks)
         bucket.move_home(self.device)
         bucket.disk = self.disk
@@ -181,14 +190,17 @@ class Executor:
         self._bucket_of.update((slot.key, bucket) for slot in slots)
 
     @torch.no_grad()
-    def take_in_replaced(self) -> None:
-        """Before a forward, and before its plan is put in force: read parameters that were replaced since the last one,
-        and bring them home. Raises ParameterReplaced where the graph cannot."""
-        taken = taken_in(self.sites, self.saved.next_number)
-        if taken:
+    def adopt_replaced(self) -> None:
+        """Make graphs read parameters that users replaced since the last forward, and move these to their homes.
+
+        Runs before each forward, and before its plan is put in force. Raises ParameterReplaced if the graphs cannot
+        read a new parameter.
+        """
+        replaced = adopt_replaced(self.sites, self.saved.next_number)
+        if replaced:
             for gate in self.gates:
                 gate.disconnect()
-            buckets = dict.fromkeys(self._bucket_of[slot.key] for slot in taken if slot.key in self._bucket_of)
+            buckets = dict.fromkeys(self._bucket_of[slot.key] for slot in replaced if slot.key in self._bucket_of)
             for bucket in buckets:
                 bucket.await_update()
             moving = [slot for bucket in buckets if bucket.is_on_host for slot in bucket.slots]
@@ -198,8 +210,8 @@ class Executor:
             self.generation += 1
             let_state_follow([slot.param for slot in self.slots.values()])
 
-    def let_go(self) -> None:
-        """Forget the parameters and their homes: another executor has them, and no graph of this one runs again."""
+    def forget_parameters(self) -> None:
+        """Forget the parameters and their homes, because another executor takes them over; no graph runs here again."""
         for slot in self.slots.values():
             forget(slot)
         self.gates.clear()
@@ -209,32 +221,37 @@ class Executor:
         self._bucket_of.clear()
 
     def drop_buckets_of(self, slots: Iterable[Slot]) -> None:
-        """Take the buckets that hold any of `slots` out of force; parameters stay where they are."""
+        """Remove from force the buckets that hold any of `slots`; their parameters stay in their current memory."""
         self.generation += 1
         for old in {self._bucket_of.pop(slot.key) for slot in slots if slot.key in self._bucket_of}:
             old.await_update()
-            if self._buckets.get(old.spec.id) is old:  # and not a new bucket that has the same name
+            if self._buckets.get(old.spec.id) is old:  # a new bucket of the same name may be in force already
                 del self._buckets[old.spec.id]
 
     def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
-        """Between two training steps: put `buckets` in force under new placements; what leaves the device goes before
-        what comes back."""
+        """Put `buckets` in force under new placements, between two training steps.
+
+        Buckets that leave the device move first, so that the others find free memory there.
+        """
         pairs = zip(buckets, placements, strict=True)
         in_order = sorted(pairs, key=lambda pair: pair[1].param is Tier.DEVICE)
         self.adopt([bucket for bucket, _ in in_order], [home for _, home in in_order], for_training=True)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before a forward: drop what a failed backward left, and put parameters that were moved back in their home."""
+        """Clean up after a failed backward, and return parameters to their home if user code moved them.
+
+        Runs before each forward.
+        """
         if self.gradients.is_in_backward and compat.backward_pass_id() == -1:
-            # Its end never came: an exception outside of our programs, in another autograd function.
+            # An autograd function of other code raised an exception, so the end of the backward never ran.
             self.abandon()
         if self._departing:
             self.d2h.synchronize()
             self._departing.clear()
         self.saved.begin()
         self.eager_reads.check()
-        # Nothing here reads what a queued update writes.
+        # The block reads addresses and flags, not values that a queued update writes.
         with torch.DisableTorchFunctionSubclass():
             for slot in self.slots.values():
                 slot.follow_thaw()
@@ -247,14 +264,14 @@ class Executor:
                 self.generation += 1
 
     def check_updates(self) -> None:
-        """Raise what failed in a queued update, if that is known already."""
+        """Raise the exception of a queued update if one has already failed; return at once otherwise."""
         for bucket in self._buckets.values():
             bucket.check_update()
 
     def end(self) -> None:
-        """After a program: let go of the host's parameters, which anybody may write once it has returned.
+        """Wait until no copy reads parameters on the host, because user code may write them after the program returns.
 
-        Costs no overlap: compute behind the last gather is queued already.
+        This costs no overlap: the compute after the last gather is queued already.
         """
         self.h2d.synchronize()
 
@@ -262,12 +279,14 @@ class Executor:
 
     @torch.no_grad()
     def gather(self, bucket_id: BucketId) -> Transfer:
-        """Start copying the parameters of a host bucket to the device, behind an update that is queued."""
+        """Start copying the parameters of a host bucket to the device, after its queued updates."""
         return self._gathers.begin(self._buckets[bucket_id])
 
     def wait(self, transfer: Transfer) -> tuple[torch.Tensor, ...]:
-        """Let compute issued from now on run behind `transfer`; return what it brought. Raises what failed in an update
-        that it was to follow."""
+        """Make compute issued from now on wait for `transfer`, and return its tensors.
+
+        Raises the exception of an update before the transfer if the update failed.
+        """
         wait_on_compute(transfer.ensure_issued(), self.device)
         transfer.kept = ()
         if isinstance(transfer, ShardReduce):
@@ -275,22 +294,21 @@ class Executor:
         return transfer.values
 
     def whole(self, bucket_id: BucketId) -> tuple[torch.Tensor, ...]:
-        """Return the parameters of a bucket that is on the device."""
+        """Return the parameters of a bucket whose home is the device, or which is resident there."""
         bucket = self._buckets[bucket_id]
         bucket.await_update()
-        if not bucket.is_whole():
-            # A resident bucket whose copy an exception or another backward took away.
-            self.wait(self.gather(bucket_id))
-        return bucket.whole
+        copy = bucket.current_copy()
+        # A resident bucket has no copy if an exception or another backward released it.
+        return self.wait(self.gather(bucket_id)) if copy is None else copy
 
     def release(self, bucket_id: BucketId) -> None:
-        """Drop the gathered copy of a host bucket; its memory is free when the last region that reads it lets go."""
+        """Drop the gathered copy of a host bucket; its memory is free after the last region with a view of it."""
         with self.ledger.span(Lane.COMPUTE, f"release {bucket_id}"):
             self._buckets[bucket_id].release()
         self.gradients.close(self._buckets[bucket_id], Verb.RELEASE)
 
     def reduce(self, bucket_id: BucketId, params: Sequence[int], grads: list[torch.Tensor]) -> Transfer | None:
-        """Take gradients that a backward made; see `GradientAccumulator.reduce`."""
+        """Add gradients of a bucket, average them over ranks; see `GradientAccumulator.reduce`."""
         return self.gradients.reduce(self._buckets[bucket_id], params, grads)
 
     def offload(self, bucket_id: BucketId) -> Transfer:
@@ -299,24 +317,27 @@ class Executor:
 
     @torch.no_grad()
     def offload_saved(self, group: str, values: Sequence[torch.Tensor]) -> Transfer:
-        """Start copying activations of this forward to the host."""
+        """Start copying `values`, activations of the running forward, to the host as the group `group`."""
         return self.saved.offload(group, values)
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
-        """Return the offload of a group that began in the forward of `ticket`."""
+        """Return the offload of `group` that the forward of `ticket` started."""
         return self.saved.leaving(ticket, group)
 
     @torch.no_grad()
     def prefetch(self, ticket: torch.Tensor, group: str) -> Transfer:
-        """Start copying activations of the forward of `ticket` to the device."""
+        """Start copying `group`, activations of the forward of `ticket`, to the device."""
         return self.saved.prefetch(ticket, group)
 
     def ticket(self, names: Sequence[str]) -> torch.Tensor:
-        """End a forward: return its number, and what `check` compares, the versions of the parameters `names` now."""
+        """End a forward and return its ticket: its number and the versions of the parameters `names`, for `check`."""
         return self.saved.ticket(self._versions(names), self.num_calls)
 
     def check(self, ticket: torch.Tensor, names: Sequence[str]) -> None:
-        """Begin a backward; StaleParameters when a parameter that it reads changed since `ticket` was made."""
+        """Begin the backward of the forward of `ticket`, which reads the parameters `names`.
+
+        Raises StaleParameters if any of them changed since the forward.
+        """
         number, *versions = ticket.tolist()
         self.sites.check_forward(number)
         for name, before, now in zip(names, versions, self._versions(names), strict=True):
@@ -325,11 +346,11 @@ class Executor:
         self.gradients.begin_backward()
 
     def abandon(self) -> None:
-        """After an exception: drop gathered copies and gradients that were on their way."""
+        """Drop gathered copies, unpublished gradients and transfers in flight; called after an exception."""
         self._gathers.call_off()
         if self.ranks is not None:
             self.ranks.drain()
-        # Their memory must not be used again while a copy still reads or writes it.
+        # Memory must not be used again while a copy still reads or writes it.
         self.h2d.synchronize()
         self.d2h.synchronize()
         self.saved.begin()

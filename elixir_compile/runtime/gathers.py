@@ -1,12 +1,14 @@
-"""Copies of buckets from the host to the device. Where the host is still updating the bucket, the copy begins when that
-ends, and the thread that runs the step goes on meanwhile:
+"""Copies of buckets from the host to the device.
 
-    gather b1    memory is taken, behind what the device computes now;    worker: update b1 | copy b1 |
-    run h.0      needs no b1, and runs
-    wait b1      returns when the copy was issued; raises what failed in the update
+If the host is still updating the bucket, the update worker issues the copy when the update ends. The thread of the step
+continues meanwhile:
 
-A bucket that several ranks share is gathered by all of them in the order of the program, whichever has updated first:
-the gather itself waits for this rank's update, and those of other ranks do before they send.
+    gather b1    allocates device memory on the compute stream            worker: update b1 | copy b1 |
+    run h.0      does not read b1, so it runs at once
+    wait b1      returns once the copy is issued; raises the exception of the update if it failed
+
+All ranks gather a sharded bucket in the order of the program, no matter which rank ends its update first: the gather
+waits for this rank's update before it sends, and so does every other rank.
 """
 
 import threading
@@ -24,38 +26,39 @@ from elixir_compile.runtime.streams import CopyStream, Transfer, mark_compute
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Gather(Transfer):
-    """The copy of one bucket, issued once, by the worker or by who waits."""
+    """The copy of a bucket to the device, issued once: by the update worker or by the waiting thread."""
 
     bucket: RunningBucket
     flat: torch.Tensor
     lanes: "Gathers"
     allocated: "torch.cuda.Event | None"
-    """Behind this, what used the memory of `flat` before is done."""
+    """Completes when the earlier uses of the memory of `flat` are done."""
     is_called_off: bool = False
     _versions: list[int] | None = None
-    """Of what was copied; None before."""
+    """Versions of the parameters that were copied; None before the copy."""
     _is_held: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
-        """Start copying, unless nobody will wait for it."""
+        """Start the copy, unless it was called off; runs on the update worker."""
         with self._lock:
             if not self.is_called_off:
                 self._copy()
 
     def ensure_issued(self) -> "torch.cuda.Event | None":
-        """Return the event of the copy once it was issued; raises what failed in the update."""
+        """Issue the copy if the worker has not, and return its event. Raises the update's exception if it failed."""
         if not self._is_held:
             self.bucket.await_update()
             with self._lock:
-                if self._versions is None:  # The update failed, which was raised elsewhere, or this was called off.
+                # The worker made no copy: the update failed and raised elsewhere, or this gather was called off.
+                if self._versions is None:
                     self._copy()
             self.bucket.hold(self.values, self._versions or [])
             self._is_held = True
         return self.event
 
     def call_off(self) -> None:
-        """Let the worker never begin; a copy that it began is on its stream when this returns."""
+        """Keep the worker from starting this copy; a copy that it has started is on its stream when this returns."""
         with self._lock:
             self.is_called_off = True
 
@@ -67,7 +70,7 @@ class Gather(Transfer):
 
 
 class Gathers:
-    """The gathers of one executor on `device`."""
+    """Starts the copies of an executor's buckets from the host to `device`."""
 
     def __init__(self, device: torch.device, h2d: CopyStream, ledger: Ledger) -> None:
         self.h2d, self.ledger = h2d, ledger
@@ -75,21 +78,20 @@ class Gathers:
         self._late: weakref.WeakSet[Gather] = weakref.WeakSet()
 
     def begin(self, bucket: RunningBucket) -> Transfer:
-        """Start copying `bucket` to the device, or let the end of its update do so."""
+        """Start copying `bucket` to the device; if an update of it is queued, the copy starts when the update ends."""
         label = f"gather {bucket.spec.id}"
         if isinstance(bucket, ShardedBucket):
             bucket.await_update()
-            if bucket.is_whole():
-                return Transfer(label, None, bucket.whole)
-            return ShardGather(bucket, self.h2d, self.ledger)
+            copy = bucket.current_copy()
+            return Transfer(label, None, copy) if copy is not None else ShardGather(bucket, self.h2d, self.ledger)
         if not bucket.is_on_host:
             bucket.await_update()
-        if not bucket.is_updating and bucket.is_whole():
-            return Transfer(label, None, bucket.whole)
-        # Allocated on the compute stream, where it is used and freed; the copy only borrows it and is waited for before
-        # either.
+        copy = None if bucket.is_updating else bucket.current_copy()
+        if copy is not None:
+            return Transfer(label, None, copy)
+        # Allocated on the compute stream, which uses and frees it. The program waits for the copy before both.
         flat = torch.empty(bucket.flat_home().numel(), dtype=torch.uint8, device=self._device)
-        with torch.DisableTorchFunctionSubclass():  # nothing here reads what a queued update writes
+        with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
         allocated = mark_compute(self._device)
         gather = Gather(label, None, values, bucket=bucket, flat=flat, lanes=self, allocated=allocated)
@@ -100,6 +102,6 @@ class Gathers:
         return gather
 
     def call_off(self) -> None:
-        """Let the worker begin nothing more: nobody will wait for it."""
+        """Keep the worker from starting any copy; called after an exception, when nothing waits for the copies."""
         for gather in tuple(self._late):
             gather.call_off()

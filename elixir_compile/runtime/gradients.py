@@ -1,14 +1,14 @@
-"""Every gradient of one executor between its production and `param.grad`.
+"""Collect the gradients of an executor's graphs, and add them to `param.grad` or hand them to autograd.
 
     the backward asks for            the gradient of p is
-    everything                       added to p.grad when the backward ends, or by an early update of its bucket
-    everything, and p has hooks      handed to autograd, which calls the hooks and accumulates
-    inputs=[p], p among others       as above
-    inputs=[x], p not among them     dropped when it is made, on several ranks behind its collective
+    every gradient                   added to p.grad when the backward ends, or before an early update of its bucket
+    every gradient, p has hooks      handed to autograd, which calls the hooks and accumulates
+    inputs=[p, ...]                  added or handed over, as in the two rows above
+    inputs=[x], p is not in it       dropped as soon as it is made; with several ranks, after its collective
     torch.autograd.grad(loss, [p])   handed to autograd, which returns it
 
-Autograd takes gradients at the gate (see `ops.gate`), behind all graphs of the backward that read its parameters. Where
-one backward runs inside another, as in a reentrant checkpoint, each publishes its own gradients.
+Autograd takes gradients at the gate (see `ops.gate`), which runs after all graphs of the backward that read the gate's
+parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own gradients.
 """
 
 import functools
@@ -25,7 +25,7 @@ from elixir_compile.ops.shards import as_dtensor
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
-from elixir_compile.runtime.landed import GradNormCache
+from elixir_compile.runtime.grad_norms import GradNormCache
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.publish import fitted, publish, widen_sum
 from elixir_compile.runtime.saved import SavedActivations
@@ -34,23 +34,23 @@ from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, w
 
 @dataclass(slots=True)
 class _Backward:
-    """One backward pass, from the first of our graphs in it to its end."""
+    """A backward pass, from its first graph of this executor to its end."""
 
     asks_for_all: bool
-    """Whether it adds every gradient to `.grad`, and not those of chosen tensors."""
+    """Whether the backward adds the gradient of every leaf to `.grad`, and does not ask for chosen tensors."""
     asked: dict[int, compat.Asked] = field(default_factory=dict)
-    """By slot, if it does not ask for all: what it does with the gradient."""
+    """By slot, unless `asks_for_all`: how the backward uses the gradient."""
     pending: dict[int, tuple[Slot, torch.Tensor]] = field(default_factory=dict)
-    """By slot, the sum of what its graphs have made so far, where it is now."""
+    """By slot, the sum of the gradients that graphs have made so far; on the device, or offloaded to the host."""
     handed: list[Slot] = field(default_factory=list)
-    """Parameters whose gradient autograd has added to `.grad`."""
+    """Slots of the parameters whose gradient autograd adds to `.grad`."""
     reducing: dict[BucketId, ShardReduce] = field(default_factory=dict)
-    """Of several ranks, the last reduce of each bucket."""
+    """The last reduce of each sharded bucket."""
     arriving: list[Transfer] = field(default_factory=list)
     """Copies to the host, kept until they are done."""
 
     def asks_for(self, slot: Slot) -> compat.Asked:
-        """Return what it does with the gradient of the slot's parameter."""
+        """Return how the backward uses the gradient of the slot's parameter."""
         if self.asks_for_all:
             return compat.Asked.TO_ACCUMULATE
         if slot.key not in self.asked:
@@ -63,7 +63,7 @@ class _Backward:
 
 
 class GradientAccumulator:
-    """Takes the gradients that backward passes make, and lets each become what its backward was asked for."""
+    """Collects the gradients of each backward pass, and publishes them as `param.grad` or hands them to autograd."""
 
     def __init__(
         self,
@@ -77,12 +77,13 @@ class GradientAccumulator:
         bucket_of: Mapping[int, RunningBucket],
         ranks: Ranks | None,
     ) -> None:
-        """`name` is the model's, `bucket_of` the buckets in force by slot, `ranks` who shares the model."""
+        """`name` is the model's name, and `bucket_of` holds the buckets in force by the keys of their slots. `ranks`
+        train the model together; None if a single rank trains it."""
         self.norm_cache = GradNormCache()
         self.trained_eagerly: set[int] = set()
-        """Keys of slots whose gradients eager code made: no plan knows what they need."""
+        """Keys of the slots whose gradients eager code made; planning counts the bytes of these gradients."""
         self.sums_in_fp32 = False
-        """Whether gradients of several backward passes add up in fp32, of parameters that have a master."""
+        """Whether the gradients of several backward passes are summed in fp32 for parameters that have a master."""
         self.sentinel = torch.zeros(1, requires_grad=True)
         """See `GradientSink.sentinel`."""
         self._name = name
@@ -93,203 +94,214 @@ class GradientAccumulator:
         self._bucket_of = bucket_of
         self._ranks = ranks
         self._backwards: dict[int, _Backward] = {}
-        """By the number of the pass; more than one if they are nested."""
+        """Running backward passes by autograd's number of the pass; several if passes are nested."""
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has begun and has not come to its end."""
+        """Whether a backward pass with graphs of this executor has begun and not ended."""
         return bool(self._backwards)
 
     def begin_backward(self) -> _Backward:
-        """Return the backward that runs on this thread, whose gradients are published when it ends.
+        """Return the backward on this thread; the first call in a backward has its gradients published when it ends.
 
-        Raises UnsupportedBackward if it is to make a graph of its own.
+        Raises UnsupportedBackward if the backward runs under `create_graph=True`.
         """
         number = compat.backward_pass_id()
-        now = self._backwards.get(number)
-        if now is None:
+        backward = self._backwards.get(number)
+        if backward is None:
             self._refuse_double()
             asks_for_all = compat.asked_for(self.sentinel) is compat.Asked.TO_ACCUMULATE
-            now = self._backwards[number] = _Backward(asks_for_all)
+            backward = self._backwards[number] = _Backward(asks_for_all)
             compat.after_backward(functools.partial(self._end_backward, number))
-        return now
+        return backward
 
     def _refuse_double(self) -> None:
         if torch.is_grad_enabled():  # as under `create_graph=True`
             instead = "Leave it out if no gradient of a gradient is taken"
             raise UnsupportedBackward(self._name, "create_graph=True", instead)
 
-    # What graphs and eager code make.
+    # Gradients from graphs and from eager code.
 
     def accumulate(self, slot: Slot, grad: torch.Tensor) -> None:
-        """Add `grad`, made by eager code, to the gradient of `slot`."""
-        now = self.begin_backward()
+        """Add `grad`, which eager code made, to the gradient of `slot`."""
+        backward = self.begin_backward()
         self.trained_eagerly.add(slot.key)
         with torch.no_grad():
-            # A copy, because autograd may hand one tensor to several parameters: the gradients of a sum are one tensor.
+            # A copy, because autograd may hand the same tensor to several parameters, as for the gradients of a sum.
             own = grad.clone() if self._ranks is None else self._ranks.mean_part(grad, slot.param, slot.name)
-            self._add(now, slot, own)
+            self._add(backward, slot, own)
 
     @torch.no_grad()
     def reduce(self, bucket: RunningBucket, params: Sequence[int], grads: list[torch.Tensor]) -> Transfer | None:
-        """Take gradients of `bucket`: `params` are positions in it, one may come more than once. Of a bucket cut over
-        several ranks, empty `grads` and return what ends with this rank's part of their means."""
-        now = self.begin_backward()
+        """Add gradients to the sums of `bucket`; `params` holds the position in the bucket of each gradient.
+
+        A position may occur several times. For a sharded bucket, empty `grads`, start the collective, and return the
+        transfer whose wait adds this rank's part of the means.
+        """
+        backward = self.begin_backward()
         if isinstance(bucket, ShardedBucket):
-            land = functools.partial(self._add, now)
-            now.reducing[bucket.spec.id] = reducing = ShardReduce(bucket, params, grads, land, self._ledger)
+            land = functools.partial(self._add, backward)
+            backward.reducing[bucket.spec.id] = reducing = ShardReduce(bucket, params, grads, land, self._ledger)
             return reducing
         if self._ranks is not None and grads:
             params, grads = self._ranks.mean_sums(params, grads, bucket.grad_dtype, self._ledger, bucket.spec.id)
         with self._ledger.span(Lane.COMPUTE, f"reduce {bucket.spec.id}"):
             for position, grad in zip(params, grads, strict=True):
-                self._add(now, bucket.slots[position], grad)
+                self._add(backward, bucket.slots[position], grad)
         self.close(bucket, Verb.REDUCE)
         return None
 
-    def _add(self, now: _Backward, slot: Slot, grad: torch.Tensor) -> None:
-        if now.asks_for(slot) is compat.Asked.NOT:
+    def _add(self, backward: _Backward, slot: Slot, grad: torch.Tensor) -> None:
+        if backward.asks_for(slot) is compat.Asked.NOT:
             return
-        if not now.asks_for_all and compat.is_batched(grad):
+        if not backward.asks_for_all and compat.is_batched(grad):
             instead = "Ask for the gradients of one output after another"
             raise UnsupportedBackward(self._name, "is_grads_batched=True", instead)
-        _, total = now.pending.get(slot.key, (slot, None))
+        _, total = backward.pending.get(slot.key, (slot, None))
         if total is None:
             total = grad
         elif total.device == grad.device:
             total.add_(grad)
         else:
-            # Another graph of this backward sent its share to the host: it comes back, and the sum leaves later.
+            # Another graph of this backward offloaded its gradient: copy it back, and offload the sum later.
             wait_on_compute(self._d2h.mark(), self._device)
             total = grad.add_(total.to(grad.device, non_blocking=True))
-        now.pending[slot.key] = (slot, total)
+        backward.pending[slot.key] = (slot, total)
 
-    # Where they go.
+    # Offload, early publishing, and hand-over to autograd.
 
     @torch.no_grad()
     def offload(self, bucket: RunningBucket) -> Transfer:
-        """Start copying the gradients of a host bucket to the host."""
-        now = self.begin_backward()
-        if bucket.spec.id in now.reducing and not self._d2h.is_asynchronous:
-            return LateTransfer(f"offload {bucket.spec.id}", functools.partial(self._offload, now, bucket))
-        return self._offload(now, bucket)
+        """Start copying the gradients of `bucket`, whose home is the host, to the host."""
+        backward = self.begin_backward()
+        if bucket.spec.id in backward.reducing and not self._d2h.is_asynchronous:
+            return LateTransfer(f"offload {bucket.spec.id}", functools.partial(self._offload, backward, bucket))
+        return self._offload(backward, bucket)
 
-    def _offload(self, now: _Backward, bucket: RunningBucket) -> Transfer:
+    def _offload(self, backward: _Backward, bucket: RunningBucket) -> Transfer:
         label = f"offload {bucket.spec.id}"
         landing: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
-        room = bucket.gradient_room()
+        buffers = bucket.gradient_buffers()
         with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label):
-            reducing = now.reducing.pop(bucket.spec.id, None)
+            reducing = backward.reducing.pop(bucket.spec.id, None)
             if reducing is not None:
-                leaving += reducing.memory()  # only `d2h` follows the collective: compute may use none of it yet
+                leaving += reducing.memory()  # only `d2h` waits for the collective, so compute must not reuse it yet
                 reducing.ensure_issued()
-            for slot, target in zip(bucket.slots, room, strict=True):
-                pending = now.pending.get(slot.key)
+            for slot, target in zip(bucket.slots, buffers, strict=True):
+                pending = backward.pending.get(slot.key)
                 if pending is None or pending[1].device != self._device:
-                    continue  # No gradient, or one that left when another graph of this backward was done with it.
+                    continue  # There is no gradient, or another graph of this backward has offloaded it.
                 target.copy_(pending[1], non_blocking=True)
                 self.norm_cache.take(slot, pending[1], target)
-                now.pending[slot.key] = (slot, target)
+                backward.pending[slot.key] = (slot, target)
                 leaving.append(pending[1])
                 landing.append(target)
         transfer = Transfer(label, self._d2h.mark(), tuple(landing), tuple(leaving))
-        now.arriving.append(transfer)
+        backward.arriving.append(transfer)
         self.close(bucket, Verb.OFFLOAD)
         return transfer
 
     @torch.no_grad()
     def close(self, bucket: RunningBucket, verb: Verb) -> None:
-        """If nothing can change the gradients of `bucket` behind `verb`, publish them and let them be used."""
-        if bucket.update is not Update.IN_BACKWARD or bucket.closes is not verb or self._saved.num_waiting != 1:
+        """Publish the gradients of `bucket` for an update in the backward, if they are final after this `verb`."""
+        if bucket.update is not Update.IN_BACKWARD or bucket.closes is not verb or self._saved.num_outstanding != 1:
             return
-        now = self._backwards.get(compat.backward_pass_id())
-        own = [] if now is None else [slot for slot in bucket.slots if slot.key in now.pending]
-        if now is None or not own:
+        backward = self._backwards.get(compat.backward_pass_id())
+        own = [] if backward is None else [slot for slot in bucket.slots if slot.key in backward.pending]
+        if backward is None or not own:
             return
-        is_away = all(now.pending[slot.key][1].device == slot.param.device for slot in own)
-        # What is added to an earlier gradient on the host is read there, where the copy may still be on its way.
+        is_away = all(backward.pending[slot.key][1].device == slot.param.device for slot in own)
+        # Adding to an earlier gradient on the host would read the offloaded gradient before its copy has arrived.
         is_read = verb is Verb.OFFLOAD and any(slot.param.grad is not None for slot in own)
-        if is_away and not is_read and not any(now.goes_through_autograd(slot) for slot in own):
-            self._publish(now, own)
+        if is_away and not is_read and not any(backward.goes_through_autograd(slot) for slot in own):
+            self._publish(backward, own)
             let_update([slot.param for slot in own if slot.param.requires_grad], self._d2h.mark())
 
     def hand_over(self, slots: Sequence[Slot | None]) -> Sequence[torch.Tensor | None]:
-        """Return the gradients, of those of `slots`, that autograd itself takes in this backward; None for each of the
-        others. Raises UnsupportedBackward if they are to have a graph of their own."""
-        now = self._backwards.get(compat.backward_pass_id())
-        made = [slot if now is not None and slot is not None and slot.key in now.pending else None for slot in slots]
-        if now is None or not any(slot is not None for slot in made):
-            return made
+        """Return for each of `slots` the gradient that autograd itself takes in this backward, or None.
+
+        Raises UnsupportedBackward if the backward runs under `create_graph=True`.
+        """
+        backward = self._backwards.get(compat.backward_pass_id())
+        made = [
+            slot if backward is not None and slot is not None and slot.key in backward.pending else None
+            for slot in slots
+        ]
+        if backward is None or not any(slot is not None for slot in made):
+            return [None] * len(slots)
         self._refuse_double()
-        leaving = [slot if slot is not None and now.goes_through_autograd(slot) else None for slot in made]
+        leaving = [slot if slot is not None and backward.goes_through_autograd(slot) else None for slot in made]
         if any(slot is not None for slot in leaving):
             self._d2h.synchronize()
         with torch.no_grad():
-            return [None if slot is None else self._handed(now, slot) for slot in leaving]
+            return [None if slot is None else self._handed(backward, slot) for slot in leaving]
 
-    def _handed(self, now: _Backward, slot: Slot) -> torch.Tensor | None:
-        """Return the gradient of `slot`, once: a gate has two handles of a parameter that two modules share."""
-        self._settle(slot)
-        _, grad = now.pending.pop(slot.key, (slot, None))
+    def _handed(self, backward: _Backward, slot: Slot) -> torch.Tensor | None:
+        """Return the gradient of `slot`, or None on a second call in the same backward.
+
+        A gate asks twice for a parameter that two modules share, because it has two handles of it.
+        """
+        self._await_update(slot)
+        _, grad = backward.pending.pop(slot.key, (slot, None))
         if grad is None:
             return None
         grad = fitted(slot.param, grad)
-        if now.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
-            now.handed.append(slot)
-            widen_sum(slot.param, grad.dtype, self._total_room(slot))
+        if backward.asks_for(slot) is compat.Asked.TO_ACCUMULATE:
+            backward.handed.append(slot)
+            widen_sum(slot.param, grad.dtype, self._new_fp32_sum(slot))
         return as_dtensor(grad, slot.param)
 
-    # The end.
+    # The end of a backward.
 
     @torch.no_grad()
     def _end_backward(self, number: int) -> None:
-        now = self._backwards.pop(number, None)
-        if now is None:  # It failed, and was abandoned.
+        backward = self._backwards.pop(number, None)
+        if backward is None:  # The backward raised an exception and was abandoned.
             return
-        now.reducing.clear()
+        backward.reducing.clear()
         self._d2h.synchronize()
-        now.arriving.clear()
+        backward.arriving.clear()
         self._h2d.synchronize()
         self._saved.end()
-        slots = [slot for slot, _ in now.pending.values()]
-        self._publish(now, slots)
+        slots = [slot for slot, _ in backward.pending.values()]
+        self._publish(backward, slots)
         self.norm_cache.end_backward()
-        slots += now.handed
+        slots += backward.handed
         for bucket in dict.fromkeys(self._bucket_of.get(slot.key) for slot in slots):
             if bucket is not None and bucket.update is Update.IN_BACKWARD:
                 own = [slot.param for slot in slots if slot in bucket.slots and slot.param.requires_grad]
                 let_update(own, None)
 
     def abandon(self) -> None:
-        """After an exception: drop what backward passes have made and not published."""
+        """Drop all unpublished gradients; called after an exception."""
         self._backwards.clear()
         self.norm_cache.drop()
 
-    def _publish(self, now: _Backward, slots: Iterable[Slot]) -> None:
+    def _publish(self, backward: _Backward, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            self._settle(slot)
-            _, grad = now.pending.pop(slot.key)
-            publish(slot.param, grad, self._total_room(slot))
+            self._await_update(slot)
+            _, grad = backward.pending.pop(slot.key)
+            publish(slot.param, grad, self._new_fp32_sum(slot))
             self.norm_cache.keep(slot)
 
-    def _total_room(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":
+    def _new_fp32_sum(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":
         bucket = self._bucket_of.get(slot.key) if self.sums_in_fp32 else None
-        return None if bucket is None else functools.partial(bucket.total_room, slot)
+        return None if bucket is None else functools.partial(bucket.fp32_sum_buffer, slot)
 
-    def _settle(self, slot: Slot) -> None:
-        """Wait for a queued update of the slot's bucket; raises what failed in it."""
+    def _await_update(self, slot: Slot) -> None:
+        """Wait for queued updates of the slot's bucket. Raises the exception of a failed update."""
         if (bucket := self._bucket_of.get(slot.key)) is not None:
             bucket.await_update()
 
 
 def _asked_for(slot: Slot) -> compat.Asked:
-    """Return what the backward that runs, which asks for chosen tensors, does with the gradient of the slot's
-    parameter."""
+    """Return how the running backward, which asks for chosen tensors, uses the slot's gradient."""
     with torch.DisableTorchFunctionSubclass():
         found = compat.asked_for(slot.param) if slot.param.requires_grad else compat.Asked.NOT
     if found is compat.Asked.NOT and any(handle.requires_grad for handle in slot.handles):
-        # Code that no gate was made for reads the leaf itself, which only a backward for everything runs.
+        # Code without a gate reads the handle itself. Autograd runs the handle's accumulate node only in a backward for
+        # every leaf.
         leaves = (handle for handle in slot.handles if handle.requires_grad)
         if any(compat.asked_for(leaf) is compat.Asked.TO_ACCUMULATE for leaf in leaves):
             return compat.Asked.TO_ACCUMULATE

@@ -1,7 +1,7 @@
-"""What an executor did: how often each verb ran, always, and which lane was busy when, while somebody records.
+"""Count the verbs of an executor, and record spans of its lanes while a recording is on.
 
-On a CPU a span is wall-clock time. On CUDA it is a pair of events on the stream that is current where the span is
-entered, so it shows when the device worked, not when Python asked for it; the host lane is wall-clock time there too.
+On a CPU a span is wall-clock time. On CUDA a span is a pair of events on the current stream, so it shows when the
+device worked, not when Python issued the work. The host lane is wall-clock time in both cases.
 """
 
 import threading
@@ -23,12 +23,12 @@ _NOTHING = nullcontext()
 
 
 def all_ledgers() -> tuple["Ledger", ...]:
-    """Return the ledger of every executor that is alive."""
+    """Return the ledgers of all executors alive."""
     return tuple(_ledgers)
 
 
 class Ledger:
-    """Counts and spans of one executor, which runs on `device_type`."""
+    """The counts and spans of an executor on a device of type `device_type`."""
 
     def __init__(self, *, device_type: str) -> None:
         self._is_cuda = device_type == "cuda"
@@ -40,7 +40,7 @@ class Ledger:
 
     @property
     def is_recording(self) -> bool:
-        """Whether spans are kept now."""
+        """Whether spans are recorded now."""
         return bool(self._recordings)
 
     @property
@@ -51,7 +51,7 @@ class Ledger:
 
     @property
     def bytes(self) -> Mapping[str, int]:
-        """Bytes of the whole buffer of each collective, by label, since the ledger was made: `{"reduce b1": 4096}`."""
+        """Bytes of the full buffers of collectives, by label, since the ledger was made: `{"reduce b1": 4096}`."""
         with self._lock:
             return dict(self._bytes)
 
@@ -64,7 +64,7 @@ class Ledger:
         return dict(counts)
 
     def span(self, lane: Lane, label: str, nbytes: int = 0) -> AbstractContextManager[object]:
-        """Count `label`, a verb and what it acts on (`gather b1`), and `nbytes`; while recording, time the block."""
+        """Count `label`, a verb and its object (`gather b1`), and `nbytes`; while recording, time the block."""
         with self._lock:
             self._times[label] += 1
             if nbytes:
@@ -77,7 +77,7 @@ class Ledger:
         return _HostSpan(recordings, lane, label)
 
     def start_recording(self) -> "Recording":
-        """Keep spans from now on, in seconds from this call, until what is returned stops; several may record."""
+        """Return a recording of the spans from now on, in seconds from this call; several can run at once."""
         recording = Recording(self, is_cuda=self._is_cuda)
         with self._lock:
             self._recordings = (*self._recordings, recording)
@@ -89,7 +89,7 @@ class Ledger:
 
 
 class Recording:
-    """The spans of one ledger between two moments."""
+    """The spans of a ledger from `Ledger.start_recording` to `stop`."""
 
     def __init__(self, ledger: Ledger, *, is_cuda: bool) -> None:
         self._ledger = ledger
@@ -97,14 +97,14 @@ class Recording:
         self.on_device: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._began: torch.cuda.Event | None = None
         if is_cuda:
-            # Both clocks start at zero together only where nothing is queued before the first event.
+            # The clocks of host and device start together only if no work is queued before the first event.
             torch.cuda.synchronize()
             self._began = torch.cuda.Event(enable_timing=True)
             self._began.record()
         self.began_s = time.perf_counter()
 
     def stop(self) -> tuple[Span, ...]:
-        """Stop, and return the spans in order of their start; waits for the device where it works asynchronously."""
+        """Stop, and return the spans in order of their start; on CUDA, wait for the device first."""
         self._ledger._drop(self)
         if self._began is not None:
             torch.cuda.synchronize()
@@ -116,6 +116,8 @@ class Recording:
 
 
 class _HostSpan:
+    """Times its block by the wall clock."""
+
     __slots__ = ("_label", "_lane", "_recordings", "_start_s")
 
     def __init__(self, recordings: "tuple[Recording, ...]", lane: Lane, label: str) -> None:
@@ -140,6 +142,8 @@ class _HostSpan:
 
 
 class _DeviceSpan:
+    """Times its block by CUDA events on the current stream."""
+
     __slots__ = ("_first", "_label", "_lane", "_recordings")
 
     def __init__(self, recordings: "tuple[Recording, ...]", lane: Lane, label: str) -> None:

@@ -1,7 +1,7 @@
-"""Compile regions, equal ones once.
+"""Compile the regions of a program, equal regions only once.
 
-Two regions are equal when their graphs are: same ops, same constants, same shapes, strides, dtypes and devices; which
-parameters and which activations they read does not matter. The twelve layers of a transformer are compiled once.
+Two regions are equal if their graphs have the same ops, constants, shapes, strides, dtypes and devices. They may read
+different parameters and activations, so the twelve layers of a transformer are compiled once.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from elixir_compile.runtime.ledger import Ledger
 
 
 class CompiledRegion(torch.nn.Module):
-    """A region that runs: takes one list of inputs and empties it, returns its outputs in order."""
+    """A compiled region: a call takes a list of inputs, which it empties, and returns the outputs in order."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class CompiledRegion(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.constants = constants
-        """What the graph embeds; alive as long as the region, because its key names them by identity."""
+        """The constants of the graph, kept alive with the region because its key has their identity."""
         self.run = run
         self.num_ops = num_ops
         self.strides = strides
-        """Strides of the outputs where Inductor chose them, else empty."""
+        """Strides of the outputs if Inductor chose them, else empty."""
 
     def forward(self, box: list[Any]) -> Any:
         return self.run(box)
@@ -45,7 +45,7 @@ class CompiledRegion(torch.nn.Module):
 
 
 class PlacedRegion(torch.nn.Module):
-    """A compiled region at its place in a program: what it runs is a span of the compute lane."""
+    """A compiled region at its place in a program; each run is a span of the compute lane under `label`."""
 
     def __init__(self, compiled: CompiledRegion, ledger: Ledger, label: str) -> None:
         super().__init__()
@@ -59,32 +59,29 @@ class PlacedRegion(torch.nn.Module):
 
 
 class RegionCompiler:
-    """Lowers the regions of one model, through Inductor or op by op."""
+    """Compiles the regions of a model by Inductor, or runs them op by op if `inner` is "aot_eager"."""
 
     def __init__(self, inner: str) -> None:
         self._inner = inner
         self._compiled: dict[str, CompiledRegion] = {}
         self._kernels = compat.Kernels()
 
-    @property
-    def num_compiled(self) -> int:
-        """How many different regions were compiled."""
-        return len(self._compiled)
-
     def lower(self, region: RegionGraph, visible: Sequence[int], *, is_inference: bool = False) -> CompiledRegion:
-        """Return `region` compiled, or the compiled form of an equal one; outputs `visible` keep the graph's
-        strides."""
+        """Return `region` compiled, or the earlier compilation of an equal region.
+
+        `visible` holds the positions of outputs that keep the strides of the graph.
+        """
         key = f"{region_key(region)}\n{list(visible)}"
         if key not in self._compiled:
             self._compiled[key] = self._compile(region, visible, is_inference)
         return self._compiled[key]
 
     def start_kernels(self) -> None:
-        """Begin to compile the C++ kernels of the regions lowered so far, without waiting for them."""
+        """Start compiling the C++ kernels of the regions lowered so far, without waiting for them."""
         self._kernels.start()
 
     def lower_plain(self, gm: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
-        """Return `gm`, a graph that reads no parameter, compiled as torch would."""
+        """Return `gm`, a graph without managed parameters, compiled as torch would compile it."""
         if self._inner == "aot_eager":
             return compat.boxed(_op_by_op(gm))
         return compat.lower_plainly_with_inductor(gm, examples, **options)
@@ -110,7 +107,7 @@ class RegionCompiler:
 
 
 def region_key(region: RegionGraph) -> str:
-    """Return a text that is equal for equal regions."""
+    """Return a text that two regions share if and only if they are equal."""
     number: dict[fx.Node, int] = {}
     lines = [str(region.phase)]
     for node in region.module.graph.nodes:
@@ -138,7 +135,7 @@ def _layout(node: fx.Node) -> str:
 
 
 def _op_by_op(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Return `module` as it is, taking its inputs from a list that it empties."""
+    """Return a function that runs `module` op by op; it takes a list of inputs, which it empties."""
     graph = fx.Graph()
     box = graph.placeholder("box")
     values: dict[fx.Node, fx.Node] = {}

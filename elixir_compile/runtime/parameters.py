@@ -1,4 +1,4 @@
-"""Parameters as users hold them: checked before they move to the host, and taken in again if they were replaced."""
+"""Check parameters before they move to the host, and adopt parameters with which users replaced others."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,13 @@ from elixir_compile.ops.sites import Sites
 
 
 def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> None:
-    """Before the parameters of `moving`, some of `slots`, get other memory on the host: refuse, or warn of, what would
-    go on with the old memory.
+    """Find users of the old memory of parameters before they move to the host: raise an error, or warn.
 
-    Raises ParameterReplaced if one shares memory with another parameter; the step is captured again, with both whole.
-    Raises UnsupportedModel if somebody may have hooks on the autograd node of one, and it moves to another device.
+    `moving` are the slots, among all `slots` of the model, whose parameters get new memory on the host.
+
+    Raises ParameterReplaced if a moving parameter shares memory with another parameter; the step is captured again with
+    both unmanaged. Raises UnsupportedModel if a moving parameter changes its device and its autograd node may have
+    hooks.
     """
     if not moving:
         return
@@ -31,7 +33,7 @@ def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> N
         if slot.own.device.type != "cpu" and slot.has_node_holders:
             raise UnsupportedModel(
                 slot.name,
-                "it moves to the host and gets another autograd node there, and somebody holds the one that it has, "
+                "it moves to the host and gets another autograd node there, but other code holds its present node, "
                 "whose hooks would not be called. Use `param.register_post_accumulate_grad_hook`, which moves along",
             )
     names = {slot.name for slot in moving}
@@ -39,22 +41,24 @@ def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> N
 
 
 def _warn_of_holders(names: Sequence[str]) -> None:
-    """Warn that tensors which are no parameters hold the memory that the parameters `names` leave."""
+    """Warn that tensors other than parameters keep the memory that the parameters `names` leave."""
     if names:
         some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(
-            f"{some} move to the host, and other tensors hold the memory that they leave, as `model.state_dict()` or "
-            "`param.data` taken before do: these neither follow the training nor free that memory. Take them again "
-            "after the first step, or delete them before it.",
+            f"{some} move to the host, and other tensors hold the memory they leave, such as an earlier "
+            "`model.state_dict()` or `param.data`. These tensors do not follow the training and keep that memory "
+            "allocated. Take them again after the first step, or delete them before it.",
             ElixirWarning,
             stacklevel=2,
         )
 
 
-def taken_in(sites: Sites, next_forward: int) -> list[Slot]:
-    """Return the slots whose parameter was replaced, which read the new one now; it is not in its home yet.
+def adopt_replaced(sites: Sites, next_forward: int) -> list[Slot]:
+    """Make graphs read the parameters with which users replaced others, and return the slots of these parameters.
 
-    Raises ParameterReplaced, and has the step captured again, where a graph cannot read what is there.
+    The new parameters are not in their home yet. `next_forward` is the number of the next forward.
+
+    Raises ParameterReplaced if no graph can read the new value; the step is captured again then.
     """
     moved = sites.moved()
     for site in moved:

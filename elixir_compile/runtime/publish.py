@@ -1,10 +1,10 @@
-"""A gradient becomes `param.grad`, or is added to what is there: what autograd does when one reaches a leaf.
+"""Set `param.grad` to a gradient, or add the gradient to it, as autograd does at a leaf.
 
     reduce dtype None       the sum has the dtype of the parameter, as in eager code
-    reduce dtype float32    from the second micro-batch on the sum is fp32; one micro-batch alone costs nothing more.
-                            Of several ranks it is fp32 from the first on, as their mean is
+    reduce dtype float32    the sum is fp32 from the second micro-batch on, so a single micro-batch costs nothing more.
+                            With several ranks it is fp32 from the first micro-batch on, because their mean is
 
-Only parameters with a master have such a sum: their update reads gradients of any dtype.
+Only parameters with a master have an fp32 sum, because their update reads gradients of any dtype.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,12 @@ from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.runtime.slab import flat
 
 _BLOCK = 1 << 19
-"""Elements that are widened at once, in the cache: `add_` of another dtype takes ten times as long on a host."""
+"""Elements that are converted to the wider dtype at once, so that they stay in the cache. `add_` of a tensor of another
+dtype takes ten times as long on a host."""
 
 
 def fitted(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-    """Return `grad`, this rank's part of a gradient, where `param` lives and in its memory layout."""
+    """Return `grad`, this rank's part of a gradient, on the device of `param` and with its strides."""
     own = own_part(param)
     if grad.device != own.device:
         grad = grad.to(own.device)
@@ -29,24 +30,26 @@ def fitted(param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, room: Callable[[], torch.Tensor] | None) -> None:
-    """Let `param.grad` hold the sum of what is there and a gradient of `dtype`; `room` makes memory for an fp32 sum,
-    None sums in the dtype of `param`."""
+def widen_sum(param: torch.nn.Parameter, dtype: torch.dtype, new_buffer: Callable[[], torch.Tensor] | None) -> None:
+    """Prepare `param.grad` so that a gradient of `dtype` can be added: convert it to fp32 if the sum is kept in fp32.
+
+    `new_buffer` returns memory for an fp32 sum; None if sums have the dtype of `param`.
+    """
     if is_dtensor(param):
         if dtype != param.dtype:
-            param.grad_dtype = None  # any: torch would refuse one that differs from the parameter's
-    elif room is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
-        total = room().copy_(param.grad)
+            param.grad_dtype = None  # allows any dtype; torch would refuse a gradient of another dtype than `param`
+    elif new_buffer is not None and param.grad is not None and param.grad.dtype == param.dtype and has_master(param):
+        total = new_buffer().copy_(param.grad)
         param.grad_dtype = None
         param.grad = total
 
 
-def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], torch.Tensor] | None) -> None:
-    """Add `grad` to the gradient of `param`, unless that is frozen by now; `room` as for `widen_sum`."""
+def publish(param: torch.nn.Parameter, grad: torch.Tensor, new_buffer: Callable[[], torch.Tensor] | None) -> None:
+    """Add `grad` to the gradient of `param`, unless `param` is frozen by now; `new_buffer` as for `widen_sum`."""
     if not param.requires_grad:
         return
     grad = fitted(param, grad)
-    widen_sum(param, grad.dtype, room)
+    widen_sum(param, grad.dtype, new_buffer)
     if param.grad is None:
         param.grad = as_dtensor(grad, param)
     elif is_dtensor(param):
@@ -59,7 +62,7 @@ def publish(param: torch.nn.Parameter, grad: torch.Tensor, room: Callable[[], to
 
 
 def _add_narrow(total: torch.Tensor, grad: torch.Tensor) -> None:
-    """Add `grad` to `total`, which is wider and in the same memory layout."""
+    """Add `grad` to `total`, which has a wider dtype and the same memory layout."""
     wide, narrow = flat(total), flat(grad)
     for start in range(0, total.numel(), _BLOCK):
         block = slice(start, start + _BLOCK)

@@ -1,16 +1,16 @@
-"""What forwards leave for their backward: activations on the host, and how much stays on the device.
+"""Activations of outstanding forwards: their copies on the host, and their bytes on the device.
 
 ```text
-  forward    offload h.3.matmul -> slab;  wait: the device copy is gone
-             ticket  [17, versions...]    number 17 names this forward, for as long as autograd keeps the ticket
+  forward    offload h.3.matmul -> slab;  the wait frees the device copy
+             ticket  [17, versions...]    number 17 names this forward for as long as autograd keeps the ticket
   backward   prefetch (17, h.3.matmul) -> device;  wait
-  after      autograd drops the ticket -> the slabs of forward 17 are free for the next
-  crowded    what a plan kept on the device beside a later forward that needs the room -> slab (`make_room`);
-             its backward brings it back first
+  after      autograd drops the ticket -> the slabs of forward 17 are free for the next forward
+  crowded    a later forward needs the device memory of forward 17: its kept activations -> slab
+             (`offload_outstanding`); before its backward they are copied back (`restore`)
 ```
 
-A storage is copied as a whole, once, whatever views of it the backward reads; each view is made again with its own
-size, stride and offset.
+Each storage is copied once and as a whole, even if the backward reads several views of it. A prefetch makes each view
+again with its size, strides and offset.
 """
 
 import weakref
@@ -28,13 +28,14 @@ from elixir_compile.runtime.slab import Slab, aligned_bytes
 from elixir_compile.runtime.streams import CopyStream, Transfer
 
 _IDLE_STEPS = 4
-"""Backwards after which a slab that nobody took is unmapped: an accumulation takes its slabs one after another."""
+"""A free slab is unmapped after this many backward passes without use. More than one, because the micro-batches of one
+accumulation may use different slabs in turn."""
 
 
 class SlabPool:
-    """Slabs that are taken and come back, so that pages are mapped and pinned once.
+    """Slabs for repeated use, so that their pages are mapped and pinned only once.
 
-    Slabs may come back from any thread, also inside a garbage collection.
+    `give_back` may be called from any thread, and from inside a garbage collection.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -44,7 +45,7 @@ class SlabPool:
         self._returned: deque[Slab] = deque()  # appended to without a lock
 
     def take(self, nbytes: int) -> Slab:
-        """Return the smallest free slab of `nbytes` or more, or a new one."""
+        """Return the smallest free slab of at least `nbytes`, or a new slab."""
         self._collect()
         fitting = [entry for entry in self._free if entry[0].nbytes >= nbytes]
         if not fitting:
@@ -54,17 +55,17 @@ class SlabPool:
         return entry[0]
 
     def give_back(self, slab: Slab) -> None:
-        """Let others take `slab`."""
+        """Make `slab` free for the next `take`."""
         self._returned.append(slab)
 
     def end_step(self) -> bool:
-        """Count a step; return whether a slab has been free for too long."""
+        """Count a backward pass; return whether a slab has been free for more than `_IDLE_STEPS` of them."""
         self._now += 1
         self._collect()
         return any(self._is_idle(since) for _, since in self._free)
 
     def drop(self, *, only_idle: bool) -> None:
-        """Unmap what is free; no copy may still use it."""
+        """Unmap free slabs; with `only_idle`, only those idle for too long. No copy may still use a free slab."""
         self._collect()
         self._free = [entry for entry in self._free if only_idle and not self._is_idle(entry[1])]
 
@@ -77,53 +78,56 @@ class SlabPool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """One value: where in which storage of its group."""
+class _View:
+    """The layout of an activation: its storage in the group, and its view of this storage."""
 
     storage: int
+    """The index of the storage in the group."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    """In elements."""
 
-    def at(self, flat: torch.Tensor) -> torch.Tensor:
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this view of `flat`, the bytes of its storage."""
         empty = torch.empty(0, dtype=self.dtype, device=flat.device)
         return empty.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(slots=True)
-class _Away:
-    """One group of one forward on the host."""
+class _OffloadedGroup:
+    """A group of a forward's activations on the host."""
 
     slab: Slab
     on_host: tuple[torch.Tensor, ...]
-    """The storages, as bytes."""
-    looks: tuple[_Look, ...]
+    """The bytes of each storage."""
+    views: tuple[_View, ...]
     transfer: Transfer
 
 
 @dataclass(slots=True)
 class _Forward:
-    """What one forward left."""
+    """The activations of an outstanding forward, on the host and on the device."""
 
-    groups: dict[str, _Away] = field(default_factory=dict)
+    groups: dict[str, _OffloadedGroup] = field(default_factory=dict)
     owner: object = None
-    """Whose forward it was."""
+    """The compilation that ran the forward; None before `note`."""
     call: int = 0
-    """How many forwards all ranks had run together, it included."""
+    """The number of forwards that all ranks had run together, this forward included."""
     device_bytes: int = 0
     given_bytes: int = 0
-    """Of inputs, which stay for as long as its backward needs them."""
+    """Bytes of the inputs that the backward reads."""
     kept: list["weakref.ref[torch.UntypedStorage]"] = field(default_factory=list)
-    """Storages on the device that only its backward reads."""
+    """Storages on the device that only the backward of this forward reads."""
     emptied: list[tuple["weakref.ref[torch.UntypedStorage]", torch.Tensor]] = field(default_factory=list)
-    """Those whose bytes are on the host, to make room, with the bytes."""
+    """Storages of `kept` that `offload_outstanding` emptied, each with its bytes on the host."""
     slab: Slab | None = None
-    """The memory of these bytes."""
+    """The memory of the bytes in `emptied`; None if no storage is emptied."""
 
 
 class SavedActivations:
-    """The forwards of one executor whose backward is still to come."""
+    """The outstanding forwards of an executor, and its running forward."""
 
     def __init__(self, device: torch.device, h2d: CopyStream, d2h: CopyStream, ledger: Ledger) -> None:
         self._device = device
@@ -137,12 +141,15 @@ class SavedActivations:
         """The number of the next forward."""
 
     def begin(self) -> None:
-        """Before a forward: let go of what one that failed left."""
+        """Free the activations of a forward that raised an exception; runs before each forward."""
         failed, self._current = self._current, _Forward()
-        self._let_go(failed)
+        self._free(failed)
 
     def offload(self, group: str, values: Sequence[torch.Tensor]) -> Transfer:
-        """Start copying the storages of `values` to the host; the device copies live until the wait."""
+        """Start copying the storages of `values`, the activations of `group`, from the running forward to the host.
+
+        The device copies stay alive until the wait.
+        """
         storages = {compat.storage_key(value): value.untyped_storage() for value in values}
         places = {key: place for place, key in enumerate(storages)}
         slab = self._pool.take(sum(aligned_bytes(storage.nbytes()) for storage in storages.values()))
@@ -154,35 +161,38 @@ class SavedActivations:
         with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label):
             for host, storage in zip(on_host, storages.values(), strict=True):
                 host.copy_(_as_bytes(storage), non_blocking=True)
-        looks = tuple(
-            _Look(places[compat.storage_key(v)], v.dtype, v.size(), v.stride(), v.storage_offset()) for v in values
+        views = tuple(
+            _View(places[compat.storage_key(v)], v.dtype, v.size(), v.stride(), int(v.storage_offset())) for v in values
         )
         transfer = Transfer(label, self._d2h.mark(), kept=tuple(values))
-        self._current.groups[group] = _Away(slab, tuple(on_host), looks, transfer)
+        self._current.groups[group] = _OffloadedGroup(slab, tuple(on_host), views, transfer)
         return transfer
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
-        """Return the offload of `group` in the forward of `ticket`; ActivationsGone when nobody knows it any more."""
-        return self._away(ticket, group).transfer
+        """Return the offload of `group` in the forward of `ticket`. Raises ActivationsGone if they were freed."""
+        return self._offloaded(ticket, group).transfer
 
     def prefetch(self, ticket: torch.Tensor, group: str) -> Transfer:
-        """Start copying `group` of the forward of `ticket` to the device; its values are those that were offloaded.
+        """Start copying `group` of the forward of `ticket` to the device.
 
-        Raises ActivationsGone when they are not on the host any more.
+        The values of the transfer have the order of the offloaded values. Raises ActivationsGone if the group was
+        freed.
         """
-        away = self._away(ticket, group)
-        # On the compute stream, where they are used and freed; the copy only borrows them.
-        flats = [torch.empty(host.numel(), dtype=torch.uint8, device=self._device) for host in away.on_host]
+        offloaded = self._offloaded(ticket, group)
+        # Allocated on the compute stream, which uses and frees them. The program waits for the copy before both.
+        flats = [torch.empty(host.numel(), dtype=torch.uint8, device=self._device) for host in offloaded.on_host]
         label = f"prefetch {group}"
-        with self._h2d.behind_compute(away.transfer.event), self._ledger.span(Lane.H2D, label):
-            for flat, host in zip(flats, away.on_host, strict=True):
+        with self._h2d.behind_compute(offloaded.transfer.event), self._ledger.span(Lane.H2D, label):
+            for flat, host in zip(flats, offloaded.on_host, strict=True):
                 flat.copy_(host, non_blocking=True)
-        values = tuple(look.at(flats[look.storage]) for look in away.looks)
-        return Transfer(label, self._h2d.mark(), values, away.on_host)
+        values = tuple(view.of(flats[view.storage]) for view in offloaded.views)
+        return Transfer(label, self._h2d.mark(), values, offloaded.on_host)
 
     def ticket(self, versions: Sequence[int], call: int) -> torch.Tensor:
-        """End a forward, the one of `call`: return its number and `versions`; what it offloaded stays while the
-        tensor's memory does."""
+        """End the running forward, number `call` of all ranks, and return its ticket: its number here and `versions`.
+
+        The activations of the forward are freed when the memory of the ticket is.
+        """
         number, self.next_number = self.next_number, self.next_number + 1
         self._current.call = call
         self._forwards[number], self._current = self._current, _Forward()
@@ -193,53 +203,63 @@ class SavedActivations:
     def note(
         self, ticket: torch.Tensor, owner: object, device_bytes: int, given_bytes: int, kept: Sequence[torch.Tensor]
     ) -> None:
-        """Remember that the forward of `ticket`, of `owner`, left `device_bytes` on the device, of which `kept` are for
-        its backward alone, and that this reads `given_bytes` of inputs."""
+        """Record the device memory that the forward of `ticket` holds until its backward.
+
+        `owner` is the compilation that ran the forward, `device_bytes` are its activations on the device, and
+        `given_bytes` the inputs that its backward reads. `kept` are the activations without another reader.
+        """
         forward = self._forwards[number_of(ticket)]
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
         storages = {compat.storage_key(value): value.untyped_storage() for value in kept}
         forward.kept = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
 
     def call_of(self, ticket: torch.Tensor) -> int:
-        """Return the call of the forward that `ticket` is of."""
+        """Return the number of forwards that all ranks had run together, up to the forward of `ticket`."""
         return self._forwards[number_of(ticket)].call
 
-    def waiting(self, leaving_out: torch.Tensor | None = None) -> list[object]:
-        """Return whose forwards wait for their backward, in order, that of the ticket `leaving_out` left out."""
+    def outstanding_owners(self, leaving_out: torch.Tensor | None = None) -> list[object]:
+        """Return the compilation of each outstanding forward in order, without the forward of `leaving_out`."""
         number = None if leaving_out is None else number_of(leaving_out)
         found = [forward.owner for other, forward in list(self._forwards.items()) if other != number]
         return [owner for owner in found if owner is not None]
 
     def device_bytes(self) -> int:
-        """Return the bytes that forwards left on the device and no backward freed yet."""
+        """Return the bytes of outstanding forwards' activations on the device."""
         return sum(forward.device_bytes for forward in list(self._forwards.values()) if forward.slab is None)
 
     def held_bytes(self) -> int:
-        """Return `device_bytes()` and those of the inputs that wait with them."""
+        """Return `device_bytes()` plus the bytes of the inputs of outstanding backward passes."""
         return self.device_bytes() + sum(forward.given_bytes for forward in list(self._forwards.values()))
 
     @torch.no_grad()
-    def make_room(self) -> bool:
-        """Take what forwards left on the device to the host until their backward; return whether there was anything."""
+    def offload_outstanding(self) -> bool:
+        """Copy the kept activations of all outstanding forwards to the host and free their device memory.
+
+        Return whether any memory was freed. `restore` copies them back before their backward.
+        """
         found = [forward for forward in list(self._forwards.values()) if forward.slab is None and forward.kept]
-        with compat.real_tensors():  # where a later graph is being traced
+        with compat.real_tensors():  # the call may come while a later graph is being traced
             return sum(map(self._empty, found)) > 0
 
     @torch.no_grad()
-    def bring_back(self, ticket: torch.Tensor) -> None:
-        """Before a backward: have on the device again what its forward left there; other forwards' makes room."""
+    def restore(self, ticket: torch.Tensor) -> None:
+        """Copy activations that `offload_outstanding` took from the forward of `ticket` back to the device.
+
+        Runs before the backward. Activations of the other outstanding forwards are offloaded to free memory for them.
+        """
         forward = self._forwards.get(number_of(ticket))
         if forward is None or forward.slab is None:
             return
-        self.make_room()
+        self.offload_outstanding()
         for reference, host in forward.emptied:
             storage = reference()
             if storage is not None:
                 storage.resize_(host.numel())
                 _as_bytes(storage).copy_(host)
-        self._give_back_room(forward)
+        self._free_emptied(forward)
 
     def _empty(self, forward: _Forward) -> bool:
+        """Move the kept storages of `forward` to a slab and free their device memory; return whether there were any."""
         storages = [storage for reference in forward.kept if (storage := reference()) is not None]
         storages = [storage for storage in storages if storage.nbytes() and storage.resizable()]
         if not storages:
@@ -249,30 +269,31 @@ class SavedActivations:
         for storage in storages:
             host = forward.slab.tensor(torch.uint8, (storage.nbytes(),), start)
             start = aligned_bytes(start + storage.nbytes())
-            # Not asynchronous: it happens in a few steps at most, and the memory is wanted at once.
+            # Not asynchronous: this happens in a few steps at most, and the caller needs the memory at once.
             host.copy_(_as_bytes(storage))
             forward.emptied.append((weakref.ref(storage), host))
             storage.resize_(0)
         return True
 
-    def _give_back_room(self, forward: _Forward) -> None:
+    def _free_emptied(self, forward: _Forward) -> None:
+        """Free the bytes on the host of the emptied storages of `forward`."""
         forward.emptied.clear()
         slab, forward.slab = forward.slab, None
         if slab is not None:
             self._pool.give_back(slab)
 
     def end(self) -> None:
-        """After a backward: unmap slabs that no step takes any more."""
+        """Unmap slabs without recent use; called after each backward."""
         if self._pool.end_step():
             self._drop(only_idle=True)
 
     @property
-    def num_waiting(self) -> int:
-        """Forwards whose backward is still to come, the one that runs included."""
+    def num_outstanding(self) -> int:
+        """The number of outstanding forwards, counting a forward whose backward is running."""
         return len(self._forwards)
 
     def drop_free_slabs(self) -> None:
-        """Unmap every slab that no forward holds."""
+        """Unmap every slab without a forward."""
         self._drop(only_idle=False)
 
     def _drop(self, *, only_idle: bool) -> None:
@@ -280,25 +301,25 @@ class SavedActivations:
         self._d2h.synchronize()
         self._pool.drop(only_idle=only_idle)
 
-    def _away(self, ticket: torch.Tensor, group: str) -> _Away:
+    def _offloaded(self, ticket: torch.Tensor, group: str) -> _OffloadedGroup:
         forward = self._forwards.get(number_of(ticket))
         if forward is None:
             raise ActivationsGone(group)
         return forward.groups[group]
 
     def _forget(self, number: int) -> None:
-        self._let_go(self._forwards.pop(number))
+        self._free(self._forwards.pop(number))
 
-    def _let_go(self, forward: _Forward) -> None:
-        self._give_back_room(forward)
-        for away in forward.groups.values():
-            away.transfer.kept = ()
-            away.on_host = ()
-            self._pool.give_back(away.slab)
+    def _free(self, forward: _Forward) -> None:
+        self._free_emptied(forward)
+        for offloaded in forward.groups.values():
+            offloaded.transfer.kept = ()
+            offloaded.on_host = ()
+            self._pool.give_back(offloaded.slab)
 
 
 def number_of(ticket: torch.Tensor) -> int:
-    """Return the number of the forward that `ticket` is of."""
+    """Return the number of the forward that saved `ticket`."""
     return int(ticket[0])
 
 

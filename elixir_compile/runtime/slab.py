@@ -1,4 +1,7 @@
-"""Host memory in few large mappings, one per `Slab`; each tensor cut from it has its own storage."""
+"""Slabs: large mappings of host memory, page-locked if CUDA is there, and the tensors cut from them.
+
+Each tensor cut from a slab has a storage of its own, which keeps the mapping alive.
+"""
 
 import bisect
 import contextlib
@@ -6,6 +9,7 @@ import mmap
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,18 +22,19 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 ALIGN_BYTES = 256
-"""Alignments up to this decide which kernel cuBLAS takes: a gathered matrix gets that of one allocated alone."""
+"""Offset of tensors in slabs. cuBLAS chooses kernels by alignments up to this, so a gathered matrix runs the kernel
+that a matrix in an allocation of its own would run."""
 
 
 _PORTABLE = 1
-"""`cudaHostRegisterPortable`: pinned for every device, not only for the current one."""
+"""`cudaHostRegisterPortable`: page-locked for every device, not only for the current device."""
 
 
 class _Mapping(mmap.mmap):
     """An anonymous private mapping that unpins itself before it is unmapped."""
 
-    # Not `weakref.finalize`: mmap's deallocator unmaps first and clears weak references after, and unregistering an
-    # unmapped range is an error. `__del__` of a subclass runs while the mapping is still there.
+    # Not `weakref.finalize`: mmap's deallocator unmaps the memory before it clears weak references, and CUDA refuses to
+    # unregister an unmapped range. `__del__` of a subclass runs before the memory is unmapped.
     address: int = 0
     unpin: Callable[[int], object] | None = None
     forget: Callable[[int], object] | None = None
@@ -41,15 +46,15 @@ class _Mapping(mmap.mmap):
             self.forget(self.address)
 
 
-class _Book:
-    """Which address ranges are slabs, and the most that was ever mapped at once."""
+class _MappedRanges:
+    """The address ranges of all slabs, their bytes, and the most bytes ever mapped at once."""
 
     def __init__(self) -> None:
         # Re-entrant: a garbage collection inside a locked section may run `_Mapping.__del__` on the same thread.
         self._lock = threading.RLock()
         self._nbytes_at: dict[int, int] = {}
-        # Replaced whole, never edited: a collection may take a slab away between any two lines here. An address that
-        # stays by such an accident has no bytes, and is gone before a slab can be mapped over it.
+        # Always replaced, never edited, because a garbage collection may remove a slab between any two lines here. An
+        # address that stays in the tuple after such a removal counts 0 bytes.
         self._starts: tuple[int, ...] = ()
         self._live_bytes = 0
         self._peak_bytes = 0
@@ -81,14 +86,14 @@ class _Book:
             return before > 0 and address < starts[before - 1] + self._nbytes_at.get(starts[before - 1], 0)
 
 
-_book = _Book()
+_mapped = _MappedRanges()
 
 
 class Slab:
     """`nbytes` of host memory, rounded up to whole pages and filled with zeros.
 
-    With `pin`, the pages are registered with CUDA so that copies run asynchronously. Without CUDA the slab is pageable,
-    and where the driver refuses (a locked-memory limit) it is pageable too, with one `ElixirWarning`.
+    With `pin`, the pages are registered with CUDA so that copies run asynchronously. The slab is pageable if there is
+    no CUDA, and, with an `ElixirWarning`, if the driver refuses because of a locked-memory limit.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
@@ -97,15 +102,17 @@ class Slab:
         self.nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
         self._mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Advice only: a kernel without transparent huge pages answers EINVAL.
+            # The call is advice only: a kernel without transparent huge pages answers EINVAL.
             with contextlib.suppress(OSError):
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._mapping.address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-        # Bound here, not looked up in `__del__`: when the interpreter ends, module globals go first.
-        self._mapping.forget = _book.remove
-        _book.add(self._mapping.address, self.nbytes)
-        if pin and torch.cuda.is_available() and _pin(self._mapping.address, self.nbytes):
-            self._mapping.unpin = torch.cuda.cudart().cudaHostUnregister
+        # Bound here and not looked up in `__del__`, because module globals are cleared first when the interpreter ends.
+        self._mapping.forget = _mapped.remove
+        _mapped.add(self._mapping.address, self.nbytes)
+        if pin and torch.cuda.is_available():
+            cudart: Any = torch.cuda.cudart()
+            if _pin(cudart, self._mapping.address, self.nbytes):
+                self._mapping.unpin = cudart.cudaHostUnregister
 
     @property
     def is_pinned(self) -> bool:
@@ -113,17 +120,18 @@ class Slab:
         return self._mapping.unpin is not None
 
     def keep_from_children(self) -> None:
-        """Leave this memory out of processes forked from now on, where touching it is a segmentation fault.
+        """Exclude this memory from processes forked from now on; a child gets a segmentation fault if it touches it.
 
-        A fork while O_DIRECT reads into memory that both share may leave the bytes in the child's copy: open(2), Notes.
+        If a process forks while O_DIRECT reads into memory that parent and child share, the bytes may end up in the
+        child's copy: open(2), Notes.
         """
         if hasattr(mmap, "MADV_DONTFORK"):
             self._mapping.madvise(mmap.MADV_DONTFORK)
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset_bytes: int) -> torch.Tensor:
-        """Return the contiguous tensor at `offset_bytes`, a multiple of `ALIGN_BYTES`, in a storage of its own bytes.
+        """Return a contiguous tensor of `shape` at `offset_bytes`, a multiple of `ALIGN_BYTES`, in its own storage.
 
-        Raises ValueError for an offset that is not aligned and for a tensor that does not fit.
+        Raises ValueError if the offset is not aligned, or if the tensor does not fit the slab.
         """
         numel = 1
         for size in shape:
@@ -133,41 +141,42 @@ class Slab:
             raise ValueError(f"offset {offset_bytes} in a slab: needs a multiple of {ALIGN_BYTES}, 0 or more")
         if offset_bytes + needed_bytes > self.nbytes:
             raise ValueError(f"{needed_bytes} bytes at offset {offset_bytes} do not fit a slab of {self.nbytes} bytes")
-        if numel == 0:  # `frombuffer` refuses empty tensors; they need no memory.
+        if numel == 0:  # `frombuffer` refuses empty tensors, which need no memory.
             return torch.empty(tuple(shape), dtype=dtype)
         # `frombuffer` holds a reference to the mapping for as long as the storage lives.
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes).view(tuple(shape))
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """Return `nbytes` rounded up to a multiple of `ALIGN_BYTES`: where the next tensor of a slab may start."""
+    """Return `nbytes` rounded up to a multiple of `ALIGN_BYTES`, the offset at which another tensor may start."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def live_slab_bytes() -> int:
-    """Return the bytes of all slabs that are mapped now."""
-    return _book.figures()[0]
+    """Return the bytes of all mapped slabs."""
+    return _mapped.figures()[0]
 
 
 def peak_slab_bytes() -> int:
     """Return the most bytes of slabs that were mapped at once since `reset_peak_slab_bytes`."""
-    return _book.figures()[1]
+    return _mapped.figures()[1]
 
 
 def reset_peak_slab_bytes() -> None:
-    """Let `peak_slab_bytes` start again from what is mapped now."""
-    _book.reset_peak()
+    """Reset `peak_slab_bytes` to the bytes of all mapped slabs."""
+    _mapped.reset_peak()
 
 
 def is_slab_memory(data_ptr: int) -> bool:
     """Return whether the address lies in a slab."""
-    return _book.holds(data_ptr)
+    return _mapped.holds(data_ptr)
 
 
-def _pin(address: int, nbytes: int) -> bool:
-    error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+def _pin(cudart: Any, address: int, nbytes: int) -> bool:
+    """Page-lock `nbytes` at `address`; return False, after an ElixirWarning, if the driver refuses."""
+    error = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
     if error:
-        # CUDA remembers the refusal, and torch would raise it behind the next kernel that it launches: let this be it.
+        # CUDA keeps the error, and torch would raise it after the next kernel launch. This launch takes it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
         warnings.warn(

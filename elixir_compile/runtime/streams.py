@@ -1,4 +1,4 @@
-"""Side streams for copies: asynchronous on CUDA, the plain order of the program on CPU."""
+"""Copies between host and device: on side streams on CUDA, synchronous on a CPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,20 +9,23 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A copy in flight; `kept` are the tensors it reads, alive until it is waited for."""
+    """A copy in flight."""
 
     label: str
     event: "torch.cuda.Event | None"
+    """Completes with the copy; None if the copy is synchronous, or is not issued yet."""
     values: tuple[torch.Tensor, ...] = ()
+    """The tensors that the copy makes."""
     kept: tuple[torch.Tensor, ...] = ()
+    """The tensors that the copy reads, kept alive until the wait."""
 
     def ensure_issued(self) -> "torch.cuda.Event | None":
-        """Return the event behind which the copy is done, once there is one; None where copies are synchronous."""
+        """Issue the copy if it is not issued yet; return its event, or None if copies are synchronous."""
         return self.event
 
 
 class LateTransfer(Transfer):
-    """A copy that begins when it is waited for: it would keep the thread from what comes before that."""
+    """A synchronous copy that starts at the wait, to let the program continue until then."""
 
     __slots__ = ("_begin",)
 
@@ -31,17 +34,17 @@ class LateTransfer(Transfer):
         self._begin = begin
 
     def ensure_issued(self) -> "torch.cuda.Event | None":
-        """Copy, and return the event behind which that is done; None where copies are synchronous."""
+        """Make the copy; return its event, or None if copies are synchronous."""
         copied = self._begin()
-        self.values, copied.kept = copied.values, ()  # the copy is done, and others hold on to `copied`
+        self.values, copied.kept = copied.values, ()  # the copy is done, and other objects may hold `copied`
         return copied.ensure_issued()
 
 
 class CopyStream:
-    """One direction of copies between the device and the host.
+    """A direction of copies between the device and the host.
 
-    It exists so that a copy runs beside compute yet starts no earlier than its place in the program: each copy first
-    waits for the compute that was issued before it.
+    On CUDA a copy runs beside compute. It does not start before its place in the program, because it first waits for
+    the compute issued before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +57,7 @@ class CopyStream:
 
     @contextmanager
     def behind_compute(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """Issue what the block copies on this stream, behind the compute issued so far and behind `after`."""
+        """Issue the copies of the block on this stream, after the compute issued so far and after `after`."""
         if self._stream is None:
             yield
             return
@@ -66,7 +69,7 @@ class CopyStream:
 
     @contextmanager
     def beside_compute(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """Issue what the block copies on this stream, behind nothing but what was copied on it before, and `after`."""
+        """Issue the copies of the block on this stream, after its earlier copies and `after`, not after compute."""
         if self._stream is None:
             yield
             return
@@ -76,21 +79,27 @@ class CopyStream:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event that completes with the copies issued so far; None where copies are synchronous."""
-        return None if self._stream is None else self._stream.record_event()
+        """Return an event that completes with the copies issued so far, or None if copies are synchronous."""
+        return None if self._stream is None else _recorded(self._stream)
 
     def synchronize(self) -> None:
-        """Let the caller wait until every copy issued so far is done."""
+        """Block the calling thread until every copy issued so far is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def mark_compute(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event that completes with the compute issued on `device` so far; None where copies are synchronous."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    """Return an event that completes with the compute issued on `device` so far, or None without CUDA."""
+    return _recorded(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def wait_on_compute(event: torch.cuda.Event | None, device: torch.device) -> None:
-    """Let compute issued on `device` from now on start behind `event`."""
+    """Make compute issued on `device` from now on wait for `event`; no wait if `event` is None."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

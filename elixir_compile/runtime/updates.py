@@ -1,13 +1,13 @@
-"""Updates that the host runs beside the step: one worker thread per process, in the order in which they were queued.
+"""Updates on the host beside the step: a worker thread for the whole process runs them in the order of queueing.
 
-    line = UpdateLine()                      one per optimizer
+    line = UpdateLine()                      each optimizer has one
     update = line.queue(work, "update b1")   the worker runs work()
-    update.then(copy)                        the worker runs copy() right behind it
+    update.then(copy)                        the worker runs copy() right after work()
     update.wait()                            returns when both are done
 
-When `work` raises, what is queued behind it on the same line is dropped, and whoever waits on the line next gets the
-exception, with the worker's frames in its traceback. A process that ends first runs what is queued; a fork waits for
-it, and the child starts a worker of its own.
+If `work` raises an exception, the later updates of the same line are dropped, and the next wait on the line raises the
+exception, with the worker's frames in its traceback. When the process ends, queued updates run first. A fork waits for
+queued updates, and the child starts a worker thread of its own.
 """
 
 import atexit
@@ -26,16 +26,16 @@ from elixir_compile.runtime.streams import wait_on_compute
 log = logging.getLogger("elixir_compile")
 
 _SWITCH_INTERVAL_S = 5e-4
-"""While updates run. Each return from a kernel to Python waits for the interpreter at most this long: with Python's
-5 ms, 191 short calls beside a busy thread took 1 s instead of 0.14 s."""
+"""The interpreter's switch interval while updates run. Each return from a kernel to Python waits at most this long for
+the interpreter. With Python's 5 ms, 191 short calls beside a busy thread took 1 s instead of 0.14 s."""
 
 Work = Callable[[], "torch.cuda.Event | None"]
-"""Updates one bucket; returns an event behind which the device has its results, None where there is nothing to wait
-for."""
+"""Updates one bucket. Returns an event that completes when the results are on the device, or None if no device has to
+wait."""
 
 
 class QueuedUpdate:
-    """One update on its way."""
+    """An update of a bucket, queued, running or done; made by `UpdateLine.queue`."""
 
     def __init__(self, work: Work, line: "UpdateLine", label: str) -> None:
         self.label = label
@@ -50,12 +50,14 @@ class QueuedUpdate:
 
     @property
     def is_done(self) -> bool:
-        """Whether it ran, failed or was dropped."""
+        """Whether the update ran, failed or was dropped."""
         return self._done.is_set()
 
     def then(self, follower: Callable[[], None]) -> bool:
-        """Let the worker run `follower` behind the work, unless that fails, and be done only then; return False where
-        the update is done already."""
+        """Make the worker call `follower` right after the work, as a part of the update; not called if the work fails.
+
+        Return False, without calling `follower`, if the update is done already.
+        """
         with self._lock:
             if self.is_done:
                 return False
@@ -63,27 +65,30 @@ class QueuedUpdate:
             return True
 
     def wait(self) -> None:
-        """Return when the update is done, and compute issued from now on runs behind it; raises what failed on its
-        line."""
+        """Wait until the update is done, and make compute issued from now on wait for its results on the device.
+
+        Raises the exception of an update on the same line that failed.
+        """
         self._done.wait()
         self._line.check()
         if self._event is not None:
             wait_on_compute(self._event, self._event.device)
 
     def run(self) -> None:
-        """Do the work, on the worker, unless an update before it on its line failed."""
+        """Do the work and the followers, unless an earlier update of the line failed; called on the worker."""
         work, self._work = self._work, None
         try:
             if work is not None and not self._line.drops(self._num_failures):
-                # OpenMP counts per thread, and threads to come count as the last one that was set: as this one does.
+                # OpenMP's number of threads is a setting of each thread, and the worker started with the number that
+                # was set last in any thread.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
                 self._event = work()
-                del work  # with its gradients, which followers need not keep
+                del work  # frees its gradients before the followers run
                 while (follower := self._next_or_done()) is not None:
                     follower()
-        except BaseException as error:  # whatever it is, the training thread gets it
-            error.add_note(f"raised by the host's `{self.label}`; updates queued behind it were dropped")
+        except BaseException as error:  # of any class: the training thread raises it
+            error.add_note(f"raised by the host's `{self.label}`; updates queued after it were dropped")
             self._line.fail(error)
         finally:
             with self._lock:
@@ -99,7 +104,7 @@ class QueuedUpdate:
 
 
 class UpdateLine:
-    """The updates of one optimizer."""
+    """The queued updates of an optimizer, and the exception of its last failed update."""
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
@@ -109,32 +114,34 @@ class UpdateLine:
         weakref.finalize(self, _let_worker_end).atexit = False
 
     def drops(self, num_failures: int) -> bool:
-        """Whether an update failed that nobody was told of yet, or since one was queued when there were `num_failures`:
-        what is behind a failure does not run, however soon somebody is told."""
+        """Whether to drop an update that was queued when the line had `num_failures` failures.
+
+        An update is dropped if an earlier update failed, even if a wait has raised that exception since.
+        """
         return self._failure is not None or self.num_failures != num_failures
 
     def queue(self, work: Work, label: str) -> QueuedUpdate:
-        """Let the worker do `work` behind everything queued so far, with as many of torch's threads as the caller."""
+        """Queue `work` after all queued updates; it runs with the caller's number of torch threads."""
         update = QueuedUpdate(work, self, label)
         self._queued = [*(other for other in self._queued if not other.is_done), update]
         _worker.put(update)
         return update
 
     def wait(self) -> None:
-        """Return when everything queued on this line is done; raises what failed."""
+        """Wait until all updates of this line are done. Raises the exception of a failed update."""
         for update in tuple(self._queued):
             update.wait()
         self._queued = []
         self.check()
 
     def check(self) -> None:
-        """Raise what failed, once."""
+        """Raise the exception of a failed update; only once for each failure."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def fail(self, error: BaseException) -> None:
-        """Keep `error` for whoever waits next."""
+        """Keep `error` for the next `check` or wait on this line."""
         self._failure, self.num_failures = error, self.num_failures + 1
 
 
@@ -146,12 +153,12 @@ def _let_worker_end() -> None:
 
 
 class _Worker:
-    """The thread, started when first needed; it ends when no line is left."""
+    """The worker thread of the process: started by the first update, ended when no `UpdateLine` is left."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._updates: queue.SimpleQueue[QueuedUpdate | None] = queue.SimpleQueue()
-        """What is queued; None wakes the thread to see whether any line is left."""
+        """Queued updates; None wakes the thread to check whether any line is left."""
         self._thread: threading.Thread | None = None
         self._num_open = 0
         self._idle = threading.Condition(threading.Lock())
@@ -173,17 +180,18 @@ class _Worker:
             self._updates.put(update)
 
     def may_end(self) -> None:
-        """Let the thread see whether it is still needed; called from inside garbage collections, so without a lock."""
+        """Make the thread check whether it is still needed; takes no lock, because garbage collections call it."""
         if self._thread is not None:
             self._updates.put(None)
 
     def drain(self) -> None:
-        """Return when nothing is queued."""
+        """Wait until no update is queued or running."""
         with self._idle:
             self._idle.wait_for(lambda: self._num_open == 0)
 
     def _work(self) -> None:
-        # Whatever runs here, a finalizer of something else too, must not wait for a queued update: see `pending`.
+        # No code on this thread, finalizers included, may wait for a queued update, so reads of parameters must not go
+        # through `__torch_function__`: see `awaited`.
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             while True:
                 update = self._updates.get()
@@ -195,9 +203,9 @@ class _Worker:
                     return
 
     def _has_ended(self) -> bool:
-        """Whether no line is left that could queue an update; the next one starts another thread."""
+        """Whether no line is left, so that this thread can end; the first update of a new line starts a new thread."""
         with self.lock:
-            # Not `len(_lines)`: it counts a line whose finalizers have not all run.
+            # Not `len(_lines)`, which counts a line whose finalizers have not all run.
             is_needed = next(iter(_lines), None) is not None or not self._updates.empty()
             if not is_needed:
                 self._thread = None
@@ -207,7 +215,7 @@ class _Worker:
         with self._idle:
             self._num_open -= 1
             if self._num_open == 0:
-                if sys.getswitchinterval() == _SWITCH_INTERVAL_S:  # else somebody set it meanwhile
+                if sys.getswitchinterval() == _SWITCH_INTERVAL_S:  # else user code changed it meanwhile
                     sys.setswitchinterval(self._usual_interval_s)
                 self._idle.notify_all()
 
@@ -216,7 +224,7 @@ _worker = _Worker()
 
 
 def finish_updates() -> None:
-    """Return when nothing is queued, of any optimizer; what failed is raised where it is waited for."""
+    """Wait until no update of any optimizer is queued. Failures are raised later, by the waits of their optimizer."""
     _worker.drain()
 
 
@@ -230,7 +238,8 @@ def _end() -> None:
 
 
 def _before_fork() -> None:
-    # A child has no worker: what is queued now would never run there, and its parameters would wait for ever.
+    # The child has no worker thread. An update queued now would never run there, and reads of its parameters would wait
+    # forever.
     if not _worker.is_this_thread():
         _worker.drain()
     _worker.lock.acquire()

@@ -1,7 +1,6 @@
-"""Run a plan without tensors."""
+"""Simulate a step of a plan: a record with spans on each lane, and figures of it."""
 
 from elixir_compile.simulate.engine import Cycle, Played, play, simulate
-from elixir_compile.simulate.memory import MemoryWalk, walk_memory
 from elixir_compile.simulate.prediction import (
     critical_path,
     exposed_by_lane,
@@ -14,7 +13,6 @@ from elixir_compile.simulate.prices import Prices, op_seconds, prices
 
 __all__ = [
     "Cycle",
-    "MemoryWalk",
     "Played",
     "Prices",
     "critical_path",
@@ -27,5 +25,4 @@ __all__ = [
     "prediction_of",
     "prices",
     "simulate",
-    "walk_memory",
 ]

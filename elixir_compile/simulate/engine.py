@@ -1,30 +1,30 @@
-"""Run a plan without tensors: when does every lane do what, and how long does the step take.
+"""Simulate a step of a plan without tensors: the spans of each lane, and the seconds of the step.
 
-Each lane runs one thing at a time, in the order of the program. Compute walks through the actions: `run` takes its
-seconds, `gather`, `reduce`, `offload` and `prefetch` are issued where they stand and start when their lane is free,
-`wait` blocks compute until they end, `release` costs nothing.
+Each lane does one action at a time, in the order of the schedule. Compute walks through the actions. `run` occupies it;
+`gather`, `reduce`, `offload` and `prefetch` are issued at their place and start when their lane is free; `wait` blocks
+compute until they end; `release` costs nothing.
 
     compute   run fwd.0 |    run fwd.1   |  run bwd.0 ...
-    h2d       b1 ====| b2 ====|       h.1.matmul ===|        one rank's share, or activations, come from the host
-    d2h                  h.1.matmul ===|                     activations or gradients leave
-    gather            b1 ==|   b2 ==|                        several ranks: and then, or only, an all-gather
+    h2d       b1 ====| b2 ====|       h.1.matmul ===|        shards of parameters, or activations, from the host
+    d2h                  h.1.matmul ===|                     activations or gradients to the host
+    gather            b1 ==|   b2 ==|                        sharded buckets: an all-gather, perhaps after a copy
 
-Where a link does not overlap compute, its copies run on the compute lane, and so do host updates when neither direction
-overlaps: device and host are then the same cores. Parameters on the device whose optimizer state is on the host travel
-there and back, unless the two are one memory. A bucket whose state is streamed takes compute for its copies too, one
-bucket after another. When updates run (see `Update`):
+If a link does not overlap compute, its copies run on the compute lane. If neither direction overlaps, device and host
+are the same cores, and updates by the host run there too. If parameters are on the device and their state is on the
+host, gradients and updated parameters are copied, unless the two are the same memory. A streamed update blocks compute
+during its copies, bucket by bucket. Updates run at these times (see `Update`):
 
-    after the backward   every lane is drained when the next step begins, and one step is the whole cycle
-    across steps         the step counts from where `optimizer.step()` of the step before was called: its updates, the
-                         forward beside those of the host, the backward. Whatever reads a bucket waits for its update,
-                         so all of them are done when the backward is, and this cycle repeats from the first one on
-    in the backward      where nothing reads the bucket any more and its gradient has landed. What is left runs beside
-                         the next forward: the step is played until what it leaves and what it finds are the same
+    after the backward   every lane is idle when the next step begins, so a single step is simulated
+    across steps         the step counts from the call of `optimizer.step()` of the step before: the updates, the
+                         forward beside updates by the host, the backward. Each reader of a bucket waits for its update.
+                         All updates end before the backward does, so every step is the same
+    in the backward      each bucket is updated after its last use, with its complete gradient. Remaining updates run
+                         beside the next forward, so steps are simulated until two leave the lanes in the same state
 
-Host memory carries what updates of the host and copies read and write (see `cost.host_memory`): a step is never shorter
-than that takes at the memory's full rate. Not modelled: which of them is slower while there is too little for all; two
-collectives on one link; that an update in the backward, by the device, begins where a gradient is waited for that
-ranks share, not where its reduce is issued.
+Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
+rate (see `cost.host_memory_s`). Not modelled: which of them becomes slower under contention; two collectives on the
+same link; the start of an early update by the device on several ranks, which is at the wait for the gradient and not,
+as here, at the issue of its reduce.
 """
 
 from collections import Counter
@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.analysis.windows import closing_verbs
 from elixir_compile.cost import Measured
 from elixir_compile.hardware import Cluster
@@ -41,7 +42,6 @@ from elixir_compile.ir.kinds import BucketId, Lane, RegionId, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.simulate.lanes import Lanes
-from elixir_compile.simulate.memory import walk_memory
 from elixir_compile.simulate.prices import Prices, prices
 
 _NOT_MEASURED = Measured()
@@ -53,29 +53,29 @@ _Program = Sequence[tuple[Verb, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cycle:
-    """What one step leaves to the next: when updates run, and what waits for them."""
+    """The updates of a step: when they run, and which regions wait for them."""
 
     update: Update = Update.AFTER_BACKWARD
     reads: Mapping[RegionId, Sequence[BucketId]] = field(default_factory=dict)
-    """By region, the buckets that it reads; those that are gathered may be left out."""
+    """The buckets that each region reads; buckets that are gathered may be left out."""
     closing: Mapping[BucketId, Verb] = field(default_factory=dict)
-    """Behind what of the backward each bucket may be updated."""
+    """The verb of the action after which each bucket may be updated in the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """One step of many."""
+    """The result for a step in steady state."""
 
     step_s: float
     stalled_s: float
-    """Seconds of it in which compute waits for updates that the host runs beside it."""
+    """Seconds of the step in which compute waits for updates by the host."""
 
 
 _ONE_STEP = Cycle()
 
 
 def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:
-    """Return what rank 0 does in one step of `plan`: spans, counts, step seconds and peaks in bytes."""
+    """Return the record of rank 0 in a step of `plan`: spans, counts, seconds, and the peaks of its timeline."""
     index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations).ops)}
     price = prices(graph, plan.buckets, cluster, measured, plan.activations, plan.num_copies)
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
@@ -89,12 +89,12 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     spans: list[Span] = []
     program = ((action.verb, action.what) for action in actions)
     played = play(program, run_s, placements, price, spans, cycle)
-    memory = walk_memory(graph, plan)
+    timeline = plan_timeline(graph, plan)
     return Record(
         origin=Origin.SIMULATED,
         step_s=played.step_s,
-        device_peak_bytes=memory.peak_bytes,
-        host_peak_bytes=memory.host_bytes,
+        device_peak_bytes=timeline.peak.nbytes,
+        host_peak_bytes=timeline.host_bytes,
         spans=tuple(spans),
         counts=dict(sorted(Counter(action.verb.value for action in actions).items())),
     )
@@ -108,10 +108,9 @@ def play(
     spans: list[Span] | None = None,
     cycle: Cycle = _ONE_STEP,
 ) -> Played:
-    """Return the seconds of one of many steps of `program`, (verb, what) pairs; append what each lane did in it to
-    `spans`, if given.
+    """Return the seconds of a step of `program`, pairs of verb and target, in steady state.
 
-    `run_s` holds the seconds of each region by its id.
+    `run_s` holds the seconds of each region. If `spans` is given, the spans of all lanes are appended to it.
     """
     lanes = Lanes(price=price, spans=spans)
     player = _Player(lanes, run_s, placements, cycle)
@@ -128,13 +127,13 @@ def play(
 
 
 def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:
-    """One step of `step_s`, or of as long as the host's memory needs for it; that too is waiting for updates."""
+    """Return a step of `step_s`, or of `memory_s` if host memory needs longer; the difference counts as stalled."""
     short_s = max(memory_s - step_s, 0.0)
     return Played(step_s=step_s + short_s, stalled_s=stalled_s + short_s)
 
 
 def _play_steadily(player: "_Player", program: _Program) -> Played:
-    """Play until a step leaves what it has found."""
+    """Simulate steps until the lanes are in the same state after a step as before it."""
     lanes = player.lanes
     spans, step_s, memory_s = lanes.spans, 0.0, 0.0
     for _ in range(_MOST_CYCLES):
@@ -152,7 +151,7 @@ def _play_steadily(player: "_Player", program: _Program) -> Played:
 
 
 def _rounded(lanes: Lanes) -> tuple[object, ...]:
-    """What a step finds, comparable."""
+    """Return the state of the lanes at the start of a step, rounded for comparison."""
 
     def rounded(seconds: float) -> int:
         return round(seconds / _ROUNDING_S)
@@ -165,14 +164,14 @@ def _rounded(lanes: Lanes) -> tuple[object, ...]:
 
 
 def _wrapped(span: Span, step_s: float) -> Span:
-    """`span`, or, where it begins in the next step, the same of the step before."""
+    """Return `span`; if it begins in the next step, as the span of this step that began in the step before."""
     if span.start_s < step_s:
         return span
     return replace(span, start_s=span.start_s - step_s, end_s=span.end_s - step_s)
 
 
 class _Player:
-    """Carries out the actions of a program on lanes."""
+    """Simulates the actions of a program on lanes."""
 
     def __init__(
         self,
@@ -183,7 +182,7 @@ class _Player:
     ) -> None:
         self.lanes, self._run_s, self._placements, self._cycle = lanes, run_s, placements, cycle
         self.updated: set[str] = set()
-        """Buckets of this step."""
+        """Buckets that are updated in this step."""
         self._backward_end_s: float | None = None
 
     def run(self, program: Iterable[tuple[Verb, str]]) -> None:
@@ -207,9 +206,9 @@ class _Player:
                 self._close(verb, what)
 
     def update_across(self, buckets: Sequence[str]) -> None:
-        """What `optimizer.step()` does: device updates, the host's queued, then what is streamed; see `HybridAdamW`.
+        """Simulate `optimizer.step()`, see `HybridAdamW`: updates on the device, queued updates on the host, streams.
 
-        The forward begins when gradients that are on the device have left.
+        The forward begins when gradients for the host have left the device.
         """
         lanes = self.lanes
         homes = [(name, self._placements[BucketId(name)]) for name in buckets]
@@ -234,7 +233,7 @@ class _Player:
         lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[RegionId(region)])
 
     def _update(self, bucket: str, placement: Placement) -> None:
-        """Behind the backward; device updates do not hold up those of the host."""
+        """Update a bucket after the backward; updates by the host do not wait for updates by the device."""
         lanes = self.lanes
         if bucket in self.updated:
             return
@@ -244,7 +243,7 @@ class _Player:
         if self._backward_end_s is None:
             self._backward_end_s = lanes.free_s[Lane.COMPUTE]
         if placement.streamed:
-            # `step()` returns from each update of the host before it begins to stream.
+            # `step()` waits for all updates by the host before it streams.
             lanes.await_all_updates()
         self._update_where_placed(bucket, placement, self._backward_end_s)
 
@@ -261,7 +260,8 @@ class _Player:
         self._update_where_placed(bucket, placement, max(landed_s, lanes.free_s[Lane.COMPUTE]))
 
     def _update_where_placed(self, bucket: str, placement: Placement, landed_s: float) -> None:
-        """The device begins when compute is free, the host when it has the gradient, at `landed_s`."""
+        """Update a bucket: on the device when compute is free, on the host from `landed_s` on, when it has the
+        gradient."""
         if placement.streamed:
             self.lanes.stream(bucket, placement)
         elif placement.update is Tier.DEVICE:

@@ -1,9 +1,8 @@
-"""When each lane is free and each transfer under way ends, while the actions of a step are carried out.
+"""Track when each lane is free and when each transfer ends, while the actions of a step are simulated.
 
-An update that the host runs beside the step is waited for by whoever reads its bucket: the copy of a gather, and
-compute only where it waits for that; a region where the parameters are on the device. Such copies, and updated
-parameters that travel back to the device, take their link in the order in which they arrive there, between the other
-copies of the step.
+Each reader of a bucket waits for its update by the host: the copy of a gather, and compute only when it waits for the
+copy; or a region that reads parameters on the device. Such copies, and updated parameters on the way back to the
+device, take their link in the order in which their updates end, between the other copies of the step.
 """
 
 from bisect import insort
@@ -17,33 +16,35 @@ from elixir_compile.simulate.prices import Prices
 
 
 class Arrival(NamedTuple):
-    """Updated parameters that wait for their link to the device; in the order of time."""
+    """Updated parameters of a bucket that are to be copied to the device from `since_s` on. Sorts by time."""
 
     since_s: float
     bucket: str
     is_gathered: bool
-    """Whether compute waits for a gather of them; else whoever reads them does."""
+    """True if the copy is part of a gather; False if it ends an update of parameters on the device."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Lanes:
-    """Seconds count from where the step began."""
+    """The state of all lanes, in seconds since the step began."""
 
     price: Prices
     spans: list[Span] | None
     free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
+    """When each lane is free."""
     ready_s: dict[str, float] = field(default_factory=dict)
+    """When each transfer ends for which compute may wait, by the target of its action."""
     updating_s: dict[str, float] = field(default_factory=dict)
-    """When each bucket may be read again whose update runs beside the step."""
+    """When the update of each bucket ends that the host runs beside the step."""
     arriving: list[Arrival] = field(default_factory=list)
-    """First come first."""
+    """Copies to the device that have not started, in the order of time."""
     memory_s: float = 0.0
-    """Seconds in which host memory carries all that was copied and updated by the host, at its full rate."""
+    """Seconds of host memory, at its full rate, for all copies and updates of the step so far."""
     stalled_s: float = 0.0
-    """Seconds that compute waited for updates."""
+    """Seconds in which compute waited for updates by the host."""
 
     def occupy(self, lane: Lane, label: str, after_s: float, seconds: float) -> float:
-        """Take the lane for `seconds`, not before `after_s`; return when it ends."""
+        """Occupy `lane` for `seconds`, from `after_s` or later, and return the end."""
         resource = self.price.lane_of[lane]
         start_s = max(self.free_s[resource], after_s)
         end_s = start_s + seconds
@@ -53,7 +54,8 @@ class Lanes:
         return end_s
 
     def gather(self, bucket: str, placement: Placement) -> None:
-        """From the host where it lives there, behind its update, then from the other ranks where there are any."""
+        """Issue a gather: a copy from the host after the update, if the bucket is there, and an all-gather if it is
+        sharded."""
         is_copied = placement.param is not Tier.DEVICE
         if is_copied and self.updating_s.get(bucket, 0.0) > self.free_s[Lane.COMPUTE] and self._may_be_late(bucket):
             insort(self.arriving, Arrival(self.updating_s.pop(bucket), bucket, True))
@@ -69,8 +71,10 @@ class Lanes:
         self.ready_s[bucket] = ready_s
 
     def reduce(self, bucket: str) -> None:
-        """Over the parts, then over their copies; nothing to do on one rank. Of what each rank has whole, compute waits
-        for it."""
+        """Issue a reduce over the ranks of a copy, then an average over copies.
+
+        Compute waits for both at once if the bucket is not sharded. A single rank has nothing to do.
+        """
         price, ends_s = self.price, self.free_s[Lane.COMPUTE]
         if price.reduce_s[bucket]:
             ends_s = self.occupy(Lane.REDUCE, f"reduce {bucket}", ends_s, price.reduce_s[bucket])
@@ -82,19 +86,20 @@ class Lanes:
             self._hold_compute(ends_s)
 
     def offload(self, what: str) -> None:
-        """A gradient goes once it is shared out, activations at once."""
+        """Issue the copy of a gradient, after its reduce, or of activations to the host."""
         after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(what, 0.0))
         owner = what if what in self.price.d2h_s else what.removesuffix(".grad")
         self._copy(owner)
         self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, self.price.d2h_s[owner])
 
     def prefetch(self, group: str) -> None:
-        """Activations come back from where their offload has put them."""
+        """Issue the copy of activations to the device, after their offload."""
         after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(group, 0.0))
         self._copy(group)
         self.ready_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
 
     def wait(self, what: str) -> None:
+        """Let compute wait for the transfer of `what`."""
         if self.arriving:
             self._stall(self._land_up_to(what))
         self._hold_compute(self.ready_s.pop(what, 0.0))
@@ -102,12 +107,14 @@ class Lanes:
     # Updates.
 
     def update_on_device(self, bucket: str) -> None:
-        """Where its state lives there."""
+        """Update a bucket with its state on the device."""
         self.occupy(Lane.COMPUTE, f"update {bucket}", 0.0, self.price.device_update_s[bucket])
 
     def stream(self, bucket: str, placement: Placement) -> None:
-        """State travels to the device, and what else is not there; after the update it travels back, and only then goes
-        compute on."""
+        """Update a bucket on the device with state from the host, and copy the state back.
+
+        Parameters and gradients are copied too if they are on the host. Compute waits for the last copy.
+        """
         there_s, back_s = self.price.stream_s[bucket, placement.param]
         self.memory_s += self.price.memory.stream_s.get((bucket, placement.param), 0.0)
         ends_s = self.occupy(Lane.H2D, f"gather {bucket}.state", self.free_s[Lane.COMPUTE], there_s)
@@ -115,7 +122,8 @@ class Lanes:
         self._hold_compute(self.occupy(Lane.D2H, f"offload {bucket}.state", ends_s, back_s))
 
     def update_on_host(self, bucket: str, placement: Placement, after_s: float) -> None:
-        """Let the host update it from `after_s` on; of parameters on the device the gradient goes there first."""
+        """Update a bucket on the host from `after_s` on, after the copy of its gradient if parameters are on the
+        device."""
         if self.is_staged(placement):
             self._copy(bucket)
             after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.d2h_s[bucket])
@@ -128,11 +136,11 @@ class Lanes:
             self.updating_s[bucket] = ends_s
 
     def is_staged(self, placement: Placement) -> bool:
-        """Whether an update on the host takes copies of gradient and parameter there and back."""
+        """Return whether an update by the host copies the gradient to the host and the parameters back."""
         return placement.param is Tier.DEVICE and not self.price.is_one_memory
 
     def await_update(self, bucket: str) -> None:
-        """Let compute, and all that is issued from now on, wait for the update of `bucket`."""
+        """Let compute, and every action issued later, wait for the update of `bucket`."""
         self._land_up_to(bucket)
         self._stall(self.updating_s.pop(bucket, 0.0))
 
@@ -144,7 +152,7 @@ class Lanes:
             self.await_update(bucket)
 
     def begin_again(self) -> float:
-        """Let the seconds count from where compute is now, and return how many those were."""
+        """Start the next step when compute is free, and return the seconds of the step that ends."""
         passed_s = self.free_s[Lane.COMPUTE]
         self.memory_s = 0.0
         self.free_s = {lane: max(free_s - passed_s, 0.0) for lane, free_s in self.free_s.items()}
@@ -154,14 +162,14 @@ class Lanes:
         return passed_s
 
     def _copy(self, what: str) -> None:
-        """Let host memory carry one copy."""
+        """Count the host memory traffic of a copy."""
         self.memory_s += self.price.memory.copy_s.get(what, 0.0)
 
     def _hold_compute(self, until_s: float) -> None:
         self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], until_s)
 
     def _stall(self, until_s: float) -> None:
-        """Let compute wait for an update."""
+        """Let compute wait for an update until `until_s`."""
         self.stalled_s += max(0.0, until_s - self.free_s[Lane.COMPUTE])
         self._hold_compute(until_s)
 
@@ -171,7 +179,8 @@ class Lanes:
         return self.occupy(Lane.H2D, label, after_s, seconds)
 
     def _land_up_to(self, bucket: str) -> float:
-        """Let what arrives up to `bucket` travel; return when `bucket` was updated, 0 where it does not arrive."""
+        """Run the waiting copies up to that of `bucket`. Return the end of its update, or 0 if it has no waiting
+        copy."""
         since_s = 0.0
         while any(arrival.bucket == bucket for arrival in self.arriving):
             since_s = self._land()
@@ -185,6 +194,8 @@ class Lanes:
         return since_s
 
     def _may_be_late(self, bucket: str) -> bool:
-        """Whether compute goes on where a gather is issued: not where its copy is work for compute, nor on several
-        ranks, which share buckets in one order."""
+        """Return whether a gather of a bucket in update can be issued without letting compute wait.
+
+        It cannot if copies run on the compute lane, or if the bucket is sharded: all ranks gather in the same order.
+        """
         return self.price.lane_of[Lane.H2D] is not Lane.COMPUTE and not self.price.gather_s[bucket]

@@ -1,4 +1,4 @@
-"""What a simulated step says: how much of its transfers compute hides, and the prediction that a plan carries."""
+"""Figures of a simulated step: exposed and hidden transfers, the critical path, and the prediction for a plan."""
 
 from bisect import bisect_right
 from dataclasses import replace
@@ -11,7 +11,7 @@ _TRANSFERS = frozenset({Lane.H2D, Lane.D2H, Lane.GATHER, Lane.REDUCE, Lane.P2P})
 
 
 def exposed_s(record: Record) -> float:
-    """Return the seconds of all transfers during which the compute lane is idle; two at once count twice."""
+    """Return the seconds of transfers during which the compute lane is idle; simultaneous transfers count each."""
     compute = sorted(
         (span for span in record.spans if span.lane is Lane.COMPUTE and span.end_s > span.start_s),
         key=lambda span: span.start_s,
@@ -22,7 +22,7 @@ def exposed_s(record: Record) -> float:
         if span.lane in _TRANSFERS:
             total_s += span.end_s - span.start_s - _covered_s(span, compute, starts_s)
             if span.end_s > record.step_s:
-                # What goes on into the next step is covered there by what covers the beginning of this one.
+                # The end of this span runs in the next step, beside compute as at the beginning of this step.
                 total_s -= _covered_s(_before(span, record.step_s), compute, starts_s)
     return total_s
 
@@ -38,13 +38,13 @@ def exposed_by_lane(record: Record) -> dict[Lane, float]:
 
 
 def critical_path(record: Record) -> tuple[Span, ...]:
-    """Return spans of a simulated step that follow on one another without a gap, the last of which ends it.
+    """Return the spans of a simulated step that lead without a gap to its end.
 
-    Shortening a span that is not among them does not shorten the step.
+    The step gets shorter only if a span among them gets shorter.
     """
     ends: dict[float, Span] = {}
     for span in record.spans:
-        # Of two that end together, what computes is the one to look at.
+        # If a span of compute ends together with another, it is on the path.
         is_first = span.end_s not in ends or span.lane is Lane.COMPUTE
         if span.end_s > span.start_s and is_first:
             ends[span.end_s] = span
@@ -57,25 +57,25 @@ def critical_path(record: Record) -> tuple[Span, ...]:
 
 
 def hidden_share(record: Record) -> float:
-    """Return the share of the transfer time that compute covers, 0 to 1; 1 when nothing is transferred."""
+    """Return the share of transfer seconds beside compute, 0 to 1; 1 if nothing is transferred."""
     total_s = sum(span.end_s - span.start_s for span in record.spans if span.lane in _TRANSFERS)
     return 1.0 if total_s == 0 else min(1.0, max(0.0, 1.0 - exposed_s(record) / total_s))
 
 
 def hidden_update_share(record: Record) -> float:
-    """Return the share of the host's updates that compute covers, 0 to 1; 1 when the host updates nothing."""
+    """Return the share of the host's update seconds beside compute, 0 to 1; 1 if the host updates nothing."""
     updates = (replace(span, lane=Lane.H2D) for span in record.spans if span.lane is Lane.HOST)
     compute = (span for span in record.spans if span.lane is Lane.COMPUTE)
     return hidden_share(replace(record, spans=(*compute, *updates)))
 
 
 def _before(span: Span, step_s: float) -> Span:
-    """The part of `span` behind `step_s`, as it is seen by the next step."""
+    """Return the part of `span` after the end of the step, with times of the next step."""
     return replace(span, start_s=max(span.start_s - step_s, 0.0), end_s=span.end_s - step_s)
 
 
 def _covered_s(span: Span, compute: list[Span], starts_s: list[float]) -> float:
-    """Return the seconds of `span` under `compute`, sorted spans that do not overlap one another."""
+    """Return the seconds of `span` beside `compute`, which are sorted spans without overlap."""
     covered_s = 0.0
     i = max(bisect_right(starts_s, span.start_s) - 1, 0)
     while i < len(compute) and compute[i].start_s < span.end_s:
@@ -85,7 +85,7 @@ def _covered_s(span: Span, compute: list[Span], starts_s: list[float]) -> float:
 
 
 def prediction_of(record: Record, device_peak_bytes: int, device_peak_at: OpId) -> Prediction:
-    """Return the prediction that `record` makes, with a peak that was counted by op."""
+    """Return the prediction of `record`, with the device peak and its op from the timeline."""
     return Prediction(
         step_s=record.step_s,
         exposed_s=exposed_s(record),

@@ -1,4 +1,4 @@
-"""Seconds of everything a plan can do on one machine, looked up once so that thousands of schedules can be played."""
+"""Compute the seconds of all possible actions on a machine once, so that thousands of schedules can be simulated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,49 +31,49 @@ _NOT_MEASURED = Measured()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Seconds of the host's memory at its full rate; nothing where device and host are one."""
+    """Seconds of host memory at its full rate, by action; empty if device and host are the same memory."""
 
     copy_s: Mapping[str, float] = field(default_factory=dict)
-    """One rank's flat shard of a bucket, or a group of activations, in either direction."""
+    """A copy of a bucket's flat shard or of a group of activations, in either direction."""
     update_s: Mapping[str, float] = field(default_factory=dict)
     """An update by the host."""
     stream_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
-    """By bucket and home of its parameters: a streamed update, there and back."""
+    """A streamed update with its copies both ways, by bucket and home of its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Prices by the id of a bucket or of a group of activations, and running sums of op seconds."""
+    """Seconds of actions by bucket or group of activations, and running sums of the seconds of ops."""
 
     before_s: tuple[float, ...]
-    """Seconds of all ops before op i; one entry more than there are ops."""
+    """Entry `i` is the seconds of all ops before op `i`; the last entry is the sum of all."""
     h2d_s: Mapping[str, float]
-    """Host to device: one rank's flat shard of a bucket's parameters."""
+    """Copies from host to device: the flat shard of a bucket's parameters, or a group of activations."""
     d2h_s: Mapping[str, float]
-    """Device to host: one rank's flat shard of a bucket's gradient."""
+    """Copies from device to host: the flat shard of a bucket's gradient, or a group of activations."""
     gather_s: Mapping[str, float]
-    """An all-gather into the bucket's flat buffer; 0 where each rank has all of it."""
+    """The all-gather into a bucket's flat buffer; 0 if it is not sharded."""
     reduce_s: Mapping[str, float]
-    """The reduce-scatter of its gradient, or the all-reduce where each rank has all of it; 0 for one rank."""
+    """The reduce-scatter of a bucket's gradient, or the all-reduce if it is not sharded; 0 for a single rank."""
     device_update_s: Mapping[str, float]
     host_update_s: Mapping[str, float]
     lane_of: Mapping[Lane, Lane]
-    """The lane that each lane's work really takes: a copy that does not overlap compute is work for the same cores."""
+    """The lane that really does the work of each lane: copies that do not overlap compute run on its lane."""
     average_s: Mapping[str, float] = field(default_factory=dict)
-    """Behind the reduce: the all-reduce over the ranks that have the same part; none where there is one copy."""
+    """The all-reduce over copies after the reduce; empty if there is a single copy."""
     memory: HostMemory = field(default_factory=HostMemory)
     disk_s: Mapping[str, float] = field(default_factory=dict)
-    """The bucket's state from the disk and back."""
+    """Reading a bucket's state from the disk and writing it back."""
     stream_s: Mapping[tuple[str, Tier], tuple[float, float]] = field(default_factory=dict)
-    """By bucket and home of its parameters: what a streamed update carries to the device, and back."""
+    """The copies of a streamed update to the device and back, by bucket and home of its parameters."""
 
     @property
     def is_one_memory(self) -> bool:
-        """Whether device and host are the same cores, so that an update reads both where they are."""
+        """True if device and host are the same cores and memory, so that updates need no copies."""
         return self.lane_of[Lane.HOST] is Lane.COMPUTE
 
     def off_device_update_s(self, bucket: str, optim: Tier) -> float:
-        """Return the seconds of an update by the host; reads and writes of state on disk run beside it."""
+        """Return the seconds of an update by the host, beside which state on disk is read and written."""
         seconds = self.host_update_s[bucket]
         return max(seconds, self.disk_s[bucket]) if optim is Tier.DISK else seconds
 
@@ -90,14 +90,16 @@ def prices(
     activations: tuple[Activations, ...] = (),
     num_copies: int = 1,
 ) -> Prices:
-    """Return the prices of the step that `graph` is with `activations`, and of what can happen to them and to `buckets`
-    on `cluster`, whose ranks have `num_copies` of each part; `measured` seconds count in place of the roofline's."""
+    """Return the seconds of ops of `graph` with `activations`, and of actions on `activations` and `buckets`.
+
+    `num_copies` ranks of `cluster` hold each part of a bucket. `measured` seconds replace those of the roofline model.
+    """
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
     lane_of = _lanes(cluster)
     device_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
     host_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.HOST, cluster) for bucket in buckets}
     if lane_of[Lane.HOST] is Lane.COMPUTE:
-        # The same cores: that an update is faster for being called the host's is noise of the measurement.
+        # Host and device are the same cores, so a faster update by the host is noise of the measurement.
         host_update_s = {name: max(seconds, device_update_s[name]) for name, seconds in host_update_s.items()}
     return Prices(
         before_s=tuple(accumulate(op_seconds(graph, cluster, measured, activations), initial=0.0)),
@@ -139,9 +141,9 @@ def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster
 def op_seconds(
     graph: StepGraph, cluster: Cluster, measured: Measured = _NOT_MEASURED, activations: tuple[Activations, ...] = ()
 ) -> list[float]:
-    """Return the seconds of every op of the step that `graph` is with `activations`.
+    """Return the seconds of every op that `graph` runs with `activations`.
 
-    An op that runs again takes what it took in the forward, unless that was nothing because it was fused there.
+    A repeated op takes as long as in the forward, unless it was fused there and took no time.
     """
     known = _seconds_by_id(as_run(graph, measured.activations), cluster, measured.stretches)
     step = as_run(graph, activations)
@@ -171,12 +173,13 @@ def _dtype(op: Op, dtypes: Mapping[StorageId, str]) -> str:
 
 
 def _reduce_s(bucket: Bucket, cluster: Cluster, num_copies: int) -> float:
-    """Seconds of a reduce-scatter, or of the all-reduce of what each rank has whole, which moves twice as much."""
+    """Return the seconds of a reduce-scatter, or of an all-reduce if `bucket` is not sharded, which takes twice as
+    long."""
     return (1 if bucket.is_sharded else 2) * collective_s(bucket.flat_grad_nbytes, cluster, num_copies)
 
 
 def _copies_s(owned_nbytes: Mapping[str, int], away: Sequence[Activations], link: Link) -> dict[str, float]:
-    """Seconds over `link` of what one rank owns of each bucket, and of each group of activations."""
+    """Return the seconds over `link` of each bucket's shard and of each offloaded group of activations."""
     return {
         **{bucket: copy_s(nbytes, link) for bucket, nbytes in owned_nbytes.items()},
         **{group.id: copy_s(group.nbytes, link, len(group.storages)) for group in away},
@@ -189,7 +192,7 @@ def _lanes(cluster: Cluster) -> Mapping[Lane, Lane]:
         Lane.D2H: cluster.d2h.overlaps_compute,
         Lane.GATHER: cluster.collective is not None and cluster.collective.overlaps_compute,
         Lane.REDUCE: cluster.collective is not None and cluster.collective.overlaps_compute,
-        # Where neither direction overlaps, device and host are the same cores.
+        # If neither direction overlaps, device and host are the same cores.
         Lane.HOST: cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute,
     }
     return {Lane.COMPUTE: Lane.COMPUTE, **{lane: lane if own else Lane.COMPUTE for lane, own in overlaps.items()}}

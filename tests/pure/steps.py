@@ -1,6 +1,6 @@
 """Training steps small enough to work out by hand, as text."""
 
-from elixir_compile.ir import parse_graph
+from tests.pure.graph_text import parse_graph
 
 GELU = parse_graph("""
 graph gelu

@@ -98,7 +98,7 @@ def test_plan_mismatch_names_both_fingerprints() -> None:
     assert "0b1c2d" in str(SAMPLES[5])
 
 
-def test_no_feasible_plan_says_what_where_and_how_much() -> None:
+def test_no_feasible_plan_names_op_bytes_and_budget() -> None:
     text = str(SAMPLES[6])
     assert "needs 23.0 GiB of device memory at bwd.mm_2 (model.py:41), budget 20.0 GiB, short by 3.0 GiB" in text
     assert "live: saved 18.0 GiB, temp 5.0 GiB" in text
@@ -115,11 +115,11 @@ def test_no_feasible_plan_for_the_host_names_no_op() -> None:
     ("ranks", "text"),
     [([3], "rank 3"), ([2, 0, 1], "ranks 0-2"), ([0, 1, 5], "ranks 0-1, 5"), (range(1024), "ranks 0-1023")],
 )
-def test_ranks_are_told_shortly(ranks: list[int], text: str) -> None:
+def test_ranges_of_ranks_are_abbreviated(ranks: list[int], text: str) -> None:
     assert ranks_errors.ranks_text(ranks) == text
 
 
-def test_a_lost_rank_and_one_that_said_why_read_differently() -> None:
+def test_lost_ranks_and_ranks_with_an_error_have_different_texts() -> None:
     lost = str(ranks_errors.PeerFailed([0, 2], "the plan", "Connection closed by peer.", 5.0))
     assert lost.startswith(
         "no answer from one of ranks 0, 2 in 5 s during the exchange of the plan: Connection closed by peer. It died"
@@ -128,7 +128,7 @@ def test_a_lost_rank_and_one_that_said_why_read_differently() -> None:
     assert said.startswith("rank 2 failed during the exchange of the plan: ValueError: no idea. All ranks stop")
 
 
-def test_ranks_that_differ_list_some_differences() -> None:
+def test_the_error_of_different_ranks_lists_some_differences() -> None:
     text = str(ranks_errors.RanksDiffer([1, 2], [f"op {number}" for number in range(10)]))
     assert "ranks 1-2 do not do what the others do:\n  op 0\n" in text
     assert "\n  op 7\n  and 2 more\n" in text

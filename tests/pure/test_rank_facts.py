@@ -49,7 +49,7 @@ def test_facts_of_another_form_are_refused() -> None:
 
 
 @given(st.lists(FACTS, min_size=1, max_size=5))
-def test_one_problem_holds_for_all(facts: list[RankFacts]) -> None:
+def test_the_joint_problem_is_within_the_limits_of_each_rank(facts: list[RankFacts]) -> None:
     """Whatever is within its budgets beside its floors is within those of each rank."""
     made = for_all(PROBLEM, facts)
     for name in ("budget_bytes", "host_budget_bytes"):
@@ -69,7 +69,7 @@ def test_the_first_of_the_largest_leads(facts: list[RankFacts]) -> None:
     assert all(size <= sizes[place] for size in sizes)
 
 
-def test_storages_are_counted_whole() -> None:
+def test_bytes_of_all_storages_are_counted() -> None:
     facts = facts_of(PROBLEM, (), ())
     assert facts.storage_bytes == sum(storage.nbytes for storage in PROBLEM.graph.storages)
     assert facts_of(with_batch(65), (), ()).storage_bytes > facts.storage_bytes
@@ -80,7 +80,7 @@ def test_a_batch_may_differ() -> None:
     assert ops_of(with_batch(65).graph) == ops_of(PROBLEM.graph)
 
 
-def test_ops_are_told_apart() -> None:
+def test_different_ops_are_listed() -> None:
     first = PROBLEM.graph.ops[0]
     graph = replace(PROBLEM.graph, ops=(replace(first, target="aten.bmm.default"), *PROBLEM.graph.ops[1:]))
     assert lines_of(replace(PROBLEM, graph=graph), {}) == lines_of(PROBLEM, {})
@@ -108,19 +108,19 @@ def other_problems() -> dict[str, Problem]:
 
 
 @pytest.mark.parametrize("part", list(other_problems()))
-def test_what_may_not_differ_is_told(part: str) -> None:
+def test_illegal_differences_between_ranks_are_listed(part: str) -> None:
     ours, others = lines_of(PROBLEM, {}), lines_of(other_problems()[part], {})
     assert digest_of(ours) != digest_of(others)
     told = differences(ours, others, "rank 0", "rank 1")
     assert any(part in line and line.endswith("only on rank 1") for line in told)
 
 
-def test_settings_are_told_first() -> None:
+def test_different_settings_are_listed_first() -> None:
     told = differences(lines_of(PROBLEM, {"planner": "milp"}), lines_of(PROBLEM, {"planner": "greedy"}), "a", "b")
     assert told == ["planner = milp: only on a", "planner = greedy: only on b"]
 
 
-def test_lines_in_another_order_differ_where_they_first_do() -> None:
+def test_the_first_difference_of_reordered_lines_is_named() -> None:
     assert differences(["x", "y", "z"], ["x", "z", "y"], "a", "b") == ["y on a, where b has z"]
 
 
@@ -128,11 +128,11 @@ def test_lines_in_another_order_differ_where_they_first_do() -> None:
     ("said", "odd", "usual"),
     [("aaa", (), 0), ("aba", (1,), 0), ("abb", (0,), 1), ("ab", (1,), 0), ("ba", (1,), 0), ("abc", (1, 2), 0)],
 )
-def test_the_odd_ones_are_those_unlike_most(said: str, odd: tuple[int, ...], usual: int) -> None:
+def test_the_odd_ranks_differ_from_the_majority(said: str, odd: tuple[int, ...], usual: int) -> None:
     assert Divide.of(said) == Divide(odd=odd, usual=usual)
 
 
-def test_the_digest_of_a_plan_is_of_what_ranks_do() -> None:
+def test_the_digest_of_a_plan_depends_on_its_actions_only() -> None:
     prediction = replace(PLAN.prediction, step_s=9.0, device_peak_bytes=1)
     assert plan_digest(replace(PLAN, name="other", graph="other", prediction=prediction)) == plan_digest(PLAN)
     schedule = replace(PLAN.schedules[0], actions=PLAN.schedules[0].actions[1:])

@@ -67,7 +67,7 @@ def test_extents_hold_every_plan() -> None:
 
 
 @pytest.mark.parametrize("field", ["between_bytes", "after_bytes"])
-def test_what_others_need_is_left_to_them(field: str) -> None:
+def test_bytes_that_others_need_stay_free(field: str) -> None:
     """Nothing fits above the budget, and below it something has to go that would stay otherwise."""
     problem = problem_of(chain_of(3), budget_bytes=100_000)
     free = extent_of(problem.graph, greedy(problem))

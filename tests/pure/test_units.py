@@ -32,7 +32,7 @@ def test_parse_bytes(text: str | float, nbytes: int) -> None:
     "text",
     ["", "GiB", "-1GiB", "0", 0, -5, 0.5, math.nan, math.inf, "nan", "inf", "1e999", "3 parsecs", "1 2", "1,5 GB"],
 )
-def test_parse_bytes_rejects_what_is_no_size(text: str | float) -> None:
+def test_parse_bytes_rejects_invalid_sizes(text: str | float) -> None:
     with pytest.raises(ValueError, match="20GiB") as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)

@@ -219,7 +219,7 @@ def in_flight(run: Run) -> int:
 @contextmanager
 def nan_staging() -> Iterator[None]:
     """Fill memory that gradients and copies are about to take with NaN."""
-    usual = RunningBucket.gradient_room
+    usual = RunningBucket.gradient_buffers
 
     def spoiled(bucket: RunningBucket) -> tuple[torch.Tensor, ...]:
         room = usual(bucket)
@@ -228,7 +228,7 @@ def nan_staging() -> Iterator[None]:
         return room
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunningBucket, "gradient_room", spoiled)
+        patch.setattr(RunningBucket, "gradient_buffers", spoiled)
         torch.use_deterministic_algorithms(True)  # which fills what `torch.empty` returns with NaN
         try:
             yield

@@ -12,7 +12,7 @@ from torch import nn
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_sharded, own_grad, sum_over_parts
 from elixir_compile.optim.host import sum_of_squares
-from elixir_compile.runtime.landed import Squares, SquaresOf
+from elixir_compile.runtime.grad_norms import Squares, SquaresOf
 from elixir_compile.runtime.slab import flat
 
 _HELD_BY_FP32 = (2.0**-30, 2.0**60)

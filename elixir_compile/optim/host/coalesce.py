@@ -4,7 +4,7 @@
     slab of a moment         |-- a --|pad|---- b ----|pad|-- c --|      the same elements, each of another size
 
 A slab is cut so that the next tensor starts behind the last one's end, rounded up to `ALIGN_BYTES` of the parameters,
-and nothing else is between them: an update may run over it. See `RunningBucket.state_room`.
+and nothing else is between them: an update may run over it. See `RunningBucket.state_buffers`.
 """
 
 import ctypes

@@ -32,7 +32,7 @@ class StateBuffers:
         kinds = self._buffers.setdefault(bucket, {})
         dtype = dtype or param.dtype
         if (kind, dtype) not in kinds:
-            tensors = bucket.state_room(dtype)
+            tensors = bucket.state_buffers(dtype)
             kinds[kind, dtype] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
         return kinds[kind, dtype][id(param)]
 

@@ -1,4 +1,4 @@
-"""One preallocated file whose blocks are read and overwritten in place, in a folder that belongs to one process."""
+"""Preallocated files whose blocks are read and overwritten in place, and the folder for the files of one process."""
 
 import contextlib
 import errno
@@ -18,14 +18,14 @@ _LOCK_NAME = re.compile(r"elixir-disk-(rank\d+-)?\d+-[0-9a-f]{8}\.lock")
 
 
 class PrivateFolder:
-    """A new, empty folder inside `parent`; folders that dead processes left there are removed first.
+    """A new, empty folder inside `parent`; folders that dead processes left in `parent` are removed first.
 
-    Raises DiskFailed when `parent` is no folder that can be written. It is not made here: a disk that is not mounted
-    would silently be another disk.
+    Raises DiskFailed if `parent` does not exist or cannot be written. `parent` is never created, because if its disk is
+    not mounted the files would silently go to another disk.
     """
 
     def __init__(self, parent: str, rank: int | None = None) -> None:
-        """`rank` is the number of this process where several train one model."""
+        """`rank` is the rank of this process, used in the folder's name; None if one process trains the model."""
         self._pid = os.getpid()
         parent = os.path.abspath(parent)  # the process may change its directory before the folder is removed
         try:
@@ -38,11 +38,11 @@ class PrivateFolder:
             raise DiskFailed(parent, "new folder", because, error.errno or 0) from error
 
     def remove(self) -> None:
-        """Remove the folder and what is in it. Does nothing the second time, and in a forked child."""
+        """Remove the folder with its files. Does nothing on a second call, and in a forked child."""
         if self._lock_fd < 0 or os.getpid() != self._pid:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # the user cleaned up by hand
+        with contextlib.suppress(FileNotFoundError):  # the user may have removed it
             os.unlink(self._lock_path)
         os.close(self._lock_fd)
         self._lock_fd = -1
@@ -57,37 +57,41 @@ def _make_lock(parent: str, prefix: str) -> tuple[int, str]:
             is_ours = os.fstat(fd).st_nlink > 0
         except BlockingIOError:
             is_ours = False
-        except OSError:  # a filesystem without locks (Lustre can be one): nobody can take the folder for stale either
+        except OSError:  # a filesystem without locks, such as some Lustre: no process can find the folder stale there
             is_ours = True
         if is_ours:
             return fd, path
-        os.close(fd)  # another process that starts now took this lock for stale before we had it: try again
+        os.close(fd)  # a process that started meanwhile found this lock stale before we held it: try again
 
 
 def _remove_stale(parent: str) -> None:
     for name in filter(_LOCK_NAME.fullmatch, os.listdir(parent)):
         path = os.path.join(parent, name)
-        with contextlib.suppress(OSError), open(path, "r+b") as lock:  # gone, another user's, or in use: leave it
+        # On an error the lock is gone, is in use, or belongs to another user: leave the folder.
+        with contextlib.suppress(OSError), open(path, "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path.removesuffix(_LOCK), ignore_errors=True)
             os.unlink(path)
 
 
 DISK_PAGE_BYTES = 4096
-"""O_DIRECT takes addresses, offsets and sizes that are multiples of the device's logical block, at most this."""
+"""O_DIRECT takes addresses, offsets and sizes that are multiples of the device's logical block: at most 4096 bytes."""
 
 READ = "read"
 WRITE = "write"
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only; 0 sets no flag, so reads and writes are buffered
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only; elsewhere 0 sets no flag, and reads and writes are buffered
 
 
 class DiskFile:
-    """`nbytes` of zeros in a new file at `path`, its space taken before anything is written.
+    """A new file at `path` with `nbytes` zeros, whose space on disk is allocated at once.
 
-    With `check`, a checksum of each block is kept in memory when it is written and compared when it is read.
-    Raises DiskFull when the filesystem, a quota or a limit of the process has no room, and DiskFailed for the rest.
+    `label` names the file in errors. With `check`, the checksum of each block is kept in memory when the block is
+    written, and compared when the block is read.
+
+    Raises DiskFull if the filesystem, a quota or a limit of the process has too little space, and DiskFailed for other
+    errors.
     """
 
     def __init__(self, path: str, label: str, nbytes: int, *, check: bool) -> None:
@@ -97,18 +101,19 @@ class DiskFile:
         self._checksums = _checksums_of_zeros(nbytes) if check else None
         self._fd = _preallocate(path, label, whole_pages_bytes(nbytes))
         self.is_direct = _set_direct(self._fd, True)
-        """Whether reads and writes pass by the page cache; False where the filesystem refused."""
+        """Whether reads and writes bypass the page cache; False if the filesystem refused O_DIRECT."""
 
     def close(self) -> None:
-        """Close the file. Nobody may be reading or writing it: the number may soon name another file."""
+        """Close the file. No thread may be reading or writing it, because the descriptor may soon name another file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def move(self, operation: str, block: memoryview, offset_bytes: int, page: memoryview) -> None:
-        """Read or write one block, whose offset is a multiple of `DISK_BLOCK_BYTES`; `page` is scratch memory.
+        """Read or write `block` at `offset_bytes`, a multiple of `DISK_BLOCK_BYTES`; `operation` is READ or WRITE.
 
-        Raises DiskFailed, and DiskCorrupted when what was read is not what was written.
+        `page` is scratch memory of `DISK_PAGE_BYTES`. Raises DiskFailed if the operation fails, and DiskCorrupted if
+        the checksum of a read block differs from its checksum when it was written.
         """
         index = offset_bytes // DISK_BLOCK_BYTES
         tail_bytes = len(block) % DISK_PAGE_BYTES
@@ -116,7 +121,7 @@ class DiskFile:
         if tail_bytes and operation == WRITE:
             page[:] = bytes(DISK_PAGE_BYTES)
             page[:tail_bytes] = block[tail_start:]
-        # Taken before: a caller that changes the buffer while it is written gets a corrupted block, and is told.
+        # Computed before the write: if the caller changes the buffer during the write, the next read finds it.
         checksum = zlib.crc32(block) if self._checksums is not None and operation == WRITE else 0
         parts = [part for part in (block[:tail_start], page if tail_bytes else page[:0]) if len(part)]
         self._move_parts(operation, parts, offset_bytes)
@@ -133,11 +138,11 @@ class DiskFile:
         call = os.preadv if operation == READ else os.pwritev
         start_bytes, size_bytes = offset_bytes, sum(map(len, parts))
         while parts:
-            was_direct = self.is_direct  # read before the call: another worker may change it meanwhile
+            was_direct = self.is_direct  # read before the call, because another worker may change it during the call
             try:
                 moved_bytes = call(self._fd, parts, offset_bytes)
             except OSError as error:
-                # EINVAL: this filesystem takes the flag and then refuses, or a short transfer ended inside a page.
+                # EINVAL: the filesystem accepts the flag and refuses the call, or a short transfer ended inside a page.
                 if error.errno == errno.EINVAL and was_direct:
                     _set_direct(self._fd, False)
                     self.is_direct = False
@@ -149,17 +154,17 @@ class DiskFile:
             offset_bytes += moved_bytes
             parts = _rest(parts, moved_bytes)
         if operation == READ and not self.is_direct:
-            # Or the page cache would hold the state a second time; read once per step, it is no use there.
+            # Otherwise the page cache would hold the state a second time, without use: it is read once per step.
             os.posix_fadvise(self._fd, start_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def whole_pages_bytes(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole pages: the size of the file that holds them."""
+    """Return `nbytes` rounded up to whole pages, which is the size of a file for `nbytes`."""
     return -(-nbytes // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
 
 
 def scratch_page() -> memoryview:
-    """Return one aligned page that no forked child shares; see `Slab.keep_from_children`."""
+    """Return an aligned page of memory that forked children do not share; see `Slab.keep_from_children`."""
     page = mmap.mmap(-1, DISK_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
         page.madvise(mmap.MADV_DONTFORK)
@@ -167,7 +172,7 @@ def scratch_page() -> memoryview:
 
 
 def _preallocate(path: str, label: str, nbytes: int) -> int:
-    """Return the descriptor of a new file of `nbytes` zeros; leave no file behind where that fails."""
+    """Return the descriptor of a new file of `nbytes` zeros; remove the file if the allocation fails."""
     folder = os.path.dirname(path)
     free_bytes, fd = 0, -1
     try:
@@ -202,7 +207,7 @@ def _set_direct(fd: int, is_direct: bool) -> bool:
 
 
 def _rest(parts: list[memoryview], moved_bytes: int) -> list[memoryview]:
-    """The parts without their first `moved_bytes`."""
+    """Return `parts` without their first `moved_bytes`."""
     rest = []
     for part in parts:
         skipped_bytes = min(moved_bytes, len(part))

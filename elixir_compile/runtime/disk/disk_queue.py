@@ -1,9 +1,9 @@
-"""Reads and writes of many files in flight at once, block by block, on a few worker threads.
+"""Run reads and writes of many files at the same time, block by block, on a few worker threads.
 
     submit --> (waits for earlier transfers of the same bytes) --> blocks --> workers --> done
 
-Two transfers are in order when they share bytes and one of them writes; all others run side by side. So a read sees the
-write before it, and pieces of one region stream in and out at the same time.
+Two transfers run in the order of their submission if they share bytes and at least one of them writes; other transfers
+run side by side. So a read sees an earlier write, and pieces of a region are read and written at the same time.
 """
 
 import os
@@ -17,13 +17,15 @@ from elixir_compile.runtime.disk.disk_file import DISK_BLOCK_BYTES, WRITE, DiskF
 
 _CLOSED = "the store was closed"
 _JOIN_S = 5.0
-"""At most four blocks are in flight when a store closes: milliseconds, unless the disk is gone."""
+"""How long `close` waits for the threads. At most four blocks are in flight then, which take milliseconds unless the
+disk is gone."""
 
 
 class DiskTransfer:
-    """A read or a write in flight. Its buffer is in use, and `owner` is kept alive, until it is done."""
+    """A read or a write in flight."""
 
     def __init__(self, file: DiskFile, operation: str, view: memoryview, offset_bytes: int, owner: object) -> None:
+        """`view` is the buffer: its bytes move to or from `offset_bytes` of `file`; `owner` is kept alive meanwhile."""
         self.file = file
         self.operation = operation
         self.view: memoryview | None = view
@@ -44,13 +46,13 @@ class DiskTransfer:
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Return when the bytes have moved. Raises DiskFailed or DiskCorrupted when they have not."""
+        """Wait until the transfer is done. Raises DiskFailed or DiskCorrupted if it failed."""
         self._done.wait()
         if self.error is not None:
             raise self.error
 
     def then(self, callback: "Callable[[DiskTransfer], object]") -> None:
-        """Call `callback(self)` when done, on a worker; at once when it is done already. It must not raise."""
+        """Call `callback(self)` on a worker when the transfer is done, or now if it is done; it must not raise."""
         with self._lock:
             if not self.is_done:
                 self._callbacks.append(callback)
@@ -58,7 +60,7 @@ class DiskTransfer:
         callback(self)
 
     def finish(self) -> None:
-        """Let go of the buffer and the owner, and wake who waits."""
+        """Drop the references to buffer and owner, wake waiting threads, and run callbacks; the queue calls this."""
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
             self.view = self.owner = None
@@ -67,17 +69,17 @@ class DiskTransfer:
             callback(self)
 
     def is_before(self, other: "DiskTransfer") -> bool:
-        """Whether `other`, submitted later, has to wait for this one."""
+        """Whether `other`, which was submitted later, has to wait for this transfer."""
         if self.file is not other.file or WRITE not in (self.operation, other.operation):
             return False
         return self.start_bytes < other.end_bytes and other.start_bytes < self.end_bytes
 
 
 class DiskQueue:
-    """`num_threads` daemon threads that move the blocks of submitted transfers."""
+    """`num_threads` daemon threads, which move the blocks of submitted transfers."""
 
     def __init__(self, num_threads: int) -> None:
-        # Re-entrant: a garbage collection inside a locked section may close a store that nobody holds any more.
+        # Re-entrant: a garbage collection inside a locked section may close a store without references.
         self._lock = threading.RLock()
         self._unfinished: set[DiskTransfer] = set()
         self._blocks: queue.SimpleQueue[tuple[DiskTransfer, int] | None] = queue.SimpleQueue()
@@ -91,9 +93,9 @@ class DiskQueue:
             thread.start()
 
     def submit(self, transfer: DiskTransfer) -> None:
-        """Begin a transfer, behind those it has to wait for.
+        """Start `transfer`, after earlier transfers of the same bytes.
 
-        Raises DiskFailed when an earlier write of the file failed, the queue is closed, or this is a forked child.
+        Raises DiskFailed if an earlier write of the file failed, if the queue is closed, or in a forked child.
         """
         if os.getpid() != self._pid:
             raise DiskFailed(transfer.file.path, transfer.operation, "the store belongs to the parent process")
@@ -111,7 +113,7 @@ class DiskQueue:
             self._finish(transfer)
 
     def close(self) -> bool:
-        """Fail what is not done and end the threads; return whether all of them ended."""
+        """Fail all unfinished transfers and end the threads; return whether all threads ended within `_JOIN_S`."""
         if os.getpid() != self._pid:
             return False
         with self._lock:
@@ -131,7 +133,7 @@ class DiskQueue:
         return not any(thread.is_alive() for thread in self._threads)
 
     def is_worker(self) -> bool:
-        """Whether the calling thread is one of the queue's own, which cannot close it."""
+        """Whether the calling thread is a worker of this queue; such a thread cannot close the queue."""
         return threading.current_thread() in self._threads
 
     def _refusal(self, transfer: DiskTransfer) -> DiskFailed | None:
@@ -144,7 +146,7 @@ class DiskQueue:
         return DiskFailed(failure.path, transfer.operation, because, failure.errno or 0)
 
     def _start(self, transfer: DiskTransfer) -> bool:
-        """Queue the blocks of a transfer that waits for no other; return whether there are any."""
+        """Queue the blocks of `transfer`, which waits for no other transfer; return whether there are any blocks."""
         transfer.error = transfer.error or self._refusal(transfer)
         starts = range(transfer.start_bytes, transfer.end_bytes, DISK_BLOCK_BYTES)
         if transfer.error is not None or not starts:
@@ -157,7 +159,7 @@ class DiskQueue:
     def _finish(self, transfer: DiskTransfer) -> None:
         finished = [transfer]
         with self._lock:
-            for done in finished:  # grows: those behind a failed write fail with it
+            for done in finished:  # grows: transfers that waited for a failed write fail with it
                 self._unfinished.discard(done)
                 for later in done.later:
                     later.num_before -= 1
@@ -175,12 +177,12 @@ class DiskQueue:
     def _move(self, transfer: DiskTransfer, start_bytes: int, page: memoryview) -> None:
         error: BaseException | None = None
         view = transfer.view
-        if transfer.error is None and view is not None:  # else another block failed, and the rest is not wanted
+        if transfer.error is None and view is not None:  # otherwise another block failed, and this block is skipped
             at_bytes = start_bytes - transfer.start_bytes
             try:
                 block = view[at_bytes : at_bytes + DISK_BLOCK_BYTES]
                 transfer.file.move(transfer.operation, block, start_bytes, page)
-            except BaseException as raised:  # a worker that dies would leave its waiters waiting
+            except BaseException as raised:  # of any class: if the worker ended here, waits would never return
                 error = raised
         with self._lock:
             transfer.error = transfer.error or error
@@ -193,6 +195,6 @@ class DiskQueue:
 
 
 def _failure(transfer: DiskTransfer, error: BaseException) -> DiskFailed:
-    """The error that later operations are told of: without the traceback, which would hold on to the buffer."""
+    """Return the error for later operations on the file, without the traceback, which would keep the buffer alive."""
     because = error.because if isinstance(error, DiskFailed) else f"{type(error).__name__}: {error}"
     return DiskFailed(transfer.file.path, WRITE, because, error.errno or 0 if isinstance(error, OSError) else 0)

@@ -1,12 +1,12 @@
-"""Host state that does not fit the host: byte ranges in files, read ahead and written behind.
+"""A store for optimizer state too large for the host: regions of bytes in files.
 
     store = DiskStore("/mnt/nvme")
-    region = store.allocate("b3.exp_avg", nbytes)        refused here when the disk is full
+    region = store.allocate("b3.exp_avg", nbytes)        raises DiskFull if the disk is full
     region.write_from(buffer).wait()
     region.read_into(buffer, offset_bytes)               a transfer in flight: wait() before the buffer is used
 
-The files are memory, not a checkpoint: they are garbage once the process is gone, and removed when it ends or, after
-`kill -9`, when the next store in the same folder starts.
+The files serve as memory and are no checkpoint. They are removed when the process ends; after `kill -9`, when the next
+store in the same folder starts.
 """
 
 import os
@@ -34,46 +34,48 @@ _NUM_THREADS = 4
 
 
 class DiskRegion:
-    """`nbytes` of a store, zeros at first. Operations on the same bytes happen in the order they are issued in.
+    """`nbytes` of a store, at first zeros. Operations on the same bytes take effect in the order of their calls.
 
-    After a write that failed, every later operation raises DiskFailed: the bytes on disk are neither old nor new.
+    After a failed write every later operation raises DiskFailed, because the bytes on disk may be a mix of old and new.
     """
 
     def __init__(self, store: "DiskStore", label: str, file: DiskFile, queue: DiskQueue) -> None:
         self.label = label
         self.nbytes = file.nbytes
-        self._store = store  # a store that nobody holds closes
+        self._store = store  # keeps the store open: it closes when its last reference goes
         self.file = file
         self._queue = queue
 
     @property
     def path(self) -> str:
-        """The file that holds the bytes."""
+        """The file with the bytes."""
         return self.file.path
 
     @property
     def is_direct(self) -> bool:
-        """Whether transfers pass by the page cache."""
+        """Whether transfers bypass the page cache."""
         return self.file.is_direct
 
     def read_into(self, buffer: "torch.Tensor", offset_bytes: int = 0) -> DiskTransfer:
-        """Begin to fill `buffer` with the bytes at `offset_bytes`; it holds them when the transfer's `wait` returns.
+        """Start reading the bytes at `offset_bytes` into `buffer`; they are there when the transfer's `wait` returns.
 
-        `buffer` is contiguous uint8 on the host, at an address that is a multiple of `DISK_PAGE_BYTES`, in memory that
-        no forked child shares (`StagingBuffers` has it). Offset and size are multiples of `DISK_BLOCK_BYTES`, but for
-        a size that reaches the end of the region. Raises ValueError otherwise, and DiskFailed as `wait` does.
+        `buffer` must be contiguous uint8 on the host, at an address that is a multiple of `DISK_PAGE_BYTES`, in memory
+        that no forked child shares, such as memory of `StagingBuffers`. Offset and size must be multiples of
+        `DISK_BLOCK_BYTES`; the size may be any if it ends at the end of the region.
+
+        Raises ValueError if a condition is not met, and DiskFailed as `DiskQueue.submit` does.
         """
         return self._begin(READ, buffer, offset_bytes)
 
     def write_from(self, buffer: "torch.Tensor", offset_bytes: int = 0) -> DiskTransfer:
-        """Begin to write `buffer` at `offset_bytes`; it must not change before the transfer's `wait` returns.
+        """Start writing `buffer` at `offset_bytes`; `buffer` must not change before the transfer's `wait` returns.
 
-        Takes and raises what `read_into` does.
+        The conditions on arguments and the errors are those of `read_into`.
         """
         return self._begin(WRITE, buffer, offset_bytes)
 
     def _begin(self, operation: str, buffer: "torch.Tensor", offset_bytes: int) -> DiskTransfer:
-        view = memoryview(buffer.detach().numpy())
+        view = buffer.detach().numpy().data
         end_bytes = offset_bytes + view.nbytes
         if view.format != "B" or not view.c_contiguous:
             raise ValueError(f"{self.label}: needs a contiguous uint8 buffer, got {view.format!r} of {view.shape}")
@@ -92,10 +94,12 @@ class DiskRegion:
 
 
 class DiskStore:
-    """Regions in files of a folder that this process owns, inside the existing folder `path`.
+    """Regions in files, in a new folder of this process inside the existing folder `path`.
 
-    With `check`, what is read is compared with a checksum of what was written, kept in memory: 4 bytes per block. Of
-    several ranks, `rank` is in the name of the folder. Raises DiskFailed when `path` is no folder that can be written.
+    With `check`, each block that is read is compared with the checksum of the block that was written; checksums take 4
+    bytes of memory per block. `rank` is used in the name of the folder; None if one process trains the model.
+
+    Raises DiskFailed if `path` does not exist or cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], check: bool = False, rank: int | None = None) -> None:
@@ -105,7 +109,7 @@ class DiskStore:
         self._num_named = 0
         self._queue = DiskQueue(_NUM_THREADS)
         self._lock = threading.Lock()
-        # Runs at the latest when the interpreter exits; must not hold the store, or it would never be collected.
+        # Runs at the latest when the interpreter exits. A reference to the store here would keep the store alive.
         self._finalizer = weakref.finalize(self, _close, self._queue, self._files, self._folder)
 
     @property
@@ -114,9 +118,9 @@ class DiskStore:
         return self._folder.path
 
     def allocate(self, label: str, nbytes: int) -> DiskRegion:
-        """Return a region of `nbytes` zeros whose space on disk is taken already.
+        """Return a region of `nbytes` zeros whose space on disk is allocated; `label` names it in errors.
 
-        Raises DiskFull when there is no room, before anything is written, and DiskFailed when the store is closed.
+        Raises DiskFull if the disk has too little space, and DiskFailed if the store is closed.
         """
         if nbytes < 0:
             raise ValueError(f"{label}: a region of {nbytes} bytes: needs 0 or more")
@@ -130,7 +134,7 @@ class DiskStore:
         return DiskRegion(self, label, file, self._queue)
 
     def free(self, region: DiskRegion) -> None:
-        """Give the space of `region` back. Nothing of it may be in flight; later operations on it fail."""
+        """Free the disk space of `region`. No transfer of it may be in flight; later operations on it fail."""
         with self._lock:
             if region.file in self._files:
                 self._files.remove(region.file)
@@ -138,16 +142,16 @@ class DiskStore:
                 os.unlink(region.path)
 
     def close(self) -> None:
-        """Fail what is in flight, end the threads and remove the files. Does nothing the second time."""
+        """Fail transfers in flight, end the threads and remove the files. Does nothing on a second call."""
         with self._lock:
             self._finalizer()
 
 
 def _close(queue: DiskQueue, files: list[DiskFile], folder: PrivateFolder) -> None:
-    if queue.is_worker():  # the last transfer was all that held the store, and a thread cannot join itself
+    if queue.is_worker():  # the last transfer held the last reference to the store, and a thread cannot join itself
         threading.Thread(target=_close, args=(queue, files, folder), daemon=True).start()
         return
-    # A thread stuck in the kernel still uses its descriptor: closing it could send its bytes into another file.
+    # A thread stuck in the kernel still uses its descriptor; after a close its bytes could go to another file.
     if queue.close():
         for file in files:
             file.close()

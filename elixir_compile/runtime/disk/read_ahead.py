@@ -1,11 +1,11 @@
-"""Pieces of regions through a ring of staging buffers: read before they are asked for, written behind.
+"""Read pieces of disk regions ahead of their use, and write them behind it, through a ring of staging buffers.
 
     announce   piece 0    piece 1    piece 2    ...         in the order in which they will be taken
     disk       |-read 0-|-read 1-|-read 2-|-write 0-|       as far ahead as there are buffers
     take             |== 0 ==|== 1 ==|== 2 ==|
 
-A piece is read again where its buffer was given to another one meanwhile, so the order is a hint: a wrong one costs
-time, nothing else.
+The announced order is only a hint. If a piece is taken out of order its buffer may serve another piece first, and the
+piece is read again: this costs time and changes no result.
 """
 
 import os
@@ -21,15 +21,16 @@ from elixir_compile.runtime.disk.disk_store import DiskRegion
 from elixir_compile.runtime.disk.staging import StagingBuffer, StagingBuffers
 
 Done = Callable[[BaseException | None], object]
-"""What is told that a write is done, on a thread of the disk, with what failed in it. It must not raise."""
+"""Called when a write is done, on a worker of the disk queue, with the exception of the write or None. It must not
+raise."""
 
 
 class Piece:
-    """The same elements of several regions, beside one another in one buffer while they are there."""
+    """Elements `start` to `end` of several regions, one after another in one buffer while they are read in."""
 
     def __init__(self, columns: Sequence[tuple[DiskRegion, int]], start: int, end: int, stride: int) -> None:
-        """`columns` are regions and the bytes that one element has there; `stride` elements, at least as many as there
-        are, are whole pages in each."""
+        """`columns` holds each region with its bytes per element. In the buffer each region has space for `stride`
+        elements: at least `end - start`, and a whole number of pages in every region."""
         self.columns = tuple(columns)
         self.start = start
         self.end = end
@@ -38,7 +39,7 @@ class Piece:
         self.reads: tuple[DiskTransfer, ...] = ()
 
     def views(self, buffer: StagingBuffer) -> list[torch.Tensor]:
-        """Return the part of `buffer` that each region has, in uint8."""
+        """Return for each region its part of `buffer`, as uint8."""
         found, at_bytes = [], 0
         for _, size_bytes in self.columns:
             found.append(buffer.tensor[at_bytes : at_bytes + (self.end - self.start) * size_bytes])
@@ -46,13 +47,13 @@ class Piece:
         return found
 
     def transfers(self, buffer: StagingBuffer) -> Iterator[tuple[DiskRegion, torch.Tensor, int]]:
-        """Yield each region, its part of `buffer`, and the byte of the region that it begins with."""
+        """Yield each region, its part of `buffer`, and the offset of this part in the region, in bytes."""
         for (region, size_bytes), view in zip(self.columns, self.views(buffer), strict=True):
             yield region, view, self.start * size_bytes
 
 
 class ReadAhead:
-    """A ring of `num_buffers` buffers of `nbytes`, and the pieces that are on their way through it."""
+    """A ring of `num_buffers` buffers of `nbytes`, and the pieces announced, read, used or written in it."""
 
     def __init__(self, num_buffers: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -61,30 +62,30 @@ class ReadAhead:
         self._num_writing = 0
         self._num_waiting = 0
         self._num_taken = 0
-        """Buffers that are read into, used, or written from."""
+        """The number of buffers that are read into, used, or written from."""
         self._pid = os.getpid()
-        # Re-entrant: a transfer that is done already calls back at once.
+        # Re-entrant: a transfer that is done already runs its callback at once, on this thread.
         self._changed = threading.Condition(threading.RLock())
 
     def announce(self, pieces: Iterable[Piece]) -> None:
-        """Read `pieces` as soon as there is room, behind those announced before."""
+        """Read `pieces` as soon as buffers are free, after all pieces announced before."""
         with self._changed:
             self._announced.extend(pieces)
             self._read_on()
 
     def take(self, piece: Piece) -> list[torch.Tensor]:
-        """Return the bytes of `piece`, one uint8 tensor per region, to read and write until it is given back.
+        """Return the bytes of `piece`, one uint8 tensor per region, for use until `give_back` or `write`.
 
-        Raises what failed in reading them; the piece is given back then.
+        If reading the bytes failed, gives the piece back and raises the exception.
         """
         if os.getpid() != self._pid:
             paths = ", ".join(region.path for region, _ in piece.columns)
             raise DiskFailed(paths, "read", "the store belongs to the parent process")
         with self._changed:
             if piece in self._announced:
-                # What stands before it was never taken: its update failed, or was dropped.
+                # Earlier pieces were never taken, because their update failed or was dropped.
                 while (earlier := self._announced.popleft()) is not piece:
-                    self._let_go(earlier)
+                    self._drop(earlier)
             buffer = piece.buffer or self._read_now(piece)
         try:
             for read in piece.reads:
@@ -95,16 +96,19 @@ class ReadAhead:
         return piece.views(buffer)
 
     def give_back(self, piece: Piece) -> None:
-        """Let go of the bytes of a piece that was taken; what was written into them is lost."""
+        """Free the buffer of `piece`, which was taken, without writing it: changes to its bytes are lost."""
         with self._changed:
-            self._let_go(piece)
+            self._drop(piece)
             self._read_on()
 
     def write(self, piece: Piece, done: Done) -> None:
-        """Begin to write the bytes of a piece that was taken, which must not change any more; then call `done`."""
+        """Start writing the bytes of `piece`, which was taken; call `done` when they are written.
+
+        The bytes must not change from this call on. Raises ValueError if the piece was not taken, or was given back.
+        """
         buffer, piece.buffer, piece.reads = piece.buffer, None, ()
         if buffer is None:
-            raise ValueError("a piece is written that was not taken, or was given back")
+            raise ValueError("cannot write a piece that was not taken, or that was given back")
         with self._changed:
             self._num_writing += 1
         writes: list[DiskTransfer] = []
@@ -117,23 +121,24 @@ class ReadAhead:
         _when_done(writes, lambda: self._wrote(buffer, failure or _failure_of(writes), done))
 
     def wait_for_writes(self) -> None:
-        """Return when no write is in flight."""
+        """Wait until no write is in flight."""
         with self._changed:
-            # The threads of the disk do not live on in a forked child.
+            # In a forked child the threads of the disk queue do not exist, so no write would ever end.
             self._changed.wait_for(lambda: self._num_writing == 0 or os.getpid() != self._pid)
 
     def stop(self) -> None:
-        """Return when nothing is in flight: let go of what is announced, and wait for what was taken and is written."""
+        """Drop all announced pieces, and wait until no piece is read, used or written."""
         with self._changed:
             while self._announced:
-                self._let_go(self._announced.popleft())
+                self._drop(self._announced.popleft())
             self._changed.wait_for(lambda: self._num_taken == 0 or os.getpid() != self._pid)
 
     def _read_now(self, piece: Piece) -> StagingBuffer:
-        self._num_waiting += 1  # so that nothing is read ahead into what comes free
+        """Start reading `piece` into the next free buffer, and return the buffer."""
+        self._num_waiting += 1  # keeps `_read_on` from taking the next free buffer
         try:
             while (buffer := self._acquire()) is None:
-                if not self._let_go_of_last():
+                if not self._drop_last():
                     self._changed.wait()
         finally:
             self._num_waiting -= 1
@@ -163,7 +168,7 @@ class ReadAhead:
             self._changed.notify_all()
 
     def _read_on(self) -> None:
-        """Begin to read what is announced, as far as there are buffers."""
+        """Start reading announced pieces, in order, while buffers are free."""
         if self._num_waiting:
             return
         for piece in self._announced:
@@ -174,7 +179,7 @@ class ReadAhead:
                 return
             try:
                 self._begin(piece, buffer)
-            except BaseException:  # it is told when the piece is taken, and read again
+            except BaseException:  # `take` reads the piece again and raises its exception then
                 return
 
     def _begin(self, piece: Piece, buffer: StagingBuffer) -> None:
@@ -187,17 +192,18 @@ class ReadAhead:
             raise
         piece.buffer, piece.reads = buffer, tuple(reads)
 
-    def _let_go(self, piece: Piece) -> None:
+    def _drop(self, piece: Piece) -> None:
+        """Free the buffer of `piece`, if it has one, once its reads are done."""
         buffer, reads, piece.buffer, piece.reads = piece.buffer, piece.reads, None, ()
         if buffer is not None:
             _when_done(reads, lambda: self._release(buffer))
 
-    def _let_go_of_last(self) -> bool:
-        """Let go of the piece that is wanted last among those that are read ahead; whether there was one."""
+    def _drop_last(self) -> bool:
+        """Drop the last announced piece with a buffer; return whether there was such a piece."""
         for piece in reversed(self._announced):
             if piece.buffer is not None:
                 self._announced.remove(piece)
-                self._let_go(piece)
+                self._drop(piece)
                 return True
         return False
 
@@ -207,7 +213,7 @@ def _failure_of(transfers: Iterable[DiskTransfer]) -> BaseException | None:
 
 
 def _when_done(transfers: Sequence[DiskTransfer], call: Callable[[], object]) -> None:
-    """Call `call` once all `transfers` are done, failed ones too, on the thread of the last; at once for none."""
+    """Call `call` once, when all `transfers` are done or failed, on the thread of the last; now if there are none."""
     if not transfers:
         call()
         return

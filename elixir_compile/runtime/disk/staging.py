@@ -1,8 +1,9 @@
-"""A ring of host buffers between the disk and the optimizer: taken, filled, used, given back.
+"""A ring of host buffers between the disk and the optimizer.
 
     acquire -> read_into(...).wait() -> update -> release_after(write_from(...)) -> free again when written
 
-One slab, from its first multiple of 2 MiB: private huge pages were written to disk twice as fast as shared ones.
+The buffers are cut from one slab, starting at a multiple of 2 MiB, because private huge pages were written to disk
+twice as fast as shared pages.
 """
 
 import threading
@@ -19,21 +20,22 @@ if TYPE_CHECKING:
 
 
 class StagingBuffer:
-    """One buffer of a ring, held by the thread that acquired it; as a context manager it is released at the end."""
+    """A buffer of a ring, held by the thread of its `acquire`; as a context manager it releases itself at the end."""
 
     def __init__(self, ring: "StagingBuffers", tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        """uint8, of the ring's `nbytes`."""
+        """A uint8 tensor of the ring's `nbytes`."""
         self._ring = ring
 
     def release(self) -> None:
-        """Give the buffer back. Does nothing when it was given back, or is on its way back after a transfer."""
+        """Give the buffer back to the ring. Does nothing after an earlier `release` or `release_after`."""
         self._ring._release(self)
 
     def release_after(self, transfer: "DiskTransfer") -> None:
-        """Give the buffer back when `transfer` is done.
+        """Give the buffer back to the ring when `transfer` is done.
 
-        When that fails, the buffer stays taken, with the only copy of its bytes, and `acquire` raises the error.
+        If the transfer fails, the buffer stays taken, because it has the only copy of its bytes, and `acquire` raises
+        the exception of the transfer from then on. Raises ValueError if the buffer was given back already.
         """
         self._ring._release_after(self, transfer)
 
@@ -45,11 +47,13 @@ class StagingBuffer:
 
 
 class StagingBuffers:
-    """`num_buffers` buffers of `nbytes` each, at addresses that O_DIRECT takes."""
+    """`num_buffers` buffers of `nbytes` each, at addresses that O_DIRECT accepts."""
 
     def __init__(self, num_buffers: int, nbytes: int, *, pin: bool = False) -> None:
         if num_buffers < 1 or nbytes < 0:
-            raise ValueError(f"{num_buffers} staging buffers of {nbytes} bytes: needs at least one of 0 or more")
+            raise ValueError(
+                f"{num_buffers} staging buffers of {nbytes} bytes: needs at least 1 buffer of 0 bytes or more"
+            )
         self.num_buffers = num_buffers
         self.nbytes = nbytes
         unit_bytes = DISK_PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES
@@ -67,10 +71,10 @@ class StagingBuffers:
         self._changed = threading.Condition()
 
     def acquire(self) -> StagingBuffer:
-        """Return a free buffer with the contents of its last use; wait for one while others are using them all.
+        """Return a free buffer, which holds the bytes of its last use; wait if all buffers are taken.
 
-        Raises RuntimeError when no thread is left that could release one, and the error of a transfer that a buffer
-        was to be released after.
+        Raises RuntimeError if every thread with a buffer waits here as well. Raises the exception of a failed transfer
+        that `release_after` got.
         """
         me = threading.get_ident()
         with self._changed:
@@ -95,7 +99,7 @@ class StagingBuffers:
             return buffer
 
     def try_acquire(self) -> StagingBuffer | None:
-        """Return a free buffer with the contents of its last use, None where there is none now."""
+        """Return a free buffer, which holds the bytes of its last use, or None if all buffers are taken."""
         with self._changed:
             if self._failure is not None or not self._free:
                 return None

@@ -1,1 +1,1 @@
-"""Several ranks: who has which part, how rows travel, and short messages over gloo."""
+"""Training on several ranks: the shard of each rank, the collectives on shards, and short messages over gloo."""

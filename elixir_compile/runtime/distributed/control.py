@@ -1,17 +1,17 @@
-"""Short texts between ranks, over gloo on the host: what they agree by, before a plan and before every forward.
+"""The control channel: short texts between ranks over gloo, by which they agree before a plan and before each forward.
 
 ```text
-  every exchange    one all-gather of 96 bytes per rank   | what 24 | length 8 | the first 64 bytes of the text |
-  a longer text     one broadcast, where one rank alone has one
-  longer texts      one all-gather of as many bytes per rank as the longest has
+  every exchange         one all-gather of 96 bytes per rank   | purpose 24 | length 8 | first 64 bytes of the text |
+  if one text is longer      then a broadcast from its rank
+  if several are longer      then an all-gather, with the length of the longest text for each rank
 ```
 
-So texts of 64 bytes cost one collective. That every row says what it is for finds ranks that are out of step: all of
-them raise RanksDiffer. Nothing is pickled. A rank that is dead or silent is a PeerFailed within the timeout of the
-group.
+So texts of up to 64 bytes cost a single collective. Every row carries the purpose of its exchange. If the purposes
+differ, the ranks are out of step, and all of them raise RanksDiffer. Nothing is pickled. If a rank is dead or silent,
+the others raise PeerFailed within the timeout of the group.
 
-On the `fake` process group, and for one rank, all other ranks say what this one says: any number of ranks can be
-planned for without a cluster.
+For one rank, and on the `fake` process group, every other rank is taken to send the text of this rank, so plans for any
+number of ranks can be made without a cluster.
 """
 
 import json
@@ -34,28 +34,31 @@ from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer, r
 
 _Made = TypeVar("_Made")
 
-Carried = Mapping[type[ElixirError], Callable[[Any], Sequence[object]]]
-"""Errors that are raised on all ranks as they are, each with what gives the facts that make it again, as JSON."""
+Carried = Mapping[type[Exception], Callable[[Any], Sequence[object]]]
+"""Error classes that all ranks raise with their facts, each with a function from an error to its facts for JSON. The
+facts are the arguments of the class."""
 
 _ROW = struct.Struct("<24sq64s")
 _WHAT_BYTES = 24
 _SHORT_BYTES = 64
 _NUM_HELD = 16
-"""Tensors that are held on to after their exchange. A thread of gloo lets go of them under its lock; where it is the
-last to, it waits for the interpreter, which may wait for that lock to begin the next exchange."""
+"""How many tensors stay alive after their exchange. A thread of gloo drops its reference to them under gloo's lock. If
+that reference is the last, the thread waits for the interpreter, while the next exchange, which has the interpreter,
+may wait for the lock."""
 
 _GROUP_WORDS = ("gloo", "nccl", "timeout", "timed out", "connection", "socket")
-"""In what gloo raises, torch 2.11 to 2.13: `[.../gloo/.../pair.cc:553] Connection closed by peer`, `Application timeout
-caused pair closure`, `Wait timeout`."""
+"""Words in the errors of gloo, torch 2.11 to 2.13: `[.../gloo/.../pair.cc:553] Connection closed by peer`, `Application
+timeout caused pair closure`, `Wait timeout`."""
 
 
 class ControlChannel:
-    """The ranks that agree with each other, and how texts get from each to all."""
+    """Exchanges short texts between `ranks`, of which this process is number `rank`."""
 
     def __init__(self, group: "distributed.ProcessGroup | None", ranks: Sequence[int], rank: int) -> None:
-        """`ranks` are the members of `group` as the default group counts them, `rank` the place of this one among them.
+        """`ranks` are the members of `group`, numbered as in the default group; `rank` is the index of this process in
+        `ranks`.
 
-        Without `group` nothing is sent: all ranks say the same.
+        If `group` is None nothing is sent, and every rank is taken to send the text of this rank.
         """
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -64,14 +67,17 @@ class ControlChannel:
 
     @property
     def is_echo(self) -> bool:
-        """Whether no other process answers, and all ranks say what this one says."""
+        """Whether nothing is sent, and every rank is taken to send the text of this rank."""
         return self._group is None
 
     def exchange(self, text: str, what: str, doing: str = "") -> tuple[str, ...]:
-        """Return the text of every rank, in the order of `ranks`; `what` says in a few words what the texts are.
+        """Send `text` and return the text of every rank, in the order of `ranks`; all ranks must call this at once.
 
-        Raises PeerFailed where a rank is dead or silent, and, where one exchanges something else, RanksDiffer, which
-        tells what each rank is `doing`.
+        `what` is the purpose of the exchange in a few words (its first 24 bytes count); `doing` describes in an error
+        the activity of this rank.
+
+        Raises PeerFailed if a rank is dead or silent. Raises RanksDiffer, with the `doing` of each rank, if a rank
+        exchanges for another purpose.
         """
         if self._group is None:
             return (text,) * len(self.ranks)
@@ -87,17 +93,17 @@ class ControlChannel:
         texts = [start for _, _, start in rows]
         if long:
             with self.raising_peer_failed(what):
-                texts = apart(lambda: self._whole(texts, data, lengths, long))
+                texts = apart(lambda: self._completed(texts, data, lengths, long))
         pairs = zip(texts, lengths, strict=True)
         return tuple(found[:length].decode(errors="surrogatepass") for found, length in pairs)
 
     def run_on_all_ranks(
         self, what: str, make: Callable[[], _Made], text_of: Callable[[_Made], str], carried: Carried
     ) -> tuple[_Made, tuple[str, ...]]:
-        """Return what `make` returns, and the text of it from every rank; `what` is as in `exchange`.
+        """Call `make` on every rank; return its value on this rank, and `text_of` the value of each rank.
 
-        Where it fails on any rank, all raise: an error of a class in `carried` as it is, another as PeerFailed on the
-        ranks that did not fail.
+        If `make` raises an exception on any rank, all ranks raise. An error of a class in `carried` is raised on all
+        ranks as it is; for any other exception, the other ranks raise PeerFailed. `what` is as in `exchange`.
         """
         try:
             made = make()
@@ -105,7 +111,7 @@ class ControlChannel:
         except Exception as error:
             facts = carried[type(error)](error) if type(error) in carried else None
             failed = ["", type(error).__name__, str(error), facts]
-            with suppress(ElixirError):  # this rank's own error says more than that a peer is gone too
+            with suppress(ElixirError):  # this rank's own error tells the user more than an error of the exchange
                 self.exchange(json.dumps(failed, default=int), what)
             raise
         answers = [json.loads(text) for text in self.exchange(json.dumps(answer), what)]
@@ -117,13 +123,17 @@ class ControlChannel:
         return made, tuple(text for (text,) in answers)
 
     def check_same_op(self, name: str, what: str) -> None:
-        """Return when every rank is about to exchange `what`, called `name`; RanksDiffer where one exchanges another,
-        before anything is mixed up."""
+        """Wait until every rank is about to exchange the tensor `name`, which is `what`: "a gradient", "a parameter".
+
+        Raises RanksDiffer, before any tensor is sent, if a rank is about to exchange another tensor.
+        """
         names = [f"{what}, {found}" for found in self.exchange(name, what, f"exchanges {what}, {name}, in eager code")]
         self._require_same(names, [f"exchanges {found}" for found in names])
 
-    def _whole(self, texts: Sequence[bytes], data: bytes, lengths: Sequence[int], long: Sequence[int]) -> list[bytes]:
-        """Return the texts with those at the places `long` whole."""
+    def _completed(
+        self, texts: Sequence[bytes], data: bytes, lengths: Sequence[int], long: Sequence[int]
+    ) -> list[bytes]:
+        """Return `texts` with the complete texts at the places `long`, of which `texts` has the first bytes only."""
         if len(long) > 1:
             return self._gathered(data.ljust(max(lengths), b"\0"))
         source = long[0]
@@ -133,28 +143,31 @@ class ControlChannel:
         return [sent.numpy().tobytes() if place == source else text for place, text in enumerate(texts)]
 
     def _gathered(self, own: bytes) -> list[bytes]:
-        """Return what every rank gave, the same number of bytes on all."""
+        """All-gather `own`, which has the same number of bytes on every rank, and return the bytes of each rank."""
         gather, _ = compat.flat_collectives()
         given = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         found = torch.empty(len(self.ranks) * len(own), dtype=torch.uint8, device="cpu")
         self._held += (given, found)
         gather(found, given, group=self._group)
-        whole = found.numpy().tobytes()
-        return [whole[at : at + len(own)] for at in range(0, len(whole), len(own))]
+        rows = found.numpy().tobytes()
+        return [rows[at : at + len(own)] for at in range(0, len(rows), len(own))]
 
-    def _require_same(self, names: Sequence[str], told: Sequence[str]) -> None:
-        """Raise RanksDiffer with what each rank has `told` unless all exchange the same, by `names`; both in the order
-        of `ranks`."""
+    def _require_same(self, names: Sequence[str], doings: Sequence[str]) -> None:
+        """Raise RanksDiffer, with the `doings` of the ranks, unless all `names` are equal; both in order of `ranks`."""
         if len(set(names)) == 1:
             return
         first = names[0]
         odd = tuple(rank for rank, name in zip(self.ranks, names, strict=True) if name != first)
-        raise RanksDiffer(odd, [f"{ranks_text([rank])} {own}" for rank, own in zip(self.ranks, told, strict=True)])
+        raise RanksDiffer(
+            odd, [f"{ranks_text([rank])} {doing}" for rank, doing in zip(self.ranks, doings, strict=True)]
+        )
 
     @contextmanager
     def raising_peer_failed(self, what: str) -> Iterator[None]:
-        """Raise PeerFailed for what a process group raises in the block, which exchanges `what`; what is raised for
-        another reason, as out of memory, passes."""
+        """Turn an error of a process group in the block, which exchanges `what`, into PeerFailed.
+
+        Other exceptions, such as out of memory, pass unchanged.
+        """
         began_s = time.monotonic()
         try:
             yield
@@ -166,11 +179,12 @@ class ControlChannel:
 
 
 def apart(work: Callable[[], _Made]) -> _Made:
-    """Return what `work`, a collective of gloo, does in a thread of its own.
+    """Run `work`, a collective of gloo, in a thread of its own, and return its result.
 
-    Gloo keeps the state of the thread that begins a collective, and its own thread lets go of that under a lock. Under
-    the modes in which torch captures a graph, and runs it the first time, that state holds Python objects: gloo's
-    thread waits for the interpreter, which the next collective has when it waits for the lock. One of four runs hung.
+    Gloo stores the thread-local state of the thread that starts a collective, and a thread of gloo frees this state
+    under a lock. While torch captures a graph or runs it for the first time, the state holds Python objects, so gloo's
+    thread waits for the interpreter; the next collective has the interpreter and waits for the lock. One of four runs
+    hung.
     """
     done: Future[_Made] = Future()
 
@@ -186,10 +200,10 @@ def apart(work: Callable[[], _Made]) -> _Made:
 
 
 def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) -> ControlChannel:
-    """Return how `ranks` of the default process group talk; each of them must call this.
+    """Return the control channel of `ranks`, numbered as in the default process group; each of them must call this.
 
-    `timeout` is how long a rank waits for another; None: as long as in the default group. Raises PeerFailed where not
-    all of them call this in that time.
+    `timeout` is the longest wait for another rank; None: the timeout of the default group. Raises PeerFailed if a rank
+    does not call this within the timeout.
     """
     members = tuple(sorted(ranks))
     if len(members) == 1:
@@ -211,11 +225,12 @@ def new_control_channel(ranks: Sequence[int], timeout: timedelta | None = None) 
         others = tuple(other for other in members if other != members[rank])
         because = f"{_reason(error)}. A model for several ranks is prepared on all of them, with the same mesh"
         raise PeerFailed(others, "addresses", because, time.monotonic() - began_s) from error
+    assert isinstance(group, distributed.ProcessGroup), "this process is a member"
     return ControlChannel(group, members, rank)
 
 
 def _is_of_group(error: RuntimeError) -> bool:
-    """Whether a process group raised `error`: NCCL and stores have classes for it, gloo has words."""
+    """Whether a process group raised `error`: NCCL and stores raise DistError, gloo a RuntimeError with known words."""
     if isinstance(error, distributed.DistError):
         return True
     text = str(error).lower()
@@ -223,6 +238,6 @@ def _is_of_group(error: RuntimeError) -> bool:
 
 
 def _reason(error: RuntimeError) -> str:
-    """What gloo says, without its source file, its advice and the stack."""
+    """Return the first line of `error` without gloo's source file and advice, and without the stack."""
     line = str(error).strip().partition("\n")[0].partition(". This is typically caused by")[0]
     return line.partition("] ")[2] if line.startswith("[") and "] " in line else line

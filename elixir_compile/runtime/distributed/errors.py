@@ -3,9 +3,9 @@
 ```text
 ElixirError
 └── _RanksError        (RuntimeError)   ranks that cannot go on together
-    ├── PeerFailed                      a rank died, does not answer, or says that it failed
-    ├── RanksDiffer                     ranks that do not do the same
-    └── OverflowUnseen                  a rank would take a step that others skip
+    ├── PeerFailed                      a rank died, does not answer, or reported a failure
+    ├── RanksDiffer                     ranks call different things, or differ in model or options
+    └── OverflowUnseen                  a rank would take a step that other ranks skip
 ```
 """
 
@@ -22,7 +22,7 @@ _MOST_SHOWN = 8
 
 
 class _RanksError(ElixirError, RuntimeError):
-    """Ranks that cannot go on together; `ranks` are those at fault, as the default process group counts them."""
+    """The ranks cannot go on together; `ranks` are at fault, numbered as in the default process group."""
 
     def __init__(self, ranks: Sequence[int], *facts: object) -> None:
         super().__init__(tuple(ranks), *facts)
@@ -32,8 +32,8 @@ class _RanksError(ElixirError, RuntimeError):
 class PeerFailed(_RanksError):
     """A rank among `ranks` failed during the exchange `during`.
 
-    After `waited_s` seconds it had died or had not answered, and `because` is what the network said. Where `waited_s`
-    is None it said itself that it failed, and `because` is its message.
+    If `waited_s` is None the rank reported its failure, and `because` is the message of its exception. Otherwise the
+    rank had died or not answered after `waited_s` seconds, and `because` is the message of the process group.
     """
 
     def __init__(self, ranks: Sequence[int], during: str, because: str, waited_s: float | None = None) -> None:
@@ -53,13 +53,14 @@ class PeerFailed(_RanksError):
         return (
             f"no answer from {one_of}{ranks_text(self.ranks)} in {format_s(self.waited_s)} during the exchange of "
             f"{self.during}: {because}. It died, hangs or is late, or does something else: all ranks must call the "
-            "model, its backward, the optimizer and saves alike and as often. Look at its output, then start all ranks "
-            "again; if it was only late, raise the timeout of the process group, init_process_group(timeout=...)."
+            "model, its backward, the optimizer and saves equally often and in the same order. Look at its output, "
+            "then start all ranks again; if it was only late, raise the timeout of the process group, "
+            "init_process_group(timeout=...)."
         )
 
 
 class RanksDiffer(_RanksError):
-    """`ranks` do not do what the others do; `differences` says one by one how."""
+    """`ranks` act differently from the other ranks; `differences` holds one sentence for each difference."""
 
     def __init__(self, ranks: Sequence[int], differences: Sequence[str]) -> None:
         super().__init__(ranks, tuple(differences))
@@ -73,18 +74,18 @@ class RanksDiffer(_RanksError):
         return (
             f"all ranks must do the same, and {ranks_text(self.ranks)} {verb} not do what the others do:"
             f"{listed}{rest}\nBuild the same model with the same options on all ranks, and call the model, its "
-            "backward, the optimizer and saves on all of them alike."
+            "backward, the optimizer and saves in the same order on all of them."
         )
 
 
 class OverflowUnseen(_RanksError):
-    """A gradient overflowed on another rank, and GradScaler on `ranks`, this one, has not found out."""
+    """A gradient overflowed on another rank, and GradScaler on this rank, `ranks`, has not seen it."""
 
     def __str__(self) -> str:
         return (
             f"a gradient overflowed on another rank, and GradScaler on {ranks_text(self.ranks)} would take the step "
-            "that the other skips. Do not call `scaler.unscale_`: `optimizer.clip_grad_norm_(1.0, grad_scale="
-            "scaler.get_scale())` clips gradients that are scaled."
+            "that the other rank skips. Do not call `scaler.unscale_`: `optimizer.clip_grad_norm_(1.0, grad_scale="
+            "scaler.get_scale())` clips scaled gradients."
         )
 
 

@@ -1,12 +1,12 @@
-"""A bucket of which each rank has a part, and its two collectives.
+"""A sharded bucket, and its two collectives: the gather of its parameters and the reduce of its gradients.
 
-own    | a a . | b b b | c . .          this rank's parts, one after another, each as long as rank 0's
-gather   own of every rank -> rows      one all-gather
-         rows -> a, b, c                copied out of the rows, which then are gone; a bucket of one parameter stays
-                                        where it was gathered
-reduce   gradients -> rows -> own       one reduce-scatter, in fp32 where the bucket says so; a gradient that is its
-                                        rows already is not copied. Where other ranks have the same part, then one
-                                        all-reduce with them
+own    | a a . | b b b | c . .          this rank's shards, one after another, each padded to the size of rank 0's
+gather   own of every rank -> rows      an all-gather
+         rows -> a, b, c                copied out of the rows, which are then freed; a bucket with a single parameter
+                                        needs no copy
+reduce   gradients -> rows -> own       a reduce-scatter, in fp32 if this is the bucket's reduce dtype; a single
+gradient that has the layout of the rows is not copied. If other ranks have copies of the same shard, an all-reduce with
+them follows
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from elixir_compile.ir import Bucket, Lane, Placement
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.distributed.exchange import weigh_in
+from elixir_compile.runtime.distributed.exchange import scale_by_weight
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import Slab
@@ -25,20 +25,21 @@ from elixir_compile.runtime.streams import CopyStream, Transfer
 
 
 class ShardedBucket(RunningBucket):
-    """A bucket whose parameters are cut over several ranks."""
+    """A bucket whose parameters are sharded over `ranks`."""
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks) -> None:
-        self.ranks = ranks  # which the layout asks
+        self.ranks = ranks  # before `super().__init__`, whose `_layout` reads it
         super().__init__(spec, placement, slots, pin=pin)
         self._own: torch.Tensor | None = None
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's parts, with their padding, where they live."""
+        """This rank's shards with their padding, in their home."""
+        assert self._own is not None, "move_home comes first"
         return self._own
 
     def move_home(self, device: torch.device) -> None:
-        """Move this rank's parts to where the placement says, one after another in one memory."""
+        """Move this rank's shards to the home in the placement, one after another in one tensor."""
         self.await_update()
         for slot in self.slots:
             slot.check_form()
@@ -50,39 +51,40 @@ class ShardedBucket(RunningBucket):
             own = torch.zeros(numel, dtype=dtype, device=device)
         for slot, home in zip(self.slots, self.cut(own), strict=True):
             home.copy_(slot.own)
-            rehome(slot.param, home.data)  # with a version of its own: a write to one parameter changes no other
+            rehome(slot.param, home.data)  # `data` has its own version, so a write to a parameter changes no other's
         self._own = own
-        self.whole = None
+        self.gathered = None
 
     def has_drifted(self) -> bool:
-        """Whether somebody replaced this rank's part of a parameter since it was settled."""
+        """Whether user code replaced this rank's shard of a parameter since `move_home`."""
         return self._own is None or any(
             slot.own.numel() and slot.own.data_ptr() != home.data_ptr()
             for slot, home in zip(self.slots, self.cut(self._own), strict=True)
         )
 
     def cut(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return this rank's part of each parameter as a view of `flat`, laid out as `own`."""
+        """Return this rank's shard of each parameter as a view of `flat`, which has the layout of `own`."""
         itemsize = self.slots[0].param.element_size()
         return tuple(
             flat[offset // itemsize :][: slot.own.numel()].view(slot.own.shape)
             for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
         )
 
-    def is_whole(self) -> bool:
-        """Whether there is a gathered copy with the values that the parts have."""
-        return self.whole is not None and self._gathered_versions == self.versions()
+    def current_copy(self) -> tuple[torch.Tensor, ...] | None:
+        """Return the full parameters if they were gathered from the current values of the shards, else None."""
+        is_current = self.gathered is not None and self._gathered_versions == self.versions()
+        return self.gathered if is_current else None
 
     def release(self) -> None:
         """Forget the gathered copy."""
-        self.whole = None
+        self.gathered = None
 
     def rows(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for the parts of all ranks in `dtype`, one row each."""
+        """Return an uninitialized tensor of shape (number of shards, elements of `own`) in `dtype`, on the device."""
         return torch.empty(self.ranks.num_shards, self.own.numel(), dtype=dtype, device=self.slots[0].device)
 
     def from_rows(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parameters whose parts are `rows`."""
+        """Return the full parameters from `rows`, the `own` of every rank."""
         if len(self.slots) == 1:
             return (_shaped(rows.view(-1), self.slots[0].param),)
         values = []
@@ -92,11 +94,13 @@ class ShardedBucket(RunningBucket):
         return tuple(values)
 
     def to_rows(self, positions: Sequence[int], grads: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of `grads`, of the parameters at `positions`, as rows of `grad_dtype`, as a reduce-scatter
-        takes them; zero where there are none. May empty `grads`."""
-        is_weighed_later = self.ranks.weighs(self.grad_dtype)
+        """Return the sums of gradients as rows of `grad_dtype` for a reduce-scatter; zero for a parameter without any.
+
+        Gradient i of `grads` belongs to the parameter at `positions[i]`. May empty `grads`.
+        """
+        is_weighed_later = self.ranks.applies_weight(self.grad_dtype)
         if self.ranks.weight == 0.0 and not is_weighed_later:
-            grads.clear()  # before there is memory for as much
+            grads.clear()  # frees their memory before the rows are allocated
             return self.rows(self.grad_dtype).zero_()
         is_alone = len(self.slots) == len(grads) == 1 and is_weighed_later and grads[0].dtype == self.grad_dtype
         if is_alone and grads[0].numel() == self.ranks.num_shards * self.own.numel():
@@ -110,7 +114,7 @@ class ShardedBucket(RunningBucket):
         for position in set(range(len(self.slots))) - filled:
             rows[:, columns[position]].zero_()
         if not is_weighed_later:
-            weigh_in(rows, self.ranks.weight)
+            scale_by_weight(rows, self.ranks.weight)
         return rows
 
     def _columns(self) -> list[slice]:
@@ -133,9 +137,10 @@ class ShardedBucket(RunningBucket):
 def new_bucket(
     spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks | None
 ) -> RunningBucket:
-    """Return the running side of `spec`, whose parameters `ranks` share, or one rank alone has."""
+    """Return a bucket for `spec`, before its first `move_home`; `ranks` is None if a single rank trains the model."""
     if not spec.is_sharded:
         return RunningBucket(spec, placement, slots, pin=pin)
+    assert ranks is not None, "one rank alone has no sharded buckets"
     return ShardedBucket(spec, placement, slots, pin=pin, ranks=ranks)
 
 
@@ -144,7 +149,10 @@ def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def _put(columns: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
-    """Write `grad` to the part of each row that is its own, or add it; what is left of them becomes zero."""
+    """Write `grad` to `columns`, the columns of its parameter in all rows; padding becomes zero.
+
+    With `adds`, add it to the values there, and leave the padding.
+    """
     num_ranks, length = columns.shape
     flat = grad.reshape(-1)
     num_full, rest = divmod(flat.numel(), length) if length else (0, 0)
@@ -160,7 +168,7 @@ def _put(columns: torch.Tensor, grad: torch.Tensor, *, adds: bool) -> None:
 
 
 class ShardGather(Transfer):
-    """The all-gather of a bucket."""
+    """The all-gather of a sharded bucket; its `values` are the full parameters after `ensure_issued`."""
 
     __slots__ = ("_bucket", "_rows", "_versions", "_work")
 
@@ -178,8 +186,8 @@ class ShardGather(Transfer):
         self._bucket, self._versions = bucket, bucket.versions()
 
     def ensure_issued(self) -> None:
-        """Let what follows run behind the collective, and have the parameters in `values`."""
-        if self._work is not None:
+        """Make compute issued from now on wait for the collective, and put the full parameters in `values`."""
+        if self._work is not None and self._rows is not None:
             self._work.wait()
             self._work = None
             self.values = self._bucket.from_rows(self._rows)
@@ -188,7 +196,10 @@ class ShardGather(Transfer):
 
 
 class ShardReduce(Transfer):
-    """The reduce-scatter of a bucket, which empties `grads`; `land` gets this rank's part of the mean of each."""
+    """The reduce-scatter of the gradients of a sharded bucket.
+
+    It empties `grads`. After the collective, it calls `land` with each slot and this rank's shard of the mean gradient.
+    """
 
     __slots__ = ("_bucket", "_land", "_own", "_positions", "_work")
 
@@ -213,16 +224,16 @@ class ShardReduce(Transfer):
 
     @property
     def bucket(self) -> ShardedBucket:
-        """The bucket whose gradient it is."""
+        """The bucket whose gradients are reduced."""
         return self._bucket
 
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """Return what the collective reads and writes, until it is issued."""
+        """Return the tensors of the collective, read and written; empty after the wait."""
         return self.kept if self._own is None else (*self.kept, self._own)
 
     def ensure_issued(self) -> None:
-        """Let what follows run behind the collective, and hand out what it brought."""
-        if self._work is None:
+        """Make compute issued from now on wait for the collective, and pass each shard of the means to `land`."""
+        if self._work is None or self._own is None:
             return
         self._work.wait()
         self._work, self.kept = None, ()

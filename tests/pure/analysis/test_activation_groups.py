@@ -40,7 +40,7 @@ def test_classes_of_two_layers() -> None:
     assert [group.id for group in found.values() if group.is_input] == ["h.1.input"]
 
 
-def test_an_input_that_saves_nothing_is_none() -> None:
+def test_inputs_as_large_as_the_activations_are_no_group() -> None:
     """n0 as large as r0: to keep the one for the other saves no bytes, so r0 is never made again."""
     storages = tuple(replace(s, nbytes=16) if s.id == "n0" else s for s in LAYERS.storages)
     found = {group.id: group for group in activation_groups(replace(LAYERS, storages=storages))}
@@ -49,7 +49,7 @@ def test_an_input_that_saves_nothing_is_none() -> None:
     assert set(found["h.1.kept"].storages) == {"r0", "m1"}
 
 
-def test_a_buffer_that_a_layer_overwrites_is_no_input_of_the_next() -> None:
+def test_a_buffer_overwritten_by_a_layer_is_not_an_input_group() -> None:
     """h.0 counts in `b`, 4 bytes that are there during the whole step, and r0 is made of n0 and `b`: n0 is what to
     keep where h.1 is recomputed whole."""
     counter = Storage(id=StorageId("b"), nbytes=4, kind=Kind.BUFFER, dtype="float32")
@@ -62,7 +62,7 @@ def test_a_buffer_that_a_layer_overwrites_is_no_input_of_the_next() -> None:
     assert [group.storages for group in activation_groups(graph) if group.is_input] == [("n0",)]
 
 
-def test_a_model_without_layers_is_one() -> None:
+def test_a_model_without_layers_is_a_single_layer() -> None:
     assert [(group.id, group.storages) for group in activation_groups(GELU)] == [
         ("step.matmul", ("h",)),
         ("step.pointwise", ("g",)),
@@ -70,7 +70,7 @@ def test_a_model_without_layers_is_one() -> None:
 
 
 @given(mixed_graphs())
-def test_every_saved_storage_is_in_one_group(graph: StepGraph) -> None:
+def test_every_saved_storage_is_in_a_single_group(graph: StepGraph) -> None:
     groups = activation_groups(graph)
     listed = [name for group in groups if not group.is_input for name in group.storages]
     assert len(listed) == len(set(listed))

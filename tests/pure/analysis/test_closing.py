@@ -43,7 +43,7 @@ def reader_of(bucket: str, home: str) -> str:
         ("host", "reduce b1\nrelease b1\noffload b1.grad", None),
     ],
 )
-def test_a_bucket_closes_with_the_last_thing_that_happens_to_it(home: str, text: str, verb: Verb | None) -> None:
+def test_a_bucket_closes_with_its_last_action(home: str, text: str, verb: Verb | None) -> None:
     plan = plan_of(home, text.replace("READER", reader_of("b1", home)))
     assert closing_verbs(plan).get(BUCKETS[1].id) is verb
 

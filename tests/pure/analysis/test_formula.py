@@ -32,7 +32,7 @@ def test_a_formula_worked_out_by_hand() -> None:
     assert peak_formula(GRAPH, KEPT) == "Max(16*s0*s1 + 320, 20*s0*s1 + 240)"
 
 
-def test_one_row_needs_no_max_and_constant_sizes_no_formula() -> None:
+def test_a_single_row_needs_no_max_and_constant_sizes_no_formula() -> None:
     """Inference: 40 of parameters, and the input with two values at once."""
     constant = chain([Layer(module="l", params=(("w", 10),), frozen=False, act_numel=1)], training=False)
     bucket = bucket_of(constant, "b0", [s for s in constant.storages if s.kind is Kind.PARAM])
@@ -41,7 +41,7 @@ def test_one_row_needs_no_max_and_constant_sizes_no_formula() -> None:
     assert peak_formula(symbolic(constant), plan) == "12*s0 + 40"
 
 
-def test_what_is_offloaded_is_in_no_row_while_it_is_away() -> None:
+def test_offloaded_activations_are_in_no_row_while_away() -> None:
     """Per s0: 8 of input always. At op 2, `h` and `g` of 16 and the output of 100, with 240 of parameters and state; at
     op 5, `h`, `d` and `e` of 16, with 40 of gradient more; at op 6, `e` and 80 of gradients. Offloaded after op 1, `h`
     is not there at op 2. Made again, it is there at op 5 as `bwd.re_h`."""
@@ -69,7 +69,7 @@ def planned(draw: st.DrawFn) -> tuple[StepGraph, Plan]:
 
 
 @given(planned(), st.integers(1, 40), st.integers(1, 40))
-def test_it_is_the_peak_of_the_timeline(found: tuple[StepGraph, Plan], batch: int, length: int) -> None:
+def test_the_formula_gives_the_peak_of_the_timeline(found: tuple[StepGraph, Plan], batch: int, length: int) -> None:
     graph, plan = found
     formula = peak_formula(graph, plan)
     assert sizes.evaluate(formula, dict(graph.symbols)) == plan_timeline(graph, plan).peak.nbytes
@@ -78,7 +78,7 @@ def test_it_is_the_peak_of_the_timeline(found: tuple[StepGraph, Plan], batch: in
 
 
 @given(planned(), st.integers(1, 40), st.integers(1, 40))
-def test_a_plan_at_other_sizes_is_legal_there(found: tuple[StepGraph, Plan], batch: int, length: int) -> None:
+def test_a_plan_resized_for_another_graph_is_legal(found: tuple[StepGraph, Plan], batch: int, length: int) -> None:
     graph, plan = found
     plan = dataclasses.replace(plan, symbols=graph.symbols, formula=peak_formula(graph, plan))
     there = graph_at(graph, {"s0": batch, "s1": length})
@@ -92,7 +92,7 @@ def test_a_plan_at_other_sizes_is_legal_there(found: tuple[StepGraph, Plan], bat
     verify(there, dataclasses.replace(moved, budget_bytes=timeline.peak.nbytes))
 
 
-def test_a_plan_gets_the_bytes_of_a_graph_without_symbols() -> None:
+def test_resizing_to_a_graph_without_symbols_sets_its_bytes() -> None:
     large = graph_at(GRAPH, {"s0": 3, "s1": 2})
     there = replace(
         large,
@@ -112,7 +112,7 @@ def test_a_graph_without_an_op_of_the_plan_is_refused() -> None:
         resized(replace(GRAPH, ops=(first, *GRAPH.ops[1:])), KEPT)
 
 
-def test_sympy_reads_it() -> None:
+def test_sympy_parses_the_formula() -> None:
     formula = sympy.sympify(peak_formula(GRAPH, KEPT))
     assert formula.subs({"s0": 9, "s1": 7}) == 1500
 

@@ -6,7 +6,8 @@ from hypothesis import given
 
 from elixir_compile.analysis import fused
 from elixir_compile.analysis.fusion import absorbed_storages
-from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId, parse_graph
+from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId
+from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import mixed_graphs
 from tests.pure.steps import GELU
 
@@ -32,7 +33,7 @@ def changed(graph: StepGraph, name: str, **changes: object) -> StepGraph:
     return replace(graph, ops=tuple(replace(op, **changes) if op.id == name else op for op in graph.ops))  # pyright: ignore
 
 
-def test_a_pointwise_value_between_two_kernels_is_never_written() -> None:
+def test_a_pointwise_result_between_two_kernels_is_never_written() -> None:
     """`g` is computed inside `sum`, which reads the 16 bytes of h and writes the 4 of s; h comes out of an opaque
     kernel, and s goes to the caller."""
     found = fused(SUM)
@@ -45,7 +46,7 @@ def test_a_pointwise_value_between_two_kernels_is_never_written() -> None:
     assert [storage.id for storage in found.storages] == ["x", "h", "s"]
 
 
-def test_what_needs_a_value_in_memory() -> None:
+def test_storages_that_must_be_in_memory() -> None:
     """An opaque reader, the caller, a maker that is no pointwise op, a second writer."""
     assert absorbed_storages(changed(SUM, "fwd.sum", kernel=Kernel.OPAQUE)) == set()
     assert absorbed_storages(replace(SUM, outputs=(StorageId("g"), StorageId("s")))) == set()
@@ -53,7 +54,7 @@ def test_what_needs_a_value_in_memory() -> None:
     assert absorbed_storages(changed(SUM, "fwd.sum", writes=("g", "s"))) == set()
 
 
-def test_only_what_stays_within_its_half_is_fused() -> None:
+def test_only_storages_of_a_single_phase_are_fused() -> None:
     """`h` and `g` are saved. `e` is a pointwise op's and of the backward, but a matrix product reads it."""
     assert absorbed_storages(GELU) == set()
     assert fused(GELU) is GELU
@@ -80,7 +81,7 @@ def sources(graph: StepGraph, op: Op, absorbed: frozenset[StorageId]) -> set[Sto
 
 
 @given(mixed_graphs())
-def test_every_op_reads_what_its_inputs_are_made_from(graph: StepGraph) -> None:
+def test_fused_ops_read_the_sources_of_their_inputs(graph: StepGraph) -> None:
     found, absorbed = fused(graph), absorbed_storages(graph)
     assert {storage.id for storage in graph.storages} - {storage.id for storage in found.storages} == absorbed
     for before, after in zip(graph.ops, found.ops, strict=True):

@@ -48,7 +48,7 @@ MODELS = st.lists(parts_of_models(), min_size=1, max_size=6)
 
 
 @given(MODELS, st.integers(5, 12))
-def test_the_line_of_many_layers_is_written_from_those_of_2_3_and_4(parts: list[Part], layers: int) -> None:
+def test_the_line_of_many_layers_follows_from_2_3_and_4_layers(parts: list[Part], layers: int) -> None:
     law = proved(*(line_at(parts, few) for few in (2, 3, 4)))
     assert law is not None
     assert law.at(layers - 4) == line_at(parts, layers)
@@ -74,7 +74,7 @@ def test_a_line_with_another_number_follows_no_law(kind: str, layers: int) -> No
     assert proved(*lines.values()) is None
 
 
-def test_a_line_that_grows_with_the_square_of_the_layers_follows_no_law() -> None:
+def test_quadratic_growth_follows_no_law() -> None:
     lines = [[*line_at(GPT2, few), record(("once",), f"cat_{few * few}")] for few in (2, 3, 4)]
     assert proved(*lines) is None
 
@@ -84,7 +84,7 @@ def test_layers_that_alternate_follow_no_law() -> None:
     assert proved(*lines) is None
 
 
-def test_a_size_may_grow_with_the_layers_where_only_one_record_has_it() -> None:
+def test_a_size_may_grow_with_the_layers_in_a_unique_record() -> None:
     def line(layers: int, *, of_each: bool = False) -> list[Record]:
         seeds = sized(record(("storage",), "seeds"), 8 * layers)
         others = [sized(record(("storage",), f"mul_{i}"), 8 * layers if of_each else 64) for i in range(layers)]
@@ -105,7 +105,7 @@ WRITE = Law._repeated
 
 
 @pytest.mark.parametrize("broken", BREAKS.values(), ids=BREAKS)
-def test_the_check_finds_a_writer_that_is_broken(broken: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proved_rejects_a_broken_law(broken: object, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line_at(GPT2, few) for few in (2, 3, 4)]
     monkeypatch.setattr(Law, "_repeated", broken)
     assert proved(*lines) is None

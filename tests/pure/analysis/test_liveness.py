@@ -32,7 +32,7 @@ def test_a_two_layer_step() -> None:
     }
 
 
-def test_outputs_live_until_the_forward_ends_and_untouched_storages_never() -> None:
+def test_outputs_live_through_the_forward_untouched_storages_never() -> None:
     """`early` is written at op 0 and handed to the caller, so it lives until op 2, the last of the forward; `late` is
     written twice; `idle` is touched by nothing; a buffer lives throughout."""
     names = {"early": Kind.TEMP, "late": Kind.TEMP, "idle": Kind.TEMP, "buffer": Kind.BUFFER}

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import as_run, repeats
-from elixir_compile.analysis.recompute import carried_out
+from elixir_compile.analysis.recompute import with_repeats
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId, parse_graph
+from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId
+from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import activations_of, group, layers_of, mixed_graphs
 from tests.pure.steps import GELU, LAYERS
 
@@ -21,7 +22,7 @@ def again(graph: StepGraph, *storages: str) -> tuple[Activations, ...]:
     return (group(graph, "again", Saving.RECOMPUTE, *storages),)
 
 
-def test_one_value_is_made_again_right_before_its_reader() -> None:
+def test_an_activation_is_recomputed_right_before_its_reader() -> None:
     """`bwd.mm_1` reads g first. `bwd.re_gelu` makes it from h, which is kept; g itself goes after the forward."""
     assert [(repeat.op, repeat.before) for repeat in repeats(GELU, again(GELU, "g"))] == [("fwd.gelu", "bwd.mm_1")]
     step = as_run(GELU, again(GELU, "g"))
@@ -32,7 +33,7 @@ def test_one_value_is_made_again_right_before_its_reader() -> None:
     assert (kinds["g"], kinds["bwd.re_g"], kinds["h"]) == (Kind.TEMP, Kind.TEMP, Kind.SAVED)
 
 
-def test_what_it_needs_is_made_again_before_it_and_once() -> None:
+def test_inputs_of_a_repeated_op_are_recomputed_once_before_it() -> None:
     """Both are dropped: `bwd.mm_1` needs g and so h, which `bwd.gelu_1` then finds."""
     found = repeats(GELU, again(GELU, "g", "h"))
     assert [(repeat.op, repeat.before) for repeat in found] == [("fwd.mm", "bwd.mm_1"), ("fwd.gelu", "bwd.mm_1")]
@@ -45,7 +46,7 @@ def test_what_it_needs_is_made_again_before_it_and_once() -> None:
     ]
 
 
-def test_what_is_stored_besides_is_read_where_it_is() -> None:
+def test_extra_saved_activations_are_read_directly() -> None:
     """`n0` is not saved. Once a plan keeps it, r0 is made from it, and `n0` is no longer a passing value."""
     kept = group(LAYERS, "h.1.input", Saving.KEEP, "n0")
     step = as_run(LAYERS, (kept, *again(LAYERS, "r0")))
@@ -60,8 +61,8 @@ def test_nothing_dropped_changes_nothing() -> None:
     assert as_run(GELU, kept) == as_run(GELU) == as_run(as_run(GELU))
 
 
-def test_what_must_run_once_is_not_repeated() -> None:
-    with pytest.raises(InvalidPlan, match=r"m1 is to be made again, but fwd\.drop_1 must not run twice"):
+def test_ops_that_must_run_once_are_not_repeated() -> None:
+    with pytest.raises(InvalidPlan, match=r"m1 is to be recomputed, but fwd\.drop_1 must not run twice"):
         as_run(LAYERS, again(LAYERS, "m1"))
 
 
@@ -85,7 +86,7 @@ ops
 """)
 
 
-def test_tangents_arrive_with_the_first_op_that_runs() -> None:
+def test_tangents_arrive_with_the_first_op_of_the_backward() -> None:
     """`bwd.mm` writes what a capture calls by its name, and before that the tangent, which autograd hands in first."""
     own = {StorageId("d"): StorageId("bwd.mm")}
     storages = tuple(replace(s, id=own.get(s.id, s.id)) for s in TWO.storages)
@@ -100,7 +101,7 @@ def test_tangents_arrive_with_the_first_op_that_runs() -> None:
     ]
 
 
-def test_a_kept_value_is_read_before_another_result_of_its_op_is_made_again() -> None:
+def test_a_kept_result_is_read_although_its_op_is_repeated_later() -> None:
     """`e` is made again from the kept `k`. Later `split` runs again for `s` and makes `k` too, too late for `e`."""
     step = as_run(TWO, again(TWO, "s", "e"))
     assert [(op.id, op.reads) for op in step.ops[2:]] == [
@@ -111,23 +112,23 @@ def test_a_kept_value_is_read_before_another_result_of_its_op_is_made_again() ->
     ]
 
 
-def test_what_was_overwritten_since_cannot_be_read_again() -> None:
+def test_an_overwritten_storage_cannot_be_read_by_a_repeat() -> None:
     """`exp` reads the buffer before `fwd.copy` updates it: a second run would read what the next step should."""
     copy = replace(TWO.ops[0], id="fwd.copy", reads=("stats", "k"), writes=("stats",), once=True)  # pyright: ignore
     exp = replace(TWO.ops[1], reads=("k", "stats"))  # pyright: ignore
     graph = replace(TWO, ops=(TWO.ops[0], exp, copy, *TWO.ops[2:]))
-    with pytest.raises(InvalidPlan, match=r"stats is to be made again, but fwd\.copy must not run twice"):
+    with pytest.raises(InvalidPlan, match=r"stats is to be recomputed, but fwd\.copy must not run twice"):
         as_run(graph, again(graph, "e"))
     after = replace(graph, ops=(TWO.ops[0], copy, exp, *TWO.ops[2:]))
     assert "bwd.re_exp" in [op.id for op in as_run(after, again(after, "e")).ops]
 
 
-def test_what_two_ops_write_is_not_made_again_by_the_first() -> None:
+def test_a_storage_of_two_writers_is_not_recomputed_by_the_first() -> None:
     """`split` runs again for `k`. It writes `s` too, but `fwd.add` has changed that since."""
     add = replace(TWO.ops[1], id="fwd.add", reads=("s",), writes=("s",), once=True)  # pyright: ignore
     graph = replace(TWO, ops=(*TWO.ops[:2], add, *TWO.ops[2:]))
     assert "bwd.re_split" in [op.id for op in as_run(graph, again(graph, "k")).ops]
-    with pytest.raises(InvalidPlan, match=r"s is to be made again, but no single op makes it"):
+    with pytest.raises(InvalidPlan, match=r"s is to be recomputed, but no single op computes it"):
         as_run(graph, again(graph, "k", "s"))
 
 
@@ -150,10 +151,10 @@ def saving_steps(draw: st.DrawFn) -> tuple[StepGraph, Sequence[Activations]]:
 
 
 @given(saving_steps())
-def test_the_step_computes_what_it_did(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
+def test_a_step_with_repeats_computes_the_same_results(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
     """Outputs, gradients and all else that the backward writes, except what it overwrites of the forward."""
     graph, activations = found
-    before, after = values(graph), values(carried_out(graph, activations))
+    before, after = values(graph), values(with_repeats(graph, activations))
     kinds = {storage.id: storage.kind for storage in graph.storages}
     made = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.writes}
     dropped = {name for group in activations if group.saving is Saving.RECOMPUTE for name in group.storages}
@@ -163,7 +164,7 @@ def test_the_step_computes_what_it_did(found: tuple[StepGraph, tuple[Activations
 
 
 @given(saving_steps())
-def test_the_backward_reads_nothing_that_was_dropped(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
+def test_the_backward_reads_no_dropped_activation(found: tuple[StepGraph, tuple[Activations, ...]]) -> None:
     graph, activations = found
     step = as_run(graph, activations)
     dropped = {name for group in activations if group.saving is Saving.RECOMPUTE for name in group.storages}

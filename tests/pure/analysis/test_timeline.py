@@ -34,7 +34,7 @@ def test_everything_kept() -> None:
     assert timeline.peak.by_kind == {Kind.PARAM: 80, Kind.GRAD: 80, Kind.MOMENT: 160, Kind.TEMP: 8, Kind.INPUT: 8}
 
 
-def test_one_bucket_on_the_host() -> None:
+def test_timeline_with_a_bucket_on_the_host() -> None:
     """b0 (w0) lives on the host: its copy is there for op 0 and op 7, its gradient from op 6 to op 7, after which its
     offload is waited for. Host: 40 of parameters, 40 of gradient, 80 of state."""
     timeline = plan_timeline(GRAPH, make_plan(GRAPH, BUCKETS, ["host", "device"]))
@@ -50,7 +50,7 @@ def test_a_resident_copy_stays_from_first_to_last_use() -> None:
     assert timeline.live_bytes_by_kind[Kind.GATHERED] == (0, 0, 40, 40, 40, 40, 0, 0, 0)
 
 
-def test_bytes_held_outside_the_graph_count_at_every_op() -> None:
+def test_external_usage_counts_at_every_op() -> None:
     plan = make_plan(GRAPH, BUCKETS, ["host", "device"])
     alone, held = plan_timeline(GRAPH, plan), plan_timeline(GRAPH, dataclasses.replace(plan, base_bytes=1000))
     assert [after - before for before, after in zip(alone.live_bytes, held.live_bytes, strict=True)] == [1000] * 9
@@ -83,7 +83,7 @@ def test_offloaded_activations_are_away_between_two_ops() -> None:
     assert timeline.live_bytes_by_kind[Kind.SAVED] == (16, 32, 16, 16, 16, 16, 0, 0)
 
 
-def test_recomputed_activations_are_there_from_their_repeat() -> None:
+def test_recomputed_activations_are_live_from_their_repeated_op() -> None:
     """`h` and `g` go after ops 1 and 2. `re_mm` and `re_gelu` are ops 3 and 4: h is there again at 3 to 7, g at 4 and
     5. Beside them the output has 4 bytes at op 2, the tangent 4 at 5 and 6, `d` 16 at 6 and 7, `e` 16 at 7 and 8."""
     again = (group(GELU, "acts", Saving.RECOMPUTE, "h", "g"),)
@@ -95,7 +95,7 @@ def test_recomputed_activations_are_there_from_their_repeat() -> None:
 
 
 @given(mixed_graphs())
-def test_everything_kept_is_what_the_fused_step_holds(graph: StepGraph) -> None:
+def test_with_everything_kept_the_fused_step_is_live(graph: StepGraph) -> None:
     assert keep_everything_timeline(graph, {}) == keep_everything_timeline(fused(graph), {})
     total = sum(storage.nbytes for storage in fused(graph).storages)
     assert max(keep_everything_timeline(graph, {}).live_bytes) <= total

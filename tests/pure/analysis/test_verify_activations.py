@@ -125,7 +125,7 @@ def test_the_good_schedule_is_the_one_that_is_broken_below() -> None:
         ("prefetch acts.h", "prefetch acts.x", "`prefetch` is not part of a step on", "prefetch acts.x"),
     ],
 )
-def test_a_broken_schedule_says_what_and_where(old: str, new: str, sentence: str, here: str) -> None:
+def test_a_fault_in_the_schedule_is_named_and_marked(old: str, new: str, sentence: str, here: str) -> None:
     assert old in SCHEDULE
     with pytest.raises(IllegalSchedule) as caught:
         verify(GELU, scheduled(SCHEDULE.replace(old, new, 1)))
@@ -152,7 +152,7 @@ UNREAD_BUCKETS = [bucket_of(LAYERS, "b0", [s for s in LAYERS.storages if s.kind 
         (1, "The prefetch of acts.n0 is never waited for."),
     ],
 )
-def test_a_life_that_does_not_end(num_left_out: int, sentence: str) -> None:
+def test_unfinished_offloads_are_refused(num_left_out: int, sentence: str) -> None:
     """Nothing reads `n0` in the backward, so that no region can be the first at fault."""
     plan = make_plan(LAYERS, UNREAD_BUCKETS, ["device"], (UNREAD,))
     verify(LAYERS, plan)
@@ -167,12 +167,12 @@ def test_a_life_that_does_not_end(num_left_out: int, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("saving", "sentence"),
     [
-        (Saving.KEEP, "acts.g has nothing to carry: the plan keeps it on the device"),
-        (Saving.RECOMPUTE, "acts.g has nothing to carry: the plan recomputes it"),
+        (Saving.KEEP, "acts.g is not to be moved: the plan keeps it on the device"),
+        (Saving.RECOMPUTE, "acts.g is not to be moved: the plan recomputes it"),
     ],
 )
 @pytest.mark.parametrize("verb", [Verb.OFFLOAD, Verb.WAIT, Verb.PREFETCH])
-def test_what_stays_or_is_recomputed_is_not_carried(saving: Saving, sentence: str, verb: Verb) -> None:
+def test_kept_and_recomputed_groups_are_not_moved(saving: Saving, sentence: str, verb: Verb) -> None:
     plan = make_plan(GELU, BUCKETS, ["device"], (H, dataclasses.replace(G, saving=saving)))
     verify(GELU, plan)
     actions = (*plan.schedules[0].actions, Action(verb=verb, what=G.id))
@@ -192,24 +192,24 @@ KEEP, AGAIN, AWAY = Saving.KEEP, Saving.RECOMPUTE, Saving.OFFLOAD
 @pytest.mark.parametrize(
     ("groups", "sentence", "here"),
     [
-        ([of("a", KEEP, "s9")], "a holds s9, which is no storage of the graph", "a"),
+        ([of("a", KEEP, "s9")], "a holds s9, which is not a storage of the graph", "a"),
         ([of("a", KEEP, "a0"), of("b", AWAY, "g0", "a0")], "a0 is in two groups, a and b", "b"),
         ([of("a", KEEP, "a0", nbytes=63)], "a claims 63 bytes, but its storages have 64", "a"),
-        ([of("a", KEEP, "r1")], "a holds r1, which the caller gets: it is kept", "a"),
+        ([of("a", KEEP, "r1")], "a holds r1, which the forward returns to the caller", "a"),
         ([of("a", AGAIN, "n0")], "a holds n0, which the forward does not save", "a"),
-        ([of("a", KEEP, "d")], "a holds d, which the forward does not make", "a"),
-        ([of("a", AWAY, "w0")], "a holds w0, which the forward does not make", "a"),
-        ([of("a", KEEP, "a0"), of("a", KEEP, "g0")], "The activations a have the name of something else", "a"),
-        ([of("b0", KEEP, "a0")], "The activations b0 have the name of something else", "b0"),
-        ([of("b0.grad", KEEP, "a0")], "The activations b0.grad have the name of something else", "b0.grad"),
+        ([of("a", KEEP, "d")], "a holds d, which the forward does not compute", "a"),
+        ([of("a", AWAY, "w0")], "a holds w0, which the forward does not compute", "a"),
+        ([of("a", KEEP, "a0"), of("a", KEEP, "g0")], "The activations a have the name of another group", "a"),
+        ([of("b0", KEEP, "a0")], "The activations b0 have the name of another group", "b0"),
+        ([of("b0.grad", KEEP, "a0")], "The activations b0.grad have the name of another group", "b0.grad"),
         (
             [of("a", AGAIN, "a0"), of("b", AGAIN, "g0", "m1"), of("c", AGAIN, "t1")],
-            "b: the storage m1 is to be made again, but fwd.drop_1 must not run twice",
+            "b: the storage m1 is to be recomputed, but fwd.drop_1 must not run twice",
             "b",
         ),
     ],
 )
-def test_groups_that_contradict_the_graph(groups: list[Activations], sentence: str, here: str) -> None:
+def test_groups_that_contradict_the_graph_are_refused(groups: list[Activations], sentence: str, here: str) -> None:
     plan = make_plan(LAYERS, UNREAD_BUCKETS, ["device"])
     with pytest.raises(IllegalSchedule) as caught:
         verify(LAYERS, dataclasses.replace(plan, activations=tuple(groups)))
@@ -218,7 +218,7 @@ def test_groups_that_contradict_the_graph(groups: list[Activations], sentence: s
     assert marked(caught.value)[0] == here
 
 
-def test_regions_are_of_the_step_that_runs() -> None:
+def test_regions_cover_repeated_ops() -> None:
     """A plan that recomputes has one op more than one that keeps."""
     kept = make_plan(GELU, BUCKETS, ["device"])
     again = dataclasses.replace(kept, activations=(dataclasses.replace(G, saving=AGAIN),))
@@ -243,7 +243,7 @@ def test_no_action_can_be_left_out_or_done_twice(planned: tuple[StepGraph, Plan]
 
 
 @given(mixed_plans(), st.data())
-def test_activations_move_in_one_order(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
+def test_activations_move_in_a_fixed_order(planned: tuple[StepGraph, Plan], data: st.DataObject) -> None:
     graph, plan = planned
     actions = list(plan.schedules[0].actions)
     own = [
@@ -258,7 +258,7 @@ def test_activations_move_in_one_order(planned: tuple[StepGraph, Plan], data: st
         verify(graph, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=tuple(actions)),)))
 
 
-def test_a_group_of_nothing_or_of_one_thing_twice_is_none() -> None:
+def test_a_group_without_storages_or_with_repeats_is_refused() -> None:
     for storages in ((), ("a0", "a0")):
         with pytest.raises(ValueError, match="must list storages, each once"):
             Activations(id=GroupId("a"), storages=tuple(map(StorageId, storages)), nbytes=0, saving=KEEP)

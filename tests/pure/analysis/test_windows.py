@@ -50,7 +50,7 @@ def test_parameters_of_one_bucket_share_its_windows() -> None:
 
 
 @pytest.mark.parametrize(("small", "num_windows"), [(9, 1), (10, 2)])
-def test_a_bucket_under_a_sixteenth_does_not_part_windows(small: int, num_windows: int) -> None:
+def test_uses_of_a_bucket_under_a_sixteenth_do_not_end_windows(small: int, num_windows: int) -> None:
     """160 elements against 9 (less than 160 / 16) and against 10 (not less)."""
     graph = stack("big", "small", "big", sizes={"big": 160, "small": small})
     found = use_windows(graph, buckets_of(graph, "big", "small"))

@@ -81,7 +81,7 @@ def test_presets_read_back(name: str) -> None:
     assert cluster_from_json(cluster_to_json(preset(name, 2, 2))) == preset(name, 2, 2)
 
 
-def test_the_file_says_what_it_is() -> None:
+def test_the_file_states_its_kind_and_format() -> None:
     data = json.loads(cluster_to_json(CLUSTER))
     assert (data["elixir"], data["format"]) == ("machine", 1)
     assert data["nodes"][0]["h2d"]["bytes_per_s"] == pytest.approx(20.65e9)

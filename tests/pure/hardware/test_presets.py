@@ -14,7 +14,7 @@ COUNTS = range(1, MAX_DEVICES_PER_NODE + 1)
 ADAM_BYTES_PER_ELEMENT = 28
 
 
-def test_the_common_machines_are_there() -> None:
+def test_common_machines_have_presets() -> None:
     assert preset_names() == (
         "a100-40g",
         "a100-80g",
@@ -112,7 +112,7 @@ def test_more_devices_never_make_a_slower_node(name: str) -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("num_devices", COUNTS)
-def test_a_network_is_no_faster_than_what_leaves_the_devices(name: str, num_devices: int) -> None:
+def test_a_network_is_no_faster_than_the_peer_links(name: str, num_devices: int) -> None:
     cluster = preset(name, num_devices, 2)
     peer = cluster.nodes[0].peer
     assert cluster.network is not None
@@ -213,7 +213,7 @@ def test_the_name_of_a_node_reads_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0 x a100-40g", "9 x a100-40g", "0 x 2 x a100-40g"])
-def test_counts_that_make_no_machine_are_refused(text: str) -> None:
+def test_counts_out_of_range_are_refused(text: str) -> None:
     with pytest.raises(InvalidOption, match="num_"):
         parse_hardware(text)
     with pytest.raises(InvalidOption, match="2 x 8 x a100-40g"):

@@ -58,7 +58,7 @@ def test_a_device_that_could_not_exist_is_refused(changes: dict[str, Any], field
     assert caught.value.field == field
 
 
-def test_a_rate_of_zero_is_refused_and_no_latency_is_fine() -> None:
+def test_zero_rates_are_refused_and_zero_latencies_allowed() -> None:
     with pytest.raises(InvalidProfile, match=r"link: bytes_per_s: expected a positive finite number, got 0\."):
         replace(NODE.h2d, bytes_per_s=0)
     assert replace(NODE.h2d, latency_s=0.0).latency_s == 0

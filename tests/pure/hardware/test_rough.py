@@ -8,7 +8,7 @@ from elixir_compile.units import GIB
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_a_preset_has_the_sizes_and_the_name_given_and_says_its_sources(device_type: str) -> None:
+def test_a_rough_profile_has_the_given_name_and_sizes_and_its_sources(device_type: str) -> None:
     cluster = profile_for(device_type, 20 * GIB, 50 * GIB, "box")
     assert cluster.name == "1 x box"
     assert (cluster.device.memory_bytes, cluster.host.memory_bytes) == (20 * GIB, 50 * GIB)

@@ -112,7 +112,7 @@ def test_numbers_too_large_for_a_float_are_refused() -> None:
         plan_from_json(plan_to_json(PLAN).replace('"step_s": 0.2', '"step_s": 1e999'))
 
 
-def test_whole_seconds_are_seconds() -> None:
+def test_whole_numbers_are_valid_seconds() -> None:
     assert plan_from_json(changed(["prediction", "step_s"], 2)).prediction.step_s == 2.0
 
 
@@ -124,7 +124,7 @@ def test_truncated_text_is_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000, '{"elixir": "plan", "elixir": "plan"}', "plan"])
-def test_text_that_is_no_plan_is_refused(text: str) -> None:
+def test_text_other_than_a_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanFileError):
         plan_from_json(text)
 

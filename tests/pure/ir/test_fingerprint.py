@@ -73,12 +73,12 @@ def with_op(index: int, **changes: object) -> StepGraph:
         chain([Layer(module=f"l{n}", params=((f"v{n}", 10),), frozen=False, act_numel=4) for n in range(3)]),
     ],
 )
-def test_what_is_computed_counts(other: StepGraph) -> None:
+def test_fingerprints_depend_on_the_computation(other: StepGraph) -> None:
     assert fingerprint(other) != fingerprint(GRAPH)
 
 
 @given(symbolic_graphs(), st.integers(1, 40))
-def test_a_dynamic_graph_is_the_same_at_any_size_and_with_other_names(graph: StepGraph, value: int) -> None:
+def test_fingerprints_do_not_depend_on_sizes_or_names_of_symbols(graph: StepGraph, value: int) -> None:
     assert fingerprint(graph_at(graph, {"s0": value})) == fingerprint(graph)
     names = {"s0": "s77", "s1": "s5"}
     storages = tuple(
@@ -93,7 +93,7 @@ def test_the_expression_of_a_size_counts() -> None:
     assert len({fingerprint(graph) for graph in graphs}) == 4
 
 
-def test_it_is_the_same_in_every_process() -> None:
+def test_fingerprints_are_equal_in_every_process() -> None:
     program = "import sys; from elixir_compile.ir import *; print(fingerprint(graph_from_json(sys.stdin.read())))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -22,7 +22,6 @@ from elixir_compile.ir import (
     Saving,
     graph_from_json,
     graph_to_json,
-    parse_plan,
     plan_from_json,
     plan_to_json,
     record_from_json,
@@ -151,8 +150,7 @@ def test_a_mutated_plan_is_read_or_refused(data: st.DataObject) -> None:
         if plan is None:
             return
         assert plan_from_json(plan_to_json(plan)) == plan
-        with suppress(ElixirError):
-            assert parse_plan(str(plan)) == plan
+        assert str(plan)
         graph = GROWING if number == 1 else GRAPH
         with suppress(ElixirError):
             verify(graph, plan)
@@ -179,19 +177,6 @@ def test_a_mutated_record_or_machine_is_read_or_refused(data: st.DataObject) -> 
         cluster_from_json(mutated(data, cluster_to_json(preset("a100-40g", 2, 2))))
 
 
-@given(st.data())
-@settings(max_examples=100)
-def test_mutated_text_of_a_plan_is_read_or_refused(data: st.DataObject) -> None:
-    words = str(plan_from_json(PLANS[0])).split(" ")
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(words) - 1))
-        words[at] = data.draw(
-            st.sampled_from(["9" * 5000, "9" * 19, "-1", "nan", '"', "@3", "", "b0", "plan", "1e999"])
-        )
-    with few_steps(), suppress(PlanFileError):
-        parse_plan(" ".join(words))
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -201,14 +186,14 @@ def test_mutated_text_of_a_plan_is_read_or_refused(data: st.DataObject) -> None:
         ("((a**16)**16)**16", "multiplies more than 64 symbols"),
         ("*".join(["a"] * 65), "multiplies more than 64 symbols"),
         ("+".join(["a"] * 1000), "nests more than 200 operations"),
-        ("+".join(["a"] * 300_000), "is no expression|nests more than"),
-        ("-" * 1000 + "a", "nests more than 200 operations|is no expression"),
+        ("+".join(["a"] * 300_000), "is not an expression|nests more than"),
+        ("-" * 1000 + "a", "nests more than 200 operations|is not an expression"),
         ("9" * 20, "holds"),
-        ("9" * 5000, "is no expression"),
+        ("9" * 5000, "is not an expression"),
         ("a" * (1 << 21), "has 2097152 characters"),
     ],
 )
-def test_sizes_that_take_long_are_refused(text: str, sentence: str) -> None:
+def test_sizes_that_take_too_long_are_refused(text: str, sentence: str) -> None:
     with few_steps(400_000), pytest.raises(InvalidPlan) as caught:
         sizes.check_text(text)
     assert any(part in str(caught.value) for part in sentence.split("|"))
@@ -232,8 +217,8 @@ def test_a_value_of_too_many_bits_is_refused() -> None:
             "base_bytes: expected a whole number of at most 9223372036854775807",
         ),
         (lambda plan: plan | {"budget_bytes": True}, "budget_bytes: expected a whole number, got True"),
-        (lambda plan: plan | {"symbols": [["s0", 1], ["s0", 2]]}, "each once, with 0 or more"),
-        (lambda plan: plan | {"symbols": [["s0", -1]]}, "each once, with 0 or more"),
+        (lambda plan: plan | {"symbols": [["s0", 1], ["s0", 2]]}, "expected each once, 0 or more"),
+        (lambda plan: plan | {"symbols": [["s0", -1]]}, "expected each once, 0 or more"),
     ],
 )
 def test_absurd_numbers_are_refused(change: Callable[[dict[str, Any]], dict[str, Any]], sentence: str) -> None:
@@ -242,7 +227,7 @@ def test_absurd_numbers_are_refused(change: Callable[[dict[str, Any]], dict[str,
     assert sentence in str(caught.value)
 
 
-def test_bytes_that_overflow_when_they_are_added_up_are_refused() -> None:
+def test_sums_of_bytes_that_overflow_are_refused() -> None:
     data = json.loads(graph_to_json(GRAPH))
     for storage in data["storages"]:
         storage["nbytes"] = 1 << 62

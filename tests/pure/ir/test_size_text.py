@@ -44,13 +44,13 @@ def test_evaluate_at_3_and_5(text: str, expected: int) -> None:
     "text",
     ["", "s0 s1", "__import__('os').getcwd()", "s0.real", "1.5*s0", "True", "2**s0", "s0**99", "~s0", "f(s0)", "Max()"],
 )
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_text_other_than_a_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidPlan, match="the size"):
         sizes.terms(text)
 
 
 @pytest.mark.parametrize("text", ["s2", "s0/0", "s0/2", "Mod(s0)"])
-def test_what_has_no_value_is_refused(text: str) -> None:
+def test_sizes_without_a_value_are_refused(text: str) -> None:
     with pytest.raises(InvalidPlan, match="the size"):
         sizes.evaluate(text, {"s0": 3})
 
@@ -63,7 +63,7 @@ POLYNOMIALS = st.recursive(
 
 
 @given(POLYNOMIALS)
-def test_expansion_is_that_of_sympy(text: str) -> None:
+def test_expansion_equals_sympys(text: str) -> None:
     canonical = sizes.canonical(text)
     assert sizes.canonical(canonical) == canonical
     assert sympy.expand(sympy.sympify(text) - sympy.sympify(canonical)) == 0
@@ -72,13 +72,13 @@ def test_expansion_is_that_of_sympy(text: str) -> None:
     assert sizes.canonical(str(sympy.sympify(text))) == canonical
 
 
-def test_names_are_whole_words() -> None:
+def test_symbols_are_matched_as_whole_words() -> None:
     assert sizes.canonical("4*s1*s10", {"s1": "v1", "s10": "v0"}) == "4*v0*v1"
     assert sizes.symbols_of("Max(s1, s0)*s10") == ("s0", "s1", "s10")
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 50), st.integers(0, 10**6))
-def test_largest_is_the_last_that_fits(square: int, slope: int, constant: int, limit_bytes: int) -> None:
+def test_largest_returns_the_last_value_that_fits(square: int, slope: int, constant: int, limit_bytes: int) -> None:
     text = f"Max({square}*s0**2 + s1, {slope}*s0 + {constant})"
     found = sizes.largest(text, "s0", {"s0": 99, "s1": 4}, limit_bytes)
     assert found is not None
@@ -86,6 +86,6 @@ def test_largest_is_the_last_that_fits(square: int, slope: int, constant: int, l
     assert found == 0 or sizes.evaluate(text, {"s0": found, "s1": 4}) <= limit_bytes
 
 
-def test_what_does_not_grow_has_no_largest() -> None:
+def test_a_size_that_does_not_grow_has_no_largest_value() -> None:
     assert sizes.largest("s1 + 5", "s0", {"s1": 2}, 7) is None
     assert sizes.largest("s1 + 5", "s0", {"s1": 2}, 6) == 0

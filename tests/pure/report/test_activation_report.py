@@ -59,7 +59,7 @@ def region_of(op: str) -> RegionId:
     return next(name for name, (first, last) in spans.items() if first <= order.index(op) <= last)
 
 
-def test_ops_that_run_again_are_told_with_their_region() -> None:
+def test_repeated_ops_are_listed_with_their_region() -> None:
     assert recomputed(PLAN, LAYERS) == (
         Again(group=GroupId("h.1.fixed"), region=region_of("bwd.re_add_0"), num_ops=1),
         Again(group=GroupId("h.0.pointwise"), region=region_of("bwd.re_gelu_0"), num_ops=1),
@@ -67,7 +67,7 @@ def test_ops_that_run_again_are_told_with_their_region() -> None:
 
 
 @given(mixed_plans())
-def test_every_repeated_op_is_told_once_and_in_its_region(planned: tuple[StepGraph, Plan]) -> None:
+def test_every_repeated_op_is_counted_once_in_its_region(planned: tuple[StepGraph, Plan]) -> None:
     graph, made = planned
     order = [op.id for op in as_run(graph, made.activations).ops]
     forward = {op.id for op in graph.ops}
@@ -83,7 +83,7 @@ def test_every_repeated_op_is_told_once_and_in_its_region(planned: tuple[StepGra
 
 
 @given(mixed_plans())
-def test_every_copy_of_a_group_is_told_once(planned: tuple[StepGraph, Plan]) -> None:
+def test_every_copy_of_a_group_is_listed_once(planned: tuple[StepGraph, Plan]) -> None:
     _, made = planned
     for one in made.activations:
         layers = answer(made, one.id).layers
@@ -105,14 +105,14 @@ def test_no_byte_is_lost_in_the_sum(planned: tuple[StepGraph, Plan]) -> None:
 
 
 @given(planned_graphs())
-def test_a_plan_that_keeps_everything_says_nothing(planned: tuple[StepGraph, Plan]) -> None:
+def test_a_plan_that_keeps_all_activations_lists_none(planned: tuple[StepGraph, Plan]) -> None:
     _, made = planned
     assert saving_answers(made) == ()
     assert savings_text(made) == ""
     assert "activations" not in explain(made)
 
 
-def test_bytes_are_summed_up_by_what_happens() -> None:
+def test_bytes_are_summed_by_treatment() -> None:
     assert saving_answers(PLAN) == (
         SavingAnswer(saving=Saving.KEEP, nbytes=12, num_layers=1),
         SavingAnswer(saving=Saving.RECOMPUTE, nbytes=48, num_layers=2),
@@ -122,11 +122,11 @@ def test_bytes_are_summed_up_by_what_happens() -> None:
 
 
 @pytest.mark.parametrize(("name", "layer"), [("transformer.h.3.matmul", "transformer.h.3"), ("g0", "g0")])
-def test_the_layer_is_what_is_before_the_class(name: str, layer: str) -> None:
+def test_the_layer_is_the_name_before_the_class(name: str, layer: str) -> None:
     assert layer_of_group(GroupId(name)) == layer
 
 
-def test_a_layer_says_what_happens_to_each_group_why_and_what_was_rejected() -> None:
+def test_a_layer_lists_its_groups_reasons_and_rejected_choices() -> None:
     lines = explain(PLAN, "h.0", LAYERS).splitlines()
     assert lines[0] == "h.0  activations of 2 groups, 96 B"
     told = {line[2:11].strip(): line[13:] for line in lines[1:] if line[2:11].strip()}
@@ -140,38 +140,38 @@ def test_a_layer_says_what_happens_to_each_group_why_and_what_was_rejected() -> 
     assert lines[-1].strip() == WHY.rejected[1]
 
 
-def test_without_the_graph_nothing_is_said_of_it() -> None:
+def test_without_the_graph_repeated_ops_are_not_listed() -> None:
     text = explain(PLAN, "h.1")
     assert "  fixed  16 B recomputed\n" in text
-    assert "stored for" not in text
-    assert "  input  8 B kept; stored for the ops that run again\n" in explain(PLAN, "h.1", LAYERS)
+    assert "saved for" not in text
+    assert "  input  8 B kept; saved for the ops that run again\n" in explain(PLAN, "h.1", LAYERS)
     assert answer(PLAN, "h.1").layers[0].groups[0].again is None
 
 
-def test_a_group_is_told_alone_and_a_layer_without_a_decision_says_so() -> None:
+def test_a_group_is_explained_alone_and_without_decisions() -> None:
     text = explain(PLAN, "h.0.pointwise", LAYERS)
     assert text.startswith("h.0  activations of 1 of 2 groups, 32 B\n")
     assert "matmul  " not in text
     assert "no decision of this plan names them" in explain(PLAN, "h.1")
-    assert "they fit where they are" in explain(PLAN, "h.1.kept")
+    assert "they fit on the device" in explain(PLAN, "h.1.kept")
 
 
-def test_a_region_says_what_runs_again_leaves_and_comes_back() -> None:
+def test_a_region_lists_recomputed_offloaded_and_prefetched_groups() -> None:
     back = explain(PLAN, region_of("bwd.re_gelu_0"), LAYERS)
-    assert "  come back  h.0.matmul (64 B)\n" in back
-    assert "  again      h.0.pointwise: 1 op\n" in back
+    assert "  prefetched  h.0.matmul (64 B)\n" in back
+    assert "  recomputes  h.0.pointwise: 1 op\n" in back
     left = explain(PLAN, region_of("fwd.gelu_0"))
-    assert "  leave   h.0.matmul (64 B)\n" in left
-    assert "again" not in left
-    assert "come back" not in left
+    assert "  offloads  h.0.matmul (64 B)\n" in left
+    assert "recomputes" not in left
+    assert "prefetched" not in left
 
 
-def test_the_whole_plan_counts_layers_and_leaves_their_reasons_to_them() -> None:
+def test_the_plan_counts_layers_without_their_reasons() -> None:
     text = explain(PLAN)
     assert "  activations  12 B kept, in 1 layer\n               48 B recomputed, in 2 layers\n" in text
-    assert "  moved        1 bucket and 1 layer by decisions of their own" in text
+    assert "  moved        1 bucket and 1 layer have decisions of their own" in text
     assert WHY.because not in text
-    assert "no decision of this plan: it stays where" in explain(PLAN, "b1")
+    assert "no decision of this plan: its home is that of" in explain(PLAN, "b1")
 
 
 @pytest.mark.parametrize("subject", ["", "h.0", "h.1.fixed", "bwd.0"])

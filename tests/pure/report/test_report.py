@@ -39,7 +39,7 @@ def test_a_curve_spans_its_extremes() -> None:
 
 
 @given(st.lists(st.floats(), max_size=30), st.floats(-10, 10), st.floats(-10, 10))
-def test_a_curve_has_one_block_per_value(values: list[float], low: float, high: float) -> None:
+def test_a_curve_has_a_block_per_value(values: list[float], low: float, high: float) -> None:
     assert len(curve_text(values, low, high)) == len(values)
 
 
@@ -67,14 +67,14 @@ def a_plan(*verbs: Verb) -> Plan:
     return replace(bare, schedules=(Schedule(rank=0, actions=tuple(Action(verb=verb, what="b0") for verb in verbs)),))
 
 
-def test_the_plan_line_says_what_was_planned() -> None:
+def test_the_plan_line_lists_the_planned_figures() -> None:
     assert plan_line(a_plan(Verb.GATHER)) == (
         "planned   peak 18.0 MiB of 20.0 MiB   host 41.0 MiB   step 212 ms   96% of transfers hidden, 9 ms exposed"
     )
     assert plan_line(a_plan(Verb.RUN)).endswith("   nothing to move")
 
 
-def test_the_plan_line_says_what_happens_to_activations() -> None:
+def test_the_plan_line_lists_the_treatment_of_activations() -> None:
     groups = [
         Activations(id=GroupId(f"h.{n}.fixed"), storages=(StorageId(f"s{n}"),), nbytes=n * MIB, saving=saving)
         for n, saving in enumerate((Saving.KEEP, Saving.OFFLOAD, Saving.RECOMPUTE, Saving.OFFLOAD))
@@ -84,7 +84,7 @@ def test_the_plan_line_says_what_happens_to_activations() -> None:
     )
 
 
-def test_the_measured_line_says_what_happened() -> None:
+def test_the_measured_line_lists_figures_and_counts() -> None:
     record = Record(
         origin=Origin.MEASURED,
         step_s=0.25,

@@ -39,7 +39,7 @@ def plan_of_layers() -> Plan:
         ("model", ["b0", "b1"], NAMES),
     ],
 )
-def test_a_name_finds_buckets_and_what_was_meant_of_them(name: str, buckets: list[str], params: list[str]) -> None:
+def test_a_name_finds_buckets_and_the_named_parameters(name: str, buckets: list[str], params: list[str]) -> None:
     found = find_subject(plan_of_layers(), name)
     assert [bucket.id for bucket in found.buckets] == buckets
     assert found.params == set(params)
@@ -93,6 +93,6 @@ def test_a_part_of_a_part_is_not_found(name: str) -> None:
         find_subject(plan_of_layers(), name)
 
 
-def test_where_nothing_is_near_some_names_are_shown() -> None:
+def test_unknown_names_without_similar_ones_list_a_few() -> None:
     with pytest.raises(UnknownSubject, match="It has names such as 'b0', 'b1'"):
         find_subject(plan_of_layers(), "zzzzzzzzzz")

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.analysis import verify
-from elixir_compile.ir import Phase, Plan, StepGraph, Verb, parse_graph
+from elixir_compile.ir import Phase, Plan, StepGraph, Verb
 from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.space.layers import LayerSpan, layer_spans, layers_alike
+from tests.pure.graph_text import parse_graph
 from tests.pure.search.test_planner import assert_counts_agree, needed_bytes, problem_of
 
 FORWARD = """\

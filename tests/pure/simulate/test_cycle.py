@@ -11,8 +11,9 @@ from elixir_compile.analysis import plan_timeline
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import BucketId, Lane, Placement, Plan, RegionId, Span, StepGraph, Tier, Update, Verb
 from elixir_compile.search import plan as search
-from elixir_compile.simulate import Cycle, Prices, hidden_update_share, play, simulate, walk_memory
+from elixir_compile.simulate import Cycle, Prices, hidden_update_share, play, simulate
 from elixir_compile.units import GIB
+from tests.pure.memory_walk import walk_memory
 from tests.pure.plans import mixed_plans, planned_graphs
 from tests.pure.problems import tight_problem
 from tests.pure.simulate.test_engine import PRICES, SERIAL
@@ -71,7 +72,7 @@ def test_an_early_gather_waits_for_its_update_and_compute_does_not() -> None:
     assert copies == {"gather b0": (7, 11), "gather b1": (15, 21)}
 
 
-def test_an_early_gather_leaves_the_link_to_what_is_ready() -> None:
+def test_a_late_gather_lets_ready_copies_take_the_link() -> None:
     """Updates in the other order: b1 0-8, b0 8-15. The copy of b1 goes first though it is issued second."""
     spans: list[Span] = []
     step_s([*EARLY[:-2], (U, "b1"), (U, "b0")], (HOST, HOST), ACROSS, spans=spans)
@@ -79,7 +80,7 @@ def test_an_early_gather_leaves_the_link_to_what_is_ready() -> None:
     assert copies == [("gather b1", 8), ("gather b0", 15)]
 
 
-def test_a_gather_waits_where_it_is_issued_on_several_ranks_and_where_compute_copies() -> None:
+def test_a_gather_waits_at_its_issue_if_sharded_or_copied_by_compute() -> None:
     """b1 holds compute up from 7 to 15. Two ranks: all-gathers 11-13 and 21-23, fwd.0 15-25. Or compute copies: b0
     7-11, b1 15-21, fwd.0 21-31."""
     shared = replace(PRICE, gather_s=dict.fromkeys(PRICE.gather_s, 2.0), reduce_s=dict.fromkeys(PRICE.reduce_s, 2.0))
@@ -100,7 +101,7 @@ def test_compute_is_stalled_by_updates_and_not_by_copies() -> None:
     assert play(EARLY, RUN_S, placements, PRICE, None, ACROSS).stalled_s == 7
 
 
-def test_a_region_waits_for_parameters_that_come_back_to_the_device() -> None:
+def test_a_region_waits_for_updated_parameters_from_the_host() -> None:
     """b0 leaves 0-3, b1 3-8; host 3-10 and 10-18; back 10-14 and 18-24. fwd.0 14-24, fwd.1 24-34, backward to 54.
     With the state of b0 on the device: update 0-1, b1 leaves 1-6, host 6-14, back 14-20; fwd.0 6-16, fwd.1 20-30."""
     assert step_s(ON_DEVICE, (SPLIT, SPLIT), ACROSS) == 54
@@ -109,7 +110,7 @@ def test_a_region_waits_for_parameters_that_come_back_to_the_device() -> None:
     assert step_s(ON_DEVICE, (SPLIT, DEVICE), ACROSS) == 55
 
 
-def test_what_is_streamed_takes_compute_and_spares_the_host() -> None:
+def test_streamed_updates_occupy_compute_and_not_the_host() -> None:
     """b0 is streamed: there 0-3, updated 3-4, back 4-6. The host updates b1 0-8. gather b0 6-10, fwd.0 10-20, gather b1
     20-26, fwd.1 26-36, then 23 as before. Both: 12 s, then 4 + 10 + 6 + 10 + 23. After the backward, one side and then
     the other."""
@@ -118,7 +119,7 @@ def test_what_is_streamed_takes_compute_and_spares_the_host() -> None:
     assert step_s(ON_HOST, (HOST, STREAMED), Cycle()) == 53 + 7 + 6
 
 
-def test_in_the_backward_an_update_begins_when_its_gradient_has_landed() -> None:
+def test_an_early_update_begins_when_its_gradient_is_complete() -> None:
     """In its steady cycle 7 s of the host's b0 are left over. gather b0 7-11, fwd.0 11-21, gather b1 21-27, fwd.1
     27-37, bwd.0 37-47, gradient of b1 47-52, host 52-60; bwd.1 47-57, gradient of b0 57-60, host 60-67."""
     cycle = Cycle(update=Update.IN_BACKWARD, reads=READS, closing={BucketId("b0"): OFF, BucketId("b1"): OFF})
@@ -130,7 +131,7 @@ def test_in_the_backward_an_update_begins_when_its_gradient_has_landed() -> None
     assert host == [("update b0", 0, 7), ("update b1", 52, 8)]
 
 
-def test_on_one_set_of_cores_updates_add_up_whenever_they_run() -> None:
+def test_on_shared_cores_update_seconds_add_to_the_step_at_any_time() -> None:
     total_s = 4 + 10 + 6 + 10 + 10 + 5 + 10 + 3 + 7 + 8
     closing = {BucketId("b0"): OFF, BucketId("b1"): OFF}
     for cycle in (Cycle(), ACROSS, Cycle(update=Update.IN_BACKWARD, reads=READS, closing=closing)):
@@ -139,7 +140,7 @@ def test_on_one_set_of_cores_updates_add_up_whenever_they_run() -> None:
 
 @given(planned_graphs() | mixed_plans(), st.sampled_from(list(Update)), st.integers(0, 255))
 @settings(max_examples=40)
-def test_any_plan_repeats_and_no_lane_does_more_than_one_thing(
+def test_every_plan_reaches_a_steady_state_without_overlaps_on_lanes(
     planned: tuple[StepGraph, Plan], update: Update, streamed: int
 ) -> None:
     graph, plan = planned
@@ -160,7 +161,7 @@ def test_any_plan_repeats_and_no_lane_does_more_than_one_thing(
     assert sorted(updates) == sorted(f"update {a.what}" for a in plan.schedules[0].actions if a.verb is U)
 
 
-def test_a_streamed_update_takes_room_for_the_largest_bucket() -> None:
+def test_a_streamed_update_takes_bytes_of_the_largest_bucket() -> None:
     problem = tight_problem()
     made = search(problem, "greedy")
     hosted = [i for i, home in enumerate(made.placements) if home.optim is Tier.HOST]
@@ -175,6 +176,6 @@ def test_a_streamed_update_takes_room_for_the_largest_bucket() -> None:
 
 
 @pytest.mark.parametrize("update", list(Update))
-def test_a_step_without_the_host_is_the_same_whenever_it_updates(update: Update) -> None:
+def test_update_time_does_not_matter_without_host_updates(update: Update) -> None:
     cycle = Cycle(update=update, reads=READS)
     assert step_s(ON_DEVICE, (DEVICE, DEVICE), cycle) == 42

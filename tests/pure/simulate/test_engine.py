@@ -65,7 +65,7 @@ def step_s(
     return play(program, RUN_S, placements, price).step_s
 
 
-def test_a_gather_at_its_wait_is_exposed_and_one_ahead_is_hidden() -> None:
+def test_a_gather_at_its_wait_is_exposed_and_an_earlier_one_hidden() -> None:
     """At its wait: 4 + 10 + 6 + 10. Ahead of fwd.0: b0 ends at 4, b1 at 10, fwd.0 at 14, so only b0 is waited for."""
     late = [(G, "b0"), (W, "b0"), (R, R0), (L, "b0"), (G, "b1"), (W, "b1"), (R, R1), (L, "b1")]
     early = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (L, "b0"), (W, "b1"), (R, R1), (L, "b1")]
@@ -78,7 +78,7 @@ def test_without_overlap_everything_adds_up() -> None:
     assert step_s(early, SERIAL) == 4 + 6 + 10 + 10
 
 
-def test_several_ranks_gather_from_each_other_and_share_out_gradients() -> None:
+def test_several_ranks_all_gather_and_reduce_scatter() -> None:
     """b0 from the host until 4, the ranks until 6; fwd.0 until 16; its gradient shared out until 18, gone at 21."""
     price = replace(PRICES, gather_s={B0: 2.0, B1: 2.0}, reduce_s={B0: 2.0, B1: 2.0})
     program = [(G, "b0"), (W, "b0"), (R, R0), (L, "b0"), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (W, "b0.grad")]
@@ -88,7 +88,7 @@ def test_several_ranks_gather_from_each_other_and_share_out_gradients() -> None:
     assert step_s([*program[:5], (W, "b0.grad")], price, device) == 2 + 10 + 2
 
 
-def test_copies_are_averaged_behind_the_reduce_beside_compute() -> None:
+def test_averages_over_copies_run_after_the_reduce_beside_compute() -> None:
     """Shared out 10-12 and averaged 12-15 under fwd.1, 10-20; waited for at once, it is exposed. What each rank has
     whole is waited for where it is reduced."""
     device = ((Tier.DEVICE, Tier.DEVICE),) * 2
@@ -106,7 +106,7 @@ def test_a_lane_takes_its_transfers_in_order() -> None:
     assert step_s([*program[:3], *program[4:], (R, R1)]) == 28
 
 
-def test_activations_leave_under_compute_and_come_back_under_it() -> None:
+def test_activations_are_offloaded_and_prefetched_beside_compute() -> None:
     """Offload 10-18 under fwd.1, 10-20. Prefetch 20-27 is waited for; issued before another fwd.0 it is hidden."""
     acts = "h.0.matmul"
     away = [(R, R0), (OFF, acts), (R, R1), (W, acts)]
@@ -136,7 +136,7 @@ def test_device_and_host_updates_run_at_once() -> None:
     assert step_s(program, SERIAL, homes) == 18
 
 
-def test_state_apart_from_its_parameters_sends_gradient_and_parameter() -> None:
+def test_gradients_and_parameters_are_copied_if_state_is_on_the_host() -> None:
     """b0: 10 + 3 + 7 + 4. b1 follows one lane later: offload 13-18, update 20-28, gather 28-34."""
     homes = [(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.HOST)]
     assert step_s([(R, R0), (U, "b0")], homes=homes) == 24
@@ -153,7 +153,7 @@ def record(*spans: tuple[Lane, float, float]) -> Record:
     )
 
 
-def test_exposed_is_what_no_compute_covers() -> None:
+def test_exposed_seconds_are_transfers_without_compute() -> None:
     """H2D 0-6 under compute 2-4 and 5-9: 1 + 2 s covered of 6; D2H 8-10: 1 s of 2. Host work is no transfer."""
     made = record((Lane.COMPUTE, 2, 4), (Lane.H2D, 0, 6), (Lane.COMPUTE, 5, 9), (Lane.D2H, 8, 10), (Lane.HOST, 0, 50))
     assert exposed_s(made) == 4

@@ -1,4 +1,4 @@
-"""`simulate.memory`: the second count of the bytes, which shares no code with the first."""
+"""The bytes of `plan_timeline` equal those of a second, independent count, which carries the step out."""
 
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
-from elixir_compile.simulate import walk_memory
+from tests.pure.memory_walk import walk_memory
 from tests.pure.mixes import mixed_graphs
 from tests.pure.plans import mixed_plans, planned_graphs
 from tests.pure.problems import tight_problem
@@ -33,7 +33,7 @@ def test_two_independent_counts_agree_at_every_op(planned: tuple[StepGraph, Plan
 
 @given(problems() | mixed_graphs().map(problem_of), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60)
-def test_they_agree_for_any_levels_modes_and_moves(problem: Problem, seed: int, is_spread: bool) -> None:
+def test_both_counts_agree_for_any_levels_modes_and_moves(problem: Problem, seed: int, is_spread: bool) -> None:
     """On one rank and on two, transfers at their use and as far out as memory allows; every such plan is legal."""
     draw = random.Random(seed)
     evaluator = Evaluator(gather_facts(problem))

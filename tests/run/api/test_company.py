@@ -32,14 +32,14 @@ UNPLANNED_BYTES = 4096
 def rooms(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What went to the host because a later forward needed the room: one entry each time."""
     made: list[bool] = []
-    make_room = SavedActivations.make_room
+    offload_outstanding = SavedActivations.offload_outstanding
 
     def noted(saved: SavedActivations) -> bool:
-        found = make_room(saved)
+        found = offload_outstanding(saved)
         made.extend([found] * found)
         return found
 
-    monkeypatch.setattr(SavedActivations, "make_room", noted)
+    monkeypatch.setattr(SavedActivations, "offload_outstanding", noted)
     return made
 
 
@@ -103,11 +103,11 @@ def test_what_made_room_leaves_no_trace() -> None:
     losses = [run.compiled(batch), run.compiled(batch)]
     saved = executor_of(run.model).saved
     held_bytes = saved.device_bytes()
-    assert saved.make_room()
-    assert not saved.make_room()
+    assert saved.offload_outstanding()
+    assert not saved.offload_outstanding()
     assert saved.device_bytes() == 0 < live_slab_bytes() - before <= 1.1 * held_bytes
     losses[0].backward()
-    assert [len(saved.waiting()), saved.device_bytes()] == [1, 0]
+    assert [len(saved.outstanding_owners()), saved.device_bytes()] == [1, 0]
     del losses
     saved.drop_free_slabs()
     assert live_slab_bytes() == before

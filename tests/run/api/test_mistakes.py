@@ -40,7 +40,7 @@ def mistakes(rank: int, world_size: int, folder: str) -> dict[str, str]:
         model = nn.Linear(160, 160)
         optimizer = make(model.parameters())
         elixir.prepare(model, mesh=mesh)
-        with pytest.raises(elixir.NotPrepared, match="make the optimizer after `prepare`"):
+        with pytest.raises(elixir.NotPrepared, match="Make the optimizer after `prepare`"):
             optimizer.step()
     return found
 

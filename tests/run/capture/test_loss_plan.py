@@ -15,7 +15,7 @@ from torch.nn import functional
 import elixir_compile as elixir
 from elixir_compile.api import backend
 from elixir_compile.errors import NoFeasiblePlan, UnsupportedModel
-from elixir_compile.ir import Plan, parse_plan
+from elixir_compile.ir import Plan, plan_from_json, plan_to_json
 from elixir_compile.problem.loss import is_pressed
 from elixir_compile.units import MIB
 
@@ -85,7 +85,7 @@ def test_a_loss_that_does_not_fit_is_chunked_and_the_plan_says_so(tmp_path: Path
     assert decision.choice == f"{plan.loss_chunks} chunks over tokens"
     assert "32.0 MiB of logits" in decision.because
     assert decision.rejected[0].startswith("whole: needs")
-    assert parse_plan(str(plan)) == plan
+    assert plan_from_json(plan_to_json(plan)) == plan
 
     # The capture with the loss whole is gone, and with it what its frames hold.
     gc.collect()

@@ -122,7 +122,7 @@ def test_the_arguments_about_the_optimizer_reach_the_plan(net: str, tmp_path: Pa
     with disk_staging(0):
         assert "file and graph hold" in cli("verify", saved, *same).stdout
     wrong = cli("verify", saved, *same)
-    assert (wrong.exit_code, "bytes on the host; it is" in wrong.stderr) == (1, True)
+    assert (wrong.exit_code, "bytes on the host; it needs" in wrong.stderr) == (1, True)
 
 
 def test_a_budget_without_a_plan_exits_with_2(net: str) -> None:

@@ -189,7 +189,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return spawn(checks, request.param, folder=tmp_path_factory.mktemp("ranks"))
 
 
-def test_all_ranks_have_the_plan_that_one_would_make(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_have_the_same_plan_as_one_rank(ranks: list[dict[str, Any]]) -> None:
     alone = outcome(lambda: greedy(question(len(ranks))))
     assert [found["same"] for found in ranks] == [alone] * len(ranks)
     assert alone["num_ranks"] == len(ranks)
@@ -255,7 +255,7 @@ def test_a_rank_with_other_ops_follows_a_plan_that_is_legal_for_them(ranks: list
     assert [rank["another op inside"] for rank in ranks] == [rank["long regions"] for rank in ranks]
 
 
-def test_ops_that_keep_a_rank_from_following_are_named_on_all(ranks: list[dict[str, Any]]) -> None:
+def test_ops_that_prevent_a_shared_plan_are_named_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     found = [rank["another first op"] for rank in ranks]
     assert found == [found[0]] * len(ranks)
     last = len(ranks) - 1
@@ -284,14 +284,14 @@ def test_an_option_that_differs_is_named_on_all(ranks: list[dict[str, Any]]) -> 
     assert found[0]["text"].splitlines()[1:3] == [f"  {line}" for line in lines]
 
 
-def test_a_plan_that_arrives_otherwise_on_one_rank_is_found(ranks: list[dict[str, Any]]) -> None:
+def test_a_plan_that_differs_on_one_rank_is_found(ranks: list[dict[str, Any]]) -> None:
     found = [rank["garbled"] for rank in ranks]
     assert found == [found[0]] * len(ranks)
     assert (found[0]["error"], found[0]["ranks"]) == ("RanksDiffer", [len(ranks) - 1])
     assert "took over other buckets, placements or actions" in found[0]["text"]
 
 
-def test_a_roll_call_says_what_all_ranks_do_next(ranks: list[dict[str, Any]]) -> None:
+def test_a_roll_call_returns_the_next_step_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["calls"]
     assert [rank["calls"] for rank in ranks] == [found] * len(ranks)
     graph_set_digest = found["other"][1]

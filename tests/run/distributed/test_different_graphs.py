@@ -245,7 +245,7 @@ def test_each_of_three_ranks_takes_an_expert(three: list[dict[str, Any]]) -> Non
     assert {planner for planners in last for planner in planners} == {IN_STEP}
 
 
-def test_a_branch_that_flips_is_planned_once_each_way(two: list[dict[str, Any]]) -> None:
+def test_a_changing_branch_is_planned_once_for_each_way(two: list[dict[str, Any]]) -> None:
     first, second, *others = two[0]["flips"]["exchanges"]
     assert "the plan" in first
     assert "plans in step" in second
@@ -254,7 +254,7 @@ def test_a_branch_that_flips_is_planned_once_each_way(two: list[dict[str, Any]])
     assert two[0]["flips"]["planners"] == [["greedy"], [IN_STEP], ["greedy"], [IN_STEP], [IN_STEP]]
 
 
-def test_ranks_that_use_the_same_try_one_plan_first(two: list[dict[str, Any]]) -> None:
+def test_ranks_with_equal_graphs_try_a_common_plan_first(two: list[dict[str, Any]]) -> None:
     """An op in the middle of a region is no matter; one at its end is."""
     assert [rank["one op more"]["planners"] for rank in two] == [[["greedy"], ["greedy"]]] * 2
     assert [rank["other ops"]["planners"] for rank in two] == [[[IN_STEP], [IN_STEP]]] * 2
@@ -275,14 +275,14 @@ def test_a_rank_short_of_memory_moves_everything_to_the_host(two: list[dict[str,
     assert {home for rank in two for home in rank["flips"]["homes"]} == {Tier.DEVICE}
 
 
-def test_ranks_whose_lengths_differ_make_activations_again(two: list[dict[str, Any]]) -> None:
+def test_ranks_with_different_lengths_recompute_activations(two: list[dict[str, Any]]) -> None:
     found = [rank["lengths"] for rank in two]
     assert [rank["planners"] for rank in found] == [[IN_STEP], ["greedy", IN_STEP]]
     assert all(Saving.RECOMPUTE in rank["savings"] for rank in found)
     assert max(rank["needed_bytes"] for rank in found) <= SHORT_OF_ACTIVATIONS
 
 
-def test_all_ranks_chunk_the_loss_where_one_has_no_room_for_it(two: list[dict[str, Any]]) -> None:
+def test_all_ranks_chunk_the_loss_if_one_rank_must(two: list[dict[str, Any]]) -> None:
     first, second = (rank["tokens"] for rank in two)
     assert (first["chunks"], second["chunks"]) == ([16, 16], [16])
     # Every token of either rank is the same.
@@ -290,7 +290,7 @@ def test_all_ranks_chunk_the_loss_where_one_has_no_room_for_it(two: list[dict[st
     assert first["losses"][1] < first["losses"][0]
 
 
-def test_no_room_and_other_settings_are_errors_on_all_ranks(two: list[dict[str, Any]]) -> None:
+def test_no_feasible_plan_and_other_options_fail_on_all_ranks(two: list[dict[str, Any]]) -> None:
     assert [rank["none fits"][0] for rank in two] == ["NoFeasiblePlan"] * 2
     assert two[0]["none fits"] == two[1]["none fits"]
     assert "run different graphs, not all read" in two[0]["none fits"][1]

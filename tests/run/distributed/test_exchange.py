@@ -68,7 +68,7 @@ def ends_without(rank: int, world_size: int, is_dead: bool) -> float:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_rows_arrive(world_size: int, tmp_path: Path) -> None:
+def test_gathered_and_reduced_rows_are_correct(world_size: int, tmp_path: Path) -> None:
     assert spawn(exchanges, world_size, folder=tmp_path) == [True] * world_size
 
 

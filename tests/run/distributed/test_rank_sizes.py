@@ -19,7 +19,7 @@ SQUARE: Any = SimpleNamespace(
 """Two copies of two parts, all on one host."""
 
 
-def test_what_was_measured_on_as_many_ranks_counts_for_parts_and_copies() -> None:
+def test_measured_links_count_for_shards_and_copies() -> None:
     node = replace(ALONE.nodes[0], num_devices=4, peer=replace(ALONE.h2d, bytes_per_s=123.0))
     measured = Cluster(nodes=(node,))
     assert cluster_of(measured, SQUARE, parse_options({})) is measured

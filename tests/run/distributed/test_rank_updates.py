@@ -37,7 +37,7 @@ def test_an_update_that_fails_on_one_rank_is_an_error_on_all(when: str, tmp_path
         assert "ArithmeticError: the kernel fell over" in others[1]
 
 
-def test_state_on_disk_where_one_rank_has_nothing_of_a_parameter(tmp_path: Path) -> None:
+def test_state_on_disk_with_an_empty_shard(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     for found in spawn(ranks_updates.keeps_state_on_disk, 3, str(disk), folder=tmp_path, limit_s=LIMIT_S):

@@ -31,7 +31,7 @@ def assert_trained(found: dict[str, Any], *, close: float = 1e-12) -> None:
     assert found["moved"] > 1e-4
 
 
-def test_two_ranks_hold_what_the_formula_says_and_recover(tmp_path: Path) -> None:
+def test_two_ranks_hold_the_planned_bytes_and_recover(tmp_path: Path) -> None:
     (held, _) = all_of(2, tmp_path, ["keeps_what_the_formula_says"], ["recovers", 1.1])
     # Beside it: one element per parameter that stands for it in autograd, and whole pages of host memory.
     assert 0 <= held["device"] - held["expected_device"] < 1024
@@ -40,7 +40,7 @@ def test_two_ranks_hold_what_the_formula_says_and_recover(tmp_path: Path) -> Non
     assert held["expected_device"] + held["expected_host"] < 0.55 * 4 * held["whole"]
 
 
-def test_two_ranks_have_states_hooks_and_parameters_that_stay_whole(tmp_path: Path) -> None:
+def test_two_ranks_with_state_hooks_and_replicated_parameters(tmp_path: Path) -> None:
     checks = ["has_states"], ["keeps_habits"], ["prepares"], ["averages_what_is_whole"], ["hands_out_new_means"]
     found = all_of(2, tmp_path, *checks, ["read_and_reduce_apart"], ["clips_what_has_landed"])[2]
     assert found["most_slabs"] <= 2 * found["module"]  # the next one may be there before the last one is gone

@@ -18,13 +18,13 @@ def crowds(rank: int, world_size: int) -> dict[str, Any]:
     options["device_memory"] = int(1.05 * least_bytes("odd", steps[0][0], [world_size], **options))
     pair = pair_of("odd", [world_size], **options)
     saved, made = executor_of(pair.model).saved, []
-    make_room = saved.make_room
-    saved.make_room = lambda: (made.append(make_room()), made[-1])[1]
+    offload_outstanding = saved.offload_outstanding
+    saved.offload_outstanding = lambda: (made.append(offload_outstanding()), made[-1])[1]
     rooms, waiting = [], []
     for halves in steps:
         made.clear()
         losses = [pair.compiled(own_rows(half)) for half in halves]
-        waiting.append(saved.num_waiting)
+        waiting.append(saved.num_outstanding)
         torch.stack(losses).mean().backward()
         for half in halves:
             rows = half.chunk(world_size)
@@ -36,7 +36,7 @@ def crowds(rank: int, world_size: int) -> dict[str, Any]:
     return {"apart": pair.apart(), "rooms": rooms, "waiting": waiting}
 
 
-def test_what_waits_makes_room_on_all_ranks(tmp_path: Path) -> None:
+def test_outstanding_forwards_are_offloaded_on_all_ranks(tmp_path: Path) -> None:
     found = spawn(crowds, 2, folder=tmp_path, limit_s=120)
     assert max(own["apart"] for own in found) < 1e-12
     for own in found:

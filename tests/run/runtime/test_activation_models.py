@@ -116,7 +116,7 @@ def test_a_batch_norm_that_updates_its_statistics_never_runs_again(monkeypatch: 
     assert_same(expected, got)
 
 
-def test_what_a_policy_must_save_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_a_policy_must_save_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = selective()
     expected = by_torch(model).train(batches)
     with planned(monkeypatch, to_depth(Depth.FIXED)):
@@ -175,7 +175,7 @@ def test_the_measured_peak_keeps_the_budget(name: str, share: float) -> None:
     assert planned_bytes == pytest.approx(record.device_peak_bytes, rel=0.03)
 
 
-def test_kernels_of_inductor_hold_what_the_plan_counts() -> None:
+def test_inductors_kernels_hold_the_planned_bytes() -> None:
     budget_bytes, planned_bytes, record = apart(measured, "gpt2_wide", 0.6, "inductor")
     assert record.device_peak_bytes <= budget_bytes
     assert planned_bytes == pytest.approx(record.device_peak_bytes, rel=0.001)

@@ -169,9 +169,7 @@ def test_forwards_have_their_own_host_memory(
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-def test_a_plan_that_changes_between_two_forwards_leaves_the_first_its_own(
-    inner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_plan_leaves_outstanding_forwards_their_plan(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second forward is planned anew, because the first still holds activations."""
     model, batches = seeded(Stack), vectors()
     expected = by_torch(model, backend=inner).train(batches, two_forwards)
@@ -285,7 +283,7 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> dict[str, weakref.ref]:
 
 
 @pytest.mark.parametrize("name", ["keep", "offload", "from_host"])
-def test_what_is_not_kept_is_dead_after_the_forward(
+def test_activations_not_kept_are_freed_after_the_forward(
     name: str, storages: dict[str, weakref.ref], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (batch, *_) = seeded(Stack), vectors()

@@ -101,7 +101,7 @@ def finish(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor
         a_forward_without_backward,
     ],
 )
-def test_trains_as_torch_does(step: Step) -> None:
+def test_weights_equal_those_of_torch(step: Step) -> None:
     # Without donated buffers, which is how torch runs a graph twice.
     with torch._functorch.config.patch(donated_buffer=False):
         model, batches = seeded(Stack), vectors()
@@ -138,7 +138,7 @@ def sorted_by_size(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return sorted(tensors, key=torch.Tensor.numel)
 
 
-def test_an_old_gradient_that_is_still_held_keeps_its_values() -> None:
+def test_a_gradient_still_referenced_keeps_its_values() -> None:
     model, batches = seeded(Stack), vectors(4)
     run = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:1])
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -196,7 +196,7 @@ class Failing(torch.autograd.Function):
 
 def no_offload_in_flight(run: Run) -> bool:
     executor = executor_of(run.model)
-    return all(bucket.whole is None for bucket in executor._buckets.values() if bucket.is_on_host)
+    return all(bucket.gathered is None for bucket in executor._buckets.values() if bucket.is_on_host)
 
 
 @pytest.mark.parametrize("verb", ["wait", "release"])
@@ -305,7 +305,7 @@ def test_threads_train_one_model_in_turn() -> None:
     assert_same(expected, got)
 
 
-def test_a_second_forward_that_does_not_fit_beside_the_first_takes_its_room() -> None:
+def test_a_second_forward_offloads_the_first_if_both_do_not_fit() -> None:
     """Under the least budget of one, what waits goes to the host, and nothing is left of a forward without backward."""
     model, batches = seeded(Stack), vectors(3)
     expected = by_torch(model).train(batches, two_forwards_then_two_backwards)
@@ -315,7 +315,7 @@ def test_a_second_forward_that_does_not_fit_beside_the_first_takes_its_room() ->
     got.train(batches[1:], two_forwards_then_two_backwards)
     assert_same(expected, got)
     assert planned_peak_bytes(got) <= budget_bytes
-    assert executor_of(got.model).saved.num_waiting == 0
+    assert executor_of(got.model).saved.num_outstanding == 0
 
 
 def test_gradients_of_inputs_are_those_of_torch() -> None:
@@ -329,7 +329,7 @@ def test_gradients_of_inputs_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_graph_is_retained_after_one_that_was_not(inner: str) -> None:
+def test_retain_graph_works_after_a_backward_without_it(inner: str) -> None:
     """The first backward decides how AOTAutograd compiles it, not what later ones may do."""
     model = Stack()
     compiled = torch.compile(model, backend="elixir", options={"inner": inner, "plan_cache": False, "report": False})

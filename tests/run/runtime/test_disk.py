@@ -91,7 +91,7 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.usefixtures("small_blocks")
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(nbytes=st.integers(0, 6 * BLOCK) | st.sampled_from([1, PAGE - 1, PAGE, PAGE + 1, BLOCK, 3 * BLOCK]))
-def test_what_is_written_is_read_back(store: DiskStore, nbytes: int) -> None:
+def test_written_bytes_are_read_back(store: DiskStore, nbytes: int) -> None:
     region = store.allocate("b0.exp_avg", nbytes)
     assert not contents(region).any()
     written = buffer(nbytes)
@@ -133,9 +133,7 @@ def test_pieces_of_a_region_are_independent(store: DiskStore) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("seed", range(12))
-def test_a_read_sees_the_writes_before_it_and_none_after(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_a_read_sees_earlier_writes_only(store: DiskStore, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Calls that take a random time and move a random number of pages change nothing."""
     chance = random.Random(seed)
     for name in ("preadv", "pwritev"):
@@ -206,9 +204,7 @@ def test_a_full_disk_is_refused_and_leaves_nothing(
     assert not contents(store.allocate("b7.exp_avg_sq", 3 * PAGE)).any()
 
 
-def test_more_than_is_free_is_refused_before_any_space_is_taken(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_large_a_region_is_refused_before_allocation(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was taken"))
     with pytest.raises(DiskFull, match=r"needs 1024\.0 TiB on disk") as caught:
         store.allocate("b0", 1 << 50)
@@ -273,7 +269,7 @@ def test_a_read_error_surfaces_and_can_be_tried_again(store: DiskStore, monkeypa
     assert not contents(region).any()
 
 
-def test_an_error_that_is_no_system_error_surfaces_too(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_other_than_oserror_is_raised_too(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     region = store.allocate("b0", PAGE)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", lambda *_: 1 // 0)
@@ -304,9 +300,7 @@ def test_a_flipped_byte_is_found(tmp_path: Path, at: int) -> None:
     store.close()
 
 
-def test_a_filesystem_that_refuses_direct_transfers_is_used_through_the_page_cache(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_o_direct_the_page_cache_is_used(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fcntl.fcntl
 
     def refuse(fd: int, command: int, flags: int = 0) -> int:
@@ -323,9 +317,7 @@ def test_a_filesystem_that_refuses_direct_transfers_is_used_through_the_page_cac
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_direct_transfers_that_are_refused_later_go_through_the_page_cache(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o_direct_refused_later_falls_back_to_the_page_cache(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four workers are refused at the same moment, and each tries again."""
     region = store.allocate("b0", 4 * BLOCK)
     if not region.is_direct:
@@ -346,9 +338,7 @@ def test_direct_transfers_that_are_refused_later_go_through_the_page_cache(
     assert torch.equal(contents(region), written)
 
 
-def test_an_invalid_argument_without_direct_transfers_is_an_error(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_einval_without_o_direct_is_an_error(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_calls(monkeypatch, "pwritev", errno.EINVAL)
     with pytest.raises(DiskFailed, match="Invalid argument"):
         store.allocate("b0", PAGE).write_from(buffer(PAGE)).wait()
@@ -393,7 +383,7 @@ def test_a_buffer_is_free_when_its_transfer_is_done(store: DiskStore) -> None:
         (0, BLOCK, -BLOCK, "not whole blocks"),
     ],
 )
-def test_buffers_and_offsets_that_do_not_fit_are_refused(
+def test_misaligned_buffers_and_offsets_are_refused(
     store: DiskStore, start: int, end: int, offset: int, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
@@ -401,7 +391,7 @@ def test_buffers_and_offsets_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(PAGE // 4), torch.zeros(2 * PAGE, dtype=torch.uint8)[::2]])
-def test_a_buffer_that_is_no_run_of_bytes_is_refused(store: DiskStore, tensor: torch.Tensor) -> None:
+def test_a_buffer_that_is_not_contiguous_bytes_is_refused(store: DiskStore, tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="contiguous uint8"):
         store.allocate("b0", PAGE).write_from(tensor)
 
@@ -474,7 +464,7 @@ def test_closing_fails_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.Mon
             transfer.wait()
 
 
-def test_a_worker_that_is_stuck_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_a_stuck_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_queue, "_JOIN_S", 0.05)
     store = DiskStore(tmp_path)
     region = store.allocate("b0", PAGE)
@@ -499,7 +489,7 @@ def open_files() -> list[str]:
     return links
 
 
-def test_an_interpreter_that_exits_with_transfers_in_flight_does_not_hang(tmp_path: Path) -> None:
+def test_exit_with_transfers_in_flight_does_not_hang(tmp_path: Path) -> None:
     done = run_script(
         """
         real = os.pwritev
@@ -514,7 +504,7 @@ def test_an_interpreter_that_exits_with_transfers_in_flight_does_not_hang(tmp_pa
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> None:
     mine = DiskStore(tmp_path)
     for name in ("elixir-disk-notes", "elixir-disk-1-0123abcd"):
         (tmp_path / name).mkdir()  # no lock beside it: not made by a store
@@ -535,7 +525,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
     mine.close()
 
 
-def test_a_forked_child_is_refused_and_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_a_forked_child_may_not_use_or_remove_the_store(tmp_path: Path) -> None:
     done = run_script(
         """
         store = DiskStore(folder)

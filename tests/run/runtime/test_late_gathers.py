@@ -68,7 +68,7 @@ def values(copies: tuple[torch.Tensor, ...]) -> list[list[float]]:
     return [copy.tolist() for copy in copies]
 
 
-def test_a_gather_returns_at_once_and_its_wait_brings_what_the_update_wrote(home: Home) -> None:
+def test_a_gather_during_an_update_brings_the_updated_values(home: Home) -> None:
     home.queue()
     late = home.executor.gather(B0)
     assert home.bucket.is_updating
@@ -81,14 +81,14 @@ def test_a_gather_returns_at_once_and_its_wait_brings_what_the_update_wrote(home
     assert home.executor.whole(B0) is late.values
 
 
-def test_each_of_two_gathers_brings_it(home: Home) -> None:
+def test_each_of_two_gathers_brings_the_updated_values(home: Home) -> None:
     home.queue()
     first, second = home.executor.gather(B0), home.executor.gather(B0)
     home.gate.set()
     assert values(home.executor.wait(second)) == values(home.executor.wait(first)) == [[2.0] * 3, [2.0] * 5]
 
 
-def test_who_reads_the_parameter_first_leaves_the_gather_right(home: Home) -> None:
+def test_an_early_reader_leaves_the_gather_correct(home: Home) -> None:
     home.queue()
     late = home.executor.gather(B0)
     home.gate.set()
@@ -96,7 +96,7 @@ def test_who_reads_the_parameter_first_leaves_the_gather_right(home: Home) -> No
     assert values(home.executor.wait(late)) == [[2.0] * 3, [2.0] * 5]
 
 
-def test_a_copy_that_is_out_of_date_when_it_is_waited_for_is_not_used_again(home: Home) -> None:
+def test_an_outdated_gathered_copy_is_not_reused(home: Home) -> None:
     home.queue()
     late = home.executor.gather(B0)
     home.gate.set()
@@ -106,7 +106,7 @@ def test_a_copy_that_is_out_of_date_when_it_is_waited_for_is_not_used_again(home
     assert values(home.executor.whole(B0)) == [[3.0] * 3, [2.0] * 5]
 
 
-def test_what_fails_is_raised_by_the_wait_with_the_frames_of_the_worker(home: Home) -> None:
+def test_the_wait_raises_the_workers_exception_with_its_frames(home: Home) -> None:
     home.queue(fails=True)
     late = home.executor.gather(B0)
     home.gate.set()
@@ -120,7 +120,7 @@ def test_what_fails_is_raised_by_the_wait_with_the_frames_of_the_worker(home: Ho
     assert values(home.executor.wait(home.executor.gather(B0))) == [[2.0] * 3, [2.0] * 5]
 
 
-def test_where_the_failure_was_raised_elsewhere_the_wait_copies_what_is_there(home: Home) -> None:
+def test_the_wait_copies_if_the_failure_was_raised_before(home: Home) -> None:
     home.queue(fails=True)
     late = home.executor.gather(B0)
     home.gate.set()
@@ -141,7 +141,7 @@ def test_an_abandoned_gather_copies_nothing_and_keeps_nothing(home: Home) -> Non
     assert values(home.executor.wait(home.executor.gather(B0))) == [[2.0] * 3, [2.0] * 5]
 
 
-def test_a_thread_whose_gather_another_one_called_off_copies_itself(home: Home) -> None:
+def test_a_gather_called_off_elsewhere_copies_at_its_wait(home: Home) -> None:
     home.queue()
     late = home.executor.gather(B0)
     home.executor.abandon()
@@ -199,7 +199,7 @@ def late_run() -> Iterator[tuple[Run, Worker, list[bool]]]:
         yield run, worker, seen
 
 
-def test_regions_run_before_the_update_of_a_bucket_that_was_gathered_early() -> None:
+def test_regions_run_while_an_early_gather_awaits_its_update() -> None:
     batches = rows(4)
     expected = eager_run(ladder()).train(rows(2)).train(batches)
     with late_run() as (run, _, seen):
@@ -208,7 +208,7 @@ def test_regions_run_before_the_update_of_a_bucket_that_was_gathered_early() -> 
         assert_same_tensors(weights_of(expected), weights_of(run))
 
 
-def test_a_failed_update_stops_the_forward_at_the_wait_and_the_next_step_runs() -> None:
+def test_a_failed_update_raises_at_the_wait_and_training_resumes() -> None:
     batches = rows(2)
     with late_run() as (run, worker, seen):
         worker.fail_at = worker.num_updates + 1

@@ -228,7 +228,7 @@ def test_a_deleted_model_whose_regions_inductor_compiled_is_freed() -> None:
 
 
 @pytest.mark.parametrize("home", ["split", "split disk", "host disk"])
-def test_what_queued_updates_and_the_disk_held_is_freed(home: str, tmp_path: Path) -> None:
+def test_deleting_a_model_frees_queued_updates_and_disk_files(home: str, tmp_path: Path) -> None:
     slab_bytes = live_slab_bytes()
     disk = {"disk_path": tmp_path} if home.endswith("disk") else {}
 
@@ -282,7 +282,7 @@ def test_a_backward_after_the_model_was_deleted_gives_its_gradients(prepares: bo
     assert alive(found) == []
 
 
-def test_what_eager_code_gathered_has_a_backward_after_the_model_was_deleted() -> None:
+def test_eager_gathers_have_a_backward_after_model_deletion() -> None:
     model = elixir.prepare(nn.Linear(3, 2, bias=False))
     slot = executor_of(model).slots["weight"]
     found, param = references(Run(model=model, compiled=model, optimizer=fused_adamw([slot.param]))), model.weight

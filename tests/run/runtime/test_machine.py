@@ -56,7 +56,7 @@ def remembered() -> Cluster:
     return Cluster(nodes=(replace(rough.nodes[0], device=device),))
 
 
-def test_a_measured_cpu_is_one_that_could_be(measured: Cluster) -> None:
+def test_a_measured_cpu_profile_is_plausible(measured: Cluster) -> None:
     device, host = measured.device, measured.host
     assert measured.num_ranks == 1
     assert (device.memory_bytes, host.memory_bytes) == memory_sizes_bytes(CPU)
@@ -114,7 +114,7 @@ def test_the_first_run_does_not_count_and_three_others_do() -> None:
     assert len(calls) == 1 + MIN_REPEATS
 
 
-def test_what_runs_beside_runs_in_another_thread_and_its_exception_arrives() -> None:
+def test_load_beside_a_block_has_a_thread_and_raises_its_errors() -> None:
     threads: set[int] = set()
     with beside(lambda: threads.add(threading.get_ident())):
         pass
@@ -140,7 +140,7 @@ def test_copies_carry_every_byte_between_a_slab_and_memory_of_the_device() -> No
 
 
 @pytest.mark.parametrize(("latency_s", "bytes_per_s"), [(1e-4, 1e9), (0.0, 5e8)])
-def test_a_line_is_found_again(latency_s: float, bytes_per_s: float) -> None:
+def test_a_fitted_line_has_its_latency_and_rate(latency_s: float, bytes_per_s: float) -> None:
     points = [(float(size), latency_s + size / bytes_per_s) for size in (1e4, 1e6, 1e7)]
     assert fitted_line(points) == (pytest.approx(latency_s, abs=1e-12), pytest.approx(bytes_per_s))
 
@@ -230,7 +230,7 @@ def test_another_quota_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> No
     assert cached_machine(CPU) is None
 
 
-def test_what_is_free_is_less_than_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_less_than_total_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < available_host_bytes() < host_memory_bytes()
     monkeypatch.setattr(limits, "host_memory_bytes", lambda: psutil.Process().memory_info().rss + MIB)
     assert available_host_bytes() < 64 * MIB
@@ -271,7 +271,7 @@ def test_memory_is_that_of_now() -> None:
     assert cluster.host.reserve_bytes < 4 * GIB
 
 
-def test_a_name_or_file_comes_before_the_cache_and_the_cache_before_the_rough_profile(tmp_path: Path) -> None:
+def test_hardware_option_goes_before_cache_and_rough_profile(tmp_path: Path) -> None:
     assert machine(CPU) == profile_for("cpu", *memory_sizes_bytes(CPU), "cpu")
     store_machine(remembered(), CPU)
     assert machine(CPU) == remembered()
@@ -281,7 +281,7 @@ def test_a_name_or_file_comes_before_the_cache_and_the_cache_before_the_rough_pr
     assert machine(CPU, str(profile)) == preset("l4-24g")
 
 
-def test_hardware_that_is_neither_name_nor_profile(tmp_path: Path) -> None:
+def test_hardware_that_is_no_name_and_no_profile_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownHardware, match="a100-40g"):
         machine(CPU, "a100-40gb")
     with pytest.raises(ProfileFileError, match=r"missing\.json"):
@@ -308,7 +308,7 @@ def test_the_command_prints_the_profile_and_nothing_else(
         assert words in shown.stdout
 
 
-def test_the_command_says_what_it_cannot_write(
+def test_the_command_names_a_file_it_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
 ) -> None:
     monkeypatch.setattr("elixir_compile.cli.measure.measure_machine", lambda device, **_: measured)

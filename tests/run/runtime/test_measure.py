@@ -26,7 +26,7 @@ def ones(megabytes: int) -> torch.Tensor:
     return torch.ones(megabytes * MB, dtype=torch.uint8)
 
 
-def test_the_most_at_once_is_measured() -> None:
+def test_the_peak_of_slabs_is_measured() -> None:
     def step() -> None:
         first = ones(40)
         second = first + 1
@@ -38,7 +38,7 @@ def test_the_most_at_once_is_measured() -> None:
     assert measured_beyond_base(step) == pytest.approx(80 * MB, rel=0.01)
 
 
-def test_what_was_there_before_counts() -> None:
+def test_memory_allocated_before_the_measurement_counts() -> None:
     empty_bytes = measure_step(lambda: None, device="cpu").device_peak_bytes
     held = ones(50)
     views = (held[:10], held.view(2, -1), held.view(torch.int8))
@@ -47,7 +47,7 @@ def test_what_was_there_before_counts() -> None:
     assert len(views) == 3
 
 
-def test_what_was_there_before_and_dies_is_given_back() -> None:
+def test_memory_held_before_and_freed_in_the_step_is_subtracted() -> None:
     """30 die, then 40 are allocated: 40, not 70. A view keeps 20 alive while 5 are allocated: 60 + 5."""
     held = {"first": ones(30), "second": ones(20)}
 
@@ -65,7 +65,7 @@ def test_what_was_there_before_and_dies_is_given_back() -> None:
     assert measured_beyond_base(replace_with_a_view_left) == pytest.approx(5 * MB, rel=0.01)
 
 
-def test_a_block_of_an_earlier_measurement_is_given_back_once() -> None:
+def test_an_earlier_measurements_block_is_freed_only_once() -> None:
     held: list[torch.Tensor] = []
     measure_step(lambda: held.append(ones(30)), device="cpu")
 
@@ -77,7 +77,7 @@ def test_a_block_of_an_earlier_measurement_is_given_back_once() -> None:
     assert measured_beyond_base(replace) == pytest.approx(15 * MB, rel=0.01)
 
 
-def test_gradients_count_though_only_the_parameter_holds_them() -> None:
+def test_gradients_held_only_by_parameters_count_in_the_peak() -> None:
     weight = torch.nn.Parameter(torch.ones(5 * MB))
     bare_bytes = Resident().nbytes
     weight.sum().backward()

@@ -48,7 +48,7 @@ def values(views: list[torch.Tensor]) -> list[int]:
     return [int(view[0]) for view in views]
 
 
-def test_what_comes_next_is_read_while_the_first_is_used(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_piece_is_read_while_the_first_is_used(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = ReadAhead(3, 2 * PAGE)
     reads.announce(pieces[3:])
     reads.stop()
@@ -64,7 +64,7 @@ def test_what_comes_next_is_read_while_the_first_is_used(pieces: list[Piece], mo
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_order_gives_what_was_written_last(pieces: list[Piece], seed: int, num_buffers: int) -> None:
+def test_pieces_taken_in_any_order_hold_the_last_write(pieces: list[Piece], seed: int, num_buffers: int) -> None:
     chance, reads = random.Random(seed), ReadAhead(num_buffers, 2 * PAGE)
     expected = [[number, 10 + number] for number in range(NUM_PIECES)]
     for _ in range(12):
@@ -82,7 +82,7 @@ def test_any_order_gives_what_was_written_last(pieces: list[Piece], seed: int, n
     reads.wait_for_writes()
 
 
-def test_elements_of_two_sizes_are_cut_at_the_same_ones(tmp_path: Path) -> None:
+def test_regions_of_two_element_sizes_have_the_same_pieces(tmp_path: Path) -> None:
     """Elements of 2 bytes and of 4; the last piece has 1000 of them."""
     store, numel = DiskStore(tmp_path), 3 * PAGE + 1000
     columns = [(store.allocate(f"size {size}", numel * size), size) for size in (2, 4)]
@@ -121,7 +121,7 @@ def test_two_threads_share_one_buffer(pieces: list[Piece]) -> None:
     assert [values(reads.take(piece)) for piece in pieces[:1]] == [[1, 11]]
 
 
-def test_errors_are_told_and_the_buffers_come_back(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_errors_are_raised_and_free_their_buffers(pieces: list[Piece], monkeypatch: pytest.MonkeyPatch) -> None:
     reads = ReadAhead(1, 2 * PAGE)
     failed: list[BaseException | None] = []
 

@@ -29,11 +29,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-def test_a_plan_for_this_is_read(path: Path) -> None:
+def test_a_plan_for_the_same_graph_and_machine_is_read(path: Path) -> None:
     assert load_plan_for(path, GRAPH, HERE) == PLAN
 
 
-def test_another_graph_names_what_it_was_made_for_first(path: Path) -> None:
+def test_a_plan_for_another_graph_is_refused(path: Path) -> None:
     with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
         load_plan_for(path, chain_of(2), HERE)
     assert caught.value.expected == PLAN.graph
@@ -51,7 +51,7 @@ def test_another_number_of_ranks_names_both(path: Path) -> None:
     assert caught.value.what == "number of ranks"
 
 
-def test_a_file_is_read_as_what_it_says_it_is(path: Path, tmp_path: Path) -> None:
+def test_a_file_is_read_as_the_kind_that_it_names(path: Path, tmp_path: Path) -> None:
     record = Record(origin=Origin.MEASURED, step_s=1.0, device_peak_bytes=1, host_peak_bytes=1)
     (tmp_path / "record.json").write_text(record_to_json(record))
     assert load_plan_or_record(path) == PLAN

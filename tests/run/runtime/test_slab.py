@@ -68,7 +68,9 @@ def test_a_scalar_works() -> None:
         ((1,), 4096, "do not fit"),
     ],
 )
-def test_what_does_not_fit_is_refused(shape: tuple[int, ...], offset_bytes: int, sentence: str) -> None:
+def test_a_tensor_that_does_not_fit_the_slab_is_refused(
+    shape: tuple[int, ...], offset_bytes: int, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
         Slab(100, pin=False).tensor(torch.float32, shape, offset_bytes)
 
@@ -132,7 +134,7 @@ def test_other_memory_is_not_slab_memory() -> None:
     assert not is_slab_memory(torch.empty(16).data_ptr())
 
 
-def test_the_book_is_thread_safe() -> None:
+def test_slab_counts_are_thread_safe() -> None:
     gc.collect()
     before_bytes = live_slab_bytes()
 

@@ -44,7 +44,7 @@ def test_a_buffer_is_used_again() -> None:
         ring.acquire()
 
 
-def test_who_waits_gets_what_another_thread_gives_back() -> None:
+def test_a_waiting_thread_gets_a_released_buffer() -> None:
     ring = StagingBuffers(1, PAGE)
     held = ring.acquire()
     with ThreadPoolExecutor(1) as pool:
@@ -55,7 +55,7 @@ def test_who_waits_gets_what_another_thread_gives_back() -> None:
         assert waiting.result(30).tensor.data_ptr() == held.tensor.data_ptr()
 
 
-def test_threads_that_would_wait_for_each_other_are_told() -> None:
+def test_a_deadlock_of_waiting_threads_is_an_error() -> None:
     ring = StagingBuffers(2, PAGE)
     both_hold = threading.Barrier(2, timeout=30)
 
@@ -117,5 +117,5 @@ def test_a_failed_write_keeps_its_buffer_and_stops_the_ring(tmp_path: Path, monk
 
 @pytest.mark.parametrize(("num_buffers", "nbytes"), [(0, 1), (1, -1)])
 def test_no_buffers_and_negative_sizes_are_refused(num_buffers: int, nbytes: int) -> None:
-    with pytest.raises(ValueError, match="needs at least one"):
+    with pytest.raises(ValueError, match="needs at least 1 buffer"):
         StagingBuffers(num_buffers, nbytes)

@@ -115,7 +115,7 @@ def test_each_way_to_read_a_parameter() -> None:
             assert type(param) is nn.Parameter, name
 
 
-def test_facts_that_an_update_does_not_change_are_answered_at_once(flying: tuple[Run, Run, Worker]) -> None:
+def test_shape_and_dtype_do_not_wait_for_an_update(flying: tuple[Run, Run, Worker]) -> None:
     _, run, _ = flying
     param = first_weight(run)
     assert (param.shape, param.dtype, param.device.type) == ((13, 13), torch.float32, "cpu")
@@ -142,7 +142,7 @@ def test_zero_grad_waits_for_nothing(flying: tuple[Run, Run, Worker]) -> None:
     assert in_flight(run) == 4
 
 
-def test_model_and_optimizer_state_in_mid_flight_are_those_of_a_synchronous_run(
+def test_state_during_updates_equals_a_synchronous_run(
     flying: tuple[Run, Run, Worker],
 ) -> None:
     expected, run, worker = flying
@@ -274,7 +274,7 @@ def test_a_compiled_function_of_parameters_waits() -> None:
             run.optimizer.wait()
 
 
-def test_an_exception_in_the_worker_surfaces_and_training_goes_on_after_a_load() -> None:
+def test_after_a_failed_update_a_load_lets_training_continue() -> None:
     model = ladder()
     expected = eager_run(model).train(BATCHES[:2])
     checkpoint = copy.deepcopy((expected.model.state_dict(), expected.optimizer.state_dict()))
@@ -293,7 +293,7 @@ def test_an_exception_in_the_worker_surfaces_and_training_goes_on_after_a_load()
         assert_same_tensors(weights_of(expected), weights_of(run))
 
 
-def test_nothing_grows_and_the_gradients_take_turns_in_their_slabs() -> None:
+def test_gradients_alternate_between_slabs_and_nothing_grows() -> None:
     model = ladder()
     with queued_run(model) as (run, worker):
         run.train(BATCHES[:4])

@@ -1,8 +1,8 @@
-"""Device bytes of one step, counted by carrying it out: allocate, free, and look at what is there.
+"""Count the device bytes of one step by carrying the step out: allocate, free, and add up the allocations at each op.
 
-`analysis.plan_timeline` counts the same step as sums of intervals. This one keeps a set of what is allocated while it
-walks through actions and ops, and shares no code with that one, so that a test can compare the two. Both walk the ops
-that `analysis.recompute.as_run` says are run.
+`analysis.plan_timeline` counts the same bytes as sums of intervals. This count keeps the set of current allocations
+while it walks through actions and ops. The two share no arithmetic, so tests compare them; they share the list of the
+ops that run (`analysis.recompute.as_run`) and the sizes of staging buffers (`analysis.staging`).
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class MemoryWalk:
 
 
 def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
-    """Return the bytes of rank 0 of `plan`, whose names must be those of `graph`, at every op that runs."""
+    """Return the live bytes of rank 0 at every op that `plan`, a plan of `graph`, runs."""
     step = as_run(graph, plan.activations)
     walk = _Walk(step, plan)
     regions = {region.id: region for region in plan.regions}
@@ -54,13 +54,13 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
 
 
 class _Walk:
-    """What is allocated after the actions so far."""
+    """The allocations after the actions so far."""
 
     def __init__(self, graph: StepGraph, plan: Plan) -> None:
         self.graph = graph
         self.plan = plan
         self.held: dict[tuple[str, str], int] = {}
-        """Bytes by (what for, name)."""
+        """Bytes of each allocation, by its purpose and name."""
         self.total_bytes = 0
         self.seen: list[int] = []
         self.uses_left: Counter[str] = Counter()
@@ -72,17 +72,17 @@ class _Walk:
             group.id: group for group in plan.activations if group.saving is Saving.OFFLOAD
         }
         self.leaving = {name for group in self.offloaded.values() for name in group.storages}
-        """What stays on the device until its offload is waited for, however early its last use."""
+        """Offloaded storages, which stay on the device until the wait for their offload."""
         self.opening: dict[str, int] = {}
-        """By bucket, what it takes for a moment before the next op."""
+        """Bytes that each bucket needs only until the next op."""
         self.arriving: set[str] = set()
         """Buckets gathered since the last op."""
         self.released: set[str] = set()
-        """Buckets that had a copy at the last op and were released since."""
+        """Buckets with a gathered copy at the last op that is released since."""
         self.reducing: set[str] = set()
-        """Buckets whose gradient is reduced since the last op from where it was, and whose copy is not released."""
+        """Buckets whose gradient is reduced in place since the last op, and whose gathered copy is not released."""
         self.packed: dict[str, int] = {}
-        """By bucket whose gradients were packed since the last op: bytes of those, whole."""
+        """Bytes of the unreduced gradients of each bucket that is packed since the last op."""
         self.num_forward = sum(op.phase is Phase.FORWARD for op in self.graph.ops)
         for op in self.graph.ops:
             self.uses_left.update({*op.reads, *op.writes})
@@ -106,7 +106,7 @@ class _Walk:
         self.total_bytes -= self.held.pop((what, name), 0)
 
     def run(self, i: int) -> None:
-        """One op: what it writes appears, what nobody needs any more goes."""
+        """Run op `i`: allocate its writes, and free storages after their last use."""
         op = self.graph.ops[i]
         if i == self.num_forward:
             self.take("means", "", averaged_bytes(self.plan.buckets, self.plan.num_copies))
@@ -151,59 +151,59 @@ class _Walk:
                 self.seen[-1] += bucket.reduced_nbytes
             if bucket.id in self.packed:
                 self.seen[-1] += max(0, bucket.reduced_nbytes - self.packed[bucket.id])
-            self.drop_whole(bucket)
+            self.drop_unreduced(bucket)
             self.drop("flat", bucket.id)
             if self.homes[bucket.id].param is Tier.HOST:
                 self.drop("shard", bucket.id)
 
     def gather(self, bucket: Bucket) -> None:
-        """The shard comes from the host where it lives there, then all shards meet in one buffer."""
+        """Allocate the flat buffer, and the shard if it is copied from the host."""
         self.take("copy", bucket.id, bucket.flat_nbytes)
         self.arriving.add(bucket.id)
         if bucket.is_sharded and self.homes[bucket.id].param is Tier.HOST:
             self.take("sent", bucket.id, bucket.flat_shard_nbytes)
 
     def unpack(self, bucket: Bucket) -> None:
-        """Several parameters are copied out, and the buffer goes; until then there are two."""
+        """Free the shard from the host. Parameters copied out of the flat buffer need its bytes a second time."""
         sent_bytes = self.held.get(("sent", bucket.id), 0)
         self.drop("sent", bucket.id)
         is_copied = bucket.is_sharded and len(bucket.params) > 1
         self.opening[bucket.id] = bucket.flat_nbytes if is_copied else sent_bytes
 
     def reduce(self, bucket: Bucket) -> None:
-        """Whole gradients are packed into one buffer and go, unless there is one and it is that buffer; the shard is
-        new."""
+        """Allocate the reduced shard. Gradients are packed into a flat buffer and freed, unless a single one is used in
+        place."""
         even = len(bucket.params) == 1 and bucket.flat_grad_nbytes == bucket.nbytes
         if even and bucket.id not in self.released:
             self.reducing.add(bucket.id)
         if not even:
             self.open_flat(bucket)
             before_bytes = self.total_bytes
-            self.drop_whole(bucket)
+            self.drop_unreduced(bucket)
             self.packed[bucket.id] = before_bytes - self.total_bytes
             self.take("flat", bucket.id, bucket.flat_grad_nbytes)
         self.take("shard", bucket.id, bucket.reduced_nbytes)
 
     def widen(self, bucket: Bucket) -> None:
-        """What each rank has whole is copied into one wider buffer, and stays there."""
+        """Copy gradients that are not sharded into a buffer of a wider dtype, and free them."""
         self.open_flat(bucket)
-        self.drop_whole(bucket)
+        self.drop_unreduced(bucket)
         self.take("shard", bucket.id, bucket.reduced_nbytes)
 
     def open_flat(self, bucket: Bucket) -> None:
-        """The buffer comes while whole gradients are there, where a copy may just have gone."""
+        """Count the flat buffer beside the gradients at the last op, less a gathered copy that is released since."""
         gone_bytes = bucket.flat_nbytes if bucket.id in self.released else 0
         self.seen[-1] += bucket.flat_grad_nbytes - gone_bytes
 
-    def drop_whole(self, bucket: Bucket) -> None:
-        """The gradients of `bucket` go, and do not come back."""
+    def drop_unreduced(self, bucket: Bucket) -> None:
+        """Free the unreduced gradients of `bucket` for the rest of the step."""
         for storage in self.graph.storages:
             if storage.of in bucket.params:
                 self.drop("storage", storage.id)
                 self.take("left", storage.id, 0)
 
     def carry(self, verb: Verb, what: str) -> None:
-        """The first wait takes a group off the device, the prefetch brings back what is still needed."""
+        """Free a group at the first wait, and allocate its storages with later uses at the prefetch."""
         names = self.offloaded[what].storages
         if verb is Verb.PREFETCH:
             for name in names:
@@ -215,7 +215,7 @@ class _Walk:
                 self.drop("storage", name)
 
     def stream(self) -> None:
-        """State that is streamed passes bucket by bucket, with what else of the bucket is not there: room for one."""
+        """Allocate the largest streamed bucket: its state, and its parameters and gradients if they are on the host."""
         largest_bytes = 0
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]

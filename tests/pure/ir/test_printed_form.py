@@ -1,12 +1,12 @@
-"""`parse(str(x)) == x` for graphs and plans, and errors that name the line."""
+"""Graphs and plans as people read them, and JSON round trips of names and numbers that are awkward to print."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import (
     Action,
     Activations,
@@ -25,43 +25,45 @@ from elixir_compile.ir import (
     Tier,
     Update,
     Verb,
-    parse_graph,
-    parse_plan,
+    graph_from_json,
+    graph_to_json,
+    plan_from_json,
+    plan_to_json,
 )
 from elixir_compile.ir.kinds import Kind
-from elixir_compile.ir.words import KEYWORDS, Row, word
+from elixir_compile.ir.words import word
+from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import mixed_graphs
-from tests.pure.plans import bucket_of, make_plan, mixed_plans, planned_graphs
+from tests.pure.plans import bucket_of, make_plan
 from tests.pure.strategies import Layer, chain, step_graphs
 
-NAMES = st.text() | st.sampled_from(
-    [*sorted(KEYWORDS), "", "a b", "#", '"', "\\", "\u2028", "\x85", "\ud800", "é", "@3"]
-)
+NAMES = st.text() | st.sampled_from(["", "a b", "#", '"', "\\", "\u2028", "\x85", "\ud800", "é", "@3", "reads", "of"])
 SECONDS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(2)])
 BUCKETS = [bucket_of(GRAPH, f"b{n}", [s for s in GRAPH.storages if s.id == f"w{n}"]) for n in range(2)]
 PLAN = make_plan(GRAPH, BUCKETS, ["host", "device"])
 
 
+def lines_of(plan: Plan) -> list[str]:
+    """Return the lines of the printed plan with single spaces between words."""
+    return [" ".join(line.split()) for line in str(plan).split("\n")]
+
+
 @given(NAMES)
-def test_any_text_is_one_word(text: str) -> None:
-    row = Row(1, f"  {word(text)}  {word(text)}  # {'#' + word('x')}")
-    assert (row.name("a name"), row.name("a name")) == (text, text)
-    row.end()
+def test_any_name_prints_as_a_single_word(name: str) -> None:
+    printed = word(name)
+    assert len(printed.splitlines()) == 1
+    assert printed == name != "" if not printed.startswith('"') else json.loads(printed) == name
+    assert printed.startswith('"') or not {" ", "#"} & set(printed)
 
 
 @given(step_graphs() | mixed_graphs())
-def test_graphs_parse_back(graph: StepGraph) -> None:
+def test_a_printed_graph_holds_all_of_the_graph(graph: StepGraph) -> None:
     assert parse_graph(str(graph)) == graph
 
 
-@given(planned_graphs() | mixed_plans())
-def test_plans_parse_back(planned: tuple[StepGraph, Plan]) -> None:
-    assert parse_plan(str(planned[1])) == planned[1]
-
-
 @given(st.lists(NAMES, min_size=4, max_size=4, unique=True), NAMES, st.integers(0, 2**63 - 1))
-def test_graphs_with_awkward_names_parse_back(names: list[str], text: str, number: int) -> None:
+def test_graphs_with_awkward_names_read_back_from_json(names: list[str], text: str, number: int) -> None:
     ids = [StorageId(name) for name in names]
     storages = (
         Storage(id=ids[0], nbytes=number // 2**9, kind=Kind.PARAM, dtype=text),
@@ -82,11 +84,13 @@ def test_graphs_with_awkward_names_parse_back(names: list[str], text: str, numbe
         for name, phase in zip(names, [Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD], strict=True)
     )
     graph = StepGraph(name=text, ops=ops, storages=storages, outputs=(ids[2],), aliases=((text, ids[3]),))
-    assert parse_graph(str(graph)) == graph
+    assert graph_from_json(graph_to_json(graph)) == graph
+    # The graph's name, four headings, four storages, an output, an alias and four ops.
+    assert len(str(graph).split("\n")) == len(str(graph).splitlines()) == 15
 
 
 @given(NAMES, NAMES, SECONDS, st.integers(-(2**40), 2**40), st.none() | SECONDS, st.integers(0, 3))
-def test_plans_with_awkward_values_parse_back(
+def test_plans_with_awkward_values_read_back_from_json(
     text: str, other: str, seconds: float, number: int, bound_s: float | None, micro_batch: int
 ) -> None:
     decision = Decision(
@@ -114,39 +118,40 @@ def test_plans_with_awkward_values_parse_back(
             host_peak_bytes=0,
         ),
     )
-    assert parse_plan(str(plan)) == plan
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert len(str(plan).split("\n")) == len(str(plan).splitlines())
 
 
 def test_a_plan_prints_as_people_read_it() -> None:
-    lines = [" ".join(line.split()) for line in str(PLAN).split("\n")]
-    assert lines[0] == "plan chain on 1 x cpu".replace("1 x cpu", '"1 x cpu"')
+    lines = lines_of(PLAN)
+    assert lines[0] == 'plan chain on "1 x cpu"'
     assert lines[2] == "step 0.2 exposed 0.1 hidden 0.5 # 200 ms, 100 ms exposed, 50.0% of transfers hidden"
     assert "b0 float32 numel 10 bytes 40 state 80 trainable param host optim host shards 10 params w0 # 40 B" in lines
     assert lines[lines.index("schedule rank 0") + 1 :][:3] == ["gather b0", "wait b0", "run fwd.0 @0"]
 
 
 @pytest.mark.parametrize("update", list(Update))
-def test_when_and_where_buckets_are_updated_parses_back(update: Update) -> None:
+def test_update_time_and_streamed_buckets_are_printed(update: Update) -> None:
     placements = tuple(dataclasses.replace(own, streamed=own.optim is Tier.HOST) for own in PLAN.placements)
     plan = dataclasses.replace(PLAN, update=update, placements=placements)
-    assert parse_plan(str(plan)) == plan
-    lines = [" ".join(line.split()) for line in str(plan).split("\n")]
+    assert plan_from_json(plan_to_json(plan)) == plan
+    lines = lines_of(plan)
     assert (f"update {update}" in lines) == (update is not Update.AFTER_BACKWARD)
     assert sum("optim host streamed" in line for line in lines) == 1
 
 
-def test_the_param_group_of_a_bucket_parses_back() -> None:
+def test_the_param_group_of_a_bucket_is_printed_if_it_is_not_the_first() -> None:
     first, *others = PLAN.buckets
     plan = dataclasses.replace(PLAN, buckets=(dataclasses.replace(first, group=2), *others))
-    assert parse_plan(str(plan)) == plan
+    assert plan_from_json(plan_to_json(plan)) == plan
     assert "trainable  group 2  param host" in str(plan)
     assert "group" not in str(PLAN)
 
 
-def test_the_sums_of_a_bucket_parse_back() -> None:
+def test_gradient_sums_of_a_bucket_are_printed_if_there_are_any() -> None:
     first, *others = PLAN.buckets
     plan = dataclasses.replace(PLAN, buckets=(dataclasses.replace(first, sum_nbytes=4000), *others))
-    assert parse_plan(str(plan)) == plan
+    assert plan_from_json(plan_to_json(plan)) == plan
     assert "trainable  sums 4000  param host" in str(plan)
     assert "sums" not in str(PLAN)
 
@@ -166,57 +171,4 @@ def test_shards_of_many_ranks_take_few_words(shard_numels: tuple[int, ...], text
     first, *others = PLAN.buckets
     plan = dataclasses.replace(PLAN, buckets=(dataclasses.replace(first, shard_numels=shard_numels), *others))
     assert f"  {text}  params" in str(plan)
-    assert parse_plan(str(plan)) == plan
-
-
-def test_comments_and_blank_lines_do_not_count() -> None:
-    text = "# a review\n\n" + str(PLAN).replace("\n", "   # noted\n\n")
-    assert parse_plan(text) == PLAN
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "sentence"),
-    [
-        ("plan chain on", "plan chain at", "line 1: expected `on`, got 'at'"),
-        ("format 5", "format 1", "line 2: expected the number 5, got '1'"),
-        ("step 0.2", "step nan", "line 3: expected a finite number, got 'nan'"),
-        ("step 0.2", "step -1.0", "the prediction: expected values that agree"),
-        ("numel 10", "numel ten", "line 7: expected a whole number, got 'ten'"),
-        ("numel 10", "numel -10", "line 7: expected a whole number, got '-10'"),
-        ("param host", "param moon", "line 7: expected one of device, host, disk, got 'moon'"),
-        ("trainable", "trained", "line 7: expected `trainable` or `frozen`, got 'trained'"),
-        ("gather    b0", "gather", "expected what to act on, got 'the end of the line'"),
-        ("gather    b0", "gather b0 b1", "expected @<whole number>, got 'b1'"),
-        ("gather    b0", "grab b0", "expected one of run, gather"),
-        ("gather    b0", 'gather "b0', "expected a closing quote"),
-        ("because  ", "since ", "expected `because`, got 'since'"),
-        ("regions\n", "regoins\n", "expected `regions`, got 'regoins'"),
-        ("regions\n", "  regions\n", "expected a bucket, got 'regions'"),
-        ("params w0", "params w0 w0", "line 7: expected values that agree"),
-        ("shards 10", "shards 10 x", "line 7: expected a whole number, got 'params'"),
-        ("shards 10", "shards 10 x 99999999999", "line 7: expected at most 1048576 ranks, got 99999999999"),
-        ("shards 10", "shards 10 x 1048576 9", "line 7: expected at most 1048576 ranks, got 1048577"),
-    ],
-)
-def test_errors_name_the_line_and_what_was_expected(old: str, new: str, sentence: str) -> None:
-    assert old in str(PLAN)
-    with pytest.raises(PlanFileError) as caught:
-        parse_plan(str(PLAN).replace(old, new, 1))
-    assert sentence in str(caught.value)
-
-
-@given(st.data())
-def test_truncated_text_is_a_plan_file_error_or_a_shorter_plan(data: st.DataObject) -> None:
-    lines = str(PLAN).split("\n")
-    num_lines = data.draw(st.integers(0, lines.index("decisions")))
-    with pytest.raises(PlanFileError, match="line"):
-        parse_plan("\n".join(lines[:num_lines]))
-
-
-def test_graph_errors_name_the_line() -> None:
-    with pytest.raises(PlanFileError, match="line 3: expected one of param, grad"):
-        parse_graph(str(GRAPH).replace("  x  input", "  x  inbox"))
-    with pytest.raises(PlanFileError, match=r"the whole text: expected values that agree.*s9"):
-        parse_graph(str(GRAPH).replace("reads s0", "reads s9"))
-    with pytest.raises(PlanFileError, match="expected the end of the text"):
-        parse_graph(f"{GRAPH}\nmore")
+    assert plan_from_json(plan_to_json(plan)) == plan

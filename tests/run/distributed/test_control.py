@@ -1,4 +1,4 @@
-"""`talk`: texts of every length get from each rank to all, and a rank that does not answer is an error in time."""
+"""The control channel: texts of every length reach all ranks, and a rank that does not answer is an error in time."""
 
 import os
 import time
@@ -95,7 +95,7 @@ def loses_one(rank: int, world_size: int, how: str, before: str) -> list[Any]:
     if rank == 1:
         if before == "second collective":
             # As a rank does whose text is long, up to where it would send it.
-            control._whole = lambda *_: gone(how)
+            control._completed = lambda *_: gone(how)
             control.exchange("y" * 100, "letters")
         gone(how)
     with pytest.raises(PeerFailed) as caught:
@@ -160,7 +160,7 @@ def test_the_fake_group_answers_for_any_number_of_ranks() -> None:
     assert control.exchange("alike", "words") == ("alike",) * 1024
 
 
-def test_only_what_the_group_raises_is_a_failed_peer() -> None:
+def test_only_errors_of_the_process_group_become_peer_failed() -> None:
     control = new_control_channel([5])
     for error in (
         RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Read error"),

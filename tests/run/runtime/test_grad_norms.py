@@ -92,7 +92,7 @@ def test_no_gradient_is_read_again(dtype: torch.dtype, home: str, update: Update
             run.optimizer.zero_grad()
 
 
-def test_who_does_not_clip_reads_nothing_and_who_stops_reads_once(reads: Counter[str]) -> None:
+def test_gradients_are_read_early_only_while_clipping(reads: Counter[str]) -> None:
     with training(BF16, "host", Update.AFTER_BACKWARD) as (run, batches):
         run.train(batches[:2])
         assert not reads
@@ -132,7 +132,7 @@ CHANGES: dict[str, Callable[[Run], object]] = {
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_what_somebody_changed_is_read(dtype: torch.dtype, reads: Counter[str]) -> None:
+def test_a_changed_gradient_is_read_again(dtype: torch.dtype, reads: Counter[str]) -> None:
     with training(dtype, "host", Update.AFTER_BACKWARD) as (run, batches):
         for name, change in {"nothing": lambda run: None, **CHANGES}.items():
             loss_of(run.compiled, batches[0]).backward()

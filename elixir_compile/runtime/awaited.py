@@ -1,0 +1,114 @@
+"""Parameters whose update on the host is queued: every read of such a parameter first waits for the update.
+
+    begin_update(p)   the class of p becomes a subclass of its class
+    p.sum(), p.data, p.grad, torch.save(p), an optimizer that reads p, ...
+                      p's `__torch_function__` waits for the update, restores the class of p, and makes the call
+    p.to_local(), p.full_tensor(), a checkpoint of p, ...
+                      if p is a DTensor: they read this rank's part, which waits too
+    p.shape, p.requires_grad, ...
+                      are answered at once, because an update does not change them
+
+Code that bypasses `__torch_function__` reads too early: the transforms of `torch.func` if they get the parameter
+itself, and tensors that shared its memory before the step (`p.detach()`, values of an earlier `state_dict()`). Users
+call `HybridAdamW.wait()` before such reads. The update itself bypasses `__torch_function__` on purpose, and so does an
+executor that needs only an address.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.shards import is_dtensor
+
+_Tensor = torch.Tensor
+_UNCHANGED_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn"),
+    *("is_meta", "is_cuda", "is_cpu", "is_sparse", "_version", "itemsize", "nbytes"),
+)
+_UNCHANGED: frozenset[Any] = frozenset(
+    {
+        *(getattr(_Tensor, name).__get__ for name in _UNCHANGED_PROPERTIES),
+        *(_Tensor.size, _Tensor.stride, _Tensor.numel, _Tensor.nelement, _Tensor.dim, _Tensor.element_size),
+        *(_Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_contiguous, _Tensor.storage_offset),
+    }
+)
+"""Attributes and methods that an update does not change; reading one does not wait."""
+
+
+class _Awaited:
+    """Mixed into the class of a parameter while its update is queued; `plain_class` is the class without it."""
+
+    __slots__ = ()
+    plain_class: type[nn.Parameter]
+
+    @classmethod
+    @torch.compiler.disable
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _UNCHANGED:
+            with torch.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for param in _awaited_in((*args, *kwargs.values())):
+            await_update(param)
+        return func(*args, **kwargs)
+
+    # `copy` and `pickle` look up these methods on the class, so `__torch_function__` would not see the call.
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        await_update(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self: Any, protocol: SupportsIndex) -> Any:
+        await_update(self)
+        return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _awaited(plain_class: type[nn.Parameter], *, is_dtensor: bool) -> type[nn.Parameter]:
+    own = {"plain_class": plain_class, "__module__": plain_class.__module__}
+    reads = compat.awaited_local_tensor(await_update) if is_dtensor else {}
+    return type(plain_class.__name__, (_Awaited, plain_class), {**own, **reads})
+
+
+def begin_update(param: nn.Parameter) -> None:
+    """Make every read of `param` wait for its update, until `end_update`."""
+    if not isinstance(param, _Awaited):
+        param.__class__ = _awaited(type(param), is_dtensor=is_dtensor(param))
+
+
+def end_update(param: torch.Tensor) -> None:
+    """Make reads of `param` immediate again."""
+    if isinstance(param, _Awaited):
+        plain_class: Any = param.plain_class
+        param.__class__ = plain_class
+
+
+def await_update(param: torch.Tensor) -> None:
+    """Wait for the update of `param`'s bucket. Raises the exception of the update if it failed."""
+    slot = slot_of(param)
+    if slot is None:  # the model is gone, and it waited for its updates when it went
+        end_update(param)
+    else:
+        slot.sink.await_update(slot)
+
+
+def _awaited_in(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, _Awaited):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _awaited_in(value)
+        elif isinstance(value, dict):
+            yield from _awaited_in(value.values())
