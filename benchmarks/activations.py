@@ -1,16 +1,16 @@
-"""GPT-2 124M, batch 4 x 512, on a CPU: what activations cost under smaller budgets, and against torch's own.
+"""Measure GPT-2 124M, batch 4 x 512, on a CPU under smaller and smaller budgets, and against torch's own budgets.
 
     OMP_NUM_THREADS=1 python benchmarks/activations.py          # 45 minutes on one thread; the machine must be quiet
     python benchmarks/activations.py --parts torch --minutes 20 # one part; the others stay in the file
     python benchmarks/activations.py --quick                    # two layers, short sequences; saves nothing
 
-    budgets   100, 80, 60, 45, 35 % of what keeping everything takes: peaks, gradients, seconds in turn with 100 %
+    budgets   100, 80, 60, 45, 35 % of the keep-everything peak: peaks, gradients, seconds in turn with 100 %
     eager     60 %, op by op: gradients bitwise
-    floor     the smallest budget that plans; a byte less is refused
+    floor     the smallest budget with a plan; a byte less is refused
     torch     at the peaks of torch's `activation_memory_budget` of 0, 0.25, 0.5, 0.75: seconds, step by step in turn
     logits    131072 classes, 2,048 tokens: the peak with the loss in chunks
 
-Each case trains in a process of its own; those that are compared stay and take steps in turn. Exit code 1 when a claim
+Each case trains in a process of its own; compared processes keep running and take steps in turn. Exit code 1 if a claim
 does not hold.
 """
 
@@ -46,7 +46,7 @@ Figures = dict[str, object]
 
 @contextmanager
 def started(case: Case) -> Iterator[Worker]:
-    """Start the process of `case`, print what its first steps took, and end it after."""
+    """Start the process of `case`, print the figures of its first steps, and end it after the `with` block."""
     began_s = time.monotonic()
     worker = Worker(json.dumps(asdict(case)), script=activations_worker.__file__, limit_s=LIMIT_S)
     print(f"{time.monotonic() - began_s:.0f} s  {asdict(case)}\n      {worker.first}", flush=True)
@@ -57,19 +57,19 @@ def started(case: Case) -> Iterator[Worker]:
 
 
 def once(case: Case) -> Figures:
-    """Return what the first steps of `case` took."""
+    """Return the figures of the first steps of `case`."""
     with started(case) as worker:
         return worker.first
 
 
 def budgets(start: Case, known: Figures, num_rounds: int) -> Figures:
-    """Every share of the keep-everything peak, and the smallest budget that would do, in turn with the largest."""
+    """Measure each share of the keep-everything peak, and the smallest sufficient budget, in turn with the largest."""
     part: Figures = {"keep": once(start), "rows": {}}
     known["budgets"] = part
-    least_bytes = once(replace(start, budget_bytes=1))["needed_bytes"]
+    min_bytes = once(replace(start, budget_bytes=1))["needed_bytes"]
     budgets_bytes = {f"{share} %": share * part["keep"]["peak_bytes"] // 100 for share in SHARES}
     with started(replace(start, budget_bytes=budgets_bytes["100 %"], compares=True)) as largest:
-        for name, budget_bytes in {**budgets_bytes, "smallest": least_bytes}.items():
+        for name, budget_bytes in {**budgets_bytes, "smallest": min_bytes}.items():
             with ExitStack() as stack:
                 case = replace(start, budget_bytes=budget_bytes, compares=True)
                 worker = largest if name == "100 %" else stack.enter_context(started(case))
@@ -80,19 +80,19 @@ def budgets(start: Case, known: Figures, num_rounds: int) -> Figures:
 
 
 def eager(start: Case, known: Figures, num_rounds: int) -> Figures:
-    """60 % of what keeping everything takes op by op."""
-    own = replace(start, inner="aot_eager")
-    budget_bytes = 60 * once(own)["peak_bytes"] // 100
-    return {"budget_bytes": budget_bytes, **once(replace(own, budget_bytes=budget_bytes, compares=True))}
+    """Measure 60 % of the keep-everything peak, both with regions run op by op."""
+    op_by_op = replace(start, inner="aot_eager")
+    budget_bytes = 60 * once(op_by_op)["peak_bytes"] // 100
+    return {"budget_bytes": budget_bytes, **once(replace(op_by_op, budget_bytes=budget_bytes, compares=True))}
 
 
 def floor(start: Case, known: Figures, num_rounds: int) -> Figures:
-    """The smallest budget, by both ways to a plan."""
+    """Find the smallest budget, by `elixir.plan` and by a compiled call."""
     return once(replace(start, by="floor"))
 
 
 def against_torch(start: Case, known: Figures, num_rounds: int) -> Figures:
-    """Ours at the peak of each of torch's own budgets: with any choice, and with recomputation only."""
+    """Measure Elixir at the peak of each of torch's own budgets: with any choice, and with recomputation only."""
     rows = {}
     for share in TORCH_SHARES:
         theirs = replace(start, by="inductor", torch_share=share)
@@ -112,7 +112,10 @@ def against_torch(start: Case, known: Figures, num_rounds: int) -> Figures:
 
 
 def compared(workers: dict[str, Worker], base: str, num_rounds: int) -> Figures:
-    """Let all take steps in turn; return what each took, and its step over that of `base`."""
+    """Let all workers take steps in turn; return the figures of each, with the ratio of its step to the step of `base`.
+
+    Workers without a plan keep their figures and take no steps.
+    """
     running = {name: worker for name, worker in workers.items() if "peak_bytes" in worker.first}
     seconds = in_turn(running, num_rounds)
     rows = {name: dict(worker.first) for name, worker in workers.items()}
@@ -127,16 +130,16 @@ def compared(workers: dict[str, Worker], base: str, num_rounds: int) -> Figures:
 
 
 def median_ratio(ours_s: list[float], theirs_s: list[float]) -> float:
-    """Return the median over the rounds of one's seconds over the other's."""
+    """Return the median over the rounds of the ratio of `ours_s` to `theirs_s`."""
     return statistics.median(ours / theirs for ours, theirs in zip(ours_s, theirs_s, strict=True))
 
 
 def logits(start: Case, known: Figures, num_rounds: int) -> Figures:
-    """The loss whole and in chunks, under a budget that is short of half of the logits' bytes."""
-    own = replace(start, model="logits")
-    whole = once(replace(own, activations="keep"))
+    """Measure the loss unchunked and in chunks, the latter under a budget smaller by half of the logits' bytes."""
+    narrow = replace(start, model="logits")
+    whole = once(replace(narrow, activations="keep"))
     limit_bytes = whole["peak_bytes"] - LOGITS_BYTES // 2
-    chunked = once(replace(own, budget_bytes=limit_bytes, activations="recompute", compares=True))
+    chunked = once(replace(narrow, budget_bytes=limit_bytes, activations="recompute", compares=True))
     return {"logits_bytes": LOGITS_BYTES, "budget_bytes": limit_bytes, "whole": whole, "chunked": chunked}
 
 
@@ -146,7 +149,7 @@ PARTS: dict[str, Callable[[Case, Figures, int], Figures]] = {
 
 
 def claims_of_run(name: str, row: Figures, is_bitwise: bool = False) -> dict[str, bool]:
-    """Return what must hold for one budget."""
+    """Return the claims on one budget, by text, and whether each holds."""
     if "shortfall" in row:
         return {f"{name}: {row['shortfall']}": False}
     peak_bytes, off = row["peak_bytes"], row["off"]
@@ -161,7 +164,7 @@ def claims_of_run(name: str, row: Figures, is_bitwise: bool = False) -> dict[str
 
 
 def claims_of_budgets(part: Figures) -> dict[str, bool]:
-    """Return what must hold for all budgets."""
+    """Return the claims on all budgets, and whether each holds."""
     found: dict[str, bool] = {}
     slowest = 0.0
     for name, row in part["rows"].items():
@@ -174,7 +177,7 @@ def claims_of_budgets(part: Figures) -> dict[str, bool]:
 
 
 def claims_of_torch(part: Figures) -> dict[str, bool]:
-    """Return what must hold at each of torch's peaks."""
+    """Return the claims at each of torch's peaks, and whether each holds."""
     found = {}
     for share, rows in part.items():
         for name in ("any", "recompute"):
@@ -189,7 +192,7 @@ def claims_of_torch(part: Figures) -> dict[str, bool]:
 
 
 def claims(figures: Figures) -> dict[str, bool]:
-    """Return what must hold for the parts that were run, by name."""
+    """Return the claims on all parts in `figures`, and whether each holds."""
     found: dict[str, bool] = {}
     if "budgets" in figures:
         found |= claims_of_budgets(figures["budgets"])
@@ -210,14 +213,14 @@ def claims(figures: Figures) -> dict[str, bool]:
 
 
 def keep(figures: Figures, start: Case) -> None:
-    """Save what there is, after each case that takes long."""
+    """Save the figures and their table, so that an interrupted run loses only its last case."""
     if not start.quick:
         save("activations_cpu", figures)
         write_table(RESULTS / "activations_cpu.md", figures, claims(figures))
 
 
 def earlier() -> Figures:
-    """Return the parts of the last run."""
+    """Return the saved figures of earlier runs."""
     path = RESULTS / "activations_cpu.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -227,14 +230,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=tuple(PARTS), choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="two layers, short sequences")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no part is begun")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no part after so many minutes")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS, help="measured steps of each case")
     arguments = parser.parse_args()
     until_s = time.monotonic() + 60 * arguments.minutes
     start = Case(quick=arguments.quick)
     figures = {} if arguments.quick else earlier()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("ELIXIR_CACHE_DIR", folder)  # of the workers too: nothing measured on a busier day
+        # For the workers too: the machine is measured now, not read from an earlier run on a busier day.
+        os.environ.setdefault("ELIXIR_CACHE_DIR", folder)
         device = torch.device("cpu")
         if cached_machine(device) is None:
             store_machine(measure_machine(device), device)

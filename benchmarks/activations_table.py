@@ -1,4 +1,4 @@
-"""The figures of `activations.py` as tables for a reader."""
+"""Turn the figures of `activations.py` into tables in Markdown."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ Figures = dict[str, object]
 
 
 def write_table(path: Path, figures: Figures, claims: dict[str, bool]) -> None:
-    """Write the parts that were run to `path`, then what does not hold."""
+    """Write a table for each part in `figures` to `path`, then the claims that do not hold."""
     parts = {"budgets": _budgets, "torch": _torch, "floor": _floor, "logits": _logits, "eager": _eager}
     texts = ["GPT-2 124M, batch 4 x 512, fp32, HybridAdamW, on a CPU. MB are 10^6 bytes; seconds are medians."]
     counted = (
@@ -33,7 +33,7 @@ def _megabytes(*sizes_bytes: int) -> str:
 
 
 def _treated(row: Figures) -> list[str]:
-    """What a plan does: bytes kept, recomputed, offloaded; parameters and state on the host; chunks of the loss."""
+    """Return three cells: bytes kept, recomputed, offloaded; parameters and state on the host; chunks of the loss."""
     plan = row["plan"]
     return [
         _megabytes(*(plan["activations_bytes"][saving] for saving in ("keep", "recompute", "offload"))),

@@ -1,8 +1,8 @@
-"""One process that trains GPT-2 under one choice for its activations, ours or torch's own, and says what that took.
+"""A process that trains GPT-2 with its activations treated by Elixir or by torch, and prints figures of its steps.
 
-    Worker(case_json, script=activations_worker.__file__)      `first` is what the plan says, the peak, the gradients
+    Worker(case_json, script=activations_worker.__file__)      `first` has the plan's figures, the peak, the gradients
 
-Gradients are compared with those of the same weights through torch's own backend, in the same process.
+The process compares its gradients with gradients of the same weights from torch's own backend.
 """
 
 import gc
@@ -16,7 +16,7 @@ from unittest import mock
 
 import quiet  # noqa: F401  before torch
 import torch
-import torch._functorch.config  # the only place where torch keeps its own budget for activations
+import torch._functorch.config  # the only place of torch's `activation_memory_budget`
 from worker import build, plan_figures, stepper, timed, tokens_for
 
 import elixir_compile as elixir
@@ -31,17 +31,17 @@ QUICK_LAYERS, QUICK_LENGTH = 2, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Who trains what under which budget."""
+    """A model, a backend and a budget."""
 
     model: str = "gpt2"
     """`gpt2`, or `logits`: two narrow layers under a vocabulary of 131072. The caller gets the loss only."""
     by: str = "elixir"
-    """`elixir`, `inductor` for torch's own, or `floor` to ask which budget is the smallest that would do."""
+    """`elixir`, `inductor` for torch's own backend, or `floor` to find the smallest sufficient budget."""
     inner: str = "inductor"
     activations: str = "any"
     budget_bytes: int | None = None
     torch_share: float = 1.0
-    """`activation_memory_budget` of torch."""
+    """Torch's `activation_memory_budget`."""
     compares: bool = False
     """Whether gradients are compared."""
     quick: bool = False
@@ -49,13 +49,13 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What `OnlyLoss` returns: no logits, so that they need not exist whole."""
+    """The result of `OnlyLoss`: without logits, so that the loss may be computed in chunks."""
 
     loss: torch.Tensor
 
 
 class OnlyLoss(torch.nn.Module):
-    """A model of Hugging Face whose caller gets the loss and not the logits."""
+    """A Hugging Face model that returns its loss and not its logits."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def model_of(case: Case) -> torch.nn.Module:
 
 
 def gradients_of(compiled: Callable, model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the loss and the gradients of one step, which leaves none behind."""
+    """Return the loss and the gradients of a forward and backward, by name, and clear the gradients."""
     loss = compiled(input_ids=tokens, labels=tokens).loss
     loss.backward()
     found = {"loss": loss.detach().clone()}
@@ -95,7 +95,10 @@ def gradients_of(compiled: Callable, model: torch.nn.Module, tokens: torch.Tenso
 
 
 def difference(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """Return the loss and the gradients' largest difference, relative to the largest element of its tensor."""
+    """Return the differences of two results of `gradients_of`, relative to the largest element of each tensor.
+
+    `gradient_off` is the largest difference of any gradient, at the parameter `gradient_off_at`.
+    """
     if list(got) != list(expected):
         raise ValueError("two runs gave gradients of different parameters")
     off = {name: float((got[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
@@ -107,7 +110,7 @@ def difference(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
 
 @contextmanager
 def searches() -> Iterator[list[float]]:
-    """Time every search of a compilation: the step as it is, and with its loss in chunks."""
+    """Yield a list of the seconds of each search in the `with` block: of the step, and of its chunked loss."""
     seconds: list[float] = []
 
     def plan_for(*args: object) -> Plan:
@@ -122,7 +125,7 @@ def searches() -> Iterator[list[float]]:
 
 
 def treated(graph: StepGraph, plan: Plan) -> dict[str, int]:
-    """Return how many bytes of activations the plan keeps, recomputes and offloads."""
+    """Return the bytes of activations that the plan keeps, recomputes and offloads."""
     chosen = {group.id: group.saving for group in plan.activations}
     found = {saving.value: 0 for saving in Saving}
     for group in activation_groups(graph):
@@ -132,7 +135,7 @@ def treated(graph: StepGraph, plan: Plan) -> dict[str, int]:
 
 
 def choices(graph: StepGraph, plan: Plan) -> dict[str, object]:
-    """Return what a plan predicts and what it does with activations and parameters."""
+    """Return a plan's predictions, and the bytes that it recomputes, offloads or places on the host."""
     homes = list(zip(plan.buckets, plan.placements, strict=True))
     return {
         **plan_figures(plan),
@@ -146,7 +149,7 @@ def choices(graph: StepGraph, plan: Plan) -> dict[str, object]:
 
 
 def options_of(case: Case, budget_bytes: int | None) -> dict[str, object]:
-    """Return the options of `case`, under a budget."""
+    """Return the backend's options for `case`, under the budget `budget_bytes`."""
     return {
         "device_memory": budget_bytes, "activations": case.activations, "inner": case.inner, "profile_regions": True,
         "plan_cache": False, "replan": False, "report": False,
@@ -154,7 +157,7 @@ def options_of(case: Case, budget_bytes: int | None) -> dict[str, object]:
 
 
 def train(case: Case, model: torch.nn.Module, tokens: torch.Tensor) -> tuple[dict[str, object], Callable[[], None]]:
-    """Compile, take a step and measure another; return what that took, and the step."""
+    """Compile, take a step and measure another; return the figures, and a function that takes further steps."""
     if case.by == "inductor":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         compiled = torch.compile(model, backend="inductor")
@@ -182,7 +185,7 @@ def train(case: Case, model: torch.nn.Module, tokens: torch.Tensor) -> tuple[dic
 
 
 def needed_bytes(plans: Callable[[int], object], budget_bytes: int) -> int | None:
-    """Return the budget that the error names where `plans` refuses `budget_bytes`; None where it plans."""
+    """Return the bytes that NoFeasiblePlan names if `plans` refuses `budget_bytes`; None if it finds a plan."""
     try:
         plans(budget_bytes)
     except elixir.NoFeasiblePlan as error:
@@ -191,7 +194,7 @@ def needed_bytes(plans: Callable[[int], object], budget_bytes: int) -> int | Non
 
 
 def floor(case: Case, model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, object]:
-    """Return the smallest budget that would do, and what a byte less gives, by both ways to a plan."""
+    """Return the smallest budget and the bytes named for a byte less, by `elixir.plan` and by a compiled call."""
 
     def planned(budget_bytes: int) -> object:
         inputs = {"input_ids": tokens, "labels": tokens}
@@ -204,18 +207,18 @@ def floor(case: Case, model: torch.nn.Module, tokens: torch.Tensor) -> dict[str,
 
     found: dict[str, object] = {}
     for name, plans in (("plan", planned), ("compile", compiled)):
-        least_bytes = needed_bytes(plans, 1)
-        assert least_bytes is not None
+        min_bytes = needed_bytes(plans, 1)
+        assert min_bytes is not None
         found[name] = {
-            "needed_bytes": least_bytes,
-            "one_byte_less_needs": needed_bytes(plans, least_bytes - 1),
-            "is_planned": needed_bytes(plans, least_bytes) is None,
+            "needed_bytes": min_bytes,
+            "one_byte_less_needs": needed_bytes(plans, min_bytes - 1),
+            "is_planned": needed_bytes(plans, min_bytes) is None,
         }
     return found
 
 
 def work(case: Case) -> None:
-    """Answer what the first steps took, then take as many as each line asks for."""
+    """Print the figures of the first steps, then take as many steps as each line of standard input says."""
     torch._functorch.config.activation_memory_budget = case.torch_share
     model = model_of(case)
     tokens = tokens_for(model, BATCH, QUICK_LENGTH if case.quick else LENGTH)

@@ -1,11 +1,11 @@
-"""Seconds to capture models by name as `elixir-compile plan` does: all their layers, and few of them.
+"""Measure the seconds to capture models by name as `elixir-compile plan` does: from all layers, and from few layers.
 
     python benchmarks/capture.py                  every case
-    python benchmarks/capture.py llama-7b         one of them
+    python benchmarks/capture.py llama-7b         a single case
 
-Each capture is in a process of its own, on one thread; the two of a case follow each other, and their steps have to be
-equal. Few layers are captured by two processes, if there is a core that nobody else uses.
-Results go to benchmarks/results/capture_cpu.{json,md}; cases that were not run keep their rows.
+Each capture runs in a process of its own, on one thread. The two captures of a case follow each other, and their steps
+must be equal. The capture from few layers uses a second process if a core is idle.
+Results go to benchmarks/results/capture_cpu.{json,md}; cases that are not run keep their rows.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ CASES = {"gpt2-4b": (4, 1024), "llama-7b": (4, 2048), "llama-70b": (1, 4096)}
 
 
 def main() -> None:
+    """Run the cases from the command line, and save each row as soon as it is there."""
     if sys.argv[1:2] == ["--run"]:
         print(json.dumps(captured(sys.argv[2], sys.argv[3] == "few")))
         return
@@ -42,6 +43,7 @@ def main() -> None:
 
 
 def in_process(name: str, how: str) -> dict[str, Any]:
+    """Return the result of `captured` in a new process; `how` is `few` or `whole`."""
     made = subprocess.run(
         [sys.executable, __file__, "--run", name, how], check=True, capture_output=True, text=True
     ).stdout
@@ -49,7 +51,7 @@ def in_process(name: str, how: str) -> dict[str, Any]:
 
 
 def captured(name: str, is_few: bool) -> dict[str, Any]:
-    """Return the seconds of one capture, of this process and its children, and the digest of the step."""
+    """Return the seconds of a capture, of this process and its children, and the digest of the step."""
     import torch
 
     from elixir_compile.api.preview.few_layers import LEAST_LAYERS, capture_model
@@ -75,6 +77,7 @@ def cpu_s() -> tuple[float, float]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the rows as a table in Markdown."""
     lines = [
         "# Seconds to capture a model by name\n",
         "| model | ops | all layers: CPU s | few: CPU s (own + child) | ratio of CPU s | wall s: all, few | load |",

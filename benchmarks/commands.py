@@ -1,11 +1,11 @@
-"""Seconds of `elixir-compile plan` from the shell to the plan: the first command for a model, and one of the next ones.
+"""Measure the seconds of `elixir-compile plan` from the shell to the plan: a model's first command, and its next.
 
     python benchmarks/commands.py                  every case
-    python benchmarks/commands.py rtx4090          one of them
+    python benchmarks/commands.py rtx4090          a single case
 
-The two commands of a case follow each other, each in a process of its own, on one thread but for the process that
-captures beside it; the first one begins with an empty cache. The next one plans for another machine, so it searches.
-Results go to benchmarks/results/commands_cpu.{json,md}; cases that were not run keep their rows.
+The two commands of a case follow each other, each in a process of its own on one thread; captures may use a second
+process. The first command starts with an empty cache. The next plans for another machine, so it searches but does not
+capture. Results go to benchmarks/results/commands_cpu.{json,md}; cases that are not run keep their rows.
 """
 
 import json
@@ -30,12 +30,13 @@ CASES = {
         "llama-7b --hardware a100-40g --batch 4 --seq 2048 --state-bytes 12",
     ),
 }
-"""The first command and the next one, for the same model and batch."""
+"""The first and the next command, for the same model and batch."""
 PARTS = ("imports", "capture", "search", "all")
-"""`imports` are those before the command line is read; `capture` has the import of transformers and the models."""
+"""`imports` runs before the command line is read; `capture` includes the import of transformers and of the models."""
 
 
 def main() -> None:
+    """Run the cases from the command line, and save each row as soon as it is there."""
     if sys.argv[1:2] == ["--run"]:
         print(json.dumps(run(shlex.split(sys.argv[2]))), file=sys.stderr)
         return
@@ -51,6 +52,7 @@ def main() -> None:
 
 
 def in_process(command: str, cache: str) -> dict[str, list[float]]:
+    """Return the result of `run` in a new process with the cache folder `cache`; `all` counts the process's start."""
     began_s = time.perf_counter()
     made = subprocess.run(
         [sys.executable, __file__, "--run", command],
@@ -65,8 +67,7 @@ def in_process(command: str, cache: str) -> dict[str, list[float]]:
 
 
 def run(words: list[str]) -> dict[str, list[float]]:
-    """Run the command of `words` here; return the seconds of each part by the wall, and CPU seconds, own and of
-    children."""
+    """Run the command of `words` in this process; return, by part, its wall seconds, CPU seconds and children's."""
     from elixir_compile.cli import main as command_line
 
     before = now()
@@ -109,10 +110,12 @@ def now() -> list[float]:
 
 
 def since(before: list[float]) -> list[float]:
+    """Return the seconds that passed since `before`, a result of `now`."""
     return [after - earlier for earlier, after in zip(before, now(), strict=True)]
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the rows as a table in Markdown."""
     lines = [
         "# Seconds of `elixir-compile plan`\n",
         "Wall seconds, and in brackets CPU seconds of all its processes.\n",

@@ -1,17 +1,17 @@
-"""Does a step take what its plan says, in bytes and seconds, and is the chosen plan the fastest there is?
+"""Check that steps take the bytes and seconds of their plans, and that no rule's plan is faster than the chosen plan.
 
     python benchmarks/fidelity.py                          # CPU, half an hour on one thread; the machine must be quiet
     python benchmarks/fidelity.py --models llama --shares 60          # one budget; saves nothing
 
-GPT-2 124M and a small Llama, each under 100, 80, 60 and 45 % of what it takes without a budget. The machine is measured
-first, into a cache of this run's own. Each plan trains in a process of its own, which stays until its budget is done:
+GPT-2 124M and a small Llama, each under 100, 80, 60 and 45 % of its peak without a budget. The machine is measured
+first, into a cache of this run's own. Each plan trains in a process of its own, which runs until its budget is done:
 
     worker milp     compile, measure the peak, 5 steps, re-plan, 5 steps | step         step
     worker elixir   compile, 2 steps                                     |      step         step     in turn
     ...
 
-So every rule meets the chosen plan on the same machine in the same minute, and memory is that of one training only.
-A step is forward, backward, HybridAdamW and zero_grad. Exit code 1 when a claim does not hold.
+So each rule is timed beside the chosen plan in the same minute, and each process holds the memory of one training only.
+A step is forward, backward, HybridAdamW and zero_grad. Exit code 1 if a claim does not hold.
 """
 
 import argparse
@@ -37,12 +37,12 @@ PEAK_LIMIT, STEP_LIMIT, BEATEN_LIMIT = 0.03, 0.15, 1.03
 
 
 def off(predicted: float, measured: float) -> float:
-    """Return how far a prediction is off, as a share of what was measured; negative where it is too low."""
+    """Return the error of a prediction as a share of the measured number; negative if the prediction is too low."""
     return predicted / measured - 1
 
 
 def phase_row(phase: dict) -> dict[str, object]:
-    """Return the errors of one prediction, with the noise of the steps."""
+    """Return the errors of a plan's prediction, and the quartiles of the measured steps."""
     wall_s = phase["steps"]["wall_s"]
     median_s = statistics.median(wall_s)
     return {
@@ -55,8 +55,10 @@ def phase_row(phase: dict) -> dict[str, object]:
 
 
 def against_rules(model: str, budget_bytes: int, chosen: Worker) -> dict[str, object]:
-    """Return, by rule, how its step compares; "same_as" where another plan does the same, "shortfall" where the rule
-    does not fit."""
+    """Return, by rule, the comparison of its step with the chosen plan's.
+
+    "same_as" names an earlier plan if the rule's plan equals it; "shortfall" is there if the rule does not fit.
+    """
     found: dict[str, object] = {}
     rivals: dict[str, Worker] = {}
     known = {chosen.first["phases"][-1]["plan"]["does"]: "milp"}
@@ -74,8 +76,7 @@ def against_rules(model: str, budget_bytes: int, chosen: Worker) -> dict[str, ob
 
 
 def ratios_of(chosen: Worker, rivals: dict[str, Worker]) -> dict[str, object]:
-    """Let all take steps in turn; return, by rule, the median over the rounds of the chosen plan's step over the
-    rule's."""
+    """Let all workers take steps in turn; return, by rule, the ratios of the chosen plan's step to the rule's step."""
     taken = in_turn({"milp": chosen, **rivals}, NUM_ROUNDS if rivals else 0)
     seconds = {name: clocks["wall_s"] for name, clocks in taken.items()}
     ratios = {
@@ -94,9 +95,9 @@ def ratios_of(chosen: Worker, rivals: dict[str, Worker]) -> dict[str, object]:
 
 
 def run_budget(model: str, share: int | None, budget_bytes: int | None, until_s: float) -> dict[str, object]:
-    """Return the figures of one budget; rules are left out once `until_s`, a monotonic clock's second, is over.
+    """Return the figures of one budget, without rules if the monotonic clock is past `until_s`.
 
-    A worker that fails or hangs takes nothing but its own budget with it.
+    If a worker fails or hangs, only the row of this budget is lost.
     """
     row: dict[str, object] = {"model": model, "share": share, "budget_bytes": budget_bytes}
     try:
@@ -110,7 +111,7 @@ def run_budget(model: str, share: int | None, budget_bytes: int | None, until_s:
 
 
 def budget_figures(model: str, budget_bytes: int | None, chosen: Worker, until_s: float) -> dict[str, object]:
-    """Return what the chosen plan took and how each rule compares, or why there is no plan."""
+    """Return the figures of the chosen plan and of each rule, or the shortfall if there is no plan."""
     if "shortfall" in chosen.first:
         return chosen.first
     before, after = map(phase_row, chosen.first["phases"])
@@ -121,7 +122,7 @@ def budget_figures(model: str, budget_bytes: int | None, chosen: Worker, until_s
 
 
 def claims(row: dict) -> dict[str, bool]:
-    """Return what must hold for one budget, by name."""
+    """Return the claims on one budget, and whether each holds."""
     name = f"{row['model']} {'free' if row['share'] is None else str(row['share']) + ' %'}"
     if "shortfall" in row:
         return {f"{name}: {row['shortfall']}": False}
@@ -137,7 +138,7 @@ def claims(row: dict) -> dict[str, bool]:
 
 
 def show(row: dict) -> None:
-    """Print one budget."""
+    """Print the claims and the figures of one budget."""
     for claim, holds in claims(row).items():
         print(f"{'holds' if holds else 'FAILS'}  {claim}")
     if "shortfall" not in row:
@@ -156,7 +157,7 @@ def show(row: dict) -> None:
 
 
 def run_all(models: Sequence[str], shares: Sequence[int], minutes: float) -> Iterator[dict]:
-    """Measure the machine, then every budget of every model; yield the rows."""
+    """Measure the machine, then each budget of each model; yield a row for each."""
     until_s = time.monotonic() + 60 * minutes
     device = torch.device("cpu")
     store_machine(measure_machine(device), device)
@@ -172,18 +173,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--shares", nargs="+", type=int, default=SHARES)
-    parser.add_argument("--minutes", type=float, default=25.0, help="after which no more rules are run")
+    parser.add_argument("--minutes", type=float, default=25.0, help="run no more rules after so many minutes")
     arguments = parser.parse_args()
-    is_whole = (tuple(arguments.models), tuple(arguments.shares)) == (MODELS, SHARES)
+    is_complete = (tuple(arguments.models), tuple(arguments.shares)) == (MODELS, SHARES)
     rows: list[dict] = []
     loads = [os.getloadavg()]
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["ELIXIR_CACHE_DIR"] = folder  # of the workers too: nothing measured on a busier day
+        # For the workers too: the machine is measured now, not read from an earlier run on a busier day.
+        os.environ["ELIXIR_CACHE_DIR"] = folder
         for row in run_all(arguments.models, arguments.shares, arguments.minutes):
             show(row)
             rows.append(row)
             loads.append(os.getloadavg())
-            if is_whole:  # after each, so that an hour's end loses nothing
+            if is_complete:  # saved after each row, so that an interrupted run keeps its rows
                 save("fidelity_cpu", {"load_averages": loads, "rows": rows})
     left_out = [f"{row['model']} {row['share']} %" for row in rows if row["share"] is not None and "rules" not in row]
     print(f"rules left out for lack of time: {', '.join(left_out) or 'none'}")

@@ -1,11 +1,11 @@
-"""CPU seconds of the first two steps, against torch.compile with the same inner compiler, from empty caches.
+"""Measure the CPU seconds of the first two steps against torch.compile with the same inner compiler, from empty caches.
 
     python benchmarks/first_step.py                     every case
-    python benchmarks/first_step.py "200 layers"        one of them
+    python benchmarks/first_step.py "200 layers"        a single case
 
-Each run is a process of its own, with empty caches of Inductor and of this package, on one thread; the two of a case
-follow each other. Seconds of child processes, which are g++ and Inductor's probes of the instruction set, are apart.
-Results go to benchmarks/results/first_step_cpu.{json,md}; cases that were not run keep their rows.
+Each run is a process of its own on one thread, with empty caches of Inductor and of this package; the two runs of a
+case follow each other. Seconds of child processes (g++, and Inductor's probes of the instruction set) are counted
+separately. Results go to benchmarks/results/first_step_cpu.{json,md}; cases that are not run keep their rows.
 """
 
 import json
@@ -23,18 +23,18 @@ from machine import RESULTS, save
 
 WORDS = 4096
 PROFILE = "## Where the seconds go"
-"""Heading of what is written by hand behind the table."""
+"""Heading of the section behind the table, which is written by hand and kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One comparison."""
+    """A model, compiled by torch and by Elixir with the same inner compiler."""
 
     model: str
     inner: str
     device_memory: str | None = None
     at_most: float
-    """The ratio of CPU seconds that is the goal."""
+    """The goal: the largest ratio of Elixir's CPU seconds to torch's."""
 
 
 CASES = {
@@ -47,6 +47,7 @@ CASES = {
 
 
 def main() -> None:
+    """Run the cases from the command line, and save each row as soon as it is there."""
     if sys.argv[1:2] == ["--run"]:
         print(json.dumps(first_steps(sys.argv[2], json.loads(sys.argv[3]))))
         return
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def in_process(model: str, how: Mapping[str, object]) -> dict[str, Any]:
-    """Return what `first_steps` says in a new process with empty caches."""
+    """Return the result of `first_steps` in a new process with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: f"{folder}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "ELIXIR_CACHE_DIR")}
         command = [sys.executable, __file__, "--run", model, json.dumps(how)]
@@ -107,7 +108,7 @@ def used_s() -> tuple[float, float]:
 
 
 def mlp() -> tuple[Any, Callable[[Any], Any]]:
-    """200 residual blocks of width 64."""
+    """Return 200 residual blocks of width 64, and a function from the compiled model to its loss."""
     import torch
     from torch import nn
 
@@ -124,7 +125,7 @@ def mlp() -> tuple[Any, Callable[[Any], Any]]:
 
 
 def llama() -> tuple[Any, Callable[[Any], Any]]:
-    """16 layers of width 256."""
+    """Return a Llama of 16 layers of width 256, and a function from the compiled model to its loss."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -135,7 +136,7 @@ def llama() -> tuple[Any, Callable[[Any], Any]]:
 
 
 def gpt2() -> tuple[Any, Callable[[Any], Any]]:
-    """GPT-2 124M without dropout."""
+    """Return GPT-2 124M without dropout, and a function from the compiled model to its loss."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -143,7 +144,7 @@ def gpt2() -> tuple[Any, Callable[[Any], Any]]:
 
 
 def of_tokens(batch: int, length: int) -> Callable[[Any], Any]:
-    """Return the loss of a compiled language model on random tokens."""
+    """Return a function from a compiled language model to its loss on random tokens."""
     import torch
 
     tokens = torch.randint(0, WORDS, (batch, length))
@@ -163,6 +164,7 @@ def table_of(rows: Mapping[str, Any]) -> str:
 
 
 def row_of(name: str, row: Mapping[str, Any]) -> str:
+    """Return a case as a line of the table in Markdown."""
     sides = [", ".join(f"{own} + {children}" for own, children in row[side]["cpu_s"]) for side in ("torch", "elixir")]
     return (
         f"| {name} ({row['inner']}) | {sides[0]} | {sides[1]} | {row['ratio']} | {row['at_most']} | {row['load']:.0f} |"

@@ -1,10 +1,9 @@
-"""GPT-2 124M inside 60 % of its keep-everything peak: bytes, losses and weights against torch's own backends.
+"""Train GPT-2 124M within 60 % of its keep-everything peak; compare bytes, losses and weights with torch's backends.
 
-    python benchmarks/gpt2_124m.py            # CPU: minutes on two cores
-    python benchmarks/gpt2_124m.py            # where CUDA is: under `torch.cuda.set_per_process_memory_fraction`
+    python benchmarks/gpt2_124m.py            # minutes on two CPU cores
 
-Each case runs in a process of its own, so that nothing but its own training is on the device. Exit code 1 when a
-claim does not hold.
+If CUDA is there, the case with a budget runs under `torch.cuda.set_per_process_memory_fraction`. Each case runs in a
+process of its own, so that only its own training is on the device. Exit code 1 if a claim does not hold.
 """
 
 import argparse
@@ -27,11 +26,13 @@ BATCH, LENGTH = 2, 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run: which model, which backend, which lowering, how many steps, which budget in bytes."""
+    """One training run."""
 
     model: str
+    """`gpt2`, `llama-tied` or `llama-untied`."""
     backend: str
     inner: str
+    """Compiler of regions; used by the backend `elixir` only."""
     steps: int
     budget_bytes: int | None
 
@@ -56,8 +57,7 @@ def build(name: str, device: str) -> torch.nn.Module:
 
 
 def run(case: Case) -> dict[str, object]:
-    """Train `case.steps` steps, then measure one more; return losses, a digest of the weights after the steps, and
-    bytes."""
+    """Train `case.steps` steps, then measure another; return losses, bytes, and a digest of the trained weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and case.budget_bytes is not None:
         total_bytes = torch.cuda.get_device_properties(0).total_memory
@@ -117,7 +117,7 @@ def run_apart(case: Case) -> dict[str, object]:
 
 
 def claims_of_the_budget(free: dict, budgeted: dict, reference: dict) -> dict[str, bool]:
-    """Return what must hold for the 60 % run, by name."""
+    """Return the claims on the 60 % run, and whether each holds."""
     predicted, measured = budgeted["planned_peak_bytes"], budgeted["measured_peak_bytes"]
     return {
         "measured peak <= budget": measured <= budgeted["budget_bytes"],

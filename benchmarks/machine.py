@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""The machine and the versions behind a figure, and the folder of results."""
 
 import json
 import platform
@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, object]:
-    """Return what a reader needs to evaluator a figure: processor, cores, memory, versions, commit."""
+    """Return the facts that a reader needs to compare figures: processor, cores, memory, versions, commit."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "processor": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),

@@ -1,15 +1,16 @@
-"""How fast is the hybrid optimizer?
+"""Measure the speed of the hybrid optimizer.
 
     python benchmarks/optimizer.py [--parts pass classes modes clip disk] [--rounds 11] [--threads 1 2]
 
-pass    one update on the host, against torch's and DeepSpeed's and against a loop that only moves the bytes
-classes the update of a class on the host: its own step, one pass with its bits, Inductor's (half as many parameters)
-modes   GPT-2 124M updated after the backward, across steps and in the backward: step time, what compute hides
-clip    GPT-2 124M whose backward reads gradients for the norm, and whose `clip_grad_norm_` does
+pass    the host update, against torch's, DeepSpeed's, and a loop that only reads and writes the bytes
+classes the host update of a class: its own step, a single pass with the same bits, Inductor's (half the parameters)
+modes   GPT-2 124M updated after the backward, across steps and in the backward: step time, hidden share
+clip    GPT-2 124M with gradient norms computed in the backward, and in `clip_grad_norm_`
 disk    GPT-2 124M with all optimizer state on disk: losses, resident memory, step time (`--disk-path FOLDER`)
 
-Each case has a process of its own: what OpenMP takes, and what is resident, is settled when it starts. Exit code 1 when
-a target is missed. DeepSpeed is optional: `DS_BUILD_CPU_ADAM=1 pip install --no-build-isolation '.[bench]'`.
+Each case has a process of its own, because OpenMP's threads and resident memory depend on earlier work of a process.
+Exit code 1 if a target is missed. DeepSpeed is optional:
+`DS_BUILD_CPU_ADAM=1 pip install --no-build-isolation '.[bench]'`.
 """
 
 import argparse
@@ -29,14 +30,14 @@ from machine import RESULTS, save
 
 
 def pass_part(arguments: argparse.Namespace) -> list[str]:
-    """Measure the host pass; return the targets that it misses."""
+    """Measure the host pass; return a sentence for each missed target."""
     sizes = ["--numel", str(arguments.numel), "--rounds", str(arguments.rounds)]
     figures = [_alone([*sizes, "--measure-pass", str(threads)], num_threads=threads) for threads in arguments.threads]
     return _published("optimizer_pass_cpu", figures, optimizer_pass.missed(figures), optimizer_pass.table(figures))
 
 
 def classes_part(arguments: argparse.Namespace) -> list[str]:
-    """Measure the passes of `hybrid(cls)`; return the targets that are missed."""
+    """Measure the passes of `hybrid(cls)`; return a sentence for each missed target."""
     sizes = ["--numel", str(arguments.numel // 2), "--rounds", str(arguments.rounds)]
     figures = _alone([*sizes, "--measure-classes"], num_threads=1)
     wrong, table = optimizer_classes.missed(figures), optimizer_classes.table(figures)
@@ -44,19 +45,19 @@ def classes_part(arguments: argparse.Namespace) -> list[str]:
 
 
 def modes_part(arguments: argparse.Namespace) -> list[str]:
-    """Train under the three times of updating; return the claims that do not hold."""
+    """Train in the three update modes; return a sentence for each claim that does not hold."""
     figures = _alone(["--rounds", str(arguments.rounds), "--measure-modes"], num_threads=1)
     return _published("optimizer_modes_cpu", figures, optimizer_modes.missed(figures), optimizer_modes.table(figures))
 
 
 def clip_part(arguments: argparse.Namespace) -> list[str]:
-    """Clip gradients that were read and that were not; return the claims that do not hold."""
+    """Clip gradients with norms from the backward and without; return a sentence for each claim that does not hold."""
     figures = _alone(["--rounds", str(arguments.rounds), "--measure-clip"], num_threads=1)
     return _published("optimizer_clip_cpu", figures, optimizer_clip.missed(figures), optimizer_clip.table(figures))
 
 
 def disk_part(arguments: argparse.Namespace) -> list[str]:
-    """Train with state in memory and on disk; return the targets that are missed."""
+    """Train with state in memory and on disk; return a sentence for each missed target."""
     where = [] if arguments.disk_path is None else ["--disk-path", arguments.disk_path]
     figures = [_alone(["--measure-disk", case, *where]) for case in optimizer_disk.CASES]
     return _published("optimizer_disk_cpu", figures, optimizer_disk.missed(figures), optimizer_disk.table(figures))
@@ -72,7 +73,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
 
 
 def _alone(command: list[str], num_threads: int | None = None) -> Any:
-    """Return the figures that this file prints in a process of its own."""
+    """Run this file with the arguments `command` in a new process; return the figures from its last line."""
     threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
     done = subprocess.run(
         [sys.executable, __file__, *command],
@@ -85,9 +86,9 @@ def _alone(command: list[str], num_threads: int | None = None) -> Any:
 
 
 def _published(name: str, figures: Any, wrong: list[str], table: str) -> list[str]:
-    """Print and save the figures of one part; return `wrong`."""
+    """Print and save the figures and the table of a part; return `wrong`, its missed targets."""
     load = f"Load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    text = f"{table}\n{load}: seconds compare only where it is about what the measurement takes itself.\n"
+    text = f"{table}\n{load}: seconds compare only if the load comes from the measurement alone.\n"
     print(text)
     path = save(name, {"missed": wrong, "load_average": os.getloadavg(), "figures": figures})
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
@@ -96,7 +97,7 @@ def _published(name: str, figures: Any, wrong: list[str], table: str) -> list[st
 
 
 def main() -> int:
-    """Run the parts asked for; return the exit code."""
+    """Run the parts from the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--numel", type=int, default=100_000_000)

@@ -1,5 +1,7 @@
-"""The step of an optimizer class over host memory: the class's own, one pass with its bits, Inductor's. See
-`optimizer.py`."""
+"""Measure host updates of optimizer classes: the class's own step, a single pass with the same bits, Inductor's.
+
+`optimizer.py` runs it.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +10,7 @@ from typing import Any
 import quiet  # noqa: F401  before torch
 import torch
 from neighbours import QUIET_CORES, Neighbours
-from optimizer_pass import MOST_WAIT_S, Times, kept_rate, quartiles, quiet_ones, ratio_of
+from optimizer_pass import MOST_WAIT_S, Times, kept_rate, quartiles, quiet_values_of, ratio_of
 from torch.optim import SGD, Optimizer, RMSprop
 
 from elixir_compile.optim.generic.class_rule import ClassRule
@@ -19,7 +21,7 @@ INDUCTOR = {"cpp_wrapper": True, "cpp.simdlen": 256, "cpp.threads": 1}
 
 
 class Lion(Optimizer):
-    """As its authors wrote it."""
+    """The Lion optimizer as its authors wrote it."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.1})
@@ -46,11 +48,12 @@ CLASSES: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 WANTED = {"SGD with momentum: own step": 1.5, "Lion: own step": 1.5, "RMSprop: own step": 0.95}
-"""The least ratio of rates; square roots of MKL, which RMSprop takes, cost as much as the passes that are saved."""
+"""The smallest allowed ratio of the rate of a single pass to the rate of the class's own step. RMSprop takes square
+roots by MKL; they cost as much as the saved passes."""
 
 
 class Case:
-    """One class with its state, in as many tensors as a bucket may have."""
+    """An optimizer class with parameters and state in as many tensors as a bucket may have."""
 
     def __init__(self, cls: type[Optimizer], options: dict[str, Any], numel: int) -> None:
         torch.manual_seed(0)
@@ -65,11 +68,11 @@ class Case:
         self.states = [self.optimizer.state[param] for param in params]
 
     def one_pass(self) -> None:
-        """Update in one pass over memory."""
+        """Update all parameters in a single pass over memory."""
         self.rule.update(self.weights, self.grads, self.states, self.group)
 
     def own(self) -> None:
-        """Update by the class's own step."""
+        """Update all parameters by the class's own step."""
         rows = [
             Row(weight=weight, grad=grad, state=state)
             for weight, grad, state in zip(self.weights, self.grads, self.states, strict=True)
@@ -78,13 +81,13 @@ class Case:
 
 
 def sgd(param: torch.Tensor, grad: torch.Tensor, buffer: torch.Tensor, lr: torch.Tensor) -> None:
-    """Do what `torch.optim.SGD` does, as one graph."""
+    """Update like `torch.optim.SGD` with momentum, as a single graph."""
     buffer.mul_(0.9).add_(grad.add(param, alpha=0.01))
     param.sub_(buffer * lr)
 
 
 def by_inductor(case: Case) -> tuple[Callable[[], None], dict[str, float]]:
-    """Return SGD's update as Inductor compiles it, how long that took, and how many of its bits are others."""
+    """Return SGD's update compiled by Inductor, its compile seconds, and the share of weights with other bits."""
     compiled = torch.compile(sgd, options=INDUCTOR, dynamic=True)
     lr = torch.tensor(0.01)
     rows = [(w, g, s["momentum_buffer"], lr) for w, g, s in zip(case.weights, case.grads, case.states, strict=True)]
@@ -106,7 +109,7 @@ def by_inductor(case: Case) -> tuple[Callable[[], None], dict[str, float]]:
 
 
 def measured(numel: int, num_rounds: int) -> dict[str, Any]:
-    """Return seconds by class and way, in turn on one thread, and ratios of rates from one round each."""
+    """Return the seconds of each class and way, in turn on one thread, and ratios of rates within a round."""
     torch.set_num_threads(1)
     neighbours = Neighbours()
     figures: dict[str, Any] = {"numel": numel, "num_rounds": num_rounds, "seconds": {}, "ratios": [], "kept_rate": {}}
@@ -127,7 +130,7 @@ def measured(numel: int, num_rounds: int) -> dict[str, Any]:
                 seconds = time.perf_counter() - began_s
                 if index:  # the first round warms up
                     times[name].append((seconds, neighbours.busy_cores() < QUIET_CORES))
-        figures["seconds"] |= {name: quartiles(quiet_ones(values)) for name, values in times.items()}
+        figures["seconds"] |= {name: quartiles(quiet_values_of(values)) for name, values in times.items()}
         pairs = [(f"{title}: one pass", other) for other in calls if other != f"{title}: one pass"]
         figures["ratios"] += [ratio_of(name, other, times) for name, other in pairs]
         figures["kept_rate"] |= {name: kept_rate(call) for name, call in calls.items()}
@@ -136,11 +139,12 @@ def measured(numel: int, num_rounds: int) -> dict[str, Any]:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """Return what does not reach what is wanted, one sentence each."""
+    """Return a sentence for each missed target."""
     slow = [ratio for ratio in figures["ratios"] if ratio["of"] in WANTED and ratio["median"] < WANTED[ratio["of"]]]
     late = [name for name, share in figures["kept_rate"].items() if "one pass" in name and share["median"] < 0.5]
     return [
-        f"{one['pass']} at {one['median']:.2f} of the rate of {one['of']}, wanted {WANTED[one['of']]}" for one in slow
+        f"{ratio['pass']} at {ratio['median']:.2f} of the rate of {ratio['of']}, wanted {WANTED[ratio['of']]}"
+        for ratio in slow
     ] + [f"the main thread keeps less than half its rate beside {name}" for name in late]
 
 
@@ -170,6 +174,6 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(one: Mapping[str, float], scale: float = 1.0, digits: int = 2) -> str:
-    low, middle, high = (f"{one[name] * scale:.{digits}f}" for name in ("q25", "median", "q75"))
+def _cell(figures: Mapping[str, float], scale: float = 1.0, digits: int = 2) -> str:
+    low, middle, high = (f"{figures[name] * scale:.{digits}f}" for name in ("q25", "median", "q75"))
     return f"{middle} [{low}-{high}]"

@@ -1,8 +1,10 @@
-"""`clip_grad_norm_` with gradients that the backward has read, on their way to the host, and with those that it reads.
+"""Measure `clip_grad_norm_` with norms computed in the backward, and with norms computed in the call.
 
-GPT-2 124M with parameters and state on the host, one thread. Both take turns in one training: a round is one step of
-each, the gradients of the same batch. Seconds are those of the process on its cores, which other work on the machine
-hardly changes; what the backward takes longer is in those of a step.
+GPT-2 124M with parameters and state on the host, on one thread. In the first way, called "landed", the backward
+computes the norm of each gradient on its way to the host; in the second the call reads all gradients again. The two
+ways take turns in one training: a round is a step of each, with gradients of the same batch. Seconds are CPU seconds of
+the process, because other work on the machine hardly changes them. The backward's extra work counts in the seconds of a
+step.
 """
 
 import statistics
@@ -20,12 +22,12 @@ from elixir_compile.runtime.grad_norms import GradNormCache
 WAYS = ("landed", "read again")
 BATCH, LENGTH = 1, 128
 SHARE = 1.6
-"""Of the parameters' bytes: what the device may hold."""
+"""The device budget, as a share of the parameters' bytes."""
 DTYPES = (None, "bfloat16")
 
 
 def measured(rounds: int) -> list[dict[str, Any]]:
-    """Return per parameter dtype the seconds of the call and of a step, paired by round, and how far norms differ."""
+    """Return, by parameter dtype, the seconds of the call and of a step, their ratios, and differences of norms."""
     torch.set_num_threads(1)
     return [_measured(dtype, rounds) for dtype in DTYPES]
 
@@ -46,7 +48,7 @@ def table(figures: list[dict[str, Any]]) -> str:
 
 
 def missed(figures: list[dict[str, Any]]) -> list[str]:
-    """Return the claims that do not hold: a shorter call, a step that is no longer, and the same norm."""
+    """Return a sentence for each claim that does not hold: a shorter call, no longer step, and the same norm."""
     wrong = [f"{own['dtype']}: norms are {own['most_apart']:.1e} apart" for own in figures if own["most_apart"] > 1e-6]
     for own in figures:
         if own["clip_ratio"]["landed"] > 0.7:
@@ -80,11 +82,12 @@ def _measured(dtype: str | None, rounds: int) -> dict[str, Any]:
     found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for number in range(rounds + 2):
         for way in WAYS:
-            executor.landed = landed if way == "landed" else GradNormCache()  # which was never asked
+            # A new cache was never asked for norms, so the backward computes none.
+            executor.landed = landed if way == "landed" else GradNormCache()
             figures = step()
-            if number > 1:  # the first ones compile, and ask
+            if number > 1:  # the first rounds compile, and ask for norms
                 found[way].append(figures)
-    clip_s, step_s, norms = ({way: [one[i] for one in found[way]] for way in WAYS} for i in range(3))
+    clip_s, step_s, norms = ({way: [figures[i] for figures in found[way]] for way in WAYS} for i in range(3))
     return {
         "dtype": dtype or "float32",
         "rounds": rounds,

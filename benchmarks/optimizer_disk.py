@@ -1,4 +1,4 @@
-"""GPT-2 124M with all optimizer state on disk against all of it in memory. See `optimizer.py`."""
+"""Compare GPT-2 124M with all optimizer state on disk and with all of it in memory; `optimizer.py` runs it."""
 
 import ctypes
 import statistics
@@ -21,13 +21,13 @@ CASES = [
     f"{where} {update}" for update in ("after_backward", "across_steps", "in_backward") for where in ("ram", "disk")
 ]
 _STAGING_BYTES = 50 << 20
-"""The disk's buffers."""
-LEAST_SHARE = 0.8
-"""Of the state's bytes, by which resident memory has to fall."""
+"""Bytes for the buffers between disk and host memory."""
+MIN_SHARE = 0.8
+"""Resident memory must fall by at least this share of the state's bytes."""
 
 
 def measured(case: str, disk_path: str | None) -> dict[str, Any]:
-    """Train a few steps of one case; return losses, seconds and bytes."""
+    """Train a few steps of `case`, an item of `CASES`; return losses, seconds and bytes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     where, update = case.split()
@@ -38,7 +38,7 @@ def measured(case: str, disk_path: str | None) -> dict[str, Any]:
         options: dict[str, Any] = {"planner": "zero_offload", "update": update, "inner": "aot_eager", "replan": False}
         options |= {"report": False, "plan_cache": False, "host_memory": 5 * parameter_bytes}
         if where == "disk":
-            # Room for staging as the plan counts it, of gradients, parameters and pieces of state, and for no state.
+            # Enough for gradients, parameters and the staging buffers of the plan, and too little for any state.
             options |= {"disk_path": folder, "host_memory": 2 * parameter_bytes + _STAGING_BYTES}
         compiled = torch.compile(model, backend="elixir", options=options)
         optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
@@ -62,7 +62,7 @@ def measured(case: str, disk_path: str | None) -> dict[str, Any]:
 
 
 def _train(compiled: Any, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[float], tuple[int, int]]:
-    """Return the loss and the seconds of each step, and resident bytes between steps and at most within one."""
+    """Return the loss and the seconds of each step, and resident bytes: after the last step, and at most in a step."""
     losses: list[float] = []
     seconds: list[float] = []
     most_bytes = [0]
@@ -82,7 +82,7 @@ def _train(compiled: Any, optimizer: torch.optim.Optimizer) -> tuple[list[float]
 
 
 def _resident_bytes() -> int:
-    """Return the resident bytes of this process, without what the C library keeps for later."""
+    """Return the resident bytes of this process after the C library returned its free memory to the system."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -91,7 +91,7 @@ def _resident_bytes() -> int:
 
 @contextmanager
 def _watched(most_bytes: list[int]) -> Iterator[None]:
-    """Note the most resident bytes while inside, every 10 ms."""
+    """Raise `most_bytes[0]` to the resident bytes of this process, every 10 ms during the `with` block."""
     is_over, process = threading.Event(), psutil.Process()
 
     def watch() -> None:
@@ -106,20 +106,20 @@ def _watched(most_bytes: list[int]) -> Iterator[None]:
 
 
 def missed(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a sentence per target that is missed."""
+    """Return a sentence for each missed target."""
     found: list[str] = []
     for ram, disk in _pairs(figures):
         if disk["losses"] != ram["losses"]:
             found.append(f"{disk['case']}: its losses are not those in memory")
         if disk["planned_on_disk_bytes"] != disk["state_bytes"]:
             found.append(f"{disk['case']}: not all state is on disk")
-        if _share(ram, disk) < LEAST_SHARE:
+        if _share(ram, disk) < MIN_SHARE:
             found.append(f"{disk['case']}: resident memory falls by {_share(ram, disk):.1%} of the state's bytes")
     return found
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Return what was measured as Markdown."""
+    """Return the figures as a table in Markdown."""
     lines = [
         f"GPT-2 124M, fp32, 1 x {LENGTH} tokens, op by op: all optimizer state in memory, and all of it on disk. "
         f"Medians of {STEPS - WARM_UP} steps.",
@@ -131,10 +131,10 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
     for ram, disk in _pairs(figures):
         columns = [
             disk["case"].split()[1],
-            *(f"{one['step_s']:.2f} s" for one in (ram, disk)),
-            *(f"{one['resident_bytes'] / 1e6:.0f} MB" for one in (ram, disk)),
+            *(f"{case['step_s']:.2f} s" for case in (ram, disk)),
+            *(f"{case['resident_bytes'] / 1e6:.0f} MB" for case in (ram, disk)),
             f"{_share(ram, disk):.1%} of {ram['state_bytes'] / 1e6:.0f} MB",
-            *(f"{one['most_resident_bytes'] / 1e6:.0f} MB" for one in (ram, disk)),
+            *(f"{case['most_resident_bytes'] / 1e6:.0f} MB" for case in (ram, disk)),
             "equal" if ram["losses"] == disk["losses"] else "different",
         ]
         lines.append(f"| {' | '.join(columns)} |")
@@ -142,9 +142,10 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def _pairs(figures: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    by_case = {one["case"]: one for one in figures}
+    by_case = {figure["case"]: figure for figure in figures}
     return [(by_case[case.replace("disk", "ram")], by_case[case]) for case in by_case if case.startswith("disk")]
 
 
 def _share(ram: dict[str, Any], disk: dict[str, Any]) -> float:
+    """Return by how much resident memory falls with state on disk, as a share of the state's bytes."""
     return (ram["resident_bytes"] - disk["resident_bytes"]) / ram["state_bytes"]

@@ -1,7 +1,8 @@
-"""The three times at which a step may update, on GPT-2 124M whose parameters and state live on the host.
+"""Compare the three update modes on GPT-2 124M with parameters and state on the host.
 
-Three trainings take turns in one process, one thread for the step and one for the updates. A round is `STEPS` steps of
-each, with the last update waited for; hidden is the share of the host's update seconds under a region that runs.
+Three trainings take turns in a process with a thread for the step and a thread for the updates. A round is `STEPS`
+steps of each, including the wait for the last update. The hidden share is the share of the host's update seconds that
+pass while a region runs.
 """
 
 import statistics
@@ -19,11 +20,11 @@ from elixir_compile.ir import Lane, Record
 MODES = ("after_backward", "across_steps", "in_backward")
 BATCH, LENGTH, STEPS = 1, 128, 4
 SHARE = 1.6
-"""Of the parameters' bytes: what the device may hold. Less than a gradient and a half leaves room for nothing else."""
+"""The device budget, as a share of the parameters' bytes. With less than 1.5, nothing but gradients fits."""
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Return per mode the seconds of a step, paired by round, the hidden shares, and whether the losses agree."""
+    """Return, by mode, the seconds of a step, ratios by round, and hidden shares; and whether all losses are equal."""
     torch.set_num_threads(1)
     trainings = {mode: _training(mode) for mode in MODES}
     losses: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -61,7 +62,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def missed(figures: dict[str, Any]) -> list[str]:
-    """Return the claims that do not hold: equal losses, and updates beside the step that make it no slower."""
+    """Return a sentence for each claim that does not hold: equal losses, and no slower steps than `after_backward`."""
     wrong = [] if figures["same_losses"] else ["the losses differ between update modes"]
     return wrong + [
         f"{mode} takes {figures['against_after_backward'][mode]:.3f} of the seconds of after_backward, wanted 1.02"
@@ -71,7 +72,7 @@ def missed(figures: dict[str, Any]) -> list[str]:
 
 
 def _training(mode: str) -> Callable[[], list[float]]:
-    """Return what takes `STEPS` steps of a training with everything on the host, and gives their losses."""
+    """Return a function that takes `STEPS` steps of a training with everything on the host and returns their losses."""
     model = build("gpt2", "cpu")
     parameter_bytes = sum(param.nbytes for param in model.parameters())
     options = {"update": mode, "device_memory": int(SHARE * parameter_bytes), "planner": "greedy", "replan": False}

@@ -1,4 +1,4 @@
-"""One pass of the host optimizer against what else updates 16-bit parameters on a host. See `optimizer.py`."""
+"""Compare the host pass with other updates of 16-bit parameters on a host; `optimizer.py` runs it."""
 
 import ctypes
 import resource
@@ -36,7 +36,7 @@ PAIRS = {
     "split: C": ("read and write 26 B", "cast, torch fused, cast", "DeepSpeed: scale, adam, cast", "mixed: C"),
     "fp32: fused op": ("fp32: torch.optim.AdamW(fused=True)",),
 }
-"""By variant, those that its rate is compared with, in the same round."""
+"""By variant, the other variants for comparison of rates within a round."""
 WANTED = {
     ("mixed: C", "cast, torch fused, cast"): 1.5,
     ("mixed: C", "DeepSpeed: scale, adam, cast"): 1.5,
@@ -46,20 +46,20 @@ WANTED = {
     ("split: C", "read and write 26 B"): 0.92,
     ("fp32: fused op", "fp32: torch.optim.AdamW(fused=True)"): 0.97,
 }
-"""The least median of a ratio of rates."""
+"""The smallest allowed median of a ratio of rates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrays:
-    """The tensors that all variants share; 22 bytes per parameter."""
+    """The tensors shared by all variants; 22 bytes per parameter."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     grad: torch.Tensor
-    """bf16."""
+    """In bf16."""
     wide_grad: torch.Tensor
-    """fp32."""
+    """The same gradient in fp32."""
     param: torch.Tensor
     low: torch.Tensor
 
@@ -85,7 +85,7 @@ class Arrays:
 
 
 def limits() -> ctypes.CDLL:
-    """Return the loops of `optimizer_rmw.c`, built as the kernel is."""
+    """Return the library with the loops of `optimizer_rmw.c`, built by the command that builds the host kernel."""
     source = Path(__file__).with_name("optimizer_rmw.c")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rmw.so"
@@ -94,20 +94,20 @@ def limits() -> ctypes.CDLL:
 
 
 def limit(name: str, arrays: Arrays, threads: HostThreads) -> Callable[[], object]:
-    """Return the pass of the loop `name` over the arrays that the pass of the same name touches."""
+    """Return a call of the loop `name`: it reads and writes the arrays of the host pass, without its arithmetic."""
     loop = getattr(limits(), name)
     loop.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_size_t, ctypes.c_float, ctypes.c_uint16]
     weights = arrays.low if name == "rmw_split" else arrays.master
     tensors = (weights, arrays.exp_avg, arrays.exp_avg_sq, arrays.grad, arrays.param)
 
     def part(start: int, stop: int) -> None:
-        loop(*(one.data_ptr() + start * one.element_size() for one in tensors), stop - start, 1.0, 0)
+        loop(*(tensor.data_ptr() + start * tensor.element_size() for tensor in tensors), stop - start, 1.0, 0)
 
     return lambda: threads.run(len(weights), part)
 
 
 def optimizer_step(kind: Callable[..., Any], arrays: Arrays, step: object) -> Callable[[], object]:
-    """Return the step of an optimizer over the fp32 arrays, its state set from outside."""
+    """Return the step of an optimizer of type `kind` on the fp32 arrays; its count starts at `step`."""
     weight = torch.nn.Parameter(arrays.master)
     optimizer = kind([weight], lr=1e-3, weight_decay=0.01)
     weight.grad = arrays.wide_grad
@@ -116,12 +116,12 @@ def optimizer_step(kind: Callable[..., Any], arrays: Arrays, step: object) -> Ca
 
 
 def torch_fused(params: Sequence[torch.Tensor], **options: Any) -> torch.optim.Optimizer:
-    """Return torch's own fused AdamW."""
+    """Return torch's fused AdamW."""
     return torch.optim.AdamW(params, fused=True, **options)
 
 
 def deepspeed_path(arrays: Arrays) -> Callable[[], None] | None:
-    """Return what DeepSpeed does on the host for ZeRO-3 with offload, None where it is not installed."""
+    """Return DeepSpeed's host update of ZeRO-3 with offload; None if DeepSpeed is not installed."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:
@@ -137,7 +137,7 @@ def deepspeed_path(arrays: Arrays) -> Callable[[], None] | None:
 
 
 def variants(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], object]]:
-    """Return every variant as one call that updates all parameters once; those that are compared are neighbours."""
+    """Return, by variant, a call that updates all parameters once; compared variants are next to each other."""
     a = arrays
     moments = (a.exp_avg, a.exp_avg_sq)
     rule = Rule(step=10, **SCALARS)
@@ -181,21 +181,26 @@ Times = list[tuple[float, bool]]
 """Seconds by round, and whether other processes were quiet."""
 
 
-def quiet_ones(times: Times) -> list[float]:
-    """Return the values of quiet rounds, or of all when fewer than three were quiet."""
+def quiet_values_of(times: Times) -> list[float]:
+    """Return the values of quiet rounds, or of all rounds if fewer than three were quiet."""
     quiet_values = [value for value, is_quiet in times if is_quiet]
     return quiet_values if len(quiet_values) >= 3 else [value for value, _ in times]
 
 
 def ratio_of(name: str, other: str, times: dict[str, Times]) -> dict[str, Any]:
-    """Return the rate of `name` by that of `other`, both of one round."""
+    """Return the quartiles of the rate of `name` over the rate of `other`, each from the same round."""
     rounds = zip(times[name], times[other], strict=True)
     ratios = [(other_s / own_s, is_quiet and other_quiet) for (own_s, is_quiet), (other_s, other_quiet) in rounds]
-    return {"pass": name, "of": other, "num_quiet": sum(flag for _, flag in ratios), **quartiles(quiet_ones(ratios))}
+    return {
+        "pass": name,
+        "of": other,
+        "num_quiet": sum(flag for _, flag in ratios),
+        **quartiles(quiet_values_of(ratios)),
+    }
 
 
 def measured(numel: int, num_threads: int, num_rounds: int) -> dict[str, Any]:
-    """Run every variant once a round, in turn; return seconds, ratios of rates and what the main thread keeps."""
+    """Run each variant once a round, in turn; return seconds, ratios of rates, and kept rates of the main thread."""
     torch.set_num_threads(num_threads)
     arrays = Arrays.of(numel)
     calls = variants(arrays, HostThreads(num_threads))
@@ -213,7 +218,7 @@ def measured(numel: int, num_threads: int, num_rounds: int) -> dict[str, Any]:
         "num_threads": num_threads,
         "numel": numel,
         "num_rounds": num_rounds,
-        "seconds": {name: quartiles(quiet_ones(values)) for name, values in times.items()},
+        "seconds": {name: quartiles(quiet_values_of(values)) for name, values in times.items()},
         "ratios": [
             ratio_of(name, other, times) for name, others in PAIRS.items() for other in others if other in times
         ],
@@ -228,7 +233,7 @@ KEEPS = ("mixed: C", "split: C", "fp32: fused op", "DeepSpeed: scale, adam, cast
 
 
 def kept_rate(update: Callable[[], object], num_rounds: int = 9) -> dict[str, float]:
-    """Return the share of its rate of small ops that the main thread keeps while `update` runs in another thread."""
+    """Return the main thread's rate of small ops while `update` runs in another thread, over its rate without."""
     stop, go = threading.Event(), threading.Event()
     small = torch.zeros(64)
 
@@ -250,7 +255,7 @@ def kept_rate(update: Callable[[], object], num_rounds: int = 9) -> dict[str, fl
     neighbours = Neighbours()
     for _ in range(num_rounds):
         go.clear()
-        time.sleep(WINDOW_S)  # until a pass that runs has ended
+        time.sleep(WINDOW_S)  # until the pass in progress has ended
         neighbours.wait(MOST_WAIT_S)
         alone = rate_per_s()
         go.set()
@@ -259,19 +264,19 @@ def kept_rate(update: Callable[[], object], num_rounds: int = 9) -> dict[str, fl
     stop.set()
     go.set()
     worker.join()
-    return quartiles(quiet_ones(shares))
+    return quartiles(quiet_values_of(shares))
 
 
 def missed(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what does not reach what is wanted, one sentence each."""
+    """Return a sentence for each missed target."""
     found = []
     for figure in figures:
         for ratio in figure["ratios"]:
-            least = WANTED.get((ratio["pass"], ratio["of"]))
-            if least is not None and ratio["median"] < least:
+            wanted = WANTED.get((ratio["pass"], ratio["of"]))
+            if wanted is not None and ratio["median"] < wanted:
                 found.append(
                     f"{figure['num_threads']} threads: {ratio['pass']} at {ratio['median']:.2f} of the rate of "
-                    f"{ratio['of']}, wanted {least}"
+                    f"{ratio['of']}, wanted {wanted}"
                 )
         for name in ("mixed: C", "split: C"):
             share = figure["kept_rate"].get(name)
@@ -283,8 +288,8 @@ def missed(figures: Sequence[dict[str, Any]]) -> list[str]:
 def table(figures: Sequence[dict[str, Any]]) -> str:
     """Return the figures as Markdown."""
 
-    def cell(one: dict[str, float], scale: float = 1.0, digits: int = 2) -> str:
-        low, middle, high = (f"{one[name] * scale:.{digits}f}" for name in ("q25", "median", "q75"))
+    def cell(values: dict[str, float], scale: float = 1.0, digits: int = 2) -> str:
+        low, middle, high = (f"{values[name] * scale:.{digits}f}" for name in ("q25", "median", "q75"))
         return f"{middle} [{low}-{high}]"
 
     lines = [
@@ -292,17 +297,17 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
         "of one run, variants in turn. A ratio is of rates, both from one round. Rounds in which other processes "
         f"took more than {QUIET_CORES} of a core are left out where three others remain.",
         "",
-        "| variant | " + " | ".join(f"{one['num_threads']} threads, ms" for one in figures) + " |",
+        "| variant | " + " | ".join(f"{figure['num_threads']} threads, ms" for figure in figures) + " |",
         "|---|" + "---|" * len(figures),
     ]
     for name in figures[0]["seconds"]:
-        lines.append(f"| {name} | " + " | ".join(cell(one["seconds"][name], 1e3, 1) for one in figures) + " |")
+        lines.append(f"| {name} | " + " | ".join(cell(figure["seconds"][name], 1e3, 1) for figure in figures) + " |")
     lines += ["", "| pass | rate of | threads | ratio | wanted |", "|---|---|---|---|---|"]
-    for one in figures:
-        for ratio in one["ratios"]:
-            least = WANTED.get((ratio["pass"], ratio["of"]))
-            lines.append(f"| {ratio['pass']} | {ratio['of']} | {one['num_threads']} | {cell(ratio)} | {least or ''} |")
+    for figure in figures:
+        for ratio in figure["ratios"]:
+            wanted, num_threads = WANTED.get((ratio["pass"], ratio["of"])), figure["num_threads"]
+            lines.append(f"| {ratio['pass']} | {ratio['of']} | {num_threads} | {cell(ratio)} | {wanted or ''} |")
     lines += ["", "| runs in another thread | rate of small torch ops that the main thread keeps |", "|---|---|"]
-    for one in figures:
-        lines += [f"| {name} | {cell(share)} |" for name, share in one["kept_rate"].items()]
+    for figure in figures:
+        lines += [f"| {name} | {cell(share)} |" for name, share in figure["kept_rate"].items()]
     return "\n".join(lines) + "\n"

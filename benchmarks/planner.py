@@ -1,12 +1,12 @@
-"""Is every plan proved within 1 % of the best in 10 s, and never slower than a rule? GPT-2 4b to 20b on A100s.
+"""Check that plans are within 1 % of their bound in 10 s, and no slower than a rule: GPT-2 4b to 20b on A100s.
 
     python benchmarks/planner.py                       # half an hour on two cores; saves the table
     python benchmarks/planner.py --models gpt2-4b --batches 4 --ranks 1 --machines a100-40g      # prints, saves nothing
 
-No GPU is needed and no weight is allocated. Shapes, batches and the formula of TFLOPS are those of the paper's
-benchmark (Elixir, arXiv 2212.05339): sequences of 1024, bfloat16 with 12 bytes of optimizer state per element, layers
-that recompute. Each model is captured once per batch, in a process of its own, and kept in the cache folder; `--fresh`
-captures again. Then Llama-7B, from nothing to a plan, in a new process. Exit code 1 when a claim does not hold.
+No GPU is needed and no weight is allocated. Shapes, batches and the formula of TFLOPS come from the benchmark of the
+Elixir paper (arXiv 2212.05339): sequences of 1024, bfloat16 with 12 bytes of optimizer state per element, recomputed
+layers. Each model is captured once per batch, in a process of its own, and kept in the cache folder; `--fresh` captures
+again. Then Llama-7B is captured and planned in a new process. Exit code 1 if a claim does not hold.
 """
 
 import argparse
@@ -51,20 +51,20 @@ LLAMA_LENGTH, LLAMA_MOST_S, LLAMA_MOST_BYTES = 2048, 30.0, 3 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one case gave: a plan with its proof, or why there is none."""
+    """The result of a case: a plan with its bound, or the shortfall."""
 
     model: str
     batch: int
     machine: str
     ranks: int
     seconds: float
-    """Wall seconds until there was a plan, verified, or it was known that there is none."""
+    """Wall seconds until the plan was verified, or until NoFeasiblePlan was raised."""
     cpu_s: float
-    """Seconds of all cores in `seconds`; far fewer where other processes held the cores."""
+    """CPU seconds within `seconds`; far fewer if other processes held the cores."""
     rules: dict[str, float | None]
-    """Simulated step of each rule planner in seconds; None where its placement does not fit."""
+    """Simulated step of each rule planner in seconds; None if its placement does not fit."""
     shortfall: str = ""
-    """Why there is no plan; empty where there is one."""
+    """The text of NoFeasiblePlan; empty if there is a plan."""
     step_s: float | None = None
     bound_s: float | None = None
     gap: float | None = None
@@ -75,7 +75,7 @@ class Row:
     gib_saves_s: float | None = None
     binding: tuple[str, ...] = ()
     placements: dict[str, int] = field(default_factory=dict)
-    """Buckets by where parameter and optimizer state live."""
+    """Number of buckets by the homes of parameters and optimizer state."""
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class Row:
 
 
 def captured(model: str, batch: int, *, is_fresh: bool) -> Capture:
-    """Return the training step of `model`, from the cache folder where an earlier run left it."""
+    """Return the training step of `model`, from the cache folder if an earlier run saved it and not `is_fresh`."""
     path = cache_dir() / "benchmarks" / f"{model}-{batch}-torch-{torch.__version__}.json"
     if is_fresh or not path.exists():
         subprocess.run([sys.executable, __file__, "--capture", model, str(batch), str(path)], check=True)
@@ -100,7 +100,7 @@ def captured(model: str, batch: int, *, is_fresh: bool) -> Capture:
 
 
 def capture_to(model: str, batch: int, path: Path) -> None:
-    """Capture one step and write it to `path`."""
+    """Capture a step of `model` and write it to `path`."""
     text = TextBatch(batch=batch, seq=LENGTH, dtype=torch.bfloat16, recompute=True)
     capture = capture_step(*load_model(model, text))
     fields = {
@@ -114,7 +114,7 @@ def capture_to(model: str, batch: int, path: Path) -> None:
 
 
 def solve(model: str, batch: int, machine: str, ranks: int, capture: Capture) -> Row:
-    """Plan one case with the default planner and with each rule."""
+    """Plan a case with the default planner and with each rule."""
     cluster = preset(machine, ranks)
     problem = capture.problem(cluster, Options(), state_bytes_per_element=STATE_BYTES_PER_ELEMENT)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
@@ -152,7 +152,7 @@ def proof_of(found: Plan, tflops: float) -> dict:
 
 
 def failures(row: Row, budget_bytes: int) -> list[str]:
-    """Return what must hold for one case and does not."""
+    """Return a sentence for each claim on `row` that does not hold."""
     fitting = {rule: step_s for rule, step_s in row.rules.items() if step_s is not None}
     if row.step_s is None:
         wrong = [f"no plan, but {rule} takes {format_s(step_s)}" for rule, step_s in fitting.items()]
@@ -168,12 +168,12 @@ def failures(row: Row, budget_bytes: int) -> list[str]:
 
 
 def budget_of(cluster: Cluster) -> int:
-    """Return the bytes that a plan may hold on one device."""
+    """Return the device budget of a plan: the memory of a device without its reserve."""
     return cluster.device.memory_bytes - cluster.device.reserve_bytes
 
 
 def line(row: Row) -> str:
-    """Return one row of the table, in Markdown."""
+    """Return `row` as a line of the table in Markdown."""
     cells = [row.model, str(row.batch), f"{row.ranks} x {row.machine}"]
     if row.step_s is None:
         short = row.shortfall.partition("short by ")[2].partition(";")[0].partition(". ")[0]
@@ -195,7 +195,7 @@ HEAD = (
 
 
 def llama() -> dict[str, float]:
-    """Plan Llama-7B, 1 x 2048, on one A100 with 80 GB; return seconds and the peak of resident memory."""
+    """Plan Llama-7B, 1 x 2048, on an A100 with 80 GB; return seconds and the peak of resident memory."""
     began_s = time.perf_counter()
     model, inputs = load_model("llama-7b", TextBatch(batch=1, seq=LLAMA_LENGTH, dtype=torch.bfloat16))
     capture = capture_step(model, inputs)
@@ -233,7 +233,7 @@ def write_table(rows: Sequence[Row]) -> Path:
 
 
 def run_grid(arguments: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Solve every case asked for; return the rows, and what does not hold."""
+    """Plan the cases from the command line; return their rows, and a sentence for each claim that does not hold."""
     rows: list[Row] = []
     wrong: list[str] = []
     print(HEAD, flush=True)

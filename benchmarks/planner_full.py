@@ -1,15 +1,15 @@
-"""Is every plan at full choice proved within 1 % of the best, and never slower than a rule? Quartiles over a grid.
+"""Check plans with all choices open: within 1 % of their bound, and no slower than a rule. Quartiles over a grid.
 
     python benchmarks/planner_full.py                          # hours on two cores; saves the table
     python benchmarks/planner_full.py --models gpt2-4b --batches 4 --machines a100-80g --ranks 1     # prints only
-    python benchmarks/planner_full.py --models gpt2-20b --every 7 --rows FILE     # a piece: adds to the rows in FILE
-    python benchmarks/planner_full.py --rows FILE --table "which cases these are" # saves the table of these rows
+    python benchmarks/planner_full.py --models gpt2-20b --every 7 --rows FILE     # a part: adds to the rows in FILE
+    python benchmarks/planner_full.py --rows FILE --table "note on the cases"     # saves the table of these rows
     python benchmarks/planner_full.py --small                  # four shallow models, which the tests plan too
 
-The grid: activations and updates as the planner likes, 8 and 12 bytes of optimizer state per element, GPT-2 4b to 20b
-and Llama 7b to 70b, A100s, H100s and RTX 4090s, 1 to 8 ranks, batches of 1 to 16 sequences each. What is saved are
-counted plays and solves beside CPU seconds, and the best step after 2, 5 and 10 CPU seconds of search: seconds of
-another machine are other seconds. No GPU is needed and no weight is allocated; each model is captured once for each
+The grid: free choice of activations and updates, 8 and 12 bytes of optimizer state per element, GPT-2 4b to 20b and
+Llama 7b to 70b, A100s, H100s and RTX 4090s, 1 to 8 ranks, batches of 1 to 16 sequences each. A row has the number of
+simulated steps ("plays") and solves, because CPU seconds differ by machine; the CPU seconds; and the best step after
+2, 5 and 10 CPU seconds of search. No GPU is needed and no weight is allocated. Each model is captured once for each
 batch, in a process of its own, and kept in the cache folder.
 """
 
@@ -52,20 +52,24 @@ BATCHES = (1, 4, 16)
 STATES = (8, 12)
 LENGTHS = {"gpt2": 1024, "llama": 2048, "llama-70b": 4096}
 TIMEOUT_S = 60.0
-"""Counted work ends a search, so that a case is the same on every machine; the clock is for what hangs."""
+"""Searches end after counted work, long before this, so that a case gives the same plan on every machine."""
 MARKS_S = (2.0, 5.0, 10.0)
 MOST_GAP = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
+    """A model on a machine."""
+
     model: str
     batch: int
+    """Sequences of each rank."""
     machine: str
     ranks: int
     state: int
+    """Bytes of optimizer state per element."""
     layers: int = 0
-    """How many layers of the model are left; 0: all."""
+    """Number of layers of the model; 0 for all of them."""
 
     @property
     def shape(self) -> str:
@@ -81,12 +85,12 @@ SMALL = tuple(
     for model, layers in (("gpt2-4b", 4), ("llama-7b", 2))
     for ranks in (1, 4)
 )
-"""Planned by the tests too, which compare ratios with the saved ones."""
+"""The tests plan these cases too, and compare them with the saved rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one case gave; nothing but the case where nothing fits."""
+    """The result of a case; `step_s` and the fields below it are empty if nothing fits."""
 
     case: Case
     cpu_s: float
@@ -97,32 +101,32 @@ class Row:
     gap: float | None = None
     unused_bytes: int = 0
     gaps_at: dict[str, float] = field(default_factory=dict)
-    """By CPU seconds of search: the gap of the best step so far, against the final bound; 1 while there is none."""
+    """By CPU seconds of search: the gap between the best step so far and the final bound; 1 if there is no step yet."""
     rules: dict[str, float] = field(default_factory=dict)
-    """Simulated seconds of each rule that fits."""
+    """Simulated step in seconds of each rule that fits."""
 
     @property
     def best_rule(self) -> float | None:
-        """How many times as long the fastest rule takes."""
+        """The step of the fastest rule over the plan's step."""
         return min(self.rules.values()) / self.step_s if self.rules and self.step_s else None
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Return the cases asked for; a batch is that of each rank."""
+    """Return the cases from the command line."""
     if arguments.small:
         return list(SMALL)
-    every = itertools.product(
+    combinations = itertools.product(
         arguments.models, arguments.batches, arguments.states, arguments.machines, arguments.ranks
     )
     found = [
         Case(model=model, batch=batch, machine=machine, ranks=ranks, state=state)
-        for model, batch, state, machine, ranks in every
+        for model, batch, state, machine, ranks in combinations
     ]
     return found[:: arguments.every]
 
 
 def captured(model: str, batch: int, layers: int = 0) -> Capture:
-    """Return the step of `model`, with all or so many `layers`, from the cache folder where an earlier run left it."""
+    """Return the step of `model` with `layers` layers (0: all), from the cache folder if an earlier run saved it."""
     path = _path(model, batch, layers)
     if not path.exists():
         subprocess.run([sys.executable, __file__, "--capture", model, str(batch), str(layers)], check=True)
@@ -143,8 +147,10 @@ def _path(model: str, batch: int, layers: int) -> Path:
 
 
 def capture_of(model: str, batch: int, layers: int) -> Capture:
-    """Return one step of `model`, with all or so many `layers`, its activations free to be chosen: of all layers as
-    `elixir-compile plan` captures it."""
+    """Capture a step of `model` with `layers` layers, without recompute by the model itself.
+
+    With 0 for all layers, it is captured as `elixir-compile plan` does.
+    """
     length = LENGTHS.get(model) or LENGTHS[model.partition("-")[0]]
     text = TextBatch(batch=batch, seq=length, dtype=torch.bfloat16)
     if not layers:
@@ -158,7 +164,7 @@ def capture_of(model: str, batch: int, layers: int) -> Capture:
 
 
 def write_capture(model: str, batch: int, layers: int) -> None:
-    """Capture one step and write it to the cache folder."""
+    """Capture a step and write it to the cache folder."""
     capture = capture_of(model, batch, layers)
     fields = {
         "graph": json.loads(graph_to_json(capture.graph)),
@@ -172,22 +178,24 @@ def write_capture(model: str, batch: int, layers: int) -> None:
 
 @dataclass(slots=True)
 class Counts:
-    """Plays and solves, and (CPU seconds, step) of every best so far."""
+    """The work of a search, counted while it runs."""
 
     num_plays: int = 0
+    """Simulated steps."""
     num_solves: int = 0
+    """Solves of linear and integer programs."""
     best: list[tuple[float, float]] = field(default_factory=list)
+    """(CPU seconds since the start, best step in seconds) after each candidate."""
 
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count what the searches inside do."""
+    """Count the work of all searches in the `with` block, by wrappers around the planner's functions."""
     counts, began_s = Counts(), time.process_time()
     play, keep, place = Evaluator.played, tries.Tries._keep, planner.place_best
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
         (pricing, "linprog", pricing.linprog),
-        (solver, "solve_whole", solver.solve_whole),
-        (solver, "solve_whole", solver.solve_whole),
+        (solver, "solve_integral", solver.solve_integral),
     ]
 
     def counted_play(*arguments: Any) -> Any:
@@ -221,12 +229,12 @@ def counting() -> Iterator[Counts]:
 
 
 def problem_of(case: Case) -> Problem:
-    """Return the problem of one case."""
-    return asked(case, captured(case.model, case.batch, case.layers))
+    """Return the problem of `case`, with its step from the cache folder."""
+    return problem_from(case, captured(case.model, case.batch, case.layers))
 
 
-def asked(case: Case, capture: Capture) -> Problem:
-    """Return what the planner is asked about the step of one case."""
+def problem_from(case: Case, capture: Capture) -> Problem:
+    """Return the problem of `case` for a captured step."""
     state = {name: numel * case.state for name, numel in capture.numels.items()}
     return replace(capture, state_bytes=state).problem(
         preset(case.machine, case.ranks), Options(), state_bytes_per_element=case.state
@@ -234,7 +242,7 @@ def asked(case: Case, capture: Capture) -> Problem:
 
 
 def solve(case: Case, problem: Problem) -> Row:
-    """Plan one case with the default planner and with each rule."""
+    """Plan a case with the default planner and with each rule."""
     began_s = time.process_time()
     with counting() as counts:
         try:
@@ -266,7 +274,7 @@ def solve(case: Case, problem: Problem) -> Row:
 
 
 def failures(row: Row) -> list[str]:
-    """Return what must hold for one case and does not."""
+    """Return a sentence for each claim on `row` that does not hold."""
     if row.step_s is None:
         return [f"no plan or no bound, but {rule} fits" for rule in row.rules]
     slower = [f"slower than {rule}" for rule, step_s in row.rules.items() if row.step_s > step_s * (1 + 1e-9)]
@@ -275,7 +283,7 @@ def failures(row: Row) -> list[str]:
 
 
 def quartiles(values: Sequence[float]) -> str:
-    """Return the least, the quartiles and the most of `values`, in words."""
+    """Return minimum, quartiles and maximum of `values`, as cells of a table in Markdown."""
     if len(values) < 2:
         return ", ".join(f"{value:.4g}" for value in values) or "none"
     low, middle, high = statistics.quantiles(values, n=4)
@@ -300,7 +308,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def line(row: Row) -> str:
-    """Return one row of the table, in Markdown."""
+    """Return `row` as a line of the table in Markdown."""
     case = row.case
     cells = [case.shape, str(case.batch), str(case.state), f"{case.ranks} x {case.machine}"]
     if row.step_s is None or row.gap is None:
@@ -312,9 +320,9 @@ def line(row: Row) -> str:
 
 
 def read_rows(path: Path) -> dict[Case, Row]:
-    """Return the rows of an earlier run, by case, from a file with one row a line; none where there is no file.
+    """Return the rows of an earlier run, by case, from a file with a row on each line; empty if there is no file.
 
-    A last line that was not written to its end is cut off: its case is run again.
+    An incomplete last line is removed from the file, so that its case is run again.
     """
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
@@ -331,7 +339,7 @@ HEAD = (
 
 
 def save_table(name: str, note: str, rows: Sequence[Row]) -> None:
-    """Save the figures of `rows`, and their table below a `note` that says which cases they are."""
+    """Save the figures of `rows`, and their table below `note`, which names the cases."""
     wrong = [f"{row.case.name}: {why}" for row in rows for why in failures(row)]
     path = save(name, {"note": note, "failures": wrong, "rows": [asdict(row) for row in rows]})
     table = RESULTS / f"{name}.md"
@@ -340,7 +348,7 @@ def save_table(name: str, note: str, rows: Sequence[Row]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[Row]:
-    """Return a row for each case asked for, of which those that are new are added to the file of rows."""
+    """Return a row for each case from the command line; rows of new cases are also added to the file of rows."""
     known = {} if arguments.rows is None else read_rows(arguments.rows)
     if arguments.table:
         return list(known.values())
@@ -364,11 +372,13 @@ def main() -> int:
     parser.add_argument("--states", nargs="+", type=int, default=STATES)
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     parser.add_argument("--machines", nargs="+", default=MACHINES)
-    every = "only every so-manieth of these; best without a divisor in common with the number of values of a column"
+    every = "plan every Nth case only; N should have no divisor in common with the number of values of an option"
     parser.add_argument("--every", type=int, default=1, metavar="N", help=every)
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="rows of an earlier run, and where new ones go")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="file with the rows of earlier runs; new rows are added"
+    )
     parser.add_argument("--table", metavar="NOTE", help="run nothing, save the table of the rows in FILE")
-    parser.add_argument("--small", action="store_true", help="shallow models, as the tests plan them")
+    parser.add_argument("--small", action="store_true", help="plan the four shallow models of the tests")
     parser.add_argument("--capture", nargs=3, metavar=("MODEL", "BATCH", "LAYERS"))
     arguments = parser.parse_args()
     if arguments.capture:
@@ -378,10 +388,10 @@ def main() -> int:
     rows = run(arguments)
     print("\n" + "\n".join(summary(rows)))
     chosen = (arguments.models, arguments.batches, arguments.states, arguments.ranks, arguments.machines)
-    is_whole = tuple(map(tuple, chosen)) == (MODELS, BATCHES, STATES, RANKS, MACHINES) and arguments.every == 1
+    is_complete = tuple(map(tuple, chosen)) == (MODELS, BATCHES, STATES, RANKS, MACHINES) and arguments.every == 1
     if arguments.small:
         save_table("planner_small", "Shallow models, which the tests plan too.", rows)
-    elif arguments.table or is_whole:
+    elif arguments.table or is_complete:
         save_table("planner_full", arguments.table or "All cases.", rows)
     wrong = [f"{row.case.name}: {why}" for row in rows for why in failures(row)]
     for case in wrong:

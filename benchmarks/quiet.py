@@ -1,4 +1,7 @@
-"""Import before torch: OpenMP threads that wait asleep, so that another process costs little and figures are steady."""
+"""Let idle OpenMP threads sleep instead of spin, so that figures beside other processes are steady.
+
+Import it before torch.
+"""
 
 import os
 

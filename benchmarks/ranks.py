@@ -1,15 +1,15 @@
-"""GPT-2 124M on two ranks of one CPU: our step and our peak against those of `fully_shard` (FSDP2).
+"""Compare steps and peaks of Elixir and `fully_shard` (FSDP2) on GPT-2 124M with two ranks of the same CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/ranks.py          # 20 minutes on two cores; the machine must be quiet
-    python benchmarks/ranks.py --parts host               # one part; the other stays in the file
+    python benchmarks/ranks.py --parts host               # a single part; the other part is kept in the file
     python benchmarks/ranks.py --quick                    # three narrow layers, short sequences; saves nothing
 
-    device    `fully_shard` on each block and on the model, eager and compiled, with torch's fused AdamW; ours within
+    device    `fully_shard` on each block and on the model, eager and compiled, with torch's fused AdamW; Elixir within
               the smaller of their peaks, with nothing on the host
-    host      the same with `CPUOffloadPolicy`, compiled; ours within its peak and its host
+    host      `fully_shard` with `CPUOffloadPolicy`, compiled; Elixir within its peak and its host bytes
 
-Gloo, one thread and a batch of 2 x 256 per rank, fp32. Each rank of each case is a process; the two of `fully_shard`
-take steps in turn, then the faster of them and ours. Exit code 1 when a claim does not hold.
+Gloo, one thread and a batch of 2 x 256 per rank, fp32. Each rank of each case is a process. The two cases of
+`fully_shard` take steps in turn, then the faster of them and Elixir. Exit code 1 if a claim does not hold.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Figures = dict[str, object]
 
 @contextmanager
 def started(case: Case) -> Iterator[Group]:
-    """Start the ranks of `case`, print what their first steps took, and end them after."""
+    """Start the ranks of `case`, print the figures of their first steps, and end them after the `with` block."""
     group = Group(case)
     print(case, group.first, flush=True)
     try:
@@ -48,7 +48,7 @@ def started(case: Case) -> Iterator[Group]:
 
 
 def device(start: Case, num_rounds: int) -> Figures:
-    """All on the device."""
+    """Compare with everything on the device."""
     theirs = {
         "FSDP2": replace(start, by="fsdp", compiles=False),
         "FSDP2, compiled": replace(start, by="fsdp"),
@@ -57,7 +57,7 @@ def device(start: Case, num_rounds: int) -> Figures:
 
 
 def host(start: Case, num_rounds: int) -> Figures:
-    """Parameters, gradients and state on the host."""
+    """Compare with parameters, gradients and state on the host."""
     return compared({"FSDP2, compiled": replace(start, by="fsdp", offloads=True)}, start, num_rounds)
 
 
@@ -65,10 +65,10 @@ PARTS: dict[str, Callable[[Case, int], Figures]] = {"device": device, "host": ho
 
 
 def compared(theirs: dict[str, Case], ours: Case, num_rounds: int) -> Figures:
-    """Let `theirs` take steps in turn, then the fastest of them and `ours`, with the smallest of their peaks and what
-    they have on the host as budgets.
+    """Let `theirs` take steps in turn, then the fastest of them and `ours`.
 
-    Two cases at a time: the memory of the machine holds no more.
+    The budgets of `ours` are the smallest peak of `theirs` and the host bytes of their fastest case. Only two cases run
+    at a time, because the memory of the machine holds no more.
     """
     with ExitStack() as stack:
         first = {name: stack.enter_context(started(case)) for name, case in theirs.items()}
@@ -81,16 +81,15 @@ def compared(theirs: dict[str, Case], ours: Case, num_rounds: int) -> Figures:
         for name in first:
             if name != fastest:
                 first[name].stop()
-        # A byte where they have no host: room for nothing.
+        # A budget must be positive; in a single byte nothing fits.
         host_bytes = max(1, first[fastest].first["host_bytes"])
-        own = stack.enter_context(started(replace(ours, budget_bytes=budget_bytes, host_bytes=host_bytes)))
-        last = raced({fastest: first[fastest], "ours": own}, fastest, num_rounds)
+        group = stack.enter_context(started(replace(ours, budget_bytes=budget_bytes, host_bytes=host_bytes)))
+        last = raced({fastest: first[fastest], "ours": group}, fastest, num_rounds)
     return {"budget_bytes": budget_bytes, "fastest": fastest, "theirs": rows, "rows": last}
 
 
 def raced(groups: dict[str, Group], base: str, num_rounds: int) -> Figures:
-    """Let `groups` take steps in turn; return what each took, and the median over the rounds of its step over that of
-    `base`."""
+    """Let `groups` take steps in turn; return the figures of each, with the ratio of its step to the step of `base`."""
     in_turn(groups, 1)
     seconds = in_turn(groups, num_rounds)
     rows = {name: {**group.first, **seconds[name]} for name, group in groups.items()}
@@ -98,19 +97,19 @@ def raced(groups: dict[str, Group], base: str, num_rounds: int) -> Figures:
         row["median_s"] = statistics.median(row["wall_s"])
         for clock, ratio in (("wall_s", "ratio"), ("own_s", "own_ratio")):
             pairs = zip(row[clock], rows[base][clock], strict=True)
-            row[ratio] = statistics.median(one / other for one, other in pairs)
+            row[ratio] = statistics.median(seconds / base_s for seconds, base_s in pairs)
     print({name: (row["wall_s"], row["ratio"]) for name, row in rows.items()}, flush=True)
     return rows
 
 
 def claims(figures: Figures) -> dict[str, bool]:
-    """Return what must hold for the parts that were run, by name."""
+    """Return the claims on all parts in `figures`, and whether each holds."""
     found: dict[str, bool] = {}
     for part in (part for part in PARTS if part in figures):
         fastest, own = figures[part]["fastest"], figures[part]["rows"]["ours"]
         spare = 1 - own["peak_bytes"] / figures[part]["budget_bytes"]
         pairs = zip(own["losses"], figures[part]["rows"][fastest]["losses"], strict=True)
-        off = max(abs(one / other - 1) for one, other in pairs)
+        off = max(abs(ours / theirs - 1) for ours, theirs in pairs)
         found[f"{part}: {own['ratio']:.3f} of the step of {fastest}"] = own["ratio"] <= 1.0
         found[f"{part}: peak {spare:.2%} below theirs"] = spare >= 0
         more_bytes = own["host_bytes"] - figures[part]["rows"][fastest]["host_bytes"]
@@ -120,7 +119,7 @@ def claims(figures: Figures) -> dict[str, bool]:
 
 
 def table(figures: Figures) -> str:
-    """Return the parts that were run for a reader."""
+    """Return a table in Markdown for each part in `figures`, and the claims."""
     machine = "GPT-2 124M on 2 gloo ranks of one CPU, each with one thread and a batch of 2 x 256, fp32."
     texts = [f"{machine} MB are 10^6 bytes of one rank; seconds are medians of steps taken in turn."]
     for part in (part for part in PARTS if part in figures):
@@ -142,7 +141,7 @@ def table(figures: Figures) -> str:
 
 
 def earlier() -> Figures:
-    """Return the parts of the last run."""
+    """Return the saved figures of earlier runs."""
     path = RESULTS / "ranks_cpu.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -156,7 +155,8 @@ def main() -> int:
     arguments = parser.parse_args()
     figures = {} if arguments.quick else earlier()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("ELIXIR_CACHE_DIR", folder)  # of the workers too: nothing measured on a busier day
+        # For the workers too: the machine is measured now, not read from an earlier run on a busier day.
+        os.environ.setdefault("ELIXIR_CACHE_DIR", folder)
         here = torch.device("cpu")
         if cached_machine(here) is None:
             store_machine(measure_machine(here), here)

@@ -1,8 +1,7 @@
-"""One rank that trains GPT-2 with its peers, by `fully_shard` (FSDP2) or by ours, and the handle by which another
-process makes all ranks of a case take steps.
+"""A rank that trains GPT-2 by `fully_shard` (FSDP2) or by Elixir, and `Group`, which runs all ranks of a case.
 
-    group = Group(Case(by="fsdp"))     starts its ranks; `first` is what their first steps took
-    group.steps(1)                     their next step, in seconds of the slowest
+group = Group(Case(by="fsdp"))     starts the ranks; `first` has the figures of their first steps
+group.steps(1)                     takes the next step; its seconds are those of the slowest rank
 """
 
 import ctypes
@@ -38,7 +37,7 @@ LIMIT_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Who trains on two ranks, and where the parameters and the optimizer's state may be."""
+    """A training on two ranks: its backend, and the memory that it may use."""
 
     by: str = "elixir"
     """`elixir`, or `fsdp`: `fully_shard` on each block and on the model."""
@@ -47,14 +46,14 @@ class Case:
     offloads: bool = False
     """Whether `fsdp` keeps parameters, gradients and state on the host."""
     budget_bytes: int | None = None
-    """What `elixir` may hold on the device."""
+    """The device budget of `elixir`."""
     host_bytes: int | None = None
-    """What `elixir` may hold on the host; None for what there is."""
+    """The host budget of `elixir`; None for its default."""
     quick: bool = False
 
 
 def model_of(case: Case) -> torch.nn.Module:
-    """Return GPT-2 124M, or a small one, with random weights from seed 0."""
+    """Return GPT-2 124M, or a small GPT-2 if `case` is quick, with random weights from seed 0."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -65,7 +64,7 @@ def model_of(case: Case) -> torch.nn.Module:
 
 
 def tokens_of(model: torch.nn.Module, case: Case, rank: int) -> torch.Tensor:
-    """Return this rank's own random tokens."""
+    """Return random tokens with `rank` as their seed."""
     shape = (BATCH, QUICK_LENGTH if case.quick else LENGTH)
     return torch.randint(0, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(rank))
 
@@ -85,7 +84,7 @@ def fsdp(case: Case, model: torch.nn.Module) -> tuple[Callable, torch.optim.Opti
 
 
 def ours(case: Case, model: torch.nn.Module) -> tuple[Callable, torch.optim.Optimizer]:
-    """Return `model` compiled under its budget, and our AdamW."""
+    """Return `model` compiled by Elixir under the budgets of `case`, and `HybridAdamW`."""
     elixir.prepare(model, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
     options = {
         "device_memory": case.budget_bytes, "host_memory": case.host_bytes, "plan_cache": False, "replan": False,
@@ -103,7 +102,7 @@ def loss_of(compiled: Callable, tokens: torch.Tensor) -> float:
 
 
 def host_addresses(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return where `fully_shard` keeps what it calls the host: this rank's parameters, their gradients and state."""
+    """Return the addresses of storages that `fully_shard` keeps on the host: parameters, gradients and state."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     kept = [*params, *(param.grad for param in params if param.grad is not None)]
     kept += [value for param in params for value in optimizer.state[param].values()]
@@ -112,10 +111,10 @@ def host_addresses(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def peaks(work: Callable[[], None], optimizer: torch.optim.Optimizer, case: Case) -> dict[str, int]:
-    """Take a step; return the most bytes on the device, and on the host, where `case` has one.
+    """Take a step; return the peak bytes on the device and on the host.
 
-    The device of a CPU is all that the allocator gave, but for slabs, which are our host, and for the shards of
-    `fully_shard` where it offloads them: those it keeps in plain memory.
+    On a CPU, device bytes are all bytes from torch's allocator, less host bytes. Elixir's host bytes are its slabs.
+    Host bytes of `fully_shard` are the shards it offloads, which it keeps in plain memory; 0 if it does not offload.
     """
     if case.by == "elixir":
         record = elixir.measure_step(work)
@@ -128,7 +127,7 @@ def peaks(work: Callable[[], None], optimizer: torch.optim.Optimizer, case: Case
     if not case.offloads:
         return {"peak_bytes": total_bytes, "host_bytes": 0}
     away = host_addresses(optimizer)
-    # The last block at an address is the one that is still there.
+    # Blocks reuse addresses: the last block at an address is still allocated.
     last = {address: index for index, (_, address, nbytes) in enumerate(events) if nbytes > 0 and address in away}
     on_device = {address: nbytes for address, nbytes in resident.nbytes_at.items() if address not in away}
     rest = [event for index, event in enumerate(events) if last.get(event[1]) != index]
@@ -147,13 +146,13 @@ def worst(figures: dict[str, int]) -> dict[str, int]:
 
 
 def timed_apart(step: Callable[[], None], times: int) -> dict[str, list[float]]:
-    """Take steps that all ranks begin together; return the seconds of each."""
+    """Take `times` steps after a barrier of all ranks; return the seconds of each."""
     distributed.barrier()
     return timed(step, times)
 
 
 def work(case: Case, rank: int, port: int) -> None:
-    """Answer what the first steps took, then take as many as each line asks for."""
+    """Print the figures of the first steps, then take as many steps as each line of standard input says."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS, timeout=timedelta(minutes=10)
@@ -185,7 +184,7 @@ def work(case: Case, rank: int, port: int) -> None:
 
 
 class Group:
-    """The processes of one case."""
+    """The processes of a case, one per rank."""
 
     def __init__(self, case: Case) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -195,7 +194,7 @@ class Group:
         self.first = self._workers[0].first
 
     def steps(self, times: int) -> dict[str, list[float]]:
-        """Take steps; return, of each, the seconds of the slowest rank, and those that all worked."""
+        """Take `times` steps; return the wall seconds of the slowest rank and the CPU seconds of all ranks for each."""
         found = list(self._pool.map(lambda worker: worker.steps(times), self._workers))
         wall_s, own_s = (zip(*(answer[clock] for answer in found), strict=True) for clock in ("wall_s", "own_s"))
         return {"wall_s": [max(each) for each in wall_s], "own_s": [sum(each) for each in own_s]}

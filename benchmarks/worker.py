@@ -1,10 +1,10 @@
-"""One process that trains under one plan, and the handle by which another process makes it take steps.
+"""A process that trains under a plan, and `Worker`, by which another process starts it and lets it take steps.
 
-    worker = Worker("llama", "elixir", budget_bytes)     starts it; `first` is what its plan says and what it took
-    worker.steps(1)                                      its next step, in seconds
+    worker = Worker("llama", "elixir", budget_bytes)     starts it; `first` has figures of its plan and its first steps
+    worker.steps(1)                                      takes its next step; returns the seconds
     in_turn({"milp": worker, "elixir": other}, 5)        five steps of each, in turn
 
-Answers are lines of JSON.
+The process prints its figures as lines of JSON.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def tokens_for(model: torch.nn.Module, batch: int = BATCH, length: int = LENGTH)
 
 
 def stepper(compiled: Callable, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> Callable[[], None]:
-    """Return a function that takes one training step."""
+    """Return a function that takes a training step: forward, backward, update, zero_grad."""
 
     def step() -> None:
         compiled(input_ids=tokens, labels=tokens).loss.backward()
@@ -60,7 +60,7 @@ def stepper(compiled: Callable, optimizer: torch.optim.Optimizer, tokens: torch.
 
 
 def timed(step: Callable[[], None], times: int) -> dict[str, list[float]]:
-    """Take steps; return the wall seconds of each, and the seconds that this process's own threads worked."""
+    """Take `times` steps; return the wall seconds and the CPU seconds of this process for each."""
     wall_s, own_s = [], []
     for _ in range(times):
         began_s, began_own_s = time.perf_counter(), time.process_time()
@@ -71,13 +71,13 @@ def timed(step: Callable[[], None], times: int) -> dict[str, list[float]]:
 
 
 def digest(plan: elixir.Plan) -> str:
-    """Return a text that is equal for plans that do the same."""
+    """Return a text that is equal for plans with equal buckets, placements, regions and schedules."""
     does = repr((plan.buckets, plan.placements, plan.regions, plan.schedules))
     return hashlib.sha256(does.encode()).hexdigest()[:16]
 
 
 def rule_digests(problem: Problem) -> dict[str, str | None]:
-    """Return what each rule would do; None where it does not fit."""
+    """Return the digest of each rule's plan for `problem`; None if the rule does not fit."""
     found: dict[str, str | None] = {}
     for rule in RULES:
         try:
@@ -88,7 +88,7 @@ def rule_digests(problem: Problem) -> dict[str, str | None]:
 
 
 def plan_figures(plan: elixir.Plan) -> dict[str, object]:
-    """Return what a plan says, and what it does."""
+    """Return a plan's predictions, its bound, and its digest."""
     return {
         "step_s": plan.prediction.step_s,
         "peak_bytes": plan.prediction.device_peak_bytes,
@@ -99,9 +99,9 @@ def plan_figures(plan: elixir.Plan) -> dict[str, object]:
 
 
 def work(name: str, planner: str, budget_bytes: int | None) -> None:
-    """Train under one plan as the other side of the pipe asks: a number of steps per line.
+    """Print the figures of the plan and the first steps, then take as many steps as each line of standard input says.
 
-    The first answer is what the plan says and what its first steps took; of the default planner, before and after the
+    The default planner corrects its plan after the first steps, so its figures come from before and after the
     correction. A rule keeps its plan.
     """
     is_default = planner == "milp"
@@ -118,9 +118,9 @@ def work(name: str, planner: str, budget_bytes: int | None) -> None:
         print(json.dumps({"shortfall": str(error)}), flush=True)
         return
     (compilation,) = elixir.compilations(compiled)
-    # The question as it was asked: there is no public name for it, and asking it anew would need a second capture.
+    # The compilation's problem has no public name, and making it anew would need a second capture.
     rules = rule_digests(compilation._problem) if is_default else {}
-    # The second step, which no figure of the watch counts: the optimizer has its state, and nothing compiles.
+    # The plan's correction skips the second step, so its memory is measured here: state is there, nothing compiles.
     phases = [{"plan": plan_figures(compilation.plan), "peak_bytes": elixir.measure_step(step).device_peak_bytes}]
     if is_default:
         phases[0]["steps"] = timed(step, NUM_WATCHED - 2)
@@ -136,10 +136,13 @@ def work(name: str, planner: str, budget_bytes: int | None) -> None:
 
 
 class Worker:
-    """A process that trains under one plan."""
+    """A process that trains under a plan."""
 
     def __init__(self, *arguments: str | int | None, script: str = __file__, limit_s: float = LIMIT_S) -> None:
-        """`arguments` are those of `script`: by default a model, a planner and a budget in bytes."""
+        """Start `script` with `arguments`: for this file a model, a planner and a budget in bytes.
+
+        Waits at most `limit_s` seconds for each line of figures.
+        """
         self._limit_s = limit_s
         self._process = subprocess.Popen(
             [sys.executable, script, *(str(argument or 0) for argument in arguments)],
@@ -148,7 +151,7 @@ class Worker:
         self.first = self._answer()
 
     def steps(self, times: int) -> dict[str, list[float]]:
-        """Take steps; return their seconds."""
+        """Take `times` steps; return the wall seconds and the CPU seconds of each."""
         self._process.stdin.write(f"{times}\n".encode())
         return self._answer()
 
@@ -158,6 +161,7 @@ class Worker:
         self._process.wait()
 
     def _answer(self) -> dict:
+        """Return the next line of figures; raises RuntimeError if the process ends, TimeoutError if it is late."""
         deadline_s = time.monotonic() + self._limit_s
         while select.select([self._process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
             line = self._process.stdout.readline()
@@ -170,7 +174,7 @@ class Worker:
 
 
 def in_turn(workers: Mapping[str, Worker], num_rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Let all take a step in turn, forward and then backward through the list; return, by name, their seconds."""
+    """Let all workers take a step in each round, in order and then in reverse order; return their seconds by name."""
     seconds: dict[str, dict[str, list[float]]] = {name: {"wall_s": [], "own_s": []} for name in workers}
     for index in range(num_rounds):
         for name in list(workers) if index % 2 == 0 else reversed(workers):

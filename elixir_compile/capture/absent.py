@@ -1,11 +1,12 @@
-"""Parameters that other ranks use and this one does not, in the capture of this one.
+"""Add the parameters of other ranks' graphs to the capture of this rank.
 
 ```text
-  forward   w = parameter(key)                  nobody reads it: the parameter travels all the same
+  forward   w = parameter(key)                  no op reads it, but the parameter is gathered all the same
   backward  zeros = full(shape, 0);  gradient(zeros, key)
 ```
 
-So ranks whose graphs differ move the same buckets, and the mean of a gradient counts zeros where a rank has none.
+So ranks whose graphs differ gather and reduce the same buckets. If a rank has no gradient of a parameter, the mean over
+the ranks counts zeros for it.
 """
 
 import copy
@@ -22,15 +23,17 @@ from elixir_compile.ops.registry import Slot
 
 
 def trained_keys(captured: Captured) -> frozenset[int]:
-    """Return the keys of the parameters that the backward of `captured` makes a gradient of."""
+    """Return the keys of the parameters whose gradients the backward of `captured` computes."""
     if captured.backward is None:
         return frozenset()
     return frozenset(node.args[1] for node in captured.backward.graph.find_nodes(op="call_function", target=gradient))
 
 
 def with_absent(captured: Captured, read: Sequence[Slot], trained: Sequence[Slot]) -> Captured:
-    """Return a copy of `captured` that also has the parameters `read`, and gradients of zeros of those `trained`, where
-    it has none of its own."""
+    """Return a copy of `captured` that also gathers the parameters `read` and has gradients of zeros for `trained`.
+
+    Nothing is added for a parameter that `captured` reads or trains already.
+    """
     known = captured.param_names
     forward = _copied(captured.forward)
     example = next(node.meta["val"] for node in forward.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
@@ -52,7 +55,7 @@ def with_absent(captured: Captured, read: Sequence[Slot], trained: Sequence[Slot
 
 
 def _add_zeros(backward: fx.GraphModule, slots: Sequence[Slot], example: torch.Tensor) -> None:
-    """Make them last: until then they would only take memory."""
+    """Add the gradients of zeros at the end of `backward`, because earlier they would only take memory."""
     graph = backward.graph
     for slot in slots:
         with graph.inserting_before(graph.output_node()):
@@ -63,7 +66,7 @@ def _add_zeros(backward: fx.GraphModule, slots: Sequence[Slot], example: torch.T
 
 
 def _like(slot: Slot, example: torch.Tensor) -> torch.Tensor:
-    """Return the whole parameter as a fake tensor of the mode of `example`."""
+    """Return a fake tensor of the full parameter, in the fake mode of `example`."""
     with example.fake_mode:
         return torch.empty(slot.param.shape, dtype=slot.param.dtype, device=slot.device)
 

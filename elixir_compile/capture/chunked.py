@@ -1,27 +1,27 @@
-"""The cross-entropy of a projection, computed in chunks over tokens, so that no [tokens, classes] tensor exists.
+"""Compute the cross-entropy of a projection in chunks over tokens, so that no [tokens, classes] tensor exists.
 
     forward    for chunk c:   x = h[c] @ w.T + b;   lse[c] = log(sum(exp(x)));   loss[c] = lse[c] - x[target]
                saved: h, w, b, targets, lse
     backward   for chunk c:   x = w @ h[c].T + b;   d = (exp(x - lse[c]) - onehot) * g
                               dh[c] = d.T @ w;   dw = dw + d @ h[c];   db = db + sum(d)
 
-torch traces it into plain ATen ops, unrolled over the chunks. A chunk's logits are dead before those of the next are
-made, in both directions.
+torch traces the function into plain ATen ops, unrolled over the chunks. In the forward and in the backward, the logits
+of a chunk are dead before the logits of the next chunk are computed.
 
 [Note: One chunk after the other]
-Nothing in the formulas orders the chunks of the backward, and Inductor fused their softmaxes into one kernel, for which
-the logits of all chunks existed at once. So a chunk's dh is written over its h, and the next chunk reads its h from the
-result. The first chunk's logits alone do not depend on the incoming gradient; the partitioner might save them for the
-backward if both halves had the same `mm`. It is `h @ w.T` in the forward and `w @ h.T` in the backward, after which
-`d @ h` needs no transposed copy either.
+The formulas do not order the chunks of the backward, and Inductor fused their softmaxes into one kernel, for which the
+logits of all chunks existed at once. So the dh of a chunk is written over its h, and the next chunk reads its h from
+the result. Only the logits of the first chunk do not depend on the incoming gradient. The partitioner might save them
+for the backward if both halves had the same `mm`, so the forward computes `h @ w.T` and the backward `w @ h.T`. After
+`w @ h.T`, `d @ h` needs no transposed copy either.
 
 [Note: Tolerance]
-Per token the arithmetic is that of torch: the same dtypes, and rounding to a 16-bit dtype where torch rounds. What
-differs is `x - lse` for `x - max - log(sum)`, and the order of the sums that make dw and db: over the tokens of a
-chunk, then over chunks. Against the unchunked step, errors relative to the largest element were at most 3e-7 in fp32,
-for the loss and every gradient. Where the projection is bf16, dw and db are rounded to bf16 once per chunk and not
-once: 4 chunks, 6e-3, which is the spacing of bf16. A loss that is bf16 itself may be the next bf16, as the tokens'
-losses are added up in fp32.
+The arithmetic for one token is the same as in torch: the same dtypes, and the same roundings to a 16-bit dtype. Two
+things differ: `x - lse` replaces `x - max - log(sum)`, and the sums of dw and db run over the tokens of a chunk, then
+over chunks. Against the unchunked step, errors relative to the largest element were at most 3e-7 in fp32, for the loss
+and every gradient. If the projection is bf16, dw and db are rounded to bf16 after each chunk instead of once: for 4
+chunks the error was 6e-3, the spacing of bf16. A bf16 loss may differ by one spacing, as the losses of the tokens are
+added in fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,17 +32,17 @@ import torch
 
 
 class LossForm(NamedTuple):
-    """What is computed and in which dtypes. A named tuple, as fx can print one among the arguments of a node."""
+    """The constants of a chunked cross-entropy: a named tuple, which fx can print as an argument of a node."""
 
     num_chunks: int
     is_mean: bool
-    """Divided by the number of tokens that count, else the sum."""
+    """If True, the loss is divided by the number of tokens that count; if False, it is the sum."""
     ignore_index: int
     label_smoothing: float
     logits_dtype: torch.dtype
-    """Dtype of the projection; not that of its operands under autocast."""
+    """Dtype of the result of the projection, which under autocast differs from the dtype of its operands."""
     loss_dtype: torch.dtype
-    """Dtype in which the cross-entropy reads the logits."""
+    """Dtype of the logits that the cross-entropy reads."""
 
 
 def chunked_cross_entropy(
@@ -50,8 +50,8 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross-entropy of `hidden @ weight.T + bias` against `targets`, a scalar of `form.loss_dtype`.
 
-    hidden [tokens, width], weight [classes, width], bias [classes], targets [tokens] of an integer dtype. Chunks
-    differ by one token at most. The gradient has no gradient. See [Note: Tolerance].
+    Shapes: hidden [tokens, width], weight [classes, width], bias [classes], targets [tokens] of an integer dtype. The
+    sizes of chunks differ by at most one token. The backward cannot be differentiated. See [Note: Tolerance].
     """
     return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, form)
 
@@ -86,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             counts = _counts(targets, form)
             if form.is_mean:
                 per_token = per_token / counts.sum()
-            # Zero where a target is ignored, even when all are and the mean divides by zero.
+            # Zero for an ignored target, even if all targets are ignored and the mean divides by zero.
             per_token = torch.where(counts, per_token, 0.0)
             grads = _gradients((hidden, weight, bias), (targets, sums, per_token), wanted, form)
         return *grads, None, None
@@ -122,7 +122,7 @@ def _gradients(
     wanted: Sequence[bool],
     form: LossForm,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of hidden, weight and bias; None for those that are not wanted."""
+    """Return the gradients of hidden, weight and bias; None for a gradient that is not `wanted`."""
     hidden, weight, bias = _cast(operands, form.logits_dtype)
     states, weight_grad, bias_grad = hidden, None, None
     for start, length in _chunks(hidden.shape[0], form.num_chunks):
@@ -131,11 +131,11 @@ def _gradients(
         grad = _logits_gradient(logits, [token.narrow(0, start, length) for token in tokens], form)
         del logits
         if wanted[1]:
-            # `addmm` adds to the sum without a product of the weight's size beside it.
+            # `addmm` adds to the sum without a second tensor of the weight's size.
             weight_grad = grad @ rows if weight_grad is None else torch.addmm(weight_grad, grad, rows)
         if wanted[2]:
             bias_grad = grad.sum(1) if bias_grad is None else bias_grad + grad.sum(1)
-        # Wanted or not: see [Note: One chunk after the other].
+        # Even if dh is not wanted: see [Note: One chunk after the other].
         states = states.slice_scatter(grad.t() @ weight, 0, start, start + length)
         del grad
     found = (states if wanted[0] else None, weight_grad, bias_grad)
@@ -163,17 +163,17 @@ def _probabilities(logits: torch.Tensor, sums: torch.Tensor, form: LossForm) -> 
 
 
 def _widened(logits: torch.Tensor, form: LossForm) -> torch.Tensor:
-    """Return `logits` in the dtype of the sums: torch adds up in fp32 where the cross-entropy reads 16-bit logits."""
+    """Return `logits` in the dtype of the sums: torch adds 16-bit logits in fp32."""
     return logits.to(form.loss_dtype).to(torch.promote_types(form.loss_dtype, torch.float32))
 
 
 def _rounded(values: torch.Tensor, form: LossForm) -> torch.Tensor:
-    """Return `values` rounded as torch rounds log-probabilities: to the dtype in which it reads the logits."""
+    """Return `values` rounded to `form.loss_dtype`, as torch rounds log-probabilities."""
     return values.to(form.loss_dtype).to(values.dtype)
 
 
 def _counts(targets: torch.Tensor, form: LossForm) -> torch.Tensor:
-    """Return which tokens count."""
+    """Return a mask, [tokens], that is False for the ignored targets."""
     return targets != form.ignore_index
 
 
@@ -182,7 +182,7 @@ def _cast(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[An
 
 
 def _chunks(num_tokens: "int | torch.SymInt", num_chunks: int) -> Iterator[tuple[Any, Any]]:
-    """Yield start and length of each chunk; those of no token are left out where that is known."""
+    """Yield start and length of each chunk; skip chunks without tokens if `num_tokens` is a constant above 0."""
     bounds = [index * num_tokens // num_chunks for index in range(num_chunks + 1)]
     for start, stop in pairwise(bounds):
         if isinstance(num_tokens, int) and start == stop and num_tokens:

@@ -1,9 +1,9 @@
-"""From the forward and backward FX graphs of one capture to a torch-free `StepGraph`.
+"""Convert the forward and backward FX graphs of one capture to a torch-free `StepGraph`.
 
-Every call that is no marker becomes an `Op`, in node order. Storages are found through the fake tensors that tracing
-left in `node.meta["val"]`: two values with one storage are views of each other. The backward starts its own numbering
-of fake storages, because a recomputed node carries the fake tensor of the node it repeats; only its placeholders are
-joined with what the forward saved. What is not modelled: workspaces inside kernels.
+Each call except markers becomes an `Op`, in node order. Storages are found through the fake tensors that tracing left
+in `node.meta["val"]`: if two values share a storage, they are views of each other. Storages of the two graphs are kept
+apart, because a recomputed node carries the fake tensor of the node it repeats; only the placeholders of the backward
+are joined with the values that the forward saved. Workspaces inside kernels are not modelled.
 """
 
 import inspect
@@ -29,8 +29,8 @@ from elixir_compile.ops.registry import Slot
 _PREFIX = {Phase.FORWARD: "fwd.", Phase.BACKWARD: "bwd."}
 MARKERS = (gradient, parameter, ticket)
 _DATA_DEPENDENT = (
-    "the shape of a value in its forward depends on what tensors hold, as that of `nonzero` does, so its bytes cannot "
-    "be planned. Compiled without fullgraph=True it is planned in several graphs, which begin behind such values"
+    "the shape of a value in its forward depends on the elements of a tensor, as the shape of `nonzero` does, so its "
+    "bytes cannot be planned. Without fullgraph=True it is planned in several graphs, which begin behind such values"
 )
 
 
@@ -42,24 +42,24 @@ class Captured:
     forward: fx.GraphModule
     backward: fx.GraphModule | None
     num_outputs: int
-    """Leading outputs of the forward that go to the caller; the rest is saved for the backward."""
+    """The number of leading outputs of the forward that go to the caller; the others are saved for the backward."""
     param_names: Mapping[int, str]
     fused: bool
-    """Whether regions run through Inductor, which fuses kernels."""
+    """If True, Inductor compiles the regions and fuses kernels."""
 
 
 def ops_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of `graph` that are ops of the `StepGraph`, in order: those that compute.
+    """Return the nodes of `graph` for the ops of the `StepGraph`, in order.
 
-    A view computes nothing and takes no memory; it goes where its base goes. The exception is a view of a parameter
-    that the step hands out.
+    A view is no op: it computes nothing, takes no memory, and stays with its base. The exception is a view of a
+    parameter among the outputs of the step.
     """
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
-    return [node for node in calls if not is_view(node) or _hands_out_a_parameter(node)] or calls
+    return [node for node in calls if not is_view(node) or _is_returned_parameter_view(node)] or calls
 
 
 def is_parameter_view(node: fx.Node) -> bool:
-    """Whether `node` is a view, or a view of a view, of one parameter."""
+    """Return whether `node` is a view of a parameter, or a view of such a view."""
     while (base := viewed(node)) is not None:
         node = base
         if node.target is parameter:
@@ -67,7 +67,7 @@ def is_parameter_view(node: fx.Node) -> bool:
     return False
 
 
-def _hands_out_a_parameter(node: fx.Node) -> bool:
+def _is_returned_parameter_view(node: fx.Node) -> bool:
     return is_parameter_view(node) and any(user.op == "output" for user in node.users)
 
 
@@ -77,15 +77,15 @@ def op_id(phase: Phase, node: fx.Node) -> OpId:
 
 
 def step_graph(captured: Captured, values: Mapping[str, int]) -> StepGraph:
-    """Return the `StepGraph` of `captured`; `values` are those of the symbols of dynamic shapes.
+    """Return the `StepGraph` of `captured` at the sizes `values`, by the symbols of dynamic shapes.
 
-    Symbols that `values` does not name take those of the capture.
+    A symbol outside of `values` has its value at the capture.
     """
     return _Builder(captured, values).build()
 
 
 def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
-    """Return `step` with `siblings`, parameters that no op reads but that share a bucket with some that are read."""
+    """Return `step` with the parameters `siblings`, which no op reads but whose bucket is gathered."""
     unread = [
         Storage(id=StorageId(slot.name), nbytes=slot.nbytes, kind=Kind.PARAM, dtype=_dtype(slot.param))
         for slot in siblings
@@ -94,13 +94,13 @@ def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
 
 
 def storages_behind(captured: Captured) -> Mapping[fx.Node, tuple[StorageId, ...]]:
-    """Return the storages behind each node of the forward that has any, under the names of its `StepGraph`."""
+    """Return the storages of each forward node of `captured`, by the ids of its `StepGraph`."""
     return _Builder(captured, {})._walk(captured.forward.graph, Phase.FORWARD, {})
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A storage while its uses are still being found."""
+    """A storage whose kind may still change while the graph is walked."""
 
     id: StorageId
     nbytes: int
@@ -118,7 +118,7 @@ class _Builder:
     captured: Captured
     values: Mapping[str, int]
     symbols: dict[str, int] = field(default_factory=dict)
-    """Inputs that are sizes, in their order."""
+    """The values of the sizes among the inputs, by symbol, in the order of the inputs."""
     drafts: dict[StorageId, _Draft] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     aliases: list[tuple[str, StorageId]] = field(default_factory=list)
@@ -146,10 +146,10 @@ class _Builder:
         )
 
     def _count(self, size: "int | torch.SymInt") -> tuple[int, str]:
-        """Return `size` as a number and as an expression of `symbols`, which is empty where it is constant.
+        """Return `size` as a number and as an expression of `symbols`, which is empty if the size is constant.
 
-        A size made of functions that `sizes` does not know, or of symbols that are no inputs, is constant: the state of
-        a random generator has a symbol for its size.
+        A size counts as constant too if its expression has a function that `sizes` does not know, or a symbol that is
+        no input: the state of a random generator has such a symbol for its size.
         """
         if isinstance(size, int):
             return size, ""
@@ -172,14 +172,14 @@ class _Builder:
         known: dict[fx.Node, tuple[StorageId, ...]] = {}
         for node in self.captured.backward.graph.find_nodes(op="placeholder"):
             source = saved.get(str(node.target))
-            if source is not None and source in forward and node.users:  # a spare value has no readers
+            if source is not None and source in forward and node.users:  # an extra saved value has no readers
                 known[node] = forward[source]
                 for storage in forward[source]:
                     if self.drafts[storage].kind is Kind.TEMP:
                         self.drafts[storage].kind = Kind.SAVED
         first = len(self.ops)
         backward = self._walk(self.captured.backward.graph, Phase.BACKWARD, known)
-        self._arrive(first)
+        self._start_tangents(first)
         self._mark_gradients(backward)
         trained = [draft.of for draft in self.drafts.values() if draft.kind is Kind.GRAD]
         gradients = [draft.id for draft in self.drafts.values() if draft.kind is Kind.GRAD]
@@ -187,9 +187,11 @@ class _Builder:
         if reads:
             self.ops.append(Op(id=UPDATE_OP, target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))
 
-    def _arrive(self, first: int) -> None:
-        """Let the backward's own inputs, the tangents, begin with its first op: autograd makes them then and lets
-        go after their last use."""
+    def _start_tangents(self, first: int) -> None:
+        """Make the tangents, inputs of the backward alone, results of its first op, which has the index `first`.
+
+        Autograd makes the tangents then and frees them after their last use.
+        """
         tangents = [
             d for d in self.drafts.values() if d.kind is Kind.INPUT and d.id.startswith(_PREFIX[Phase.BACKWARD])
         ]
@@ -200,8 +202,10 @@ class _Builder:
                 draft.kind = Kind.TEMP
 
     def _mark_gradients(self, backward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
-        """A storage that only carries gradient becomes GRAD; several contributions to one parameter stay several
-        storages."""
+        """Set the kind of each temporary storage with a parameter's gradient to GRAD.
+
+        If a parameter has several gradients, they stay several storages.
+        """
         for node in self.captured.backward.graph.find_nodes(op="call_function", target=gradient):
             value, key = node.args
             for storage in backward.get(value, ()):
@@ -212,7 +216,7 @@ class _Builder:
     def _walk(
         self, graph: fx.Graph, phase: Phase, known: dict[fx.Node, tuple[StorageId, ...]]
     ) -> dict[fx.Node, tuple[StorageId, ...]]:
-        """Enter the ops of `graph`; return the storages behind each node."""
+        """Add the ops of `graph` and their storages; return the storages of each node."""
         storages = dict(known)
         by_key: dict[int, StorageId] = {}
         for node, ids in known.items():
@@ -241,7 +245,7 @@ class _Builder:
         return (storage,)
 
     def _enter(self, node: fx.Node, kind: Kind, by_key: dict[int, StorageId], phase: Phase) -> tuple[StorageId, ...]:
-        """Return the storages of the tensors of `node`, making those that are new."""
+        """Return the storages of the tensors of `node`, after adding new ones."""
         found: list[StorageId] = []
         for index, value in enumerate(_tensors(node)):
             key = compat.storage_key(value)
@@ -269,7 +273,7 @@ class _Builder:
         if node.target is not operator.getitem:
             base = viewed(node) or base
         if base is not None and base in storages and len(storages[base]) == 1:
-            # By structure, not by fake storage: each gather of one parameter left a fake storage of its own.
+            # By structure, not by fake storage: several gathers of one parameter have different fake storages.
             by_key.update((key, storages[base][0]) for key in _keys(node))
         num_before = len(self.drafts)
         storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
@@ -298,12 +302,12 @@ class _Builder:
 
 
 def _target(node: fx.Node) -> str:
-    """Return what `node` calls, the same in every process: Python prints a function with its address."""
+    """Return the name of the target of `node`, without the address from Python's `str`."""
     return f"{node.target.__module__}.{node.target.__name__}" if inspect.isroutine(node.target) else str(node.target)
 
 
 def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -> list[StorageId]:
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema_of(node.target)
     if schema is None or not schema.is_mutable:
         return []
     found: list[StorageId] = []

@@ -1,4 +1,4 @@
-"""Room for the frames of Python's own calls while a step is captured."""
+"""Reserve stack memory for deep Python calls while a step is captured."""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -6,19 +6,19 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _HALF_BYTES = 512 * 1024
-"""Calls two thousand deep take less."""
+"""Two thousand nested calls take less."""
 _SLOT_BYTES = 8
 
 
 def with_deep_calls(run: Callable[[], T]) -> T:
-    """Return what `run` returns, called where calls inside it find room for their frames that is there already.
+    """Call `run` with memory for the frames of its calls already mapped, and return its result.
 
-    CPython, from 3.11 on, keeps frames in chunks of 16 KB: it maps one when a call does not fit the last, and unmaps it
-    when that call returns. A loop whose calls just cross the end of a chunk maps and unmaps one for each of them, in
-    about ten microseconds. Whether a loop does depends on how deep it is called: below this package's frames torch's
-    partitioner and the passes before it did so 198,000 times for 16 layers of Llama, with 270,000 page faults, where
-    `torch.compile` alone did not. A frame of more than `_HALF_BYTES` gets a chunk of twice that, of which calls inside
-    use the rest.
+    CPython, from 3.11 on, keeps frames in chunks of 16 KB. It maps a chunk if a call does not fit the last chunk, and
+    unmaps it as soon as the call returns. If the calls of a loop just cross the end of a chunk, each of them maps and
+    unmaps a chunk, in about ten microseconds. A loop crosses or not by the depth at which it is called: below the
+    frames of this package, torch's partitioner and the passes before it crossed 198,000 times for 16 layers of Llama,
+    with 270,000 page faults; `torch.compile` alone did not. So `run` is called from a frame of more than `_HALF_BYTES`.
+    CPython maps a chunk of twice that for the frame, and the calls inside use the rest of the chunk.
     """
     return _in_wide_frame(run)
 

@@ -1,16 +1,18 @@
-"""Room for what a later plan may save: the list of saved values is fixed when the joint graph is partitioned.
+"""Add extra saved values to a capture, because a later plan of the same capture may save more than the first plan.
+
+The list of saved values is fixed when the joint graph is partitioned, so the extra values are added then.
 
 ```text
   forward   return loss, ticket, SPARES..., saved..., sizes..., SPARE SIZES...
   backward  sizes..., SPARE SIZES..., ticket, SPARES..., saved..., tangents...
 ```
 
-A spare has no readers in the backward, so the step is the same with and without. A program hands out an empty tensor
-at each position that its plan does not keep, so a spare that nobody wants costs nothing. Spares are
+An extra value, a spare, has no reader in the backward, so the step is the same with and without it. A program returns
+an empty tensor at each position not kept by its plan, so a spare outside of all plans costs nothing. Spares are
 
-  the storages from where a layer may be made again, which the capture did not save (`is_input` groups),
-  the caller's inputs that a repeated op may read,
-  another look at a saved storage, where a repeated op reads one that no saved view of it leads to.
+  the storages from which a layer may be recomputed and which the capture did not save (`is_input` groups),
+  the caller's inputs of recomputed ops,
+  another view of a saved storage, if a recomputed op reads a view to which no saved view of the storage leads.
 """
 
 import torch
@@ -25,8 +27,10 @@ from elixir_compile.ir import Phase, StepGraph
 
 
 def add_extra_saved(captured: Captured) -> StepGraph:
-    """Let the forward of `captured` save, and its backward take, what a plan may want besides; return its step, at the
-    sizes of the capture, which is the same with spares and without."""
+    """Add the spares to the forward's outputs and the backward's inputs of `captured`; return its `StepGraph`.
+
+    The `StepGraph` has the sizes of the capture. It is the same with and without spares.
+    """
     graph = step_graph(captured, {})
     saved = [node for node in _saved_positions(captured)[1:] if isinstance(node, fx.Node)]
     numbers = _spare_numbers(captured, saved)
@@ -42,7 +46,7 @@ def _saved_positions(captured: Captured) -> tuple[fx.Node, ...]:
 
 
 def _spare_numbers(captured: Captured, saved: list[fx.Node]) -> list[fx.Node]:
-    """Sizes that a repeated view may take."""
+    """Return the sizes taken by views of the forward and not saved yet."""
     views = [node for node in captured.forward.graph.nodes if node.op == "call_function" and is_view(node)]
     read = dict.fromkeys(source for view in views for source in view.all_input_nodes if is_number(source))
     return [node for node in read if node not in saved]
@@ -57,16 +61,16 @@ def _spare_values(captured: Captured, graph: StepGraph, saved: list[fx.Node], nu
     given = {tensors[node] for node in captured.forward.graph.find_nodes(op="placeholder") if node in tensors}
     may_be_there = saved_storages(graph) | given | {tensors[node] for node in spares}
     there = by_owner([node for node in (*saved, *spares) if node in tensors])
-    for node in _read_by_repeats(captured, graph):
+    for node in _recomputation_inputs(captured, graph):
         if tensors.get(node) in may_be_there and path_to(node, there, numbers) is None:
-            spare = [look for look in view_chain(node) if tensors.get(look) == tensors[node]][-1]
+            spare = [view for view in view_chain(node) if tensors.get(view) == tensors[node]][-1]
             spares[spare] = None
             there.setdefault(view_chain(spare)[-1], []).append(spare)
     return list(spares)
 
 
-def _read_by_repeats(captured: Captured, graph: StepGraph) -> list[fx.Node]:
-    """What the forward ops read that may run again."""
+def _recomputation_inputs(captured: Captured, graph: StepGraph) -> list[fx.Node]:
+    """Return the inputs of the forward ops that may be recomputed."""
     once = {op.id for op in graph.ops if op.once}
     ops = [node for node in ops_of(captured.forward.graph) if op_id(Phase.FORWARD, node) not in once]
     return list(dict.fromkeys(source for node in ops for source in node.all_input_nodes))
@@ -77,7 +81,8 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _save(captured: Captured, spares: list[fx.Node], numbers: list[fx.Node]) -> None:
-    """Numbers come last among what a forward saves and first among what a backward takes, as torch has it."""
+    """Save `spares` and `numbers`. Numbers come last in the forward's outputs and first in the backward's inputs, as
+    AOTAutograd orders them."""
     output = captured.forward.graph.output_node()
     stamp = captured.num_outputs + 1
     values = output.args[0]
@@ -90,7 +95,7 @@ def _save(captured: Captured, spares: list[fx.Node], numbers: list[fx.Node]) -> 
 
 
 def _take(backward: fx.Graph, last: fx.Node | None, nodes: list[fx.Node]) -> None:
-    """Add a placeholder for each of `nodes` behind `last`, or before everything."""
+    """Add a placeholder to `backward` for each of `nodes`, behind `last`, or at the front if `last` is None."""
     for node in nodes:
         with backward.inserting_before(next(iter(backward.nodes)) if last is None else last.next):
             last = backward.placeholder(node.name)

@@ -1,16 +1,16 @@
-"""Take what reads parameters out of a joint graph before it is partitioned, and put the parameters back after.
+"""Hide the reads of parameters from the partitioner of a joint graph, and show them again in the forward and backward.
 
-The partitioner should see what `torch.compile` shows it: parameters that are inputs, free to save, and gradients that
-are outputs. So
+The partitioner must see the same graph as under `torch.compile`: parameters are inputs, which are free to save, and
+gradients are outputs. So
 
     before   primal w, v, of one parameter;            ...;  gradients of the primals are outputs
              gather(handle, ..., key) -> u;            ...;  reduce(g, key) -> gradient of the handle, an output
-    during   one placeholder for each parameter;       ...;  gradients are extra outputs, those of the primals None
-    after    parameter(key) in place of it;            ...;  gradient(g, key), at the place where g is made
+    during   one placeholder for each parameter;       ...;  gradients are extra outputs; None for the primals
+    after    parameter(key) in its place;              ...;  gradient(g, key), directly behind g
 
-and the forward and backward that come back are node for node those of the same model without Elixir. `parameter` and
-`gradient` are markers: the rewriter replaces them by the actions of the schedule. Which inputs are parameters is what
-`capture/parameter_inputs.py` says, by their positions.
+and the partitioner returns, node for node, the forward and backward of the same model without Elixir. `parameter` and
+`gradient` are markers: the rewriter replaces them by the actions of the schedule. `capture/parameter_inputs.py` says
+which inputs are parameters, by their positions.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,23 +25,25 @@ from elixir_compile.ops.schema import GATHER, REDUCE
 
 
 def parameter(key: int) -> torch.Tensor:
-    """Marker: the whole parameter `key`."""
+    """Marker for the gathered parameter `key`."""
     raise AssertionError("a marker is replaced before a graph runs")
 
 
 def gradient(grad: torch.Tensor, key: int) -> None:
-    """Marker: a contribution to the gradient of parameter `key`."""
+    """Marker: `grad` is a term of the gradient of parameter `key`."""
     raise AssertionError("a marker is replaced before a graph runs")
 
 
 def ticket(keys: tuple[int, ...]) -> torch.Tensor:
-    """Marker: which forward this was, and the versions of parameters `keys`, by which the backward knows that none of
-    those it reads has changed."""
+    """Marker for the ticket: the number of the forward, and the versions of the parameters `keys`.
+
+    The backward compares the versions, to find out whether a parameter that it reads has changed.
+    """
     raise AssertionError("a marker is replaced before a graph runs")
 
 
 TICKET = "elixir_ticket"
-"""The backward's input that carries the forward's ticket."""
+"""The name of the backward's input for the ticket."""
 
 for _marker in (gradient, ticket):
     fx.node.has_side_effect(_marker)
@@ -49,31 +51,34 @@ for _marker in (gradient, ticket):
 
 @dataclass(slots=True)
 class _Hidden:
-    """What was taken out of a joint graph: the key of each input by name and of each extra gradient output, saved views
-    of parameters."""
+    """The parameters and gradients taken out of a joint graph."""
 
     keys: dict[str, int] = field(default_factory=dict)
+    """The key of each parameter, by the name of the placeholder in its place."""
     gradient_keys: list[int] = field(default_factory=list)
+    """The key of the parameter of each extra gradient output, in order."""
     saved_views: dict[str, list[fx.Node]] = field(default_factory=dict)
+    """For each saved view of a parameter, by its name: the placeholder of the parameter, then the views to it."""
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The strides of each parameter, by key."""
 
 
 def gather_keys(graph: fx.Graph) -> list[int]:
-    """Return the keys of the parameters that `graph` gathers, in order of first use."""
+    """Return the keys of the parameters gathered in `graph`, in order of first use."""
     return list(dict.fromkeys(node.args[3] for node in graph.find_nodes(op="call_function", target=GATHER)))
 
 
 def reads_parameters(graph: fx.Graph, keys: Mapping[int, int]) -> bool:
-    """Return whether `graph`, of AOTAutograd, reads parameters: by gathers, or from its inputs at positions `keys`."""
+    """Return whether AOTAutograd's `graph` reads parameters, by gathers or from its inputs at the positions `keys`."""
     return bool(gather_keys(graph)) or any(node.users for node in compat.inputs_at(graph, keys))
 
 
 def partition_hidden(
     joint: fx.GraphModule, joint_inputs: Sequence[object], partition: Callable, keys: Mapping[int, int], **options
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition `joint` as if each of its parameters were one input; the results read them through markers.
+    """Partition `joint` as if each parameter were one input; forward and backward read the parameters through markers.
 
-    `keys` are those of the parameters among the inputs, by position. `options` are the partitioner's own:
+    `keys` has the key of each parameter among the inputs, by position. `options` are the partitioner's own:
     `num_fwd_outputs`, `static_lifetime_input_indices` and, with Inductor, `compiler`.
     """
     hidden = _hide(joint, options["num_fwd_outputs"], keys)
@@ -91,10 +96,10 @@ def partition_hidden(
 
 
 def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
-    """Let the backward take each saved state of the random generator under the name it has in the forward.
+    """Give random generator states the same names among the backward's inputs as in the forward.
 
-    The partitioner saves one for each random op of a `checkpoint` region, and names these inputs, alone among what is
-    saved, by a count: `rng_state_output_0`. Both halves have them in the same order.
+    The partitioner saves a state for each random op of a `checkpoint` region. Unlike for other saved values, it names
+    the backward's inputs by a count: `rng_state_output_0`. Both halves have them in the same order.
     """
     draws = forward.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state)
     repeated = backward.find_nodes(op="call_function", target=torch.ops.higher_order.run_with_rng_state)
@@ -111,8 +116,10 @@ def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
 
 
 def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
-    """Let an inference graph read each parameter through one marker, where it gathers it or has it as an input; `keys`
-    are those of such inputs, by position."""
+    """Make an inference graph read each parameter through one marker, instead of by gathers or as an input.
+
+    `keys` has the key of each parameter among the inputs, by position.
+    """
     graph, first = module.graph, first_op(module.graph)
     for node, position in compat.inputs_at(graph, keys).items():
         if node.users:
@@ -135,7 +142,7 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) 
     reads |= {node: node.args[3] for node in gathers}
     inputs: dict[int, fx.Node] = {}
     last = primals[-1]
-    # In the order of the keys, so that the step does not depend on where the reads stood.
+    # In the order of the keys, so the step does not depend on the order of the reads.
     for read, key in sorted({key: (read, key) for read, key in reads.items()}.values(), key=lambda found: found[1]):
         with graph.inserting_after(last):
             last = inputs[key] = graph.placeholder(f"elixir_parameter_{key}")
@@ -153,8 +160,10 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) 
 def _turn_gradients_into_extra_outputs(
     graph: fx.Graph, hidden: _Hidden, num_fwd_outputs: int, given: Mapping[fx.Node, int], keys: Mapping[int, int]
 ) -> None:
-    """Move the gradients of the inputs `given`, which are parameters, and those that gathers got, behind all outputs,
-    in the order in which they are made."""
+    """Move the gradients of all parameters behind the other outputs, in the order in which they are computed.
+
+    The parameters are the inputs `given` and the gathered parameters.
+    """
     output = graph.output_node()
     outputs = list(output.args[0])
     descriptions = list(output.meta.get("desc", [None] * len(outputs)))
@@ -180,8 +189,10 @@ def _turn_gradients_into_extra_outputs(
 
 
 def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return `roots` and all that is made of them, short of the output: the sums of a handle's one-element
-    gradients."""
+    """Return `roots` and all nodes computed from them, without the output node.
+
+    From the reduces on, these are the sums of the one-element gradients of handles.
+    """
     reached = dict.fromkeys(roots)
     pending = list(roots)
     while pending:
@@ -193,7 +204,7 @@ def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: int) -> None:
-    """Drop saved parameters and views of them from the outputs, add the ticket, and read parameters through markers."""
+    """Remove saved parameters and their views from the outputs, add the ticket, and read parameters through markers."""
     graph = forward.graph
     output = graph.output_node()
     outputs, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
@@ -211,7 +222,7 @@ def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: 
 
 
 def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
-    """Mirror of `_show_in_forward`; the extra gradient outputs become `gradient` markers where they are made."""
+    """Do the same as `_show_in_forward` to the inputs, and turn the extra gradient outputs into `gradient` markers."""
     graph = backward.graph
     placeholders = graph.find_nodes(op="placeholder")
     sizes = {node.name: node for node in placeholders if is_number(node)}
@@ -238,9 +249,10 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
 
 
 def _view_chain(node: object, names: Collection[str], saved: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Return the views that make saved `node` of a hidden parameter, base first, or None when it is something else.
+    """Return a hidden parameter's placeholder and the views that lead from it to the saved `node`.
 
-    Dynamic sizes that the views take must be saved too, for the backward to make the views again.
+    Return None if `node` is no such view, or if the views take an unsaved dynamic size, because the backward could
+    not make the views again.
     """
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node):
@@ -258,8 +270,10 @@ def _view_chain(node: object, names: Collection[str], saved: Collection[fx.Node]
 def _rebuild_view(
     graph: fx.Graph, saved: fx.Node, hidden: _Hidden, before: fx.Node, sizes: Mapping[str, fx.Node]
 ) -> fx.Node:
-    """Make the saved view anew in the backward, `before` a node of it: saving the view would keep the whole gathered
-    bucket alive. Return the first of the new nodes. `sizes` are the inputs that are sizes, by name."""
+    """Make the saved view again in the backward, in front of the node `before`; return the first new node.
+
+    A saved view would keep the full gathered bucket alive. `sizes` are the sizes among the inputs, by name.
+    """
     base, *views = hidden.saved_views[saved.name]
     with graph.inserting_before(before):
         made = first = marker_node(graph, parameter, (hidden.keys[base.name],), base.meta)
@@ -276,7 +290,10 @@ def first_op(graph: fx.Graph) -> fx.Node:
 
 
 def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidden: _Hidden) -> None:
-    """Put a marker behind each gradient, and a copy before it where the gradient is no allocation of its own."""
+    """Put a marker behind each gradient.
+
+    The marker gets a contiguous copy if the gradient shares its storage, or if its strides are not the parameter's.
+    """
     claimed: set[int] = {compat.storage_key(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if _is_tensor(n)}
     for grad, key in zip(gradients, hidden.gradient_keys, strict=True):
         if grad is None:
@@ -320,7 +337,7 @@ def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
 
 
 def merge_markers(graph: fx.Graph) -> None:
-    """Leave one `parameter` marker per key, before every op."""
+    """Merge the `parameter` markers of each key into one, and move the markers in front of all ops."""
     first: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=parameter):
         kept = first.setdefault(node.args[0], node)
@@ -333,7 +350,7 @@ def merge_markers(graph: fx.Graph) -> None:
 
 
 def marker_node(graph: fx.Graph, marker: Callable, args: tuple, meta: dict) -> fx.Node:
-    """Write a marker with a copy of `meta` where `graph` inserts."""
+    """Add a marker with a copy of `meta` at the insertion point of `graph`, and return it."""
     node = graph.call_function(marker, args)
     node.meta = dict(meta)
     return node

@@ -1,13 +1,15 @@
-"""Find the loss region of a Dynamo graph, and rewrite it so that its logits never exist whole.
+"""Find the projection and cross-entropy of a Dynamo graph, and replace them by a cross-entropy in chunks.
 
     before   linear(h, w, b) -> float, slices of tokens, view, ... -> cross_entropy(., targets)
     after    slices of tokens of h, reshape -> chunked_cross_entropy(h, w, b, targets, form)
 
-Found: `linear` or a matrix product with a 2-D right operand; between it and the loss any of view, reshape, flatten,
-contiguous, upcasts and slices of tokens; `cross_entropy` with reduction mean or sum of integer targets, one per token.
-Not found, as the result would differ or is not known to be equal: logits with another user or that are an output,
-class weights, probabilities as targets, reduction none, classes in another dimension than the last of two, scaled or
-clipped logits, and any write in place between projection and loss.
+The projection is `linear`, or a matrix product with a 2-D right operand. Between projection and loss there may be view,
+reshape, flatten, contiguous, upcasts and slices of tokens. The loss is `cross_entropy` with reduction mean or sum and
+one integer target for each token.
+
+A loss is left alone if the result in chunks would differ or is not known to be equal: if the logits have another user
+or are an output, and for class weights, probabilities as targets, reduction none, classes in another dimension than the
+last of two, scaled or clipped logits, and any write in place between projection and loss.
 """
 
 import inspect
@@ -36,52 +38,54 @@ _WRITES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRegion:
-    """A projection and its cross-entropy, which can be computed in chunks. Sizes that are dynamic count by their hint.
+    """A projection and its cross-entropy, which can be computed in chunks.
 
-    It names nodes and holds none, so it is good for copies of its graph too.
+    A dynamic size counts with its value at the capture. Nodes are given by name, so the region of a graph is also the
+    region of each copy of the graph.
     """
 
     name: str
-    """Name of the cross-entropy's node."""
+    """The name of the node of the cross-entropy."""
     nodes: tuple[str, ...]
-    """Names of all that the rewrite replaces, from the projection to the cross-entropy."""
+    """The names of all nodes that `chunk_loss` replaces, from the projection to the cross-entropy."""
     num_tokens: int
     """Rows of the logits that the cross-entropy reads."""
     num_classes: int
     logits_bytes: int
-    """Bytes of the largest tensor of logits, upcast and with the tokens that are sliced off."""
+    """Bytes of the largest tensor of logits. It may be an upcast copy, or have tokens that the loss does not read."""
     source: str
-    """`file.py:line` of the cross-entropy, empty where tracing kept none."""
+    """`file.py:line` of the cross-entropy, empty if tracing kept no stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The nodes of a loss region: its inputs, and what makes the loss of them."""
+    """The nodes of a loss region: its inputs, and the nodes from the projection to the loss."""
 
     hidden: fx.Node
     weight: fx.Node
     bias: fx.Node | None
     is_product: bool
-    """`weight` is [width, classes], the right operand of a matrix product."""
+    """If True, `weight` is [width, classes], the right operand of a matrix product."""
     projection: fx.Node
     between: tuple[fx.Node, ...]
     loss: fx.Node
     arguments: dict[str, Any]
-    """Of the cross-entropy, by name."""
+    """The arguments of the cross-entropy, by name."""
 
 
 def find_loss(gm: fx.GraphModule) -> LossRegion | None:
-    """Return the loss region of `gm` with the most bytes of logits, None where there is none; `gm` stays as it is."""
+    """Return the loss region of `gm` with the most bytes of logits, None if it has no region; do not change `gm`."""
     losses = gm.graph.find_nodes(op="call_function", target=functional.cross_entropy)
     regions = [_region(found) for found in map(_match, losses) if found is not None]
     return max(regions, key=lambda region: region.logits_bytes, default=None)
 
 
 def chunk_loss(gm: fx.GraphModule, region: LossRegion, num_chunks: int) -> None:
-    """Replace in place `region` of `gm`, or of the graph that `gm` is a copy of, by its form in `num_chunks` chunks.
+    """Replace `region` of `gm` in place by a cross-entropy in `num_chunks` chunks.
 
-    Loss and gradients are equal up to rounding, see [Note: Tolerance] in `capture.chunked`. A dynamic number of tokens
-    is split when the graph runs. Raises ValueError when `gm` has no such region.
+    `region` was found in `gm` or in the graph of which `gm` is a copy. Loss and gradients are equal up to rounding, see
+    [Note: Tolerance] in `capture.chunked`. A dynamic number of tokens is split when the graph runs. Raises ValueError
+    if `gm` has no such region.
     """
     loss = next((node for node in gm.graph.nodes if node.name == region.name), None)
     found = None if loss is None else _match(loss)
@@ -121,7 +125,7 @@ def _region(found: _Found) -> LossRegion:
 
 
 def _match(loss: fx.Node) -> _Found | None:
-    """Return the region that ends at `loss`, None where it is none that can be split with the same result."""
+    """Return the region that ends at `loss`, None if it cannot be split into chunks with the same result."""
     arguments = _loss_arguments(loss)
     if arguments is None:
         return None
@@ -150,7 +154,7 @@ def _match(loss: fx.Node) -> _Found | None:
 
 
 def _loss_arguments(loss: fx.Node) -> dict[str, Any] | None:
-    """Return the arguments of cross-entropy `loss` by name, None where it is of a kind that is not split."""
+    """Return the arguments of the cross-entropy `loss` by name, None if its arguments do not allow chunks."""
     if loss.target is not functional.cross_entropy or _value(loss) is None:
         return None
     bound = inspect.signature(functional.cross_entropy).bind(*loss.args, **loss.kwargs)
@@ -172,7 +176,7 @@ def _loss_arguments(loss: fx.Node) -> dict[str, Any] | None:
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
-    """Return hidden states, weight, bias and whether the weight is a right operand; None for no projection."""
+    """Return hidden, weight, bias and whether the weight is a right operand; None if `node` is no projection."""
     is_product = node.target in _PRODUCTS
     if is_product and len(node.args) == 2 and not node.kwargs:
         hidden, weight, bias = *node.args, None
@@ -194,7 +198,7 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | 
 
 
 def _keeps_rows(node: fx.Node) -> bool:
-    """Whether `node` passes its first argument on row by row: logits of some or all tokens, in the same order."""
+    """Return whether the result of `node` is rows of its first argument, unchanged and in order."""
     base = _value(node.args[0]) if node.args else None
     value = _value(node)
     if base is None or value.ndim < 2 or value.shape[-1] != base.shape[-1] or value.device != base.device:
@@ -211,7 +215,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _slices_tokens(index: object, ndim: int) -> bool:
-    """Whether `index` is made of slices with constant bounds that leave the last dimension whole."""
+    """Return whether `index` consists of slices with constant bounds and takes all of the last dimension."""
     entries = index if isinstance(index, tuple) else (index,)
     is_sliced = all(
         entry is Ellipsis
@@ -226,7 +230,7 @@ def _slices_tokens(index: object, ndim: int) -> bool:
 
 
 def _is_undisturbed(found: _Found) -> bool:
-    """Whether the projection may be computed where the loss is, with the same gradient."""
+    """Return whether the projection can be computed at the place of the loss with the same gradient."""
     inputs = [node for node in (found.hidden, found.weight, found.bias) if node is not None]
     is_trained = torch.is_grad_enabled() and any(_value(node).requires_grad for node in inputs)
     if any(_value(node).requires_grad != is_trained for node in (found.projection, found.loss)):
@@ -240,33 +244,33 @@ def _is_undisturbed(found: _Found) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether `node` may write what it is given: `x.relu_()`, `torch.relu_(x)`, `relu(x, inplace=True)`, `out=`."""
+    """Return whether `node` may write an argument: `x.relu_()`, `torch.relu_(x)`, `relu(x, inplace=True)`, `out=`."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    schema = getattr(node.target, "_schema", None)
+    schema = compat.schema_of(node.target)
     is_mutable = schema is not None and schema.is_mutable
     return (
         is_in_place
         or is_mutable
         or node.target in _WRITES
         or node.kwargs.get("out") is not None
-        or _is_told_to_write(node)
+        or _has_inplace_argument(node)
     )
 
 
-def _is_told_to_write(node: fx.Node) -> bool:
-    """Whether an argument `inplace` of `node`, by name or by position, is true."""
+def _has_inplace_argument(node: fx.Node) -> bool:
+    """Return whether an argument `inplace` of `node`, by name or by position, is true."""
     if node.op != "call_function" or node.kwargs.get("inplace", False):
         return bool(node.kwargs.get("inplace", False))
     try:
         names = list(inspect.signature(node.target).parameters)
-    except (TypeError, ValueError):  # a builtin; those of torch that write end in `_`
+    except (TypeError, ValueError):  # a builtin of torch that writes ends in `_`
         return False
     return "inplace" in names[: len(node.args)] and bool(node.args[names.index("inplace")])
 
 
 def _tokens_of_hidden(graph: fx.Graph, found: _Found) -> fx.Node:
-    """Do to the hidden states what was done to the logits; return those of the tokens that the loss reads, 2-D."""
+    """Apply the nodes between projection and loss to the hidden states; return [tokens of the loss, width]."""
     width = _value(found.weight).shape[0 if found.is_product else 1]
     hidden = found.hidden
     for node in found.between:
@@ -287,6 +291,6 @@ def _sizes(view: fx.Node) -> tuple[Any, ...]:
 
 
 def _value(node: object) -> Any:
-    """Return the example value of `node`, None where it is no tensor."""
+    """Return the example value of `node`, None if it is no tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Modules whose parameters read as gathers, and the models that own them."""
+"""Make the parameters of modules read as gathers, undo it, and find the models of parameters."""
 
 import copyreg
 import gc
@@ -21,7 +21,7 @@ from elixir_compile.ops.sites import Sites
 
 
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules that hold any of `params`; a parameter outside every module is in none of them."""
+    """Return the outermost modules in the process with any of `params`."""
     modules = [
         thing
         for thing in gc.get_objects()
@@ -36,18 +36,18 @@ def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
 _HANDLE = "_elixir_handle_"
 _EXECUTOR = "_elixir_executor"
 _SLOTS = "_elixir_slots"
-"""The attribute of a swapped module that holds the slots of the parameters that read as gathers, by name.
+"""The attribute of a swapped module with the slots of its parameters, by name.
 
-Its class does not hold them, because compiled code keeps the class alive."""
+The class does not hold the slots, because compiled code keeps the class alive."""
 _SWAPPED = "_elixir_swapped"
-"""The attribute that a class has if `swap` made it."""
+"""The attribute of a class that `swap` made."""
 
-# Modules that read their parameters behind the attribute's back: flat weights, containers that index `_parameters`.
+# Modules that read parameters other than by attribute: from a list of flat weights, or by an index of `_parameters`.
 _READS_DIRECTLY = (nn.RNNBase, nn.ParameterList, nn.ParameterDict)
 
 
 class Owner(Protocol):
-    """What a swapped module needs of its executor."""
+    """The interface of an executor for swapped modules."""
 
     device: torch.device
     sites: Sites
@@ -55,8 +55,7 @@ class Owner(Protocol):
 
 
 def unmanaged_reason(module: nn.Module, name: str) -> str | None:
-    """Say why parameter `name` of `module` cannot become a gather and stays whole on the device, or None when it
-    can."""
+    """Return why parameter `name` of `module` cannot become a gather and stays unmanaged; None if it can."""
     param = module._parameters[name]
     if isinstance(module, _READS_DIRECTLY):
         return f"{type(module).__name__} reads its parameters directly"
@@ -74,7 +73,7 @@ def unmanaged_reason(module: nn.Module, name: str) -> str | None:
 
 
 def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
-    """Make the parameters of `module` named in `slots` read as gathers; the module keeps `executor` alive."""
+    """Make the parameters of `module` in `slots`, by name, read as gathers. The module keeps `executor` alive."""
     base = type(module)
     namespace: dict[str, object] = {name: _gathered(name, slot) for name, slot in slots.items()}
     namespace["__reduce_ex__"] = _reduce_as(base)
@@ -92,8 +91,10 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
 
 
 def read_plainly(module: nn.Module, names: Collection[str]) -> None:
-    """Let the parameters `names` of a module that was swapped read as those of any module; its class is a new one,
-    so that Dynamo captures again what reads the module."""
+    """Make the parameters `names` of a swapped module read as plain parameters again.
+
+    The module gets a new class, so Dynamo captures its graphs again.
+    """
     base = type(module).__bases__[0]
     namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
     for name in names:
@@ -103,12 +104,12 @@ def read_plainly(module: nn.Module, names: Collection[str]) -> None:
 
 
 def is_swapped(module: nn.Module) -> bool:
-    """Whether `swap` was applied to `module`."""
+    """Return whether `swap` was applied to `module`."""
     return _EXECUTOR in module.__dict__
 
 
 def executor_of(model: nn.Module) -> Any:
-    """Return the executor that prepared `model` or a part of it, or None."""
+    """Return the executor of `model` or of a prepared module in it; None if no module of it is prepared."""
     for module in model.modules():
         if is_swapped(module):
             return module.__dict__[_EXECUTOR]
@@ -116,12 +117,12 @@ def executor_of(model: nn.Module) -> Any:
 
 
 def undo_swap(module: nn.Module) -> None:
-    """Give `module` the class that it had before `swap`; its parameters stay where they are."""
+    """Give `module` its class from before `swap`. Its parameters stay on their devices."""
     swapped = _swapped_class(module)
     (base,) = swapped.__bases__
     if type(module) is swapped:
         module.__class__ = base
-    else:  # of a class made since, for this module alone: a buffer was parametrized
+    else:  # a later class for this module alone, as the parametrization of a buffer makes
         child = next(kind for kind in type(module).__mro__ if swapped in kind.__bases__)
         child.__bases__ = tuple(base if kind is swapped else kind for kind in child.__bases__)
     for name in module.__dict__.pop(_SLOTS):
@@ -130,7 +131,7 @@ def undo_swap(module: nn.Module) -> None:
 
 
 def retire(sites: Sites) -> None:
-    """Let no graph that reads `sites` run forward again: at its next call Dynamo captures it anew."""
+    """Mark `sites` outdated: Dynamo captures each graph with them again before its next forward."""
     if sites.is_outdated:
         return
     sites.is_outdated = True
@@ -142,7 +143,7 @@ def retire(sites: Sites) -> None:
 
 @torch.no_grad()
 def _give_back(module: nn.Module) -> None:
-    """Make `module` what it was before `swap`, its parameters on the device, and have its graphs captured again."""
+    """Undo `swap` of `module`, move its parameters to the device, and have its graphs captured again."""
     executor: Owner = module.__dict__[_EXECUTOR]
     slots: list[Slot] = list(module.__dict__[_SLOTS].values())
     undo_swap(module)
@@ -164,14 +165,14 @@ def _gathered(name: str, slot: Slot) -> property:
     def read(module: nn.Module) -> torch.Tensor | None:
         if not torch.compiler.is_compiling():
             if name not in module._parameters:
-                raise AttributeError(name)  # `nn.Module.__getattr__` looks elsewhere, and says what is missing
+                raise AttributeError(name)  # then `nn.Module.__getattr__` looks for the name, and its error says so
             slot: Slot = module.__dict__[_SLOTS][name]
             param = module._parameters[name]
-            if param is not slot.param:  # replaced, for good or by `torch.func.functional_call`
+            if param is not slot.param:  # replaced by the user, or by `torch.func.functional_call`
                 return param if param is None or param.device == slot.device else param.to(slot.device)
             slot.follow_thaw()
             if param.device == slot.device and not slot.is_dtensor:
-                return param  # eager code finds what it always finds, `.grad` included
+                return param  # eager code reads the parameter itself, `.grad` included
             return _copy_for_eager_code(module.__dict__[_EXECUTOR], slot, size, stride)
         return GATHER(getattr(module, attribute), size, stride, key)
 
@@ -179,15 +180,18 @@ def _gathered(name: str, slot: Slot) -> property:
         _give_back(module)
         setattr(module, name, value)
 
-    # Called from code that Dynamo does not compile, it would become a graph of one gather, and the key a symbol.
+    # Called from code outside of Dynamo, `read` would be compiled to a graph of one gather, with a symbol as key.
     compat.never_compile_alone(read)
     return property(read, write)
 
 
-@torch.compiler.disable  # between the graphs of a model that breaks, Dynamo would compile the gate
+@torch.compiler.disable  # between the graphs of a model with graph breaks, Dynamo would compile the gate
 def _copy_for_eager_code(executor: Owner, slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
-    """Return the value of the slot's parameter, of `size` and `stride`, on the device; autograd leads its gradient, if
-    it takes one, to the parameter. Raises UnsupportedModel if eager code wrote to an earlier copy."""
+    """Return a copy of the slot's parameter on the device, of `size` and `stride`.
+
+    If gradients are on, autograd leads the gradient of the copy to the parameter. Raises UnsupportedModel if eager code
+    wrote to an earlier copy.
+    """
     if torch.is_grad_enabled() and slot.param.requires_grad:
         copy = GATHER(*Gate([slot]).handles(), size, stride, slot.key)
     else:
@@ -199,7 +203,7 @@ def _copy_for_eager_code(executor: Owner, slot: Slot, size: list[int], stride: l
 
 def _register_as(base: type[nn.Module]):
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter as `nn.Module` does; one that graphs cannot follow has them captured again."""
+        """Register `param` as `nn.Module` does. If the captured graphs cannot read it, they are captured again."""
         if is_swapped(module):
             slot = module.__dict__[_SLOTS].get(name)
             if slot is None or not module.__dict__[_EXECUTOR].sites.may_take(slot, param):
@@ -219,10 +223,10 @@ def _delete_as(base: type[nn.Module]):
 
 
 def _refuse_values(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
-    """When a buffer is registered: UnsupportedModel for the values of a parameter that lives on the host.
+    """Raise UnsupportedModel if `buffer` is a gathered copy of a parameter whose home is the host.
 
-    `torch.nn.utils.parametrize` takes what `module.weight` gives for a buffer if it is no Parameter, and the parameter
-    would be trained no more.
+    Called when a module registers a buffer. `torch.nn.utils.parametrize` registers the value of `module.weight` as a
+    buffer if it is no `Parameter`, and the parameter would not be trained any more.
     """
     if buffer is not None and buffer.grad_fn is not None and "elixir_gather" in buffer.grad_fn.name():
         because = "it would hold the values of a parameter that lives on the host, and the parameter would not be "
@@ -239,7 +243,7 @@ def _reduce_as(base: type[nn.Module]):
     def reduce_ex(module: nn.Module, protocol: int):
         own = (_EXECUTOR, _SLOTS)
         state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
-        # Not `copyreg.__newobj__`: pickle wants its class to be that of the object.
+        # Not `copyreg.__newobj__`: pickle requires that its class is the class of the object.
         return copyreg._reconstructor, (base, object, None), state
 
     return reduce_ex

@@ -1,4 +1,4 @@
-"""What a node of an FX graph tells: the module and line it came from, and the fake tensors that it gives."""
+"""Read the module, the source line and the fake tensors of an FX node from its meta."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ def dotted(path: str) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the dotted path of the innermost module that `node` came from, empty where tracing kept none."""
+    """Return the dotted path of the innermost module whose forward made `node`, empty if tracing kept no module."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -31,7 +31,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """Return `file.py:line` of the innermost frame of the user's code, empty where tracing kept none."""
+    """Return `file.py:line` of the innermost frame of the user's code, empty if tracing kept no stack."""
     trace = node.meta.get("stack_trace") or ""
     end = len(trace)
     while (begin := trace.rfind('File "', 0, end)) >= 0:  # the innermost frame is the last of dozens
@@ -42,7 +42,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def example_of(node: fx.Node) -> object:
-    """Return an example of the value of `node`, fake tensors where it has tensors; None if Dynamo left none."""
+    """Return Dynamo's example value of `node`, with fake tensors for tensors; None if it has none."""
     return node.meta.get("example_value")
 
 
@@ -53,12 +53,12 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def storages_of(node: fx.Node) -> set[int]:
-    """Return what identifies the memory of the dense tensors in the value of `node`."""
+    """Return the keys of the storages of the dense tensors in the value of `node`."""
     return {compat.storage_key(leaf) for leaf in tensors_of(node)}
 
 
 def leaves_of(value: object) -> list[object]:
-    """Return what is in `value`, itself or, however deep, in the lists, tuples and dictionaries that it is made of."""
+    """Return the leaves of nested lists, tuples and dictionaries `value`, or `[value]` if it is itself a leaf."""
     if isinstance(value, Mapping):
         value = list(value.values())
     return [leaf for item in value for leaf in leaves_of(item)] if isinstance(value, (list, tuple)) else [value]

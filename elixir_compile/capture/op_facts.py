@@ -1,4 +1,4 @@
-"""What an ATen call costs and allows: floating-point operations, fusion, running twice, overwritten inputs."""
+"""Facts about one ATen call: its floating-point operations, kernel, whether it may run twice, overwritten inputs."""
 
 import functools
 from typing import Any
@@ -17,11 +17,11 @@ _SAME_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-"""Kernels without a formula of their own, whose first arguments are those of one that has."""
+"""Kernels without a formula in torch, each with a kernel that has one and takes the same first arguments."""
 
 
 def flops_of(node: fx.Node) -> "int | torch.SymInt":
-    """Return the floating-point operations of one ATen call, 0 where torch has no formula."""
+    """Return the floating-point operations of one ATen call, 0 if torch has no formula for it."""
     packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(_SAME_AS.get(packet, packet))
     if formula is None:
@@ -51,6 +51,7 @@ _ALLOCATES_NOTHING = {
 _WRITES_INTO_FIRST = {
     torch.ops.aten.index_put.default,
     torch.ops.aten._unsafe_index_put.default,
+    torch.ops.aten._unsafe_masked_index_put_accumulate.default,
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter.value,
     torch.ops.aten.scatter_add.default,
@@ -60,16 +61,12 @@ _WRITES_INTO_FIRST = {
 
 
 _PURE = ("aten", "prims")
-"""Libraries whose ops say by tags and schema what they draw and write; whose own ops do is not known."""
+"""Operator libraries whose tags and schemas tell whether an op draws random numbers or writes an input."""
 
 
 def kernel_of(node: fx.Node) -> Kernel:
-    """Return what Inductor can fuse of `node`."""
-    return _kernel_of_op(node.target) if _is_op(node) else Kernel.OPAQUE
-
-
-def _is_op(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload)  # the type of every ATen op has no public name
+    """Return the kind of Inductor's kernel for `node`, by which it can be fused or not."""
+    return _kernel_of_op(node.target) if compat.is_op_overload(node.target) else Kernel.OPAQUE
 
 
 @functools.cache
@@ -85,25 +82,25 @@ def _may_be_random(op: Any) -> bool:
 
 
 def runs_once(node: fx.Node) -> bool:
-    """Return whether `node` must not be computed a second time.
+    """Return whether `node` must not be recomputed.
 
-    It draws random numbers (those that Inductor draws come from saved seeds, and do so again), writes what it is given,
-    is no plain operator, or is what the user's checkpoint policy saves. A node that takes a dynamic size is not moved
-    to the other half either.
+    It must not if it draws random numbers, writes an input, is no operator of `aten` or `prims`, or is saved by the
+    user's checkpoint policy. Inductor's random ops may run again, because they read saved seeds. A node with a
+    dynamic size among its inputs is not recomputed either.
     """
-    if not _is_op(node):
+    if not compat.is_op_overload(node.target):
         return not is_number(node)
     if node.target.namespace not in _PURE:
         return True
-    schema = node.target._schema  # pyright: ignore
+    schema = compat.schema_of(node.target)
     is_random = _may_be_random(node.target) and _dropout_p(node) != 0.0
     is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     return is_random or is_saved or schema.is_mutable or any(is_number(source) for source in node.all_input_nodes)
 
 
 def _dropout_p(node: fx.Node) -> object:
-    """Return by how much an attention kernel drops; None for an op that takes no such argument."""
-    for place, argument in enumerate(node.target._schema.arguments):
+    """Return the dropout probability of an attention kernel, None if the op has no such argument."""
+    for place, argument in enumerate(compat.schema_of(node.target).arguments):
         if argument.name == "dropout_p":
             default = node.kwargs.get("dropout_p", argument.default_value)
             return node.args[place] if place < len(node.args) else default
@@ -111,11 +108,11 @@ def _dropout_p(node: fx.Node) -> object:
 
 
 def overwritten_input(node: fx.Node) -> fx.Node | None:
-    """Return the input whose memory a functional scatter takes for its result, or None: Inductor writes into a
-    value nobody else reads."""
-    name = getattr(node.target, "_opname", "")
-    writes_into_first = node.target in _WRITES_INTO_FIRST or name == "_unsafe_masked_index_put_accumulate"
-    if not writes_into_first or not isinstance(node.args[0], fx.Node):
+    """Return the input into whose memory Inductor writes the result of a functional scatter; None if it allocates.
+
+    Inductor writes into the input if no other node reads it.
+    """
+    if node.target not in _WRITES_INTO_FIRST or not isinstance(node.args[0], fx.Node):
         return None
     base = node.args[0]
     return base if len(base.users) == 1 and base.op == "call_function" else None

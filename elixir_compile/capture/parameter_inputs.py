@@ -1,15 +1,16 @@
-"""Give AOTAutograd a Dynamo graph that takes parameters as inputs, where it gathered them by handles.
+"""Turn the gathers of a Dynamo graph into parameter inputs before AOTAutograd traces the graph.
 
     before   h = placeholder;  v = gather(h, ...);  w = gather(h, ...)
     after    v = placeholder;  ...;  w = placeholder
 
-Tracing a gather and its gradient takes AOTAutograd 7.5 ms; an input costs nothing. Every gather becomes an input of its
-own, the last one of a handle in place of the handle and the others behind all inputs: a parameter that is read twice
-has a gradient from each read, and neither is kept until the other is there. `capture/joint.py` turns these inputs into
-markers. When the compiled graph is called, the handle is passed for each of them, and nothing looks at it.
+AOTAutograd takes 7.5 ms to trace a gather and its gradient; an input costs nothing. Each gather becomes a separate
+input: the last gather of a handle takes the place of the handle, the others come behind all inputs. So a parameter with
+two reads has two gradients, and neither is kept until the other is computed. `capture/joint.py` turns these inputs
+into markers. A call of the compiled graph passes the handle for each of them, and no op reads it.
 
-Two kinds of gathers stay as they are: in the graphs that nodes run, as inside of a `checkpoint`, and of parameters that
-share memory with an output, because AOTAutograd would make such an output from the input, which is a handle.
+Two kinds of gathers stay as they are: gathers in the graphs that nodes run, such as the inside of a `checkpoint`, and
+gathers of parameters in the memory of an output, because AOTAutograd would make such an output from the input,
+which is a handle.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,17 +31,17 @@ class ParameterInputs:
 
     module: fx.GraphModule
     example_inputs: list[Any]
-    """The inputs to compile it with: fake parameters of full size in place of handles."""
+    """The inputs for the compiler: fake parameters of full size in place of handles."""
     keys: dict[int, int]
-    """The key of the parameter at each position that is one."""
+    """The key of each parameter input, by its position."""
     repeated: list[int]
-    """The positions of the arguments, all of them handles, to pass once more behind the others, in this order."""
+    """The positions of the handles that a call passes a second time, behind all arguments, in this order."""
 
 
 def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ParameterInputs:
-    """Return a copy of `gm` that has parameters as inputs where `gm` gathers them; each gather has one user.
+    """Return a copy of `gm` with parameter inputs in place of gathers. Each gather must have one user.
 
-    Dynamo looks at the inputs of its own graph once more when the backend has returned, so that stays as it is.
+    `gm` is not changed, because Dynamo reads the inputs of its graph again after the backend returns.
     """
     copied = compat.copy_of(gm)
     placeholders = copied.graph.find_nodes(op="placeholder")
@@ -53,7 +54,7 @@ def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Para
         if handle not in positions or not handed_out.isdisjoint(storages_of(gather)):
             continue
         position, example = positions[handle], _fake_parameter(gather)
-        if len(handle.users) == 1:  # the last gather of the handle, and nothing else takes it
+        if len(handle.users) == 1:  # the last gather of the handle, which has no other user
             read = handle
             inputs[position] = example
         else:
@@ -69,7 +70,7 @@ def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Para
 
 
 def _fake_parameter(gather: fx.Node) -> torch.Tensor:
-    """Return an example of what `gather` gives: a leaf with memory of its own that requires a gradient if the handle
+    """Return an example of the result of `gather`: a leaf with separate memory, which requires a gradient if the handle
     does."""
     handle = example_of(gather.args[0])
     _, size, stride, _ = gather.args
@@ -79,8 +80,10 @@ def _fake_parameter(gather: fx.Node) -> torch.Tensor:
 
 
 def with_handles(gm: fx.GraphModule, examples: Sequence[Any], keys: Mapping[int, int]) -> list[Any]:
-    """Return the example inputs of `gm`, of AOTAutograd, which reads no parameter, with handles in place of those at
-    the positions `keys`: compiled code may check the shape of an input that it does not read."""
+    """Return the example inputs of AOTAutograd's `gm`, with handles at the positions `keys`.
+
+    Called for a graph without parameters: its compiled code may still check the shape of an input.
+    """
     given = list(examples)
     places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     for node in compat.inputs_at(gm.graph, keys):

@@ -3,7 +3,7 @@
     before   w = placeholder;                       linear(x, w)
     after    h = placeholder;  w = gather(h, ...);  linear(x, w)
 
-One gather per use in both, so that the graph of the first call and that of the prepared model are the same step.
+Each use has a separate gather, so the graph of the first call and the graph of the prepared model are the same step.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ from elixir_compile.ops.schema import GATHER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewired:
-    """What changed: the example inputs with handles in place of parameters, and the handle to pass at each position."""
+    """The example inputs with handles in place of parameters, and the handle to pass at each of these positions."""
 
     example_inputs: list[Any]
     handles: dict[int, torch.Tensor]
@@ -31,15 +31,15 @@ class Rewired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedUnmanaged:
-    """What changed: the example inputs with parameters in place of handles, and by position the key of the slot whose
-    parameter to pass."""
+    """The example inputs with parameters in place of handles, and the key of the slot whose parameter to pass, by
+    position."""
 
     example_inputs: list[Any]
     keys: dict[int, int]
 
 
 def split_gathers(gm: fx.GraphModule) -> list[int]:
-    """Give every use of a gather in a Dynamo graph a gather of its own; return the keys, in order of first use."""
+    """Give each use of a gather in a Dynamo graph a separate gather; return the keys in order of first use."""
     keys = dict.fromkeys(node.args[3] for node in gathers_of(gm))
     for node in list(gm.graph.find_nodes(op="call_function", target=GATHER)):
         for user in list(node.users)[1:]:
@@ -52,15 +52,14 @@ def split_gathers(gm: fx.GraphModule) -> list[int]:
 
 
 def handle_inputs(gm: fx.GraphModule) -> dict[int, int]:
-    """Return the positions of the inputs of a Dynamo graph that are handles, with the key of each one's parameter."""
+    """Return the key of the parameter of each handle among the inputs of a Dynamo graph, by position."""
     keys = {id(example_of(gather.args[0])): gather.args[3] for gather in gathers_of(gm)}
     examples = [id(example_of(node)) for node in gm.graph.find_nodes(op="placeholder")]
     return {index: keys[example] for index, example in enumerate(examples) if example in keys}
 
 
 def pass_unmanaged(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Collection[Slot]) -> PassedUnmanaged:
-    """Replace in place what `gm` gathers of the parameters of `slots` by these parameters, as inputs in place of their
-    handles."""
+    """Make the parameters of `slots` inputs of `gm`, in place of their handles and gathers; change `gm` in place."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     inputs, keys = list(example_inputs), {}
     places = {id(value): place for place, value in enumerate(inputs)}
@@ -70,15 +69,15 @@ def pass_unmanaged(gm: fx.GraphModule, example_inputs: Sequence[Any], slots: Col
         if place is None:
             place = placeholders.index(taken)
             keys[place] = slot.key
-        _gather_no_more(gm, slot, placeholders[place])
-        if place in keys or param.device != slot.device:  # a parameter elsewhere is moved before the graph runs
+        _replace_gathers(gm, slot, placeholders[place])
+        if place in keys or param.device != slot.device:  # a parameter on another device is moved before the graph runs
             inputs[place] = placeholders[place].meta["example_value"] = fake_parameter(gm, param, slot.device)
     gm.recompile()
     return PassedUnmanaged(example_inputs=inputs, keys=keys)
 
 
 def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
-    """Return an example of `param` on `device` as an input of `gm`: a fake that shares memory with nothing."""
+    """Return a fake tensor like `param` on `device` for an input of `gm`, with separate memory."""
     examples = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
     with compat.fake_mode_of(examples):
         empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
@@ -86,22 +85,22 @@ def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.
 
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """Return the graphs that `node` of `gm` runs, such as the inside of a `checkpoint`."""
+    """Return the graphs run by `node` of `gm`, such as the inside of a `checkpoint`."""
     found = [getattr(gm, source.target, None) for source in node.all_input_nodes if source.op == "get_attr"]
     return [body for body in found if isinstance(body, fx.GraphModule)]
 
 
 def gathers_of(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return the gathers in `gm` and in the graphs that its nodes run."""
+    """Return the gathers in `gm` and in the graphs run by its nodes."""
     inside = [gather for node in gm.graph.nodes for body in bodies_of(gm, node) for gather in gathers_of(body)]
     return [*gm.graph.find_nodes(op="call_function", target=GATHER), *inside]
 
 
-def _gather_no_more(gm: fx.GraphModule, slot: Slot, whole: fx.Node) -> None:
-    """Let `gm` and the graphs that its nodes run use `whole` for what they gather of the parameter of `slot`."""
+def _replace_gathers(gm: fx.GraphModule, slot: Slot, full: fx.Node) -> None:
+    """Replace the gathers of the slot's parameter by the input `full`, in `gm` and in the graphs its nodes run."""
     for gather in gm.graph.find_nodes(op="call_function", target=GATHER):
         if gather.args[3] == slot.key:
-            gather.replace_all_uses_with(whole)
+            gather.replace_all_uses_with(full)
             gm.graph.erase_node(gather)
     readers: list[fx.GraphModule] = []
     for node in gm.graph.nodes:
@@ -109,14 +108,14 @@ def _gather_no_more(gm: fx.GraphModule, slot: Slot, whole: fx.Node) -> None:
             handles = _handles_of(body, slot)
             readers += [body] if handles else []
             for handle in [source for source in node.all_input_nodes if id(example_of(source)) in handles]:
-                node.replace_input_with(handle, whole)
+                node.replace_input_with(handle, full)
     for body in dict.fromkeys(readers):
-        _gather_no_more(body, slot, _placeholder_of(body, slot))
+        _replace_gathers(body, slot, _placeholder_of(body, slot))
         body.recompile()
 
 
 def _placeholder_of(gm: fx.GraphModule, slot: Slot) -> fx.Node:
-    """Return an input of `gm` that is a handle by which it, or a graph that its nodes run, gathers `slot`."""
+    """Return a handle for gathers of `slot`, in `gm` or in a graph run by its nodes, among the inputs of `gm`."""
     handles = _handles_of(gm, slot)
     found = [node for node in gm.graph.find_nodes(op="placeholder") if id(example_of(node)) in handles]
     if not found:
@@ -125,15 +124,19 @@ def _placeholder_of(gm: fx.GraphModule, slot: Slot) -> fx.Node:
 
 
 def _handles_of(gm: fx.GraphModule, slot: Slot) -> set[int]:
-    """Return the ids of the fake tensors that are handles by which `gm` gathers `slot`: outside of a graph that a node
-    runs and inside it they are the same."""
+    """Return the ids of the fake handles by which `gm` gathers `slot`.
+
+    A graph and the graphs run by its nodes have the same fake tensor for a handle.
+    """
     return {id(example_of(gather.args[0])) for gather in gathers_of(gm) if gather.args[3] == slot.key}
 
 
 def read_functionally(gm: fx.GraphModule) -> Slot | None:
-    """Return the slot of a parameter that a Dynamo graph gathers within `torch.func.functional_call`, which put another
-    tensor in its place; None where there is none. Dynamo traces the call, and a module reads no tensor that was put
-    there."""
+    """Return the slot of a parameter gathered inside of `torch.func.functional_call` in a Dynamo graph, or None.
+
+    The call puts another tensor in the place of the parameter, but Dynamo traces the call, and the swapped module
+    gathers the parameter instead of reading that tensor.
+    """
     for node in gathers_of(gm):
         if stateless.__file__ in node.meta.get("stack_trace", ""):
             return slot_by_key(node.args[3])
@@ -141,7 +144,7 @@ def read_functionally(gm: fx.GraphModule) -> Slot | None:
 
 
 def rewire(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Rewired:
-    """Replace in place the inputs of `gm` that are parameters with a slot by handles and gathers."""
+    """Replace each parameter with a slot among the inputs of `gm` by a handle and gathers, in place."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     fake_mode = compat.fake_mode_of(node.meta.get("example_value") for node in placeholders)
     inputs, handles = list(example_inputs), {}

@@ -1,4 +1,4 @@
-"""Nodes that only look at memory that another node made, and how one view is rebuilt from another."""
+"""Find the views among nodes, and how one view of a storage is rebuilt from another."""
 
 import operator
 from collections.abc import Callable, Container, Mapping
@@ -9,28 +9,28 @@ from torch import fx
 
 from elixir_compile import compat
 
-_LOOKS = (operator.getitem, torch.ops.aten._unsafe_view.default)
-"""What looks at memory of another node though its schema does not say so."""
+_VIEWS_BEYOND_SCHEMAS = (operator.getitem, torch.ops.aten._unsafe_view.default)
+"""Targets that return a view although their schema does not say so."""
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """Return the node whose memory `node` looks at, or None when `node` makes its own value.
+    """Return the node of which `node` is a view, or None if `node` is no view.
 
-    With dynamic shapes a view has the sizes that it takes as inputs too: `view(x, [s0, 64])`.
+    With dynamic shapes, the sizes of a view are inputs of the node too: `view(x, [s0, 64])`.
     """
-    if node.target not in _LOOKS and not getattr(node.target, "is_view", False):
+    if node.target not in _VIEWS_BEYOND_SCHEMAS and not getattr(node.target, "is_view", False):
         return None
     bases = [source for source in node.all_input_nodes if not is_number(source)]
     return bases[0] if len(bases) == 1 else None
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether the value of `node` is a number made of dynamic sizes, no tensor."""
+    """Return whether the value of `node` is a symbolic number, not a tensor."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def view_chain(node: fx.Node) -> list[fx.Node]:
-    """Return `node`, what it looks at, what that looks at, and so on."""
+    """Return `node`, the node of which it is a view, and so on, to the owner of the memory."""
     found = [node]
     while (base := viewed(found[-1])) is not None:
         found.append(base)
@@ -38,7 +38,7 @@ def view_chain(node: fx.Node) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether `node` is another look at memory: a view, or one of several results."""
+    """Return whether `node` is a view of another node, or one of the results of another node."""
     return viewed(node) is not None
 
 
@@ -56,27 +56,27 @@ _SAME = {_aten.alias.default, _aten.detach.default}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """How to look at a storage: begin with `source`, undo views, then do others."""
+    """The way to a view of a storage: start with `source`, undo views, then apply other views."""
 
     source: fx.Node
     undo: tuple[fx.Node, ...]
-    """Views of the forward, the last first."""
+    """Views of the forward to undo, the last view first."""
     redo: tuple[fx.Node, ...]
-    """Views of the forward, the first first."""
+    """Views of the forward to apply, the first view first."""
 
 
 def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Container[str]) -> Path | None:
-    """Return the shortest way to `wanted`, a node of the forward, or None.
+    """Return the shortest path from an available value to `wanted`, a node of the forward; None if there is no path.
 
-    `there` lists, by the node whose memory they look at, the nodes whose values are there; `numbers` names the dynamic
-    sizes that are.
+    `there` has the available nodes, by the owner of their memory. `numbers` has the names of the available
+    dynamic sizes.
     """
-    looks = view_chain(wanted)
-    for at, common in enumerate(looks):
-        redo = tuple(reversed(looks[:at]))
+    chain_of_wanted = view_chain(wanted)
+    for at, common in enumerate(chain_of_wanted):
+        redo = tuple(reversed(chain_of_wanted[:at]))
         if not all(number.name in numbers for view in redo for number in view.all_input_nodes if is_number(number)):
             return None
-        for source in there.get(looks[-1], ()):
+        for source in there.get(chain_of_wanted[-1], ()):
             chain = view_chain(source)
             if common not in chain:
                 continue
@@ -87,7 +87,7 @@ def path_to(wanted: fx.Node, there: Mapping[fx.Node, list[fx.Node]], numbers: Co
 
 
 def by_owner(nodes: "list[fx.Node] | tuple[fx.Node, ...]") -> dict[fx.Node, list[fx.Node]]:
-    """Return `nodes` by the node whose memory each looks at."""
+    """Return `nodes` grouped by the owner of their memory."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         found.setdefault(view_chain(node)[-1], []).append(node)
@@ -95,7 +95,7 @@ def by_owner(nodes: "list[fx.Node] | tuple[fx.Node, ...]") -> dict[fx.Node, list
 
 
 def inverse(view: fx.Node) -> tuple[Callable[..., object], tuple[object, ...]]:
-    """Return the target that undoes `view`, and its arguments behind the first."""
+    """Return the target that undoes `view`, and the arguments of the target behind the first."""
     base = view.args[0]
     if view.target in _RESHAPES:
         return _aten.view.default, (list(base.meta["val"].shape),)
@@ -108,10 +108,10 @@ def inverse(view: fx.Node) -> tuple[Callable[..., object], tuple[object, ...]]:
 
 
 def example_of(node: fx.Node, base: fx.Node | None = None) -> object:
-    """Return fake values like those of `node`: looks at those of `base`, or in memory of their own.
+    """Return new fake tensors like the values of `node`: views of the values of `base`, or with separate memory.
 
-    For a node that takes the place of `node` in the backward, where the partitioner may have repeated it with
-    the same fake values; two of one storage would be taken for one.
+    They are for a node in place of `node` in the backward. The partitioner may have recomputed `node` there with the
+    same fake tensors, and two values with one storage would count as views of each other.
     """
     known: dict[int, torch.Tensor] = {}
     under = None if base is None else base.meta["val"]
@@ -119,7 +119,7 @@ def example_of(node: fx.Node, base: fx.Node | None = None) -> object:
     def like(value: object, under: object) -> object:
         if isinstance(value, (tuple, list)):
             pairs = zip(value, under, strict=True) if isinstance(under, (tuple, list)) else ((v, under) for v in value)
-            return type(value)([like(one, look) for one, look in pairs])
+            return type(value)([like(part, base_part) for part, base_part in pairs])
         if not isinstance(value, torch.Tensor):
             return value
         source = under if isinstance(under, torch.Tensor) else known.get(compat.storage_key(value))
@@ -127,8 +127,8 @@ def example_of(node: fx.Node, base: fx.Node | None = None) -> object:
             if source is None:
                 made = _memory_like(value)
                 return known.setdefault(compat.storage_key(value), made)
-            look = source if source.dtype is value.dtype else source.view(value.dtype)
-            return torch.as_strided(look, value.shape, value.stride(), value.storage_offset())
+            flat = source if source.dtype is value.dtype else source.view(value.dtype)
+            return torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
 
     value = node.meta.get("val")
     if isinstance(under, (tuple, list)) and not isinstance(value, (tuple, list)):

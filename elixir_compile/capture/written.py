@@ -1,10 +1,11 @@
-"""Which parameters a graph of Dynamo writes: such a parameter cannot be a gather, whose value is a copy.
+"""Find the parameters written by Dynamo's graph. They cannot be gathers, because a gather returns a copy.
 
     weight.clamp_(-1, 1)                 embedding(ids, weight, max_norm=1.0)          weight.data = ...
     torch.mul(a, b, out=weight)          torch._foreach_lerp_(targets, sources, 0.01)
 
-Few nodes take a parameter or a view of one, and of those most are functions that write nothing, by their name. The
-others are called once more on the fake tensors of the capture, and the schemas of the ops inside say what they write.
+Few nodes take a parameter or a view of a parameter, and most of these write no argument, by their name. The others are
+called a second time on the fake tensors of the capture, and the schemas of the ops inside say which arguments they
+write.
 """
 
 import types
@@ -23,21 +24,21 @@ from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
 from elixir_compile.ops.schema import GATHER
 
 _WRITES_STATISTICS = ("batch_norm", "instance_norm", "fake_quant", "embedding")
-"""Parts of the names of torch's compiled functions that write some of their inputs, or whose gradient may be sparse."""
+"""Parts of the names of torch's compiled functions that write an input, or whose gradient may be sparse."""
 
 _Roots = frozenset[int]
 
 
 @dataclass(slots=True)
 class _Found:
-    """What was found so far."""
+    """The parameters of a graph and the reasons found so far why some of them cannot be gathered."""
 
     params: dict[int, nn.Parameter] = field(default_factory=dict)
     """The parameters that the graph takes or gathers, by their id."""
     roots: dict[fx.Node, _Roots] = field(default_factory=dict)
-    """Ids of the parameters that a node is, or shares memory with."""
+    """The ids of the parameters with which a node shares memory."""
     reasons: dict[int, str] = field(default_factory=dict)
-    """Why a parameter cannot be gathered, by its id."""
+    """The reason why a parameter cannot be gathered, by its id."""
 
     def mark(self, roots: _Roots, reason: str) -> None:
         for root in roots:
@@ -45,12 +46,12 @@ class _Found:
 
 
 def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[nn.Parameter, str]]:
-    """Return the parameters among what `gm` takes and gathers that have to be inputs, each with the reason.
+    """Return the parameters of `gm` that must be plain inputs instead of gathers, each with the reason.
 
-    These are the ones that `gm` writes, that it returns to eager code behind a graph break, which may write them, and
-    whose gradient is sparse; and those that an earlier graph has made inputs.
+    A parameter must be an input if `gm` writes it, if `gm` returns it to eager code behind a graph break, which may
+    write it, if its gradient is sparse, or if an earlier graph made it an input.
 
-    Raises UnsupportedModel for a parameter that is written with gradients on, which eager PyTorch refuses.
+    Raises UnsupportedModel for a write to a parameter with gradients on, which eager PyTorch refuses.
     """
     found = _Found()
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -72,14 +73,14 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
 
 
 def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
-    """Return the slots through which `gm` gathers any of `params`, each with what comes with the parameter."""
+    """Return the slots of `params` gathered in `gm`, each with the reason of the parameter."""
     reasons = {id(param): reason for param, reason in params}
     slots = dict.fromkeys(slot_by_key(node.args[3]) for node in (gathers_of(gm) if reasons else ()))
     return {slot: reasons[id(slot.param)] for slot in slots if id(slot.param) in reasons}
 
 
 def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
-    """Follow the parameters through `gm` in order; the roots of its placeholders and gathers are known."""
+    """Follow the parameters through `gm` in order, from the roots of its placeholders and gathers."""
     for node in gm.graph.nodes:
         is_grad_on = compat.sets_gradients(node, is_grad_on)
         taken = [source for source in node.all_input_nodes if source in found.roots]
@@ -90,7 +91,7 @@ def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
         if not taken or bodies or node.op == "output":
             continue
         if compat.is_higher_order(node.target):
-            # Nothing says what such a function does: a kernel in Triton writes any of its inputs.
+            # Such a function may write any input, as a Triton kernel does: it has no schema.
             found.mark(frozenset().union(*(found.roots[source] for source in taken)), _reason(node))
         elif _may_write(node):
             _call(node, taken, found, is_grad_on=is_grad_on)
@@ -98,13 +99,13 @@ def _walk(gm: fx.GraphModule, found: _Found, *, is_grad_on: bool) -> None:
 
 
 def _enter(body: fx.GraphModule, taken: Sequence[fx.Node], found: _Found) -> None:
-    """Give the placeholders of `body`, a part of the graph, the roots of the nodes `taken` that they stand for."""
+    """Give each placeholder of `body`, a graph that a node runs, the roots of the nodes `taken` with its memory."""
     for node in body.graph.find_nodes(op="placeholder"):
         _follow(node, taken, found)
 
 
 def _follow(node: fx.Node, taken: Sequence[fx.Node], found: _Found) -> None:
-    """Note of which parameters among those of `taken` the result of `node` is a view."""
+    """Give `node` the roots of each node in `taken` with which its result shares memory."""
     keys = storages_of(node)
     shared = [found.roots[source] for source in taken if not keys.isdisjoint(storages_of(source))]
     if shared and node not in found.roots:
@@ -128,7 +129,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on: bool) -> None:
-    """Call `node` on fake tensors, and note the parameters that it writes."""
+    """Call `node` on fake tensors, and mark the written parameters."""
     by_object = {id(leaf): found.roots[source] for source in taken for leaf in tensors_of(source)}
     by_storage: dict[int, _Roots] = {}
     for source in taken:
@@ -152,8 +153,9 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
             note(args[0], "its gradient is sparse", is_write=False)
         if not is_only_writing:
             return op(*args, **kwargs)
-        # The fake tensors stay as the capture left them: `set_` and `t_` would change their shape or memory.
-        return None if not op._schema.returns else written[0] if len(op._schema.returns) == 1 else tuple(written)
+        # `set_` and `t_` are not run: they would change shape or memory of the fake tensors of the capture.
+        num_returns = len(compat.schema_of(op).returns)
+        return None if num_returns == 0 else written[0] if num_returns == 1 else tuple(written)
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), example_of)
     function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
@@ -164,15 +166,15 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
     except UnsupportedModel:
         raise
     except Exception:
-        # Not what it does in the graph, as under autocast: what it has written so far is known. A function of torch
-        # writes before anything else; of another nothing is known.
+        # The call can fail although it works in the graph, as under autocast. Its writes until the error are known. A
+        # function of torch writes first; another function may write later, so all its parameters are marked.
         if not str(getattr(function, "__module__", "")).startswith("torch"):
             found.mark(frozenset().union(*by_object.values()), _reason(node))
 
 
 def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], bool]:
-    """Return the arguments that `op` writes, and whether it does nothing else."""
-    schema = op._schema
+    """Return the arguments written by `op`, and whether all its results are such arguments."""
+    schema = compat.schema_of(op)
     if not schema.is_mutable:
         return [], False
     written = [
@@ -184,7 +186,7 @@ def _writes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
 
 def _argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(compat.schema_of(op).arguments):
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name)
     return None

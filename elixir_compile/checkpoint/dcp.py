@@ -14,12 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,  # in `.metadata`
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from elixir_compile import compat
 from elixir_compile.checkpoint.folder import OpenFolder
 from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
@@ -291,5 +287,5 @@ def _as_values(item: WriteItem, result: WriteResult) -> list[object]:
 def _from_values(values: Sequence[Any]) -> tuple[WriteItem, WriteResult]:
     key, dtype, offsets, sizes, shape, file, offset_bytes, stored_bytes, nbytes = values
     item = _write_item(key, getattr(torch, dtype), Place(offsets=offsets, shape=shape), sizes)
-    stored = _StorageInfo(file, offset_bytes, stored_bytes)
+    stored = compat.storage_info(file, offset_bytes, stored_bytes)
     return item, WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=stored)

@@ -1,6 +1,8 @@
-"""Every access to a private or version-dependent torch name: the versions it was checked on, what happens without it.
+"""Every use of a private or version-dependent name of torch, each with the versions it was checked on.
 
-Nothing else in the package touches `torch._*`, except for public re-exports that torch documents under such a path.
+A docstring here names the torch versions, and says after "Gone:" what happens if the name is missing. Private names
+are imported by the function that uses them, so a renamed name of torch breaks its function and not the import of the
+package. No other package uses `torch._*`; `tests/house/test_names.py` has the exceptions, each with its reason.
 """
 
 from elixir_compile.compat.aot_graphs import gradients_at as gradients_at
@@ -32,6 +34,7 @@ from elixir_compile.compat.distributed import flat_collectives as flat_collectiv
 from elixir_compile.compat.distributed import local_tensor as local_tensor
 from elixir_compile.compat.distributed import scaled_sum as scaled_sum
 from elixir_compile.compat.distributed import set_local_tensor as set_local_tensor
+from elixir_compile.compat.distributed import storage_info as storage_info
 from elixir_compile.compat.dynamo import before_each_capture as before_each_capture
 from elixir_compile.compat.dynamo import checks_class_of as checks_class_of
 from elixir_compile.compat.dynamo import copy_of as copy_of
@@ -40,7 +43,9 @@ from elixir_compile.compat.dynamo import graph_break_of as graph_break_of
 from elixir_compile.compat.dynamo import graph_module as graph_module
 from elixir_compile.compat.dynamo import guard_by_identity as guard_by_identity
 from elixir_compile.compat.dynamo import is_higher_order as is_higher_order
+from elixir_compile.compat.dynamo import is_op_overload as is_op_overload
 from elixir_compile.compat.dynamo import is_operator as is_operator
+from elixir_compile.compat.dynamo import mark_dynamic as mark_dynamic
 from elixir_compile.compat.dynamo import never_compile_alone as never_compile_alone
 from elixir_compile.compat.dynamo import new_input as new_input
 from elixir_compile.compat.dynamo import no_collection_at_end as no_collection_at_end
@@ -64,4 +69,5 @@ from elixir_compile.compat.tensors import fused_adamw_ as fused_adamw_
 from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors
+from elixir_compile.compat.tensors import schema_of as schema_of
 from elixir_compile.compat.tensors import storage_key as storage_key

@@ -1,20 +1,21 @@
-"""Which inputs and outputs of a graph that AOTAutograd makes belong to which inputs of the graph that it was given."""
+"""The inputs and gradients of AOTAutograd's graphs, by the positions of inputs in the graph it was given."""
 
 from collections.abc import Collection
 from typing import Any
 
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
-from torch._guards import TracingContext
 
 
 def inputs_at(graph: fx.Graph, positions: Collection[int]) -> dict[fx.Node, int]:
-    """Return the inputs of `graph`, of AOTAutograd, that were at `positions` of what it was given, each with its
-    position.
+    """Return the inputs of AOTAutograd's `graph` with one of `positions` in the graph it was made from.
 
-    Inputs of a backward graph have none. `node.meta["desc"]`, `PlainAOTInput.idx`, checked on torch 2.13, there since
-    2.9. Gone: ImportError at the first import.
+    Each input comes with its position. Inputs of a backward graph have no position.
+
+    `node.meta["desc"]`, `PlainAOTInput.idx`: checked on torch 2.13, there since 2.9. Gone: ImportError at the first
+    capture.
     """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
     found = {node: node.meta.get("desc") for node in (graph.find_nodes(op="placeholder") if positions else ())}
     return {
         node: description.idx
@@ -24,12 +25,15 @@ def inputs_at(graph: fx.Graph, positions: Collection[int]) -> dict[fx.Node, int]
 
 
 def gradients_at(graph: fx.Graph, positions: Collection[int]) -> dict[int, int]:
-    """Return the places among the outputs of `graph`, a joint graph, that are gradients of the inputs at `positions`,
-    each with the position.
+    """Return the indices of gradients of the inputs at `positions` among the outputs of joint `graph`.
 
-    `node.meta["desc"]` of the output, `GradAOTOutput.grad_of`, checked on torch 2.13, there since 2.9. Gone:
-    ImportError at the first import, or KeyError at the first capture.
+    Each index comes with the position of the input.
+
+    `node.meta["desc"]` of the output, `GradAOTOutput.grad_of`: checked on torch 2.13, there since 2.9. Gone:
+    ImportError or KeyError at the first capture.
     """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
     described: list[Any] = list(graph.output_node().meta["desc"]) if positions else []
     return {
         place: description.grad_of.idx
@@ -41,13 +45,16 @@ def gradients_at(graph: fx.Graph, positions: Collection[int]) -> dict[int, int]:
 
 
 def inputs_that_must_be_real() -> set[int]:
-    """While AOTAutograd compiles: return the positions of the inputs that its compiled code works on itself, because
-    the graph writes them or returns views of them.
+    """Return the positions of the inputs that the graph writes, or of which it returns views.
 
-    `TracingContext.fw_metadata.input_info`, `.output_info`, `OutputType`, checked on torch 2.13, in 2.11 by their
-    names. Gone: AttributeError at the first capture.
+    The compiled code reads these inputs themselves, so the caller cannot pass other tensors in their place. Called
+    while AOTAutograd compiles.
+
+    `TracingContext.fw_metadata.input_info`, `.output_info`, `OutputType`: checked on torch 2.13, in 2.11 by their
+    names. Gone: ImportError or AttributeError at the first capture.
     """
     from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._guards import TracingContext
 
     metadata: Any = TracingContext.get().fw_metadata
     written = {

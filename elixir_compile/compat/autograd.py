@@ -1,4 +1,4 @@
-"""What the autograd engine is doing, and what hangs on a parameter."""
+"""The state of the running backward pass, and the hooks of a parameter."""
 
 import sys
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import torch
 
 
 def backward_pass_id() -> int:
-    """Return the number of the backward pass that runs on this thread, -1 outside of one.
+    """Return the number of the running backward pass of this thread, -1 if none runs.
 
-    `torch._C._current_graph_task_id`, torch 2.11 to 2.13. Gone: AttributeError at the first backward.
+    `torch._C._current_graph_task_id`: torch 2.11 to 2.13. Gone: AttributeError at the first backward.
     """
     return torch._C._current_graph_task_id()
 
@@ -18,28 +18,29 @@ def backward_pass_id() -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the current backward pass ends without an exception.
 
-    `Variable._execution_engine.queue_callback`, as FSDP2 uses it, torch 2.11 to 2.13. Gone: AttributeError at the
+    `Variable._execution_engine.queue_callback`, as FSDP2 uses it: torch 2.11 to 2.13. Gone: AttributeError at the
     first backward.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:
-    """Whether the user hooked the gradient of leaf `param`.
+    """Return whether the user registered a hook on the gradient of leaf `param`.
 
-    `Tensor._backward_hooks` and `Tensor._post_accumulate_grad_hooks`, torch 2.11 to 2.13. Gone: AttributeError at the
+    `Tensor._backward_hooks` and `Tensor._post_accumulate_grad_hooks`: torch 2.11 to 2.13. Gone: AttributeError at the
     first backward.
     """
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
 
 class AccumulateNode:
-    """The autograd node that adds to `.grad` of a leaf which requires a gradient; at most one exists for each leaf."""
+    """The autograd node that adds to `.grad` of a leaf. A leaf has at most one; it must require a gradient."""
 
     def __init__(self, leaf: torch.Tensor) -> None:
         with torch.enable_grad():
             self._reader = leaf.view_as(leaf).grad_fn
-        # torch 2.13 holds a reference to the object of a node that other nodes lead to: `_reader` always does.
+        # torch 2.13 holds a reference to the Python object of a node if other nodes lead to it. `_reader` always leads
+        # to this node, so the count below is the same whether or not the user's graph does.
         self._node = self._reader.next_functions[0][0]
 
     def num_references(self) -> int:
@@ -48,10 +49,10 @@ class AccumulateNode:
 
     @property
     def is_held_by_others(self) -> bool:
-        """Whether somebody else holds the node, as whoever registers a hook on it must: torch lets go of it otherwise.
+        """Whether other Python code holds the node. Code that registers a hook on it must, or torch frees the node.
 
-        torch gives Python one object per node for as long as somebody holds that, torch 2.11 to 2.13. If it gave a new
-        one each time, hooks on the node would be called without a gradient.
+        torch keeps a single Python object for a node as long as Python code holds the object: torch 2.11 to 2.13. If
+        torch made a new object at each access, hooks on the node would be called without a gradient.
         """
         return self.num_references() > _REFERENCES_OF_OURS
 
@@ -60,22 +61,22 @@ _REFERENCES_OF_OURS = AccumulateNode(torch.zeros(1, requires_grad=True)).num_ref
 
 
 class Asked(Enum):
-    """What the running backward does with the gradient of a leaf."""
+    """The use of the gradient of a leaf in the running backward."""
 
     NOT = auto()
-    """Nothing: it was asked for the gradients of other tensors."""
+    """None: the caller asked for the gradients of other tensors."""
     TO_ACCUMULATE = auto()
-    """It adds it to `.grad`."""
+    """The backward adds the gradient to `.grad`."""
     TO_RETURN = auto()
-    """`torch.autograd.grad` returns it."""
+    """`torch.autograd.grad` returns the gradient."""
 
 
 def asked_for(leaf: torch.Tensor) -> Asked:
-    """Return what the backward that runs on this thread does with the gradient of `leaf`, which requires one.
+    """Return how the backward on this thread uses the gradient of `leaf`. The leaf must require a gradient.
 
-    `torch._C._will_engine_execute_node`, as `torch.autograd.graph.register_multi_grad_hook` uses it, torch 2.11 to
-    2.13. It raises RuntimeError for the accumulate node of a leaf whose gradient `torch.autograd.grad` returns. Gone:
-    AttributeError at the first backward.
+    `torch._C._will_engine_execute_node`, as `torch.autograd.graph.register_multi_grad_hook` uses it: torch 2.11 to
+    2.13. It raises RuntimeError for the accumulate node of a leaf if `torch.autograd.grad` returns the leaf's gradient.
+    Gone: AttributeError at the first backward.
     """
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
@@ -85,9 +86,9 @@ def asked_for(leaf: torch.Tensor) -> Asked:
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` stands for many tensors at once, as gradients do in a backward with `is_grads_batched=True`.
+    """Return whether `tensor` is a batch of tensors under vmap, as gradients are with `is_grads_batched=True`.
 
-    `torch._C._functorch.is_legacy_batchedtensor` and `is_batchedtensor`, torch 2.11 to 2.13. Gone: AttributeError at
+    `torch._C._functorch.is_legacy_batchedtensor` and `is_batchedtensor`: torch 2.11 to 2.13. Gone: AttributeError at
     the first `torch.autograd.grad` of a parameter.
     """
     functorch = torch._C._functorch

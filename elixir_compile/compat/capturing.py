@@ -1,4 +1,4 @@
-"""What tells code of torch that a graph is being captured: one flag per process, whichever thread captures."""
+"""The flag of torch that a graph is being captured, made thread by thread: torch has one flag for the process."""
 
 import functools
 import threading
@@ -9,7 +9,7 @@ import torch
 
 
 class _Thread(threading.local):
-    """What one thread does."""
+    """The state of one thread."""
 
     is_outside_captures = False
 
@@ -19,13 +19,15 @@ _thread = _Thread()
 
 @contextmanager
 def outside_captures() -> Iterator[None]:
-    """Let `torch.compiler.is_compiling()` be False on this thread inside, whatever other threads capture.
+    """Make `torch.compiler.is_compiling()` False on this thread inside, even if another thread captures a graph.
 
-    While it is True, torch's optimizers compute with tensors what they otherwise compute with Python numbers, which
-    rounds otherwise. It reads `torch.compiler._is_compiling_flag`, which is one per process: `torch.export` sets it,
-    in torch 2.13 also `torch.compile`. So the first call of this context gives the function other code. It stays the
-    same object, by which Dynamo recognises it; and there is no lock for which a capture and an update that needs
-    Dynamo could wait crosswise. Checked on torch 2.13; without the flag: AttributeError at the first step of
+    If it is True, torch's optimizers compute with tensors instead of Python numbers, which rounds differently. The
+    function reads `torch.compiler._is_compiling_flag`, a flag of the whole process: `torch.export` sets it, in torch
+    2.13 `torch.compile` does too. So the first use of this context replaces the code of the function. The function
+    object stays the same, because Dynamo recognises it by identity. A lock instead could deadlock a capture with an
+    update that needs Dynamo.
+
+    `torch.compiler._is_compiling_flag`: checked on torch 2.13. Gone: AttributeError at the first step of
     `hybrid(cls)`.
     """
     _let_threads_differ()
@@ -38,12 +40,12 @@ def outside_captures() -> Iterator[None]:
 
 @functools.cache
 def _let_threads_differ() -> None:
-    torch.compiler._elixir_thread = _thread  # the code below runs with the globals of `torch.compiler`, not with ours
+    torch.compiler._elixir_thread = _thread  # `_is_compiling` runs with the globals of that module
     torch.compiler.is_compiling.__code__ = _is_compiling.__code__
 
 
 def _is_compiling() -> bool:
-    # As in torch, but for the last line. TorchScript reads this text, too, and compiles the first branch alone.
+    # The same text as in torch but for the last line: TorchScript reads it too, and compiles only the first branch.
     if torch.jit.is_scripting():
         return False
     else:  # noqa: RET505

@@ -1,4 +1,4 @@
-"""How a captured graph is partitioned and compiled, by Inductor or op by op."""
+"""Partition and compile a captured graph by calls into torch, by Inductor or op by op."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._guards import TracingContext, tracing
 
 from elixir_compile.compat.dynamo import fake_mode_of
 from elixir_compile.compat.kernels import Kernels
@@ -16,9 +14,9 @@ from elixir_compile.compat.needless import templates_when_used
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
-    """Return torch's own forward and backward for `joint`.
+    """Return the forward and the backward into which torch's own partitioner splits `joint`.
 
-    `torch._functorch.partitioners.min_cut_rematerialization_partition`, torch 2.11 to 2.13. Gone: ImportError at the
+    `torch._functorch.partitioners.min_cut_rematerialization_partition`: torch 2.11 to 2.13. Gone: ImportError at the
     first capture.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -29,18 +27,21 @@ def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **o
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
     """Compile `gm` with Inductor's front passes; `partition` splits the joint graph, `lower` lowers each half.
 
-    `compile_fx(inner_compile=..., config_patches={"custom_partitioner_fn": ...})`, torch 2.11 to 2.13;
-    `donated_buffer` is off so that `retain_graph=True` works, the AOTAutograd cache is off because a hit would skip
-    both callbacks. Gone: ImportError or TypeError.
+    `donated_buffer` is off so that `retain_graph=True` works. The AOTAutograd cache is off because a hit would skip
+    both callbacks.
+
+    `compile_fx(inner_compile=..., config_patches={"custom_partitioner_fn": ...})`: torch 2.11 to 2.13. Gone:
+    ImportError or TypeError at the first capture.
     """
     import torch._inductor.config as inductor_config
+    from torch._functorch import config as functorch_config
 
     with templates_when_used():
         from torch._inductor.compile_fx import compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    # Inductor's code cache keys on its configuration; with a partitioner that it cannot name it would cache nothing,
-    # neither of a half nor of the regions that are compiled while the step is planned, to time them.
+    # Inductor's code cache keys on its configuration. With a partitioner that it cannot name it would cache nothing:
+    # no half, and no region that is compiled for its time while the step is planned.
     class Partitioner(CustomPartitionerFn):
         def __call__(self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
             with inductor_config.patch(custom_partitioner_fn=None):
@@ -63,11 +64,12 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
 
 
 def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
-    """Compile `gm` without decompositions or kernels of our own, as torch's `aot_eager` does.
+    """Compile `gm` to single ATen ops, without decompositions, as torch's `aot_eager` does.
 
-    `torch._dynamo.backends.common.aot_autograd`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    `torch._dynamo.backends.common.aot_autograd`: torch 2.11 to 2.13. Gone: ImportError at the first capture.
     """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
 
     with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
         return aot_autograd(
@@ -82,15 +84,15 @@ def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition:
 def compile_plainly(gm: fx.GraphModule, inputs: Sequence[Any], inner: str) -> Callable:
     """Compile `gm` with torch's own backend `inner`, `inductor` or `aot_eager`.
 
-    `torch._dynamo.lookup_backend`, torch 2.11 to 2.13. Gone: AttributeError at a graph without parameters.
+    `torch._dynamo.lookup_backend`: torch 2.11 to 2.13. Gone: AttributeError at the first graph without parameters.
     """
     return torch._dynamo.lookup_backend(inner)(gm, list(inputs))
 
 
 def inductor_random_ops() -> frozenset[Any]:
-    """Return the ops by which Inductor draws random numbers inside the kernels that use them.
+    """Return the ops by which Inductor draws random numbers inside a kernel.
 
-    `torch._inductor.inductor_prims`, which registers them when imported, torch 2.11 to 2.13. Gone: ImportError at the
+    `torch._inductor.inductor_prims`, which registers the ops on import: torch 2.11 to 2.13. Gone: ImportError at the
     first capture.
     """
     from torch._inductor import inductor_prims  # noqa: F401
@@ -112,11 +114,14 @@ def lower_with_inductor(
 ) -> tuple[Callable, list[Strides]]:
     """Return the compiled form of `gm`, which takes one list of inputs and empties it, and the strides of its outputs.
 
-    Outputs at the positions `visible` keep the strides of the graph; Inductor chooses those of the others. `kernels`
-    takes those in C++, which are compiled when it starts them or at their first call. Nodes named in `repeated` share a
-    kernel only with what reads their results. `compile_fx_inner`, `BoxedBool`, both options,
-    `TracingContext.output_strides`, torch 2.11 to 2.13. Gone: ImportError or AttributeError at the first region.
+    Outputs at the positions `visible` keep the strides of the graph; Inductor chooses the strides of the others.
+    `kernels` takes the C++ kernels and compiles them when it starts, or at their first call. Nodes named in `repeated`
+    share a kernel only with readers of their results.
+
+    `compile_fx_inner`, `BoxedBool`, the options `reorder_for_peak_memory` and `allow_buffer_reuse`,
+    `TracingContext.output_strides`: torch 2.11 to 2.13. Gone: ImportError or AttributeError at the first region.
     """
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
@@ -125,24 +130,26 @@ def lower_with_inductor(
     context = TracingContext(fake_mode_of(inputs))
     context.output_strides = []
     apart = _kernels_apart(frozenset(repeated)) if repeated else nullcontext()
-    # A whole backward of GPT-2 124M holds 66 MB more in Inductor's order than in that of the plan. Memory that waits
-    # for a later value of its size is in no plan, and how much of it would do no harm is not seen from one region.
+    # The backward of GPT-2 124M in one region holds 66 MB more in Inductor's order than in the order of the plan.
+    # With buffer reuse, memory stays allocated until a later value of its size takes it, and plans do not count it.
     order = config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False)
     with tracing(context), order, _calls_apart(), kernels.gathered(), best_instructions_only(), apart:
-        # No CUDA graphs: they want fixed addresses.
+        # No CUDA graphs: they need inputs at fixed addresses.
         compiled = compile_fx_inner(gm, list(inputs), cudagraphs=BoxedBool(False), **options)
     return compiled, context.output_strides
 
 
 @contextmanager
 def _calls_apart() -> Iterator[None]:
-    """Call the C++ kernels of a CPU one by one where values die between them, as those of a GPU are.
+    """Make Inductor end a C++ function on the CPU if a value dies between two kernels, as on a GPU.
 
-    Inductor writes pointwise kernels that follow each other into one C++ function, and frees what any of them was the
-    last to read when the function returns: 4 layers of width 256 held up to 3.7 % more than planned, now 1 KB.
-    `CppScheduling.ready_to_flush`, `Scheduler.buffer_names_to_free`, torch 2.11 to 2.13. Gone: AttributeError at the
-    first region. Inductor's cache keys on `unsafe_marked_cacheable_functions`, so code with longer functions is not
-    taken from there.
+    Inductor writes successive pointwise kernels into one C++ function, and frees a value that one of the kernels reads
+    last only when the function returns: 4 layers of width 256 held up to 3.7 % more than planned, now 1 KB more. The
+    entry in `unsafe_marked_cacheable_functions` is part of Inductor's cache key, so code that was compiled without
+    this context is not taken from the cache.
+
+    `CppScheduling.ready_to_flush`, `Scheduler.buffer_names_to_free`: torch 2.11 to 2.13. Gone: AttributeError at the
+    first region.
     """
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppScheduling
@@ -164,18 +171,20 @@ def _calls_apart() -> Iterator[None]:
 
 
 def _kernels_apart(repeated: frozenset[str]) -> AbstractContextManager[Any]:
-    """Keep Inductor from computing nodes named in `repeated` and others in one kernel because both read one value.
+    """Keep Inductor from fusing nodes named in `repeated` with other nodes only because both read the same value.
 
-    It would make a repeated activation and the gradient of its op at once, and both would be there before either is
-    used: 4 layers of width 256 held 6.7 % more than planned. `InductorChoices.can_fuse_horizontal`,
-    `V.set_choices_handler`, torch 2.11 to 2.13. Gone: AttributeError at the first region that recomputes.
+    Inductor would compute a recomputed activation and the gradient of its op in one kernel, and both would be live
+    before either is read: 4 layers of width 256 held 6.7 % more than planned.
+
+    `InductorChoices.can_fuse_horizontal`, `V.set_choices_handler`: torch 2.11 to 2.13. Gone: AttributeError at the
+    first region that recomputes.
     """
     from torch._inductor.virtualized import V
 
     usual = type(V.choices)
 
     def results(kernel: Any) -> set[bool]:
-        """Whether what the kernel writes is repeated, not repeated, or some of both."""
+        """Return {True} if all results of the kernel are repeated, {False} if none is, both if some are."""
         buffers = (node.node for node in kernel.get_nodes())
         nodes = (None if buffer is None else buffer.get_origin_node() for buffer in buffers)
         return {node is not None and node.name in repeated for node in nodes}
@@ -191,9 +200,9 @@ def _kernels_apart(repeated: frozenset[str]) -> AbstractContextManager[Any]:
 
 
 def lower_plainly_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
-    """Return `gm` compiled in the contexts that the front end has set, as `torch.compile` does.
+    """Return `gm` compiled in the contexts of the front end, as `torch.compile` does.
 
-    `compile_fx_inner`, torch 2.11 to 2.13. Gone: ImportError at the first graph without parameters.
+    `compile_fx_inner`: torch 2.11 to 2.13. Gone: ImportError at the first graph without parameters.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -201,9 +210,9 @@ def lower_plainly_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], **opt
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark `run` as taking one list of inputs that it empties, AOTAutograd's boxed convention.
+    """Mark `run` as a function of one list of inputs that it empties, AOTAutograd's boxed convention.
 
-    The attribute `_boxed_call`, torch 2.11 to 2.13. Gone: inputs live until the call returns.
+    The attribute `_boxed_call`: torch 2.11 to 2.13. Gone: inputs live until the call returns.
     """
 
     def call(args: list[Any]) -> Any:
@@ -214,11 +223,15 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def report_forward(strides: Sequence[Strides]) -> None:
-    """Tell AOTAutograd that the backward donates no buffer, and the strides of the forward's outputs, if they changed.
+    """Tell AOTAutograd that the backward donates no buffer, and the `strides` of the forward's outputs.
 
-    `TracingContext.output_strides`, `.fw_metadata.bw_donated_idxs` (None would be some), torch 2.11 to 2.13. Gone: the
-    backward asserts on strides that Inductor changed, or on `retain_graph=True`.
+    `strides` is empty if the strides are those of the graph.
+
+    `TracingContext.output_strides`, `.fw_metadata.bw_donated_idxs` (with None the backward may donate buffers): torch
+    2.11 to 2.13. Gone: the backward asserts on strides that Inductor changed, or on `retain_graph=True`.
     """
+    from torch._guards import TracingContext
+
     if (context := TracingContext.try_get()) is not None:
         if context.output_strides is not None:
             context.output_strides.extend(strides)
@@ -226,9 +239,9 @@ def report_forward(strides: Sequence[Strides]) -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether Inductor would find a C++ compiler.
+    """Return whether Inductor finds a C++ compiler.
 
-    `torch._inductor.cpp_builder.get_cpp_compiler`, torch 2.11 to 2.13. Gone: ImportError at the first capture.
+    `torch._inductor.cpp_builder.get_cpp_compiler`: torch 2.11 to 2.13. Gone: ImportError at the first capture.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

@@ -1,4 +1,4 @@
-"""Collectives and the local tensors of DTensors."""
+"""Collectives, the local tensors of DTensors, and the records of distributed checkpoints."""
 
 import functools
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch
 def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return all-gather and reduce-scatter of one tensor, each called with (output, input, group=...).
 
-    `all_gather_single` and `reduce_scatter_single` from torch 2.13 on, which deprecates `all_gather_into_tensor` and
-    `reduce_scatter_tensor`, the names before. Gone: AttributeError when collectives are measured.
+    `all_gather_single` and `reduce_scatter_single` on torch 2.13, `all_gather_into_tensor` and `reduce_scatter_tensor`
+    on torch 2.11 and 2.12: torch 2.13 deprecates the earlier names. Gone: AttributeError when collectives are measured.
     """
     if hasattr(torch.distributed, "all_gather_single"):
         return torch.distributed.all_gather_single, torch.distributed.reduce_scatter_single
@@ -20,36 +20,39 @@ def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def scaled_sum(factor: float) -> Any:
-    """Return NCCL's sum of what each rank has times the `factor` of that rank.
+    """Return the NCCL reduction that multiplies each rank's tensor by the `factor` of the rank before the sum.
 
-    `torch.distributed._make_nccl_premul_sum`, torch 2.11 to 2.13. Gone: AttributeError where ranks weigh gradients.
+    `torch.distributed._make_nccl_premul_sum`: torch 2.11 to 2.13. Gone: AttributeError when ranks weigh gradients.
     """
     return torch.distributed._make_nccl_premul_sum(factor)
 
 
 def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
-    """Let the DTensor `sharded` hold `local`, of the shape, dtype and values of what it held, at the same version.
+    """Replace the local tensor of the DTensor `sharded` by `local`; its version counter stays.
 
-    The slot `_local_tensor`, torch 2.11 to 2.13, which FSDP2 sets too. Gone: KeyError when a parameter is moved.
+    `local` must have the shape, dtype and values of the local tensor before.
+
+    The slot `_local_tensor`, which FSDP2 sets too: torch 2.11 to 2.13. Gone: KeyError when a parameter is moved.
     """
     torch._C._autograd._unsafe_set_version_counter((local,), (local_tensor(sharded)._version,))
     _local_slot().__set__(sharded, local)
 
 
 def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of the DTensor `sharded`: the tensor itself, where `to_local()` makes a view.
+    """Return the local tensor of the DTensor `sharded` itself; `to_local()` would return a view of it.
 
-    `_local_tensor`, a slot of torch 2.11 to 2.13. Gone: KeyError when a model is prepared for several ranks.
+    The slot `_local_tensor`: torch 2.11 to 2.13. Gone: KeyError when a model is prepared for several ranks.
     """
-    # Not by its name, which waits for an update where a subclass has `awaited_local_tensor`.
+    # By the slot, not by `sharded._local_tensor`: in a subclass with `awaited_local_tensor` that waits for an update.
     return _local_slot().__get__(sharded)
 
 
 def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return the DTensor of which this rank holds `local`, laid out as the DTensor `like`.
+    """Return a DTensor with `local` as its local tensor and the layout of the DTensor `like`.
 
-    `_spec`, torch 2.11 to 2.13, as in FSDP2: `from_local` copies to the mesh's device. Gone: AttributeError in
-    `prepare` on several ranks.
+    `DTensor.from_local` is not used because it copies to the device of the mesh.
+
+    `_spec`, as in FSDP2: torch 2.11 to 2.13. Gone: AttributeError in `prepare` on several ranks.
     """
     from torch.distributed.tensor import DTensor
 
@@ -59,10 +62,12 @@ def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def awaited_local_tensor(wait: Callable[[torch.Tensor], None]) -> dict[str, property]:
-    """Return what a subclass of DTensor has so that `wait` runs before torch reads what this rank holds: `to_local()`,
-    `full_tensor()` and checkpoints read it past `__torch_function__`.
+    """Return the members of a subclass of DTensor in which `wait` runs before torch reads the local tensor.
 
-    `_local_tensor`, torch 2.11 to 2.13. Gone: a part is read while the host updates it, which tests would see.
+    A property is needed because `to_local()`, `full_tensor()` and checkpoints read the local tensor without a call of
+    `__torch_function__`.
+
+    `_local_tensor`: torch 2.11 to 2.13. Gone: a local tensor is read while the host updates it, and tests fail.
     """
 
     def read(sharded: torch.Tensor) -> torch.Tensor:
@@ -80,9 +85,21 @@ def _local_slot() -> Any:
 
 
 def default_timeout() -> timedelta:
-    """Return how long the default process group waits for a rank.
+    """Return the timeout of the default process group.
 
-    `ProcessGroup._get_backend`, `._device_types`, `.options._timeout`, torch 2.11 to 2.13. Gone: AttributeError there.
+    `ProcessGroup._get_backend`, `._device_types`, `.options._timeout`: torch 2.11 to 2.13. Gone: AttributeError when
+    the control channel opens.
     """
     world = torch.distributed.group.WORLD
     return world._get_backend(world._device_types[0]).options._timeout
+
+
+def storage_info(file: str, offset_bytes: int, stored_bytes: int) -> Any:
+    """Return the record of a distributed checkpoint that a tensor is `stored_bytes` at `offset_bytes` of `file`.
+
+    `torch.distributed.checkpoint.filesystem._StorageInfo`, which `.metadata` files contain: torch 2.11 to 2.13. Gone:
+    ImportError when a checkpoint is saved.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset_bytes, stored_bytes)

@@ -1,4 +1,4 @@
-"""What Dynamo captures: graphs, their breaks, the wrappers around compiled modules."""
+"""Dynamo: its graphs, its guards, its settings, and the wrappers around compiled modules."""
 
 import copy
 import logging
@@ -9,67 +9,70 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._dynamo import OptimizedModule, exc, pgo
-from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource
-from torch._guards import TracingContext, detect_fake_mode
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 class _PastLogging(set[Callable[..., Any]]):
-    """The functions that Dynamo traces past, with `logging.Logger.warning_once` from when somebody adds that method.
+    """The functions whose calls Dynamo drops, with `logging.Logger.warning_once` as soon as the method exists.
 
-    transformers adds it to the class when it is imported, which may be after the backend was.
+    transformers adds the method to the class on import, which may be after the import of the backend.
     """
 
-    def _look(self) -> None:
+    def _add_warning_once(self) -> None:
         once = getattr(logging.Logger, "warning_once", None)
         if once is not None:
             self.add(once)
 
     def __contains__(self, function: object) -> bool:
-        self._look()
+        self._add_warning_once()
         return super().__contains__(function)
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
-        self._look()
+        self._add_warning_once()
         return super().__iter__()
 
 
 def trace_past_logging() -> None:
-    """Let Dynamo trace past `logger.warning_once(...)`, which would break the graphs of Hugging Face's models, also
-    where transformers is imported later.
+    """Make Dynamo drop calls of `logger.warning_once(...)`, which would break the graphs of Hugging Face's models.
 
-    In compiled code the message is dropped. `torch._dynamo.config.ignore_logging_functions`, which Dynamo asks by `in`
-    and by a loop, torch 2.11 to 2.13. Gone: AttributeError at the first `torch.compile`.
+    It works too if transformers is imported later. Compiled code does not log the message.
+
+    `torch._dynamo.config.ignore_logging_functions`, which Dynamo reads by `in` and by a loop: torch 2.11 to 2.13. Gone:
+    AttributeError at the first `torch.compile`.
     """
     config = torch._dynamo.config
     if not isinstance(config.ignore_logging_functions, _PastLogging):
         config.ignore_logging_functions = _PastLogging(config.ignore_logging_functions)
 
 
-class _Again(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
-    """The first class is the restart that Dynamo passes on from backends; with the second it forgets what the trace
-    before met, which is something else now."""
-
-
 def trace_again(reason: str) -> NoReturn:
-    """From within a backend: let Dynamo drop the graph at hand and trace the frame once more, as modules are now.
+    """Make Dynamo drop the graph that it is compiling, and trace the frame again on the modules as they are now.
 
-    `torch._dynamo.exc`, checked on torch 2.13. Gone: AttributeError at the first import.
+    Called by the backend.
+
+    `torch._dynamo.exc.TensorifyScalarRestartAnalysis`, `.UnspecializeRestartAnalysis`: checked on torch 2.13. Gone:
+    AttributeError when the parameters of a compiled model are replaced.
     """
-    raise _Again(restart_reason=reason)
+    from torch._dynamo import exc
+
+    # Of all restarts, Dynamo lets only the first class pass out of a backend. For the second class it forgets the
+    # values that the last trace met, which differ now.
+    class TraceAgain(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+        pass
+
+    raise TraceAgain(restart_reason=reason)
 
 
 @contextmanager
 def shapes_apart() -> Iterator[None]:
-    """Keep the shapes that Dynamo sees inside from those it remembers of training: a size that changed between two
-    calls of one forward becomes symbolic in the second.
+    """Make Dynamo forget, inside, the shapes from outside, and the reverse.
 
-    `torch._dynamo.pgo._CODE_STATE`, torch 2.11 to 2.13; `torch._dynamo.reset()` would forget the user's compiled code
-    too. Gone: AttributeError at the first plan without training.
+    Dynamo makes a size symbolic if it changed between two calls of the same forward, and the shapes of a plan without
+    training would count as calls. `torch._dynamo.reset()` would drop the user's compiled code too.
+
+    `torch._dynamo.pgo._CODE_STATE`: torch 2.11 to 2.13. Gone: AttributeError at the first plan without training.
     """
+    from torch._dynamo import pgo
+
     remembered = pgo._CODE_STATE
     pgo._CODE_STATE = defaultdict(pgo.CodeState)
     try:
@@ -79,10 +82,11 @@ def shapes_apart() -> Iterator[None]:
 
 
 def no_collection_at_end() -> AbstractContextManager[None]:
-    """Let Dynamo not run the garbage collector when it has traced a frame: 0.2 s of a capture of 3 s, and a plan holds
-    what is captured anyway.
+    """Keep Dynamo from running the garbage collector after a trace: 0.2 s of a capture of 3 s.
 
-    `torch._dynamo.config.run_gc_after_compile`, checked on torch 2.13; without it nothing is changed.
+    The collection would free little, as the plan keeps the captured graph.
+
+    `torch._dynamo.config.run_gc_after_compile`: checked on torch 2.13. Gone: nothing is changed.
     """
     config = torch._dynamo.config
     return config.patch(run_gc_after_compile=False) if hasattr(config, "run_gc_after_compile") else nullcontext()
@@ -91,23 +95,25 @@ def no_collection_at_end() -> AbstractContextManager[None]:
 def undo_compile(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile` wrapped, or `model` itself.
 
-    `OptimizedModule._orig_mod`, torch 2.11 to 2.13. Gone: AttributeError for a compiled module.
+    `OptimizedModule._orig_mod`: torch 2.11 to 2.13. Gone: ImportError or AttributeError for a compiled module.
     """
+    from torch._dynamo import OptimizedModule
+
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def uncompiled_name(name: str) -> str:
-    """Return the name that a parameter has where no module around it was compiled on its own.
+    """Return the parameter name `name` without the parts added by compiled modules.
 
-    `OptimizedModule._orig_mod` is a part of such names, torch 2.11 to 2.13. Gone: names keep what takes its place.
+    `OptimizedModule._orig_mod`, the part: torch 2.11 to 2.13. Gone: names keep the part under its new name.
     """
     return name.replace("_orig_mod.", "")
 
 
 def graph_break_of(gm: fx.GraphModule) -> tuple[str, int, str] | None:
-    """Return file, line and reason of the graph break that ended `gm`, a graph of Dynamo; None when none did.
+    """Return file, line and reason of the graph break that ended Dynamo's graph `gm`, None if no break ended it.
 
-    `gm.compile_subgraph_reason`, torch 2.11 to 2.13. Gone: graph breaks are not logged.
+    `gm.compile_subgraph_reason`: torch 2.11 to 2.13. Gone: graph breaks are not logged.
     """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break or not reason.user_stack:
@@ -117,25 +123,32 @@ def graph_break_of(gm: fx.GraphModule) -> tuple[str, int, str] | None:
 
 
 def never_compile_alone(fn: Callable) -> None:
-    """Keep Dynamo from compiling `fn` as a frame of its own; in a frame that is compiled it is traced as usual.
+    """Keep Dynamo from compiling `fn` as a frame of its own. If a compiled frame calls `fn`, Dynamo traces it as usual.
 
-    `torch._dynamo.eval_frame.skip_code`, torch 2.11 to 2.13. Gone: ImportError at the first import.
+    `torch._dynamo.eval_frame.skip_code`: torch 2.11 to 2.13. Gone: ImportError in `prepare`.
     """
+    from torch._dynamo.eval_frame import skip_code
+
     skip_code(fn.__code__)
 
 
 def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
-    """Let Dynamo check tensors that its graph takes by identity, whatever device they are on.
+    """Make Dynamo guard the tensors of `inputs` by identity, on whatever device they are.
 
-    `inputs` maps placeholders of a graph of Dynamo to the tensors in their place. To be called while Dynamo waits for
-    the compiled form of that graph. `TENSOR_MATCH` of such a tensor goes, because it fails once the tensor is on
-    another device. For a tensor that requires no gradient `requires_grad` is checked, because the graph computes no
-    gradient of it; where gradients are off no graph does, and nothing is checked.
+    `inputs` maps placeholders of Dynamo's graph to the tensors passed for them. Called while Dynamo waits for
+    the compiled form of that graph. The guard `TENSOR_MATCH` of such a tensor is dropped, because it fails once the
+    tensor is on another device. If gradients are on and a tensor requires none, its `requires_grad` is guarded too,
+    because the graph computes no gradient of it. Outside of Dynamo, or for a placeholder without a source, no guard
+    changes.
 
-    `TracingContext.guards_context.dynamo_guards`, a set that Dynamo turns into checks when its backend has returned;
-    `node._dynamo_source`, `GuardBuilder`, `AttrSource`: torch 2.11 to 2.13. Gone: ImportError at the first import, or
-    AttributeError at the first capture. Outside of Dynamo, or without a source, nothing is checked.
+    `TracingContext.guards_context.dynamo_guards`, a set that Dynamo turns into checks after its backend returns;
+    `node._dynamo_source`, `GuardBuilder`, `AttrSource`: torch 2.11 to 2.13. Gone: ImportError or AttributeError at the
+    first capture; without `_dynamo_source` Dynamo's own guards stay.
     """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
     context = TracingContext.try_get()
     by_source = {getattr(node, "_dynamo_source", None): tensor for node, tensor in inputs.items()}
     by_source.pop(None, None)
@@ -151,12 +164,15 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
 
 
 def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
-    """While Dynamo waits for the compiled form of its graph: whether it is going to check attributes of the classes of
-    modules whose parameters are `inputs`, placeholders of the graph.
+    """Return whether Dynamo guards class attributes of a module with one of the parameters `inputs`.
 
-    The names of `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`, checked on torch 2.13; older
-    versions have methods in place of some properties. Gone: such a check fails with a KeyError at the first call.
+    `inputs` are placeholders of Dynamo's graph. Called while Dynamo waits for the compiled form of that graph.
+
+    The names in `TracingContext.guards_context.dynamo_guards`, `node._dynamo_source`: checked on torch 2.13; earlier
+    versions have methods in place of some properties. Gone: such a guard fails with a KeyError at the first call.
     """
+    from torch._guards import TracingContext
+
     context = TracingContext.try_get()
     if context is None:
         return False
@@ -166,8 +182,10 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
 
 
 def _names_class_of(name: str, modules: Collection[str]) -> bool:
-    """Return whether `name`, of a guard, says `type(module).` of one of `modules`; hundreds of modules have thousands
-    of guards, so the guard is not compared with each module."""
+    """Return whether the guard called `name` is about `type(module).` for a module in `modules`.
+
+    Hundreds of modules have thousands of guards, so the name is not compared with each module.
+    """
     _, *behind = name.split("type(")
     ends = ((rest, at) for rest in behind for at in range(len(rest)) if rest.startswith(").", at))
     return any(rest[:at] in modules for rest, at in ends)
@@ -178,9 +196,11 @@ def _name_of(named: Any) -> str:
 
 
 def before_each_capture(call: Callable[[], None]) -> None:
-    """Call `call` each time before Dynamo begins to trace a frame, until `torch._dynamo.reset()`; once, if named twice.
+    """Call `call` each time before Dynamo traces a frame, until `torch._dynamo.reset()`.
 
-    `torch._dynamo.callback_handler.start_callbacks`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    A second registration of the same function changes nothing.
+
+    `torch._dynamo.callback_handler.start_callbacks`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
     callbacks = torch._dynamo.callback_handler.start_callbacks
     if not any(getattr(callback, "call", None) is call for callback in callbacks):
@@ -188,7 +208,7 @@ def before_each_capture(call: Callable[[], None]) -> None:
 
 
 class _Callback:
-    """What Dynamo calls, with facts about the compilation that nobody here needs."""
+    """A callback of Dynamo without use for the facts about the compilation."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call = call
@@ -198,25 +218,33 @@ class _Callback:
 
 
 def sets_gradients(node: fx.Node, is_on: bool) -> bool:
-    """Return whether gradients are on behind `node` of a graph of Dynamo, if they are before it as `is_on` says.
+    """Return whether gradients are on after `node` of Dynamo's graph, if before it they are on as `is_on` says.
 
-    `torch._C._set_grad_enabled`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    `torch._C._set_grad_enabled`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
     return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on
 
 
 def is_operator(target: object) -> bool:
-    """Whether `target` is an operator that has a schema, or all overloads of one.
+    """Return whether `target` is an operator with a schema, or the packet of all its overloads.
 
-    `torch._ops.OpOverload`, `OpOverloadPacket`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    `torch._ops.OpOverload`, `OpOverloadPacket`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
     return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
-def is_higher_order(target: object) -> bool:
-    """Whether `target` is an operator of torch that takes functions, or a kernel of the user's.
+def is_op_overload(target: object) -> bool:
+    """Return whether `target` is one overload of an operator, such as `aten.add.Tensor`.
 
-    `torch._ops.HigherOrderOperator`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    `torch._ops.OpOverload`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    """
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_higher_order(target: object) -> bool:
+    """Return whether `target` is an operator that takes functions, as `checkpoint` and the user's Triton kernels are.
+
+    `torch._ops.HigherOrderOperator`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
     return isinstance(target, torch._ops.HigherOrderOperator)
 
@@ -224,32 +252,39 @@ def is_higher_order(target: object) -> bool:
 def fake_mode_of(values: Iterable[object]) -> Any:
     """Return the fake tensor mode of the first fake tensor among `values`.
 
-    `torch._guards.detect_fake_mode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
+    `torch._guards.detect_fake_mode`: torch 2.11 to 2.13. Gone: ImportError at the first capture.
     """
+    from torch._guards import detect_fake_mode
+
     return detect_fake_mode(list(values))
 
 
 def own_fake_mode(value: torch.Tensor) -> Any:
-    """Return the fake tensor mode of `value`, a fake tensor of Dynamo's graph: a backend works under another one.
+    """Return the fake tensor mode of the fake tensor `value`. The mode under which a backend runs is another.
 
-    `FakeTensor.fake_mode`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    `FakeTensor.fake_mode`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
     return value.fake_mode
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return `graph` over the attributes of `root`, whose Python is written when somebody runs or prints it.
+    """Return `graph` as a module over the attributes of `root` that writes its Python code when it is run or printed.
 
-    Nobody runs the halves of a step, which are rewritten several times. `torch.fx._lazy_graph_module._LazyGraphModule`,
-    as Dynamo and Inductor use it, torch 2.11 to 2.13. Gone: ImportError at the first import.
+    The halves of a step are rewritten several times and never run, so their code is never needed.
+
+    `torch.fx._lazy_graph_module._LazyGraphModule`, as Dynamo and Inductor use it: torch 2.11 to 2.13. Gone: ImportError
+    at the first capture.
     """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
     return _LazyGraphModule(root, graph)
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of `gm`, a graph of Dynamo, that reads the same constants and can be edited and compiled.
+    """Return a copy of Dynamo's graph `gm` that reads the same constants and can be edited and compiled.
 
-    `node._dynamo_source`, which a copy of a graph lacks, torch 2.11 to 2.13. Gone: AOTAutograd does not ask for it.
+    `node._dynamo_source`, which fx does not copy: torch 2.11 to 2.13. Renamed: AssertionError in AOTAutograd at the
+    first capture. Gone: no effect.
     """
     copied = graph_module(gm, copy.deepcopy(gm.graph))
     copied.meta, copied.compile_subgraph_reason = dict(gm.meta), getattr(gm, "compile_subgraph_reason", None)
@@ -259,11 +294,20 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def new_input(graph: fx.Graph, name: str, after: fx.Node) -> fx.Node:
-    """Return a new input of `graph`, of Dynamo, behind the input `after`; no variable of the user's program is its
-    source.
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Make Dynamo treat the size of `tensor` in dimension `dim` as dynamic.
 
-    `node._dynamo_source`, torch 2.11 to 2.13. Gone: AOTAutograd does not ask for it.
+    `torch._dynamo.mark_dynamic`, documented under this name only: torch 2.11 to 2.13. Gone: AttributeError when a plan
+    for dynamic batches is made without training.
+    """
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def new_input(graph: fx.Graph, name: str, after: fx.Node) -> fx.Node:
+    """Add an input to Dynamo's `graph` behind the input `after`, and return it. It has no source in the user's program.
+
+    `node._dynamo_source`: torch 2.11 to 2.13. Renamed: AssertionError in AOTAutograd at the first capture. Gone: no
+    effect.
     """
     with graph.inserting_after(after):
         made = graph.placeholder(name)

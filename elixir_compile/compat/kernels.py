@@ -1,8 +1,8 @@
-"""C++ kernels of Inductor: equal ones compiled once, several in one translation unit, beside the compiling process.
+"""Compile the C++ kernels of Inductor: each different kernel once, several in one translation unit, in parallel.
 
-Inductor gives each kernel a g++ run of its own: 0.8 to 1.2 CPU seconds, of which 0.66 are the same for an empty
-function, for reading the precompiled header and for the link. A step that is cut into regions has many small kernels,
-and regions that differ have equal kernels.
+Inductor runs g++ once for each kernel: 0.8 to 1.2 CPU seconds. Of these, 0.66 are spent on an empty function too, to
+read the precompiled header and to link. A step in regions has many small kernels, and different regions have equal
+kernels.
 """
 
 import logging
@@ -25,19 +25,19 @@ from elixir_compile.compat.libraries import (
 log = logging.getLogger("elixir_compile")
 
 KERNELS_PER_UNIT = 4
-"""Four take about 1.3 seconds together. More in one unit would leave cores idle that could compile a second unit."""
+"""Four take about 1.3 seconds together. With more kernels in one unit, cores that could compile a second would idle."""
 _INCLUDE = re.compile(r"^[ \t]*#include[^\n]*\n", re.MULTILINE)
 _C_KERNEL = 'extern "C"'
 
 
 class Kernel:
-    """A C++ kernel that may be yet to be compiled; a call waits for that."""
+    """A C++ kernel, compiled or not. A call waits until it is compiled."""
 
     def __init__(self, owner: "Kernels", argtypes: Sequence[str], source: str) -> None:
         self.argtypes = tuple(argtypes)
         self.source = source
         self.key: str | None = None
-        """Names the kernel in the cache of code; None before the kernels are started."""
+        """The name of the kernel in the cache of code; None until `Kernels.start`."""
         self.unit: _Unit | None = None
         self._owner = owner
         self._function: Callable[..., Any] | None = None
@@ -48,7 +48,7 @@ class Kernel:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What Inductor's own binding of the kernel is."""
+        """The compiled kernel with Inductor's own binding."""
         if self._function is None and self.unit is None:
             self._owner.start()
         if self._function is None:
@@ -60,7 +60,7 @@ class Kernel:
         return _INCLUDE.findall(self.source)
 
     def put(self, scope: dict[str, Any], name: str) -> None:
-        """Let `scope[name]` be the function itself, once there is one: then a call costs what Inductor's does."""
+        """Set `scope[name]` to the compiled function as soon as it exists: a call then costs as much as Inductor's."""
         if self._function is None:
             self._places.append((scope, name))
         scope[name] = self._function or self
@@ -74,7 +74,7 @@ class Kernel:
 
 
 class Kernels:
-    """The C++ kernels of the regions of one model, equal ones once."""
+    """All C++ kernels of a model. Equal kernels are a single object."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[str, ...], str], Kernel] = {}
@@ -82,11 +82,11 @@ class Kernels:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Take the C++ kernels of what Inductor compiles meanwhile; none is compiled before `start`, or its first call.
+        """Collect the C++ kernels that Inductor makes inside; each is compiled by `start`, or at its first call.
 
-        Another thread that compiles meanwhile gives its kernels here too.
+        Kernels of other threads are collected too.
 
-        `AsyncCompile.cpp_pybinding`, `.wait`: torch 2.13. Gone: AttributeError at the first region.
+        `AsyncCompile.cpp_pybinding`, `.wait`: checked on torch 2.13. Gone: AttributeError at the first region.
         """
         from torch._inductor.async_compile import AsyncCompile
 
@@ -115,13 +115,13 @@ class Kernels:
         return self._known[form]
 
     def start(self) -> None:
-        """Begin to compile what waits in as few translation units as keep the cores busy; return without waiting.
+        """Begin to compile the collected kernels in as few translation units as keep the cores busy; do not wait.
 
-        A kernel of an earlier process is taken from where Inductor's cache of code has it, whatever else was compiled
-        with it. A kernel that includes more than Inductor's own header has a unit of its own.
+        A kernel that an earlier process compiled is loaded from Inductor's cache of code, even if other kernels are in
+        the same library. A kernel that includes more than Inductor's own header has a unit of its own.
 
-        `AsyncCompile.submit`, `get_compile_threads`: torch 2.13. Gone: ImportError or AttributeError at the first
-        program.
+        `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.13. Gone: ImportError or AttributeError at
+        the first program.
         """
         from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
@@ -143,25 +143,26 @@ class Kernels:
 
 
 def _is_found(kernel: Kernel) -> bool:
-    """Whether an earlier process has compiled `kernel`; if so, it is settled."""
+    """Return whether an earlier process has compiled `kernel`; if so, install its function."""
     place = known_place(kernel.key)
     if place is None:
         return False
     try:
         kernel.install(function_at(place))
     except (ImportError, OSError, AttributeError) as error:
-        log.debug("compiled again, as %s cannot be loaded: %s", place.path, error)
+        log.debug("a kernel is compiled again, because %s cannot be loaded: %s", place.path, error)
         return False
     return True
 
 
 class _Unit:
-    """Kernels that one g++ run compiles."""
+    """The kernels of a translation unit, compiled by a single run of g++."""
 
     def __init__(self, kernels: Sequence[Kernel], submit: Callable[..., Any] | None) -> None:
-        """`submit` runs a function in another thread; None compiles at the first call of a kernel.
+        """Begin to compile `kernels` by `submit`, which runs a function in another thread; at a first call if None.
 
-        `CppPythonBindingsCodeCache.load_async`: torch 2.13. Gone: ImportError or TypeError at the first program.
+        `CppPythonBindingsCodeCache.load_async`: checked on torch 2.13. Gone: ImportError or TypeError at the first
+        program.
         """
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -174,7 +175,7 @@ class _Unit:
     def finish(self) -> None:
         """Wait until the kernels are compiled, and install them.
 
-        `CppCompileError`: torch 2.13. Gone: ImportError at the first call.
+        `CppCompileError`: checked on torch 2.13. Gone: ImportError at the first call.
         """
         from torch._inductor.exc import CppCompileError
 
@@ -185,7 +186,7 @@ class _Unit:
             try:
                 library = self._load()
             except CppCompileError as error:
-                log.debug("%d kernels do not compile in one unit, so each is alone: %s", len(kernels), error)
+                log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", len(kernels), error)
                 for kernel in kernels:
                     kernel.install(_alone(kernel))
                 return
@@ -196,9 +197,10 @@ class _Unit:
 
 
 def _alone(kernel: Kernel) -> Callable[..., Any]:
-    """Return `kernel` compiled as Inductor does.
+    """Return the function of `kernel`, compiled in a unit of its own, as Inductor does.
 
-    `CppPythonBindingsCodeCache.load_pybinding`: torch 2.13. Gone: AttributeError where kernels refuse to share a unit.
+    `CppPythonBindingsCodeCache.load_pybinding`: checked on torch 2.13. Gone: AttributeError if kernels do not compile
+    in one unit.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -208,12 +210,13 @@ def _alone(kernel: Kernel) -> Callable[..., Any]:
 def _text_of(unit: Sequence[Kernel]) -> str:
     """Return one C++ source with all kernels of `unit`, each with its binding in a namespace of its own.
 
-    Two kernels may define helpers of one name. What they include comes first, the precompiled header before all.
+    The namespaces allow two kernels to define helpers of the same name. The includes of all kernels come first, and
+    the precompiled header before the others.
     """
     bodies = [f"{kernel.source}\n{_binding_of(kernel, index)}" for index, kernel in enumerate(unit)]
     includes = dict.fromkeys(line.strip() for body in bodies for line in _INCLUDE.findall(body))
     spaces = [
-        # A C name would be the same function in every namespace.
+        # `static` for `extern "C"`: a C name is the same function in every namespace.
         f"namespace elixir_{index} {{\n{_INCLUDE.sub('', body).replace(_C_KERNEL, 'static', 1)}\n}}"
         for index, body in enumerate(bodies)
     ]
@@ -223,8 +226,8 @@ def _text_of(unit: Sequence[Kernel]) -> str:
 def _binding_of(kernel: Kernel, index: int) -> str:
     """Return Inductor's own binding of `kernel`, as the Python module `entry_of(index)`.
 
-    `CppPythonBindingsCodeCache.suffix_template`, `.call_entry_function`: torch 2.13. Gone: AttributeError at the first
-    program.
+    `CppPythonBindingsCodeCache.suffix_template`, `.call_entry_function`: checked on torch 2.13. Gone: AttributeError at
+    the first program.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
@@ -239,5 +242,5 @@ def _binding_of(kernel: Kernel, index: int) -> str:
 
 
 def entry_of(index: int) -> str:
-    """Return the name of the Python module of a kernel, and of its function; Inductor loads `kernel` of a library."""
+    """Return the name of a kernel's Python module and function. Inductor itself loads `kernel` of each library."""
     return f"kernel_{index}" if index else "kernel"

@@ -1,4 +1,4 @@
-"""Where compiled C++ kernels are kept for later processes, and for which vector instructions."""
+"""Find the libraries of C++ kernels from earlier processes, and the vector instructions to use."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from elixir_compile.folders import write_cached
 
 @contextmanager
 def best_instructions_only() -> Iterator[None]:
-    """Let Inductor try instruction sets, the widest first, until one works, and not the others behind it.
+    """Make Inductor stop at the first instruction set that works, the widest first.
 
-    It takes the first that works, but compiles and loads a small library for each that the processor knows before: on a
-    machine with AVX-512 and empty caches, six g++ runs of 9 CPU seconds where three of 3 find the same set. What the
-    user asks for, by `ATEN_CPU_CAPABILITY` or `config.cpp.simdlen`, is found as usual.
+    Inductor uses the same set, but compiles and loads a small library for each set of the processor before: on a
+    machine with AVX-512 and empty caches, six g++ runs of 9 CPU seconds, while three runs of 3 CPU seconds find the
+    same set. If the user names a set by `ATEN_CPU_CAPABILITY` or `config.cpp.simdlen`, nothing is changed.
 
-    `cpu_vec_isa.valid_vec_isa_list`, which `pick_vec_isa` alone reads, `.supported_vec_isa_list`, `.x86_isa_checker`:
-    torch 2.13. Gone: AttributeError at the first region.
+    `cpu_vec_isa.valid_vec_isa_list`, which only `pick_vec_isa` reads, `.supported_vec_isa_list`, `.x86_isa_checker`:
+    checked on torch 2.13. Gone: AttributeError at the first region.
     """
     from torch._inductor import config, cpu_vec_isa
 
@@ -39,7 +39,7 @@ def best_instructions_only() -> Iterator[None]:
 
 
 def _first_valid() -> list[Any]:
-    """Return the first instruction set that `valid_vec_isa_list` would, alone; each remembers whether it works."""
+    """Return the first entry of `valid_vec_isa_list` in a list. Each set remembers whether it works."""
     from torch._inductor import cpu_vec_isa
 
     known = cpu_vec_isa.x86_isa_checker()
@@ -48,20 +48,20 @@ def _first_valid() -> list[Any]:
 
 
 class Place(NamedTuple):
-    """Where a compiled kernel is."""
+    """The library of a compiled kernel, and its function there."""
 
     path: str
-    """Of the library."""
+    """The path of the library."""
     key: str
     """Inductor's name of the library."""
     entry: str
-    """The Python module in the library, and its function."""
+    """The name of the Python module in the library, and of the function in that module."""
 
 
 def source_key(argtypes: Sequence[str], source: str, command_line: str) -> str:
-    """Return a name that differs where the kernel, or how it is compiled, does.
+    """Return a key of the kernel and its `command_line`.
 
-    `torch._inductor.codecache.get_hash`: torch 2.13. Gone: ImportError at the first program.
+    `torch._inductor.codecache.get_hash`: checked on torch 2.13. Gone: ImportError at the first program.
     """
     from torch._inductor.codecache import get_hash
 
@@ -69,10 +69,10 @@ def source_key(argtypes: Sequence[str], source: str, command_line: str) -> str:
 
 
 def command_line() -> str:
-    """Return how g++ is called for a kernel, with names of no meaning for what it reads and writes.
+    """Return the g++ command line of a kernel, with `i` and `o` for the input and output files.
 
-    `CppBuilder.get_command_line`, `CppTorchDeviceOptions`, `pick_vec_isa`, `cpp_compile_command_flags`: torch 2.13.
-    Gone: ImportError, TypeError or AttributeError at the first program.
+    `CppBuilder.get_command_line`, `CppTorchDeviceOptions`, `pick_vec_isa`, `cpp_compile_command_flags`: checked on
+    torch 2.13. Gone: ImportError, TypeError or AttributeError at the first program.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpp_builder import CppBuilder, CppTorchDeviceOptions
@@ -84,7 +84,7 @@ def command_line() -> str:
 
 
 def known_place(key: str) -> Place | None:
-    """Return where an earlier process left the kernel `key`; None where none did, or where it is no more."""
+    """Return the place where an earlier process left the kernel `key`, None if there is no such library."""
     try:
         fields = json.loads(_path(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -94,15 +94,15 @@ def known_place(key: str) -> Place | None:
 
 
 def note_place(key: str, place: Place) -> None:
-    """Let later processes know where the kernel `key` is."""
-    with suppress(OSError):  # a folder that may only be read: later processes compile it again
+    """Record the place of the kernel `key` for later processes."""
+    with suppress(OSError):  # in a read-only folder nothing is recorded, and later processes compile the kernel again
         write_cached(_path(key), json.dumps(place))
 
 
 def _path(key: str) -> Path:
-    """Return the file that says where the kernel `key` is, in the cache that the libraries are in.
+    """Return the file with the place of the kernel `key`, in the same cache folder as the libraries.
 
-    `torch._inductor.runtime.cache_dir_utils.cache_dir`: torch 2.13. Gone: ImportError at the first program.
+    `torch._inductor.runtime.cache_dir_utils.cache_dir`: checked on torch 2.13. Gone: ImportError at the first program.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -112,7 +112,7 @@ def _path(key: str) -> Path:
 def function_at(place: Place) -> Callable[..., Any]:
     """Return the function at `place`.
 
-    `CppPythonBindingsCodeCache._load_library`, which gives the library what its bindings need: torch 2.13. Gone:
+    `CppPythonBindingsCodeCache._load_library`, which sets up the library for its bindings: checked on torch 2.13. Gone:
     AttributeError at the first call of a kernel.
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache

@@ -1,4 +1,4 @@
-"""Work that torch does when it captures for the first time and that no capture needs."""
+"""Skip work that torch does at the first capture although no capture needs it."""
 
 import importlib.util
 import sys
@@ -11,11 +11,13 @@ import torch
 
 @contextmanager
 def no_names_of_lines() -> Iterator[None]:
-    """Let Dynamo not look up which function each line belongs to, which only the log of its calls prints.
+    """Keep Dynamo from looking up the function of each source line, which it needs only to log its calls.
 
-    For that it reads whole files of the model and of torch token by token: 0.19 CPU seconds of the first capture. With
-    `TORCH_LOGS=trace_call` nothing is changed. `torch._dynamo.symbolic_convert.get_funcname`, of which None stands for
-    a line of no function, checked on torch 2.13; without it nothing is changed.
+    The lookup reads source files of the model and of torch token by token: 0.19 CPU seconds of the first capture. With
+    `TORCH_LOGS=trace_call` nothing is changed.
+
+    `torch._dynamo.symbolic_convert.get_funcname`, which returns None for a line outside of functions: checked on torch
+    2.13. Gone: nothing is changed.
     """
     from torch._dynamo import symbolic_convert
 
@@ -32,10 +34,12 @@ def no_names_of_lines() -> Iterator[None]:
 
 @contextmanager
 def templates_when_used() -> Iterator[None]:
-    """Let modules of Inductor that are imported inside compile their templates of kernels when one is first used.
+    """Make modules of Inductor, if imported inside, compile each kernel template at its first use.
 
-    A capture uses none, and compiling all takes 0.15 CPU seconds. `KernelTemplate._template_from_string`, whose result
-    is asked for `render` alone, checked on torch 2.13; without it nothing is changed.
+    A capture uses no template, and compiling all of them takes 0.15 CPU seconds.
+
+    `KernelTemplate._template_from_string`, of whose result Inductor uses only `render`: checked on torch 2.13. Gone:
+    nothing is changed.
     """
     if "torch._inductor.compile_fx" in sys.modules or importlib.util.find_spec("jinja2") is None:
         yield
@@ -54,7 +58,7 @@ def templates_when_used() -> Iterator[None]:
 
 
 class _Template:
-    """A template of a kernel, compiled from its source when it is first rendered."""
+    """A kernel template, compiled from its source at its first rendering."""
 
     def __init__(self, compiled: Callable[[str], Any], source: str) -> None:
         self._compiled = compiled

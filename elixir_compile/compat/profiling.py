@@ -1,24 +1,27 @@
-"""What the profiler and the allocators report."""
+"""Reports of the profiler and of the allocators, and the workspaces of cuBLAS."""
 
 import torch
-from torch._C._profiler import _EventType
 
 
 def is_profiling() -> bool:
-    """Whether torch.profiler is on; it cannot be started twice.
+    """Return whether torch.profiler is on. It cannot be started a second time.
 
-    `torch.autograd._profiler_enabled`, torch 2.11 to 2.13. Gone: AttributeError with `profile_regions` on a CPU.
+    `torch.autograd._profiler_enabled`: torch 2.11 to 2.13. Gone: AttributeError with `profile_regions` on a CPU.
     """
     return torch.autograd._profiler_enabled()
 
 
 def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, int]]:
-    """Return (time, address, bytes) for all that the CPU allocator did under `profiler`, in order.
+    """Return (time, address, bytes) for each block allocated or freed on the CPU under `profiler`, in order.
 
-    Times are ns on the clock of `time.time_ns`; bytes are below 0 where a block was freed. Only threads that
-    inherited the profiler are seen: the caller's and autograd's. `profiler.kineto_results` and `_EventType`, torch
-    2.11 to 2.13. Gone: AttributeError in `measure_step` on a CPU, ImportError at the first import.
+    Times are ns on the clock of `time.time_ns`. Bytes are negative if the block was freed. The profiler sees only
+    threads that inherited it: the caller's and autograd's.
+
+    `profiler.kineto_results`, `torch._C._profiler._EventType`: torch 2.11 to 2.13. Gone: AttributeError or ImportError
+    in `measure_step` on a CPU.
     """
+    from torch._C._profiler import _EventType
+
     found: list[tuple[int, int, int]] = []
     pending = list(profiler.profiler.kineto_results.experimental_event_tree())
     while pending:
@@ -30,8 +33,8 @@ def cpu_allocations(profiler: torch.profiler.profile) -> list[tuple[int, int, in
 
 
 def drop_cublas_workspaces() -> None:
-    """Free the workspaces that cuBLAS keeps; the next matrix product of each thread allocates its own again.
+    """Free the workspaces of cuBLAS. Each thread allocates a new workspace at its next matrix product.
 
-    `torch._C._cuda_clearCublasWorkspaces`, torch 2.11 to 2.13. Gone: AttributeError at the first capture on CUDA.
+    `torch._C._cuda_clearCublasWorkspaces`: torch 2.11 to 2.13. Gone: AttributeError at the first capture on CUDA.
     """
     torch._C._cuda_clearCublasWorkspaces()

@@ -1,42 +1,52 @@
-"""Storages, sizes and the ops that run on tensors."""
+"""Storages, symbolic sizes, schemas, and ops on tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what identifies the storage of `tensor`, fake ones too: views share it.
+    """Return a key of the storage of `tensor`, real or fake; a tensor and its views have the same key.
 
-    `UntypedStorage._cdata`, torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    `UntypedStorage._cdata`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
     return tensor.untyped_storage()._cdata
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors, or others, hold the memory of `storage`, which the caller alone has got from one.
+    """Return how many tensors or other objects hold the memory of `storage`, the caller's `storage` not counted.
 
-    `torch._C._storage_Use_Count`, checked on torch 2.13. Gone: AttributeError if parameters share memory.
+    `torch._C._storage_Use_Count`: checked on torch 2.13. Gone: AttributeError if parameters share memory.
     """
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that `tensor` is made of: indices and values of a sparse one, else itself.
+    """Return indices and values if `tensor` is sparse, else `tensor` itself, as a list of dense tensors.
 
-    `Tensor._indices`, `_values`, which do not ask for a coalesced tensor as the public ones do, torch 2.11 to 2.13.
-    Gone: AttributeError at the capture of a sparse gradient.
+    `Tensor._indices`, `_values`, which unlike the public methods do not require a coalesced tensor: torch 2.11 to
+    2.13. Gone: AttributeError at the capture of a sparse gradient.
     """
     return [tensor._indices(), tensor._values()] if tensor.layout is torch.sparse_coo else [tensor]
 
 
-def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
-    """Return `size` with its symbols replaced by `values`, or by the hints of the capture, without adding a guard.
+def schema_of(target: object) -> Any:
+    """Return the schema of the operator `target`, None if it has none, as Python functions of torch.
 
-    `SymNode.expr` and `SymNode.hint`, torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
+    `OpOverload._schema`: torch 2.11 to 2.13. Gone: AttributeError at the first capture, which reads the schema of
+    every ATen op.
+    """
+    return getattr(target, "_schema", None)
+
+
+def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
+    """Return `size` as a number, without adding a guard.
+
+    Its symbols have the values in `values`; if `values` lacks a symbol, `size` is the size at the capture.
+
+    `SymNode.expr`, `SymNode.hint`: torch 2.11 to 2.13. Gone: AttributeError at the first dynamic capture.
     """
     if isinstance(size, int):
         return size
@@ -47,9 +57,10 @@ def evaluate_size(size: "int | torch.SymInt", values: Mapping[str, int]) -> int:
 
 
 def expression_of(size: "int | torch.SymInt") -> tuple[str, Mapping[str, int]]:
-    """Return `size` as an expression, "" when it is a number, and its symbols by name with their values in the capture.
+    """Return `size` as an expression, "" if it is a number, and its symbols by name with their values at the capture.
 
-    `SymNode.expr`; `ShapeEnv.backed_var_to_val`, which older torch calls `var_to_val`. Gone: AttributeError as above.
+    `SymNode.expr`, `ShapeEnv.backed_var_to_val` or by its earlier name `var_to_val`: torch 2.11 to 2.13. Gone:
+    AttributeError at the first dynamic capture.
     """
     if isinstance(size, int) or size.node.expr.is_number:
         return "", {}
@@ -62,16 +73,20 @@ def expression_of(size: "int | torch.SymInt") -> tuple[str, Mapping[str, int]]:
 def real_tensors() -> AbstractContextManager[object]:
     """Return a context in which tensors are real while torch captures a graph around it.
 
-    `torch.utils._python_dispatch._disable_current_modes`, torch 2.11 to 2.13. Gone: ImportError at the first import.
+    `torch.utils._python_dispatch._disable_current_modes`: torch 2.11 to 2.13. Gone: ImportError when a state schema
+    is probed, a region is timed, or activations of an outstanding forward are offloaded.
     """
+    from torch.utils._python_dispatch import _disable_current_modes
+
     return _disable_current_modes()
 
 
 def ops_seen_by(see: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> AbstractContextManager[object]:
-    """Return a context in which `see(op, args, kwargs)` takes the place of each op of torch on this thread.
+    """Return a context in which each op of torch on this thread is replaced by a call of `see(op, args, kwargs)`.
 
-    `torch.utils._python_dispatch.TorchDispatchMode`, torch 2.11 to 2.13. Gone: ImportError at the first import.
+    `torch.utils._python_dispatch.TorchDispatchMode`: torch 2.11 to 2.13. Gone: ImportError at the first capture.
     """
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,9 +104,10 @@ def fused_adamw_(
     steps: list[torch.Tensor],
     **hyperparameters: Any,
 ) -> None:
-    """Count one more in `steps`, then update `params` and the statistics in place by torch's fused AdamW kernel.
+    """Add 1 to `steps`, then update `params` and the statistics in place by torch's fused AdamW kernel.
 
-    `torch._foreach_add_`, `torch._fused_adamw_`, as in torch's fused AdamW, torch 2.11 to 2.13. Gone: AttributeError.
+    `torch._foreach_add_`, `torch._fused_adamw_`, as in torch's fused AdamW: torch 2.11 to 2.13. Gone: AttributeError at
+    the first update.
     """
     torch._foreach_add_(steps, 1)
     torch._fused_adamw_(
@@ -100,8 +116,9 @@ def fused_adamw_(
 
 
 def foreach_writes() -> frozenset[Any]:
-    """Return torch's functions that write to each tensor of a list, their first argument.
+    """Return torch's functions that write each tensor of a list, their first argument.
 
-    `torch._foreach_*_`, torch 2.11 to 2.13. Gone: on several ranks, clipping after an update in the backward passes.
+    `torch._foreach_*_`: torch 2.11 to 2.13. Gone: the guard on gradients misses their writes, so on several ranks
+    clipping after an update in the backward raises no error.
     """
     return frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name[-1] == "_")

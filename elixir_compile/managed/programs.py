@@ -117,7 +117,7 @@ class Programs:
         ids = [own.id for own in self.plan.regions if own.phase is region.phase]
         self._progress.compiling(region.phase, ids.index(region.id) + 1, len(ids))
         visible = list(range(len(region.outputs)))
-        is_whole_forward = region.is_whole and region.phase is Phase.FORWARD
+        is_whole_forward = region.is_only and region.phase is Phase.FORWARD
         if is_whole_forward and self.chooses_strides:
             visible = self._visible(region)
         is_inference = self._halves.captured.backward is None

@@ -1,4 +1,4 @@
-"""What really happened: bytes from the allocators, times and counts from the executors."""
+"""Measure steps, regions and machines: bytes from the allocators, times and counts from the executors."""
 
 from elixir_compile.measure.step import measure_step
 

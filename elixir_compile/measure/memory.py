@@ -1,4 +1,4 @@
-"""Bytes on the device before a step, at its peak and after it, from the allocators."""
+"""Measure the bytes of CPU tensors before a step, and the peak of the step from the events of the allocator."""
 
 import gc
 import heapq
@@ -16,19 +16,21 @@ from elixir_compile.runtime.slab import is_slab_memory
 def peak_bytes(
     resident: Mapping[int, int], freed: Iterable[tuple[int, int]], allocations: Iterable[tuple[int, int, int]]
 ) -> int:
-    """Return the most bytes live at once, in a step that began with `resident` bytes by address.
+    """Return the peak of live bytes in a step.
 
-    `freed` are (time, address) of resident blocks that died; `allocations` are (time, address, bytes; below 0 when
-    freed) in order, on the same clock. A block is known by its address: torch reports the end of a block from before
-    the step in some cases (it was allocated under an earlier profiler) and not in others, and for an address it
-    remembers from an earlier profiler it may report a stale size.
+    `resident` has the bytes of the blocks at the start of the step, by address, and `freed` (time, address) for each
+    freed resident block. `allocations` are (time, address, bytes) in order, on the same clock; bytes are
+    negative if the block was freed.
+
+    A block is known only by its address. torch reports the end of a resident block only if an earlier profiler saw its
+    allocation, and then it may report a stale size.
     """
     before, during = dict(resident), dict[int, int]()
     live = most = sum(before.values())
     deaths = sorted((at, address, 0) for at, address in freed)
     for _, address, nbytes in heapq.merge(deaths, allocations, key=lambda event: event[0]):
         if nbytes > 0:
-            # Whatever was at this address is gone, told or not.
+            # An earlier block at this address was freed, whether or not torch reported it.
             live += nbytes - during.pop(address, 0) - before.pop(address, 0)
             during[address] = nbytes
             most = max(most, live)
@@ -40,13 +42,16 @@ def peak_bytes(
 
 
 class Resident:
-    """The storages of CPU tensors that are alive when it is made, slabs left out; watches them die until `close`."""
+    """The storages of all CPU tensors alive at its creation, without slabs.
+
+    Until `close` it records freed storages.
+    """
 
     def __init__(self) -> None:
         self.nbytes_at: dict[int, int] = {}
-        """Bytes by address of the block."""
+        """Bytes of each block, by its address."""
         self.freed: list[tuple[int, int]] = []
-        """(time on the clock of `time.time_ns`, address) of every block that died since."""
+        """(time on the clock of `time.time_ns`, address) of each block that was freed since."""
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         gc.collect()
         for storage in _cpu_storages():
@@ -57,11 +62,11 @@ class Resident:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were on the device when this was made."""
+        """Bytes of all storages at the start."""
         return sum(self.nbytes_at.values())
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop recording freed storages."""
         self._watches.clear()
 
     def __enter__(self) -> Self:
@@ -77,20 +82,20 @@ class Resident:
 
 def _cpu_storages() -> Iterator[torch.UntypedStorage]:
     for tensor in _tensors():
-        # A DTensor has no memory but this rank's part.
+        # The memory of a DTensor is the memory of its local tensor.
         own = own_part(tensor)
         try:
             storage = own.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have none
+        except (RuntimeError, NotImplementedError):  # sparse and opaque tensors have no storage
             continue
-        if storage.device.type == "cpu":  # a fake tensor claims a device, its storage is on `meta`
+        if storage.device.type == "cpu":  # the storage of a fake tensor is on `meta`, whatever its device says
             yield storage
 
 
 def _tensors() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
-        # `isinstance` would ask `__class__`, and lazy modules answer that by importing.
+        # Not `isinstance`: it reads `__class__`, and lazy modules import themselves at this read.
         if issubclass(type(thing), torch.Tensor):
             yield thing
-            if thing.is_leaf and thing.grad is not None:  # a gradient may have no Python object yet
+            if thing.is_leaf and thing.grad is not None:  # a gradient may have no Python object among those of `gc` yet
                 yield thing.grad

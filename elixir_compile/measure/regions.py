@@ -1,8 +1,9 @@
-"""One compiled region -> seconds and bytes, on inputs that are made up.
+"""Measure the seconds and bytes of a compiled region on random inputs.
 
-Inputs have the shapes, strides and types of the capture: random floats, zeros for the rest, so that an index is always
-in range. They are on the device for this one region only, so regions of a model that does not fit can be measured.
-Random state is left as it was. Not seen: caches that the region before left warm.
+Inputs have the shapes, strides and dtypes of the capture: random floats, and zeros for other dtypes, so that an index
+is always in range. Only the inputs of one region are on the device at a time, so regions of a model that does not fit
+can be measured. The states of random generators are restored. The effect of warm caches from the previous region is not
+measured.
 """
 
 import statistics
@@ -20,31 +21,31 @@ from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.lowering import CompiledRegion
 
 _MIN_RUNS = 3
-_ENOUGH_S = 0.1  # of timed runs: many for a short region, the least for a long one
+_ENOUGH_S = 0.1  # of timed runs: many runs of a short region, `_MIN_RUNS` of a long region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionTime:
-    """What one region took."""
+    """The seconds and bytes of a region."""
 
     run_s: float
-    """Median of several runs, the first left out."""
+    """Median of several runs, without the first."""
     peak_bytes: int | None
-    """Most bytes that the region itself had allocated at once, inputs not counted; None while somebody profiles."""
+    """The most bytes that the region allocated at once, without inputs; None if a profiler of the user is on."""
 
 
 def measure_region(
     region: RegionGraph, compiled: CompiledRegion, device: torch.device, sizes: Mapping[str, int]
 ) -> RegionTime:
-    """Run `compiled`, which is `region`, a few times and return what it took.
+    """Run `compiled`, the compiled form of `region`, several times and return its seconds and bytes.
 
-    `sizes` gives the symbols of dynamic shapes their values. Raises `torch.OutOfMemoryError` where even one region's
-    inputs are too much.
+    `sizes` has the values of the symbols of dynamic shapes. Raises `torch.OutOfMemoryError` if the inputs of the region
+    alone do not fit the device.
     """
     devices = [device] if device.type == "cuda" else []
     with compat.real_tensors(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
-        inputs = [_made_up(node.meta["val"], sizes) for node in region.inputs]
+        inputs = [_random_input(node.meta["val"], sizes) for node in region.inputs]
         compiled.run(list(inputs))
         region_bytes = _peak_bytes(compiled, inputs, device)
         runs_s: list[float] = []
@@ -53,7 +54,7 @@ def measure_region(
     return RegionTime(run_s=statistics.median(runs_s), peak_bytes=region_bytes)
 
 
-def _made_up(example: Any, sizes: Mapping[str, int]) -> Any:
+def _random_input(example: Any, sizes: Mapping[str, int]) -> Any:
     if not isinstance(example, torch.Tensor):
         return compat.evaluate_size(example, sizes) if isinstance(example, torch.SymInt) else example
     shape = [compat.evaluate_size(size, sizes) for size in example.shape]
@@ -64,17 +65,17 @@ def _made_up(example: Any, sizes: Mapping[str, int]) -> Any:
 
 def _run_s(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> float:
     box = list(inputs)
-    _settle(device)
+    _synchronize(device)
     began_s = time.perf_counter()
     compiled.run(box)
-    _settle(device)
+    _synchronize(device)
     return time.perf_counter() - began_s
 
 
 def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> int | None:
     box = list(inputs)
     if device.type == "cuda":
-        _settle(device)
+        _synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before_bytes = torch.cuda.memory_allocated(device)
         compiled.run(box)
@@ -86,6 +87,6 @@ def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.d
     return peak_bytes({}, (), compat.cpu_allocations(profiler))
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

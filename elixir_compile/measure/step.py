@@ -1,6 +1,6 @@
-"""One training step -> `Record`: bytes from the allocators, spans and counts from the executors.
+"""Measure a training step: bytes from the allocators, spans and counts from the executors.
 
-Never the planner's own numbers.
+No figure of the planner is used.
 """
 
 import threading
@@ -24,25 +24,25 @@ _measuring = threading.Lock()
 
 
 def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Record:
-    """Run `fn`, one training step, once, and return what it took.
+    """Run `fn`, a training step, once, and return its seconds, bytes, spans and counts.
 
-    `device_peak_bytes` is all that was on the device at once: what was there before the step and what the step
-    allocated. On CUDA it is `torch.cuda.max_memory_allocated`; on a CPU the storages of all live tensors plus
-    torch.profiler's memory events, where slabs, the host tier, do not count. `host_peak_bytes` are the slabs. On a CPU
-    `step_s` includes the profiler, so time steps without it.
+    `device_peak_bytes` counts all tensors on the device, also those from before the step. On CUDA it is
+    `torch.cuda.max_memory_allocated`. On a CPU it is computed from the storages of all live tensors and the memory
+    events of torch.profiler, without slabs, which are host memory. `host_peak_bytes` are the slabs. On a CPU `step_s`
+    includes the profiler, so time steps without it.
 
-    `device` is `cpu` or `cuda`; left out, CUDA when it holds a tensor. An exception of `fn` passes through. Raises
-    NestedMeasurement when a measurement is running.
+    `device` is `cpu` or `cuda`; None means CUDA if any tensor is there. An exception of `fn` passes through. Raises
+    NestedMeasurement if another measurement is running.
     """
     if not _measuring.acquire(blocking=False):
         raise NestedMeasurement()
     try:
         kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.memory_allocated() else "cpu")
-        finish_updates()  # of the step before
+        finish_updates()  # of the previous step
         reset_peak_slab_bytes()
         with _observed_ledgers() as seen:
             measure = _cuda_step if torch.device(kind).type == "cuda" else _cpu_step
-            step_s, device_peak_bytes = measure(lambda: _whole_step(fn))
+            step_s, device_peak_bytes = measure(lambda: _step_with_updates(fn))
         return Record(
             origin=Origin.MEASURED,
             step_s=step_s,
@@ -55,8 +55,8 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
         _measuring.release()
 
 
-def _whole_step(fn: Callable[[], object]) -> None:
-    """A step that returned may have left updates to the host: they are its own."""
+def _step_with_updates(fn: Callable[[], object]) -> None:
+    """Run `fn`, then finish the updates that it left to the host, because they are part of the step."""
     fn()
     finish_updates()
 
@@ -80,7 +80,7 @@ def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:
 
 
 class _Seen:
-    """What the ledgers saw between two moments."""
+    """The spans and counts of all ledgers during a step."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -93,7 +93,7 @@ class _Seen:
 
 @contextmanager
 def _observed_ledgers() -> Iterator[_Seen]:
-    """Record on every ledger; those made during the step (its first compilation) have counts, and no spans."""
+    """Record on all ledgers. A ledger that is made during the step, by a first compilation, has counts but no spans."""
     seen = _Seen()
     counts_before = {ledger: ledger.counts for ledger in all_ledgers()}
     recordings = [ledger.start_recording() for ledger in counts_before]

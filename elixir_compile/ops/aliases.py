@@ -1,9 +1,8 @@
-"""Tensors over one memory, which would come apart if one of them moved: `head.weight.data = embed.weight.data`.
+"""Find tensors with shared memory, which must not be moved one by one, as after `head.weight.data = embed.weight.data`.
 
-Views of one storage that do not overlap come apart only for somebody else who holds the storage, as the flat buffer of
-apex or `vector = parameters_to_vector(...)` does; without one they may move.
-
-A parameter of another model may share the memory too: `student.load_state_dict(teacher.state_dict(), assign=True)`.
+Views of one storage that do not overlap may move, unless another object holds the storage: the flat buffer of apex, or
+`vector = parameters_to_vector(...)`. A parameter of another model may share the memory too:
+`student.load_state_dict(teacher.state_dict(), assign=True)`.
 """
 
 import contextlib
@@ -20,11 +19,11 @@ Named = tuple[str, torch.Tensor]
 
 
 def aliases(named: Iterable[Named]) -> dict[str, str]:
-    """Return the tensors that must not move one by one, by name, each with the name of one whose memory it shares.
+    """Return the names of tensors that must move together, each with the name of a tensor in the same memory.
 
-    Tensors on `meta` and those of several ranks have no memory to share.
+    Tensors on `meta` and DTensors are left out.
     """
-    with torch.DisableTorchFunctionSubclass():  # an update may be queued, and nobody reads here
+    with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
         groups = _by_storage(named)
         found: dict[str, str] = {}
         for group in groups.values():
@@ -37,14 +36,14 @@ def aliases(named: Iterable[Named]) -> dict[str, str]:
 
 
 def held_by_others(named: Iterable[Named]) -> list[str]:
-    """Return the names of the tensors whose memory is also that of a tensor which is none of `named`."""
+    """Return the names of the tensors that share memory with a tensor outside of `named`."""
     with torch.DisableTorchFunctionSubclass():
         groups = _by_storage(named).values()
         return [name for group in groups if _has_other_holders(group) for name, _ in group]
 
 
 def _by_storage(named: Iterable[Named]) -> dict[int, list[Named]]:
-    """Return the tensors, each once, by the key of their storage."""
+    """Return the tensors by the key of their storage, each tensor once."""
     groups: dict[int, dict[int, Named]] = {}
     for name, tensor in named:
         if not (tensor.is_meta or is_dtensor(tensor)) and tensor.numel():
@@ -57,8 +56,10 @@ def _has_other_holders(group: Sequence[Named]) -> bool:
 
 
 def _storages_of_other_parameters(held: Mapping[int, Collection[int]]) -> set[int]:
-    """Return the keys of the storages in `held` that a parameter uses, anywhere in the process, whose `id` is not among
-    those that `held` names for the storage."""
+    """Return the keys of the storages in `held` that another parameter of the process uses.
+
+    `held` has the ids of the known tensors of each storage.
+    """
 
     def found() -> set[int]:
         keys: set[int] = set()
@@ -72,12 +73,12 @@ def _storages_of_other_parameters(held: Mapping[int, Collection[int]]) -> set[in
 
     if not held or not found():
         return set()
-    gc.collect()  # it may be the parameter of a model that was deleted, and waits for the collector
+    gc.collect()  # the parameter may belong to a deleted model, not collected yet
     return found()
 
 
 def _bound_together(group: Sequence[Named]) -> dict[str, str]:
-    """Return the tensors of `group`, which share a storage, that must not move one by one, as `aliases` does."""
+    """Return the tensors of `group`, all in one storage, that must move together, in the form of `aliases`."""
     if _has_other_holders(group):
         return {name: next(other for other, _ in group if other != name) for name, _ in group}
     spans = sorted((*_span(tensor), name) for name, tensor in group)
@@ -93,14 +94,14 @@ def _bound_together(group: Sequence[Named]) -> dict[str, str]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of `tensor` in its storage, and the first behind it."""
+    """Return the offsets in the storage of the first byte of `tensor` and of the first byte behind it."""
     start = tensor.storage_offset()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
 
 
 def moved_together(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move each of `tensors` to `device` in place; tensors that share a storage share one there too."""
+    """Move `tensors` to `device` in place. Tensors that share a storage share a storage on `device` too."""
     storages: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         if tensor.device == device:

@@ -1,7 +1,8 @@
-"""Copies of parameters that eager code has read, between the graphs of a model that breaks or in an evaluation.
+"""Detect in-place writes of eager code to copies of parameters.
 
-Eager code reads a parameter that lives on the host, or of which several ranks have parts, as a copy on the device. What
-it writes to such a copy in place would be lost; eager PyTorch writes to the parameter. `EagerReads` finds the write.
+Eager code runs between the graphs of a model with graph breaks, and in evaluations. If the home of a parameter is the
+host, or if the parameter is sharded, eager code reads a copy of it on the device. An in-place write to the copy would
+be lost, while eager PyTorch would change the parameter.
 """
 
 import weakref
@@ -19,20 +20,22 @@ class _Read:
     name: str
     copy: "weakref.ref[torch.Tensor]"
     twin: torch.Tensor
-    """Shares the version counter of the copy and not its memory, so it tells of writes when the copy is gone."""
+    """An empty tensor that shares the version counter of the copy: it counts writes also after the copy is freed."""
     version: int
 
 
 @dataclass(slots=True)
 class EagerReads:
-    """The copies that eager code read since the last check."""
+    """The copies of parameters that eager code may still write."""
 
     _reads: list[_Read] = field(default_factory=list)
 
     @torch.no_grad()
     def note(self, slot: Slot, copy: torch.Tensor) -> None:
-        """Note that eager code gets `copy` as the parameter of `slot`. Raises UnsupportedModel if an earlier copy was
-        written."""
+        """Record that eager code reads `copy` for the parameter of `slot`.
+
+        Raises UnsupportedModel if an earlier copy was written in place.
+        """
         if compat.storage_key(copy) == compat.storage_key(slot.own):
             return
         self.check()
@@ -41,14 +44,14 @@ class EagerReads:
         self._reads.append(_Read(slot.name, weakref.ref(copy), twin, twin._version))
 
     def check(self) -> None:
-        """Raise UnsupportedModel if a copy was written in place; forget those that nobody has any more."""
+        """Raise UnsupportedModel if a copy was written in place; forget freed copies."""
         written = next((read for read in self._reads if read.twin._version != read.version), None)
         if written is not None:
             self._reads.clear()
             raise UnsupportedModel(
                 written.name,
-                "eager code, outside of the compiled graphs, wrote in place to what it read, a copy of the parameter "
-                "on the device, so that write is lost. Write to the parameter between two steps, by "
+                "eager code, outside of the compiled graphs, wrote in place to a copy of the parameter on the device, "
+                "so the write is lost. Write to the parameter between two steps, by "
                 f"`dict(model.named_parameters())[{written.name!r}]`",
             )
         self._reads = [read for read in self._reads if read.copy() is not None]

@@ -1,14 +1,14 @@
-"""The autograd node between handles and the parameters that they stand for.
+"""The autograd node between parameters and their handles in captured graphs.
 
     w, b   -->  gate  -->  handle of w, handle of b  -->  gather ...  -->  loss
 
-A compiled graph reads handles and hands the gradient of a parameter to `GradientSink`, not to autograd. The gate makes
-the parameters themselves reachable from the loss, so the engine knows which of them it was asked for:
-`loss.backward(inputs=[p])` and `torch.autograd.grad(loss, [p])` find `p`. The gate runs when every graph that reads one
-of its handles has run. It returns the gradients that the engine takes itself, and None for those that the sink
-publishes.
+A compiled graph reads handles and passes the gradient of a parameter to `GradientSink`, not to autograd. The gate makes
+the parameters reachable from the loss, so that `loss.backward(inputs=[p])` and `torch.autograd.grad(loss, [p])` find
+`p`. In a backward the gate runs after all graphs that read its handles. It returns the gradients that autograd itself
+accumulates or returns, and None for the gradients that the sink publishes.
 
-Dynamo sees handles that are leaves, which stay the same tensors; the gate's take their place when the graph is called.
+Dynamo captures leaf handles, which stay the same tensors. A call of the graph passes the handles of the gate in their
+place.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from elixir_compile.ops.registry import GradientSink, Slot
 
 
 class Gate:
-    """Handles of `slots`, all of one executor, that lead autograd to the parameters."""
+    """Handles of `slots`, through which autograd reaches the parameters. All slots belong to the same executor."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = tuple(slots)
@@ -34,19 +34,19 @@ class Gate:
         self._has_begun = False
 
     def disconnect(self) -> None:
-        """Forget the handles, whose graph keeps the parameters alive, until they are asked for again."""
+        """Drop the handles, whose autograd graph keeps the parameters alive. `handles` makes new handles."""
         self._handles, self._generation = (), -1
 
     @property
     def is_current(self) -> bool:
-        """Whether the handles lead to the parameters where they are now, and no other parameter is trained by now."""
-        # torch gives a parameter a new accumulate node when its data moves to another device.
+        """Whether no parameter moved, and no frozen parameter was thawed, since the handles were made."""
+        # If the data of a parameter moves to another device, torch makes a new accumulate node for it.
         return all(slot.sink.generation == self._generation for slot in self.slots[:1]) and not any(
             slot.param.requires_grad for slot in self._frozen
         )
 
     def handles(self) -> tuple[torch.Tensor | None, ...]:
-        """Return a handle for each slot, None for a parameter that is frozen."""
+        """Return a handle for each slot, None if the parameter is frozen."""
         if self.slots and not self.is_current:
             self._connect()
         return self._handles
@@ -58,11 +58,10 @@ class Gate:
         positions: Sequence[int],
         args: Sequence[Any],
     ) -> Any:
-        """Call `run`, a compiled graph whose inputs at `positions` are leaf handles of the slots' parameters, with
-        these handles in their place.
+        """Call `run`, a compiled graph, with the handles of the gate in place of the leaf handles at `positions`.
 
-        If a parameter was thawed since the capture, call `op_by_op`, the graph as it was captured, which gives its
-        gradient too; Dynamo captures the next call again.
+        `positions` are in the order of the slots. If a parameter was thawed since the capture, call the captured graph
+        `op_by_op` instead, which computes the gradient of that parameter too; Dynamo captures the next call again.
         """
         self._has_begun = False
         self._is_entered = torch.is_grad_enabled()
@@ -87,7 +86,7 @@ class Gate:
         return run(*self._connected(args, positions))
 
     def begin(self, prepare: Callable[[], None]) -> None:
-        """Do `prepare`, which may move parameters, before the forward of a `call`; that begins anew where it did."""
+        """Call `prepare` before the forward of a `call`. If parameters moved, the `call` restarts with new handles."""
         if not self._has_begun:
             prepare()
             if self._is_entered and not self.is_current:
@@ -103,11 +102,12 @@ class Gate:
 
     def _connect(self) -> None:
         owner = self.slots[0].sink
-        with torch.DisableTorchFunctionSubclass(), torch.enable_grad():  # nothing here reads values
+        # `DisableTorchFunctionSubclass`, because nothing here reads a value, so it need not wait for a queued update.
+        with torch.DisableTorchFunctionSubclass(), torch.enable_grad():
             trained = [slot for slot in self.slots if slot.param.requires_grad]
             made: dict[int, torch.Tensor] = {}
             for slot in trained:
-                slot.meet_node()
+                slot.find_node()
             if trained:
                 params = [slot.param for slot in trained]
                 outputs = _GateNode.apply(trained, owner.gradients, owner.gradients.sentinel, *params)
@@ -118,7 +118,10 @@ class Gate:
 
 
 class _GateNode(torch.autograd.Function):
-    """Saves no tensor, so it runs in any number of backward passes; knows its executor by weak references alone."""
+    """The gate in autograd. It saves no tensor, so it can run in any number of backward passes.
+
+    It has only weak references to slots and executor.
+    """
 
     @staticmethod
     def forward(
@@ -127,7 +130,8 @@ class _GateNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.slots = [weakref.ref(slot) for slot in slots]
         ctx.gradients = weakref.ref(gradients)
-        memory: dict[torch.dtype, torch.Tensor] = {}  # nobody reads handles: all of one dtype share an element
+        # No op reads a handle, so all handles of a dtype share an element.
+        memory: dict[torch.dtype, torch.Tensor] = {}
         for slot in slots:
             if slot.param.dtype not in memory:
                 memory[slot.param.dtype] = torch.zeros(1, dtype=slot.param.dtype, device=slot.device)
@@ -141,4 +145,4 @@ class _GateNode(torch.autograd.Function):
 
 
 class _MovedError(Exception):
-    """The handles of a forward lead to where parameters were before it began."""
+    """Parameters moved after the handles of this forward were made."""

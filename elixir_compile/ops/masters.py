@@ -1,10 +1,10 @@
-"""Which parameters have an fp32 master, and what of it the parameter itself does not hold until an optimizer does.
+"""The parameters with an fp32 master, and the rest of each master until an optimizer takes it as state.
 
     bfloat16   the parameter is the high half of its master; the rest is the low half, an int16
-    float16    the rest is the whole master
+    float16    the rest is the full master
 
-`prepare` puts a rest here, the hybrid optimizer takes it as state. An optimizer that does not keep masters raises at
-its step: it would change the parameter and leave the master behind.
+`prepare` adds the rests, and the hybrid optimizer takes them as state. A step of an optimizer that keeps no masters
+raises MasterIgnored, because it would change the parameter and not the master.
 """
 
 import weakref
@@ -20,18 +20,18 @@ from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import version
 
 REST_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
-"""The dtype of the rest, by that of the parameter."""
+"""The dtype of the rest, by the dtype of the parameter."""
 REST_NAMES = {torch.bfloat16: "master_low", torch.float16: "master"}
-"""What optimizer state calls the rest, by the dtype of the parameter."""
+"""The name of the rest in optimizer state, by the dtype of the parameter."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """A rest that no optimizer has taken yet."""
+    """The rest of a master; None if an optimizer has taken it, or if there is none."""
 
     rest: torch.Tensor | None
     version: int
-    """Of the parameter, when the rest was right."""
+    """The version of the parameter for which the rest is correct."""
 
 
 _HELD = WeakTensorKeyDictionary()
@@ -40,17 +40,20 @@ _ALL_KEEPERS: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def add_master(param: torch.Tensor, rest: torch.Tensor | None) -> None:
-    """Note that `param`, bf16 or fp16, has a master: `rest` and itself, or itself alone where `rest` is None."""
+    """Record that the bf16 or fp16 `param` has a master: `param` and `rest`, or `param` alone if `rest` is None."""
     _HELD[param] = _Held(rest, version(param))
 
 
 def has_master(param: torch.Tensor) -> bool:
-    """Whether `param` has an fp32 master: not any more once it was cast, by `model.float()`."""
+    """Return whether `param` has an fp32 master. It has none after a cast to fp32, as by `model.float()`."""
     return param.dtype in REST_NAMES and param in _HELD
 
 
 def take_rest(param: torch.Tensor) -> torch.Tensor | None:
-    """Return what `add_master` was given, once; None where the parameter was written since, and is its own master."""
+    """Remove and return the rest of the master of `param`.
+
+    Return None if there is none, or if `param` was written since `add_master`: then `param` itself is the master.
+    """
     held = _HELD.get(param)
     if held is None:
         return None
@@ -59,17 +62,19 @@ def take_rest(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def claim_master(param: torch.Tensor, keeper: Optimizer) -> None:
-    """Note that `keeper` updates the master of `param`, if it has one or gets one, and whoever did so until now does
-    not."""
+    """Record that the optimizer `keeper` updates the master of `param`, now or later, and no other optimizer does."""
     _KEEPERS[param] = weakref.ref(keeper)
     _ALL_KEEPERS.add(keeper)
 
 
 def _require_keeper(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Before a step of any optimizer: raise MasterIgnored for a parameter whose master it does not keep."""
+    """Raise MasterIgnored if `optimizer` would update a parameter whose master it does not keep.
+
+    Called before each step of any optimizer.
+    """
     if not _HELD:
         return
-    with torch.DisableTorchFunctionSubclass():  # an update may be queued, and nobody reads here
+    with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None and has_master(param) and not _keeps(optimizer, param):
@@ -81,7 +86,7 @@ def _require_keeper(optimizer: Optimizer, args: object, kwargs: object) -> None:
 def _keeps(optimizer: Optimizer, param: torch.Tensor) -> bool:
     reference = _KEEPERS.get(param)
     keeper = None if reference is None else reference()
-    if keeper is None and optimizer in _ALL_KEEPERS:  # one that was made later, a copy, is gone again
+    if keeper is None and optimizer in _ALL_KEEPERS:  # a later keeper, such as a copy of the optimizer, was freed
         claim_master(param, optimizer)
         return True
     return keeper is optimizer

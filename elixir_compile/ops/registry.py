@@ -1,7 +1,7 @@
-"""Which prepared parameter is meant: from a key in a captured graph, or from a `Parameter`, to its slot.
+"""Find the slot of a parameter, by its key in captured graphs or by the `Parameter` itself.
 
-A slot ties one parameter of a prepared model to its executor. Both maps are weak: a slot lives as long as its
-executor, and the executor as long as the modules it prepared.
+A slot connects a parameter of a prepared model with its executor. The maps hold slots weakly: a slot lives as long as
+its executor, and the executor as long as its prepared modules.
 """
 
 import itertools
@@ -21,27 +21,27 @@ from elixir_compile.ops.shards import full_tensor, is_dtensor, is_sharded, own_p
 
 
 class GradientSink(Protocol):
-    """Takes the gradients of the parameters of one executor."""
+    """The receiver of the gradients of an executor's parameters."""
 
     sentinel: torch.Tensor
-    """A leaf that each gate of the executor leads to, and no user has: autograd runs its accumulate node only in a
-    backward that asks for the gradients of everything."""
+    """A leaf to which all gates of the executor lead, and which the user never has.
+
+    Autograd runs its accumulate node only in a backward for the gradients of all leaves."""
 
     def accumulate(self, slot: "Slot", grad: torch.Tensor) -> None:
-        """Add `grad` to the gradient of the slot's parameter, as far as this backward was asked for that."""
+        """Add `grad` to the gradient of the slot's parameter if this backward computes it."""
         ...
 
     def hand_over(self, slots: "Sequence[Slot | None]") -> "Sequence[torch.Tensor | None]":
-        """Return the gradients, of those of `slots`, that the engine of autograd itself takes in this backward; None
-        for each of the others."""
+        """Return for each of `slots` the gradient that autograd itself takes in this backward, or None."""
         ...
 
 
 class SlotOwner(Protocol):
-    """What a slot needs of its executor."""
+    """The interface of an executor for slots."""
 
     generation: int
-    """Grows when parameters move."""
+    """A number that grows if parameters move."""
 
     @property
     def gradients(self) -> GradientSink:
@@ -49,47 +49,49 @@ class SlotOwner(Protocol):
         ...
 
     def check_same_op(self, slot: "Slot") -> None:
-        """Return when every rank is about to gather the slot's parameter; RanksDiffer where one does something else."""
+        """Wait until all ranks are about to gather the slot's parameter. Raises RanksDiffer if a rank is not."""
         ...
 
     def await_update(self, slot: "Slot") -> None:
-        """Wait for a queued update of the slot's bucket, and let everybody read its parameters again."""
+        """Wait for a queued update of the slot's bucket; then its parameters can be read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """What the optimizer of a parameter keeps for it."""
+    """The optimizer state of a parameter."""
 
     group: int
-    """The param group, counted over all optimizers."""
+    """The index of the parameter group, counted over all optimizers."""
     nbytes: int
 
 
 class StateOwner(Protocol):
-    """What the planner and an executor need of the optimizer that keeps state where the plan says."""
+    """The interface of a hybrid optimizer for the planner and the executor."""
 
     @property
     def places_state(self) -> bool:
-        """Whether its state may live apart from the parameters."""
+        """Whether the plan may give the state another home than the parameters."""
         ...
 
     def states_of(self, params: Sequence[torch.Tensor]) -> Sequence[ParamState]:
-        """Return what it keeps, or will keep, for each of `params`; groups as it counts them."""
+        """Return the state, present or future, of each of `params`, with the optimizer's own indices of groups."""
         ...
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Move the state that `params` have to where the placements of their buckets say."""
+        """Move the state of `params` to the homes in the placements of their buckets."""
         ...
 
     def landed(self, params: Sequence[torch.Tensor], arrived: "torch.cuda.Event | None") -> None:
-        """Note that this backward has published the gradients of `params`, of one bucket that is updated in the
-        backward; they are there once `arrived` is."""
+        """Note that this backward, which also updates the bucket of `params`, published their gradients.
+
+        The gradients are in memory after the event `arrived`, or now if it is None.
+        """
         ...
 
 
 class Slot:
-    """One parameter of a prepared model: where autograd meets it and who runs it."""
+    """The place of a parameter of a prepared model, with its handles, its autograd node and its executor."""
 
     __slots__ = ("__weakref__", "_handles", "_made_as", "_node", "device", "key", "name", "param", "sink")
 
@@ -104,7 +106,7 @@ class Slot:
         self._node: compat.AccumulateNode | None = None
 
     def check_form(self) -> None:
-        """Raise UnsupportedModel when the parameter is no longer what graphs were captured for: `model.half()`."""
+        """Raise UnsupportedModel if dtype, shape or strides of the parameter changed, as by `model.half()`."""
         if _form(self.param) != self._made_as:
             raise UnsupportedModel(
                 self.name,
@@ -113,11 +115,11 @@ class Slot:
             )
 
     def fits(self, param: torch.nn.Parameter) -> bool:
-        """Whether `param` has the form of the parameter that graphs were captured for."""
+        """Return whether `param` has the dtype, shape and strides for which graphs were captured."""
         return _form(param) == self._made_as
 
     def take(self, param: torch.nn.Parameter) -> None:
-        """Read `param`, which has the same form, from now on in place of the parameter."""
+        """Replace the parameter of the slot by `param`, of the same dtype, shape and strides."""
         is_known = slot_of(self.param) is self
         forget(self)
         self.param = param
@@ -126,33 +128,34 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameter, whole."""
+        """Bytes of the full parameter."""
         return self.param.numel() * self.param.element_size()
 
     @property
     def own(self) -> torch.Tensor:
-        """What this rank has of the parameter: a plain tensor, or the parameter itself where there is one rank."""
+        """The shard of this rank as a plain tensor, or the parameter itself if it is no DTensor."""
         return own_part(self.param)
 
     @property
     def own_nbytes(self) -> int:
-        """Bytes that this rank has of the parameter."""
+        """Bytes of the shard of this rank."""
         return self.own.numel() * self.param.element_size()
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether several ranks have the parameter, each a part or each all of it."""
+        """Whether the parameter is a DTensor, sharded or replicated."""
         return is_dtensor(self.param)
 
     @property
     def version(self) -> int:
-        """A number that grows with every write to the parameter."""
+        """A number that grows with each write to the parameter."""
         return version(self.param)
 
-    def whole(self) -> torch.Tensor:
-        """Return the parameter's values on the compute device, detached; an alias where all of it is there already.
+    def gather(self) -> torch.Tensor:
+        """Return the gathered parameter on the compute device, detached.
 
-        Every rank calls this at once where each has a part. Raises RanksDiffer where one does something else.
+        The result is an alias of a parameter on the device if it is not sharded. If it is sharded, all ranks must call
+        this together. Raises RanksDiffer if a rank does another op.
         """
         if is_sharded(self.param):
             self.sink.check_same_op(self)
@@ -160,41 +163,43 @@ class Slot:
         return full_tensor(self.param, self.device)
 
     def handle(self) -> torch.Tensor:
-        """Return a new one-element leaf that stands for the parameter in captured graphs."""
+        """Make a handle: a leaf with a single element, in place of the parameter in captured graphs."""
         requires_grad = self.param.requires_grad
         handle = torch.zeros(1, dtype=self.param.dtype, device=self.device, requires_grad=requires_grad)
         self._handles.append(handle)
         return handle
 
-    def meet_node(self) -> None:
-        """Look up the node that accumulates the gradient of the parameter, which requires one; torch makes another if
-        the parameter moves to another device."""
-        self.forget_node()  # it holds a reference to the node that the next one would count
+    def find_node(self) -> None:
+        """Look up the node that accumulates the gradient of the parameter. It must require a gradient.
+
+        torch makes a new node if the parameter moves to another device.
+        """
+        self.forget_node()  # the old `AccumulateNode` holds a reference, which the new `AccumulateNode` would count
         self._node = compat.AccumulateNode(self.param)
 
     def forget_node(self) -> None:
-        """Let go of the node."""
+        """Drop the reference to the autograd node."""
         self._node = None
 
     @property
     def has_hooks(self) -> bool:
-        """Whether somebody hooked the gradient of the parameter, or may have by its node, which they hold."""
+        """Whether the user registered a hook on the gradient of the parameter, or may have on its autograd node."""
         return compat.has_gradient_hooks(self.param) or self.has_node_holders
 
     @property
     def has_node_holders(self) -> bool:
-        """Whether somebody else holds the node of the parameter, as whoever registers a hook on it must."""
+        """Whether other code holds the autograd node of the parameter, which a hook on the node requires."""
         return self._node is not None and self._node.is_held_by_others
 
     @property
     def handles(self) -> Sequence[torch.Tensor]:
-        """Every handle that was made, in order."""
+        """All handles of the parameter, in the order in which they were made."""
         return self._handles
 
     def follow_thaw(self) -> bool:
-        """Let the handles require a gradient where the parameter began to; say whether that changed any.
+        """If the parameter requires a gradient, set `requires_grad` of all handles; return whether any handle changed.
 
-        Of a parameter that was frozen the gradient is still made, and dropped: nothing has to be captured again.
+        If a parameter was frozen instead, graphs still compute its gradient, which is dropped, so nothing changes.
         """
         if not self.param.requires_grad:
             return False
@@ -219,14 +224,14 @@ def _words(form: _Form) -> str:
 _KEYS = itertools.count()
 _BY_KEY: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
 _BY_PARAM: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
-"""By the id of the parameter, which the slot keeps alive: a third of the time of a dictionary with weak tensors as
-keys, for every parameter in every step."""
+"""Slots by the id of the parameter, which the slot keeps alive. Each step looks up all parameters, in a third of the
+time of a `WeakTensorKeyDictionary`."""
 _HYBRID = WeakTensorKeyDictionary()
 _REPLACED = WeakTensorKeyDictionary()
 
 
 def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: SlotOwner) -> Slot:
-    """Make the slot of `param` and enter it in the registry."""
+    """Make the slot of `param` and add it to the registry."""
     slot = Slot(next(_KEYS), name, param, device, sink)
     _BY_KEY[slot.key] = slot
     _BY_PARAM[id(param)] = slot
@@ -234,12 +239,12 @@ def new_slot(name: str, param: torch.nn.Parameter, device: torch.device, sink: S
 
 
 def num_slots() -> int:
-    """Return how many parameters of prepared models there are."""
+    """Return the number of slots in the process."""
     return len(_BY_KEY)
 
 
 def slot_by_key(key: int) -> Slot:
-    """Return the slot with `key`; NotPrepared when its model is gone."""
+    """Return the slot with `key`. Raises NotPrepared if its model was freed."""
     slot = _BY_KEY.get(key)
     if slot is None:
         raise NotPrepared(f"parameter {key} belongs to a model that no longer exists; compile the model again")
@@ -247,31 +252,34 @@ def slot_by_key(key: int) -> Slot:
 
 
 def slot_of(param: torch.Tensor) -> Slot | None:
-    """Return the slot of `param`, or None when no prepared model owns it."""
+    """Return the slot of `param`, None if no prepared model has the parameter."""
     slot = _BY_PARAM.get(id(param))
     return slot if slot is not None and slot.param is param else None
 
 
 def forget(slot: Slot) -> None:
-    """Let the parameter of `slot` have none from now on; what was captured before still finds it by its key."""
+    """Remove the slot of its parameter. Graphs captured before still find `slot` by its key."""
     slot.forget_node()
     if slot_of(slot.param) is slot:
         del _BY_PARAM[id(slot.param)]
 
 
 def follow_all_thaws() -> None:
-    """Before a capture: let it see that parameters, of whatever model, began to require a gradient."""
+    """Call `follow_thaw` on all slots of the process. Runs before each capture."""
     for slot in list(_BY_KEY.values()):
         slot.follow_thaw()
 
 
 def claim_for_hybrid(param: torch.Tensor, owner: StateOwner) -> None:
-    """Note that the hybrid optimizer `owner` updates `param`, so its state may live apart from it."""
+    """Make the hybrid optimizer `owner` the owner of the state of `param`, so a plan may place the state."""
     _HYBRID[param] = weakref.ref(owner)
 
 
 def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
-    """Return what hybrid optimizers keep, by the id of the parameter; nothing for parameters of others."""
+    """Return the state of `params` in hybrid optimizers, by the id of the parameter.
+
+    A parameter of another optimizer is left out.
+    """
     found: dict[int, ParamState] = {}
     first_group = 0
     for owner, own in _owned(params).items():
@@ -282,14 +290,17 @@ def planned_states(params: Sequence[torch.Tensor]) -> Mapping[int, ParamState]:
 
 
 def let_state_follow(params: Sequence[torch.Tensor]) -> None:
-    """Have the hybrid optimizers move the state of `params` to where the placements say: it is as large as the
-    parameters twice over, so a step under a new plan must not begin with it in the old place."""
+    """Make the hybrid optimizers move the state of `params` to the homes in the present plan.
+
+    Runs before the first step under a new plan: the state is twice as large as the parameters, so in its old home it
+    could exceed a budget.
+    """
     for owner, own in _owned(params).items():
         owner.follow(own)
 
 
 def let_update(params: Sequence[torch.Tensor], arrived: "torch.cuda.Event | None") -> None:
-    """Tell the hybrid optimizers that the gradients of `params` have landed; see `StateOwner.landed`."""
+    """Tell the hybrid optimizers that the gradients of `params` were published; see `StateOwner.landed`."""
     for owner, own in _owned(params).items():
         owner.landed(own, arrived)
 
@@ -305,24 +316,30 @@ def _owned(params: Sequence[torch.Tensor]) -> dict[StateOwner, list[torch.Tensor
 
 
 def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Count a step of any optimizer as a change: fused kernels leave the version, which tells stale copies, alone."""
-    with torch.DisableTorchFunctionSubclass():  # an update may be queued, and nobody reads here
+    """Increment the versions of the updated parameters, because fused kernels do not.
+
+    Runs after each step of any optimizer. Versions tell stale copies of parameters.
+    """
+    with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
     torch.autograd.graph.increment_version([param for param in params if slot_of(param) is not None])
 
 
 def note_replaced(param: torch.Tensor) -> None:
-    """Note that `param` is no parameter of its model any more: several ranks have parts of another in its place."""
+    """Record that `prepare` replaced `param` in its model by a sharded parameter."""
     _REPLACED[param] = True
 
 
 def _require_present(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Before a step: OptimizerTooEarly where `optimizer` was made before its model was prepared for several ranks, and
-    would never update its parameters."""
+    """Raise OptimizerTooEarly if `optimizer` has parameters that `prepare` replaced by sharded parameters.
+
+    Such an optimizer was made before `prepare`, and would never update the model. Runs before each step of any
+    optimizer.
+    """
     if len(_REPLACED):
         params = (param for group in optimizer.param_groups for param in group["params"])
-        with torch.DisableTorchFunctionSubclass():  # an update may be queued, and leaves gradients as they are
-            # One that has a gradient is still in use, as where it was tied into a module beside the model.
+        with torch.DisableTorchFunctionSubclass():  # a queued update does not change `.grad`, so nothing waits for it
+            # A replaced parameter with a gradient is still in use, for example tied into a module beside the model.
             is_early = any(param in _REPLACED and param.grad is None for param in params)
         if is_early:
             raise OptimizerTooEarly(type(optimizer).__name__)

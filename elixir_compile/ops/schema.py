@@ -1,11 +1,11 @@
-"""What Dynamo sees for a parameter, `elixir::gather`, and its gradient `elixir::reduce`.
+"""The ops `elixir::gather`, which Dynamo captures for a parameter, and `elixir::reduce`, its backward.
 
-`gather(handle, size, stride, key)` stands for the whole parameter on the compute device. `handle` is a tensor of one
-element that carries `requires_grad`, a leaf while a graph is captured (see `gate`); the parameter itself is no input of
-Dynamo's graph, so its device, dtype and placement can change without a guard noticing. AOTAutograd gets most parameters
-as inputs (`capture/parameter_inputs.py`) and traces both of these for the rest; they are functional as far as tracing
-can tell. In a compiled graph neither survives: the rewriter replaces them by the actions of the schedule. In eager code
-(evaluation, `generate`, code outside the compiled region) they do what they say.
+`gather(handle, size, stride, key)` returns the gathered parameter on the compute device. `handle` is a tensor of a
+single element that carries `requires_grad`, a leaf during capture (see `gate`). The parameter is no input of Dynamo's
+graph, so its device, dtype and placement can change and no guard fails. AOTAutograd gets most parameters as inputs
+(`capture/parameter_inputs.py`) and traces the ops for the others; for tracing, both ops are functional. A compiled
+graph contains neither op, because the rewriter replaces them by the actions of the schedule. Eager code (evaluation,
+`generate`, code outside of compiled graphs) runs the ops themselves.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _LIBRARY.define("reduce(Tensor grad, int key) -> Tensor")
 
 
 def _gather(handle: torch.Tensor, size: Sequence[int], stride: Sequence[int], key: int) -> torch.Tensor:
-    return slot_by_key(key).whole()
+    return slot_by_key(key).gather()
 
 
 def _reduce(grad: torch.Tensor, key: int) -> torch.Tensor:
@@ -39,8 +39,8 @@ def _reduce_fake(grad: torch.Tensor, key: int) -> torch.Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.key = inputs[3]
-    # Autograd keeps a parameter that is deleted before the backward. A tensor that is traced would keep the slot for as
-    # long as its graph, which is longer than the model lives.
+    # Autograd keeps a parameter alive if it is deleted before the backward, so the context keeps the slot. Not during
+    # tracing: the graph, and with it the slot, would outlive the model.
     ctx.slot = slot_by_key(inputs[3]) if type(inputs[0]) is torch.Tensor else None
 
 
@@ -48,7 +48,7 @@ def _gather_backward(ctx, grad: torch.Tensor):
     return torch.ops.elixir.reduce(grad, ctx.key), None, None, None
 
 
-# Between the graphs of a model that breaks, Dynamo would compile what they do, collectives of DTensors included.
+# Between the graphs of a model with graph breaks, Dynamo would compile these functions with their collectives.
 _LIBRARY.impl("gather", torch.compiler.disable(_gather), "CompositeExplicitAutograd")
 _LIBRARY.impl("reduce", torch.compiler.disable(_reduce), "CompositeExplicitAutograd")
 torch.library.register_fake("elixir::gather", _gather_fake, lib=_LIBRARY)

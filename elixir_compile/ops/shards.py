@@ -1,7 +1,7 @@
-"""Parameters that several ranks share: DTensors, each rank with a part of dimension 0, or, of a small one, with all.
+"""Parameters of several ranks: DTensors, sharded in dimension 0, or replicated if they are small.
 
-own_part(param)      what this rank has, a plain tensor; the parameter itself where there is one rank
-as_dtensor(own, p)    such a part as a DTensor laid out as `p`, in the same memory
+own_part(param)       the local tensor of this rank, or the parameter itself if it is no DTensor
+as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p`, in the same memory
 """
 
 import torch
@@ -17,44 +17,45 @@ else:  # a build of torch without it has no DTensors
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether several ranks have `tensor`, each a part or each all of it."""
+    """Return whether `tensor` is a DTensor, sharded or replicated."""
     return isinstance(tensor, DTensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether each of several ranks has a part of `tensor`."""
+    """Return whether `tensor` is a sharded DTensor."""
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
 def has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether several ranks have `tensor` in the parts in which they have `other`, or one rank alone has both."""
+    """Return whether `tensor` and `other` are DTensors of the same layout, or both plain tensors."""
     if not (isinstance(tensor, DTensor) and isinstance(other, DTensor)):
-        # `data` of a queued update's parameter would wait for that; a parameter with a slot is of no other class.
+        # `other` has a slot, so it is a plain tensor or a DTensor. Its `data` would wait for a queued update.
         return not isinstance(other, DTensor) and type(tensor.data) is torch.Tensor and not tensor.is_meta
     return tensor.device_mesh == other.device_mesh and tuple(tensor.placements) == tuple(other.placements)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of `tensor`, in the same memory; `tensor` itself where that is no DTensor."""
+    """Return the local tensor of `tensor`, in the same memory, or `tensor` itself if it is no DTensor."""
     return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with every write to `tensor`, also to what this rank has of it."""
-    # Writes to what `to_local()` gives, as in-place loads of checkpoints do, leave the version of the DTensor alone.
+    """Return a number that grows with each write to `tensor` or to its local tensor."""
+    # In-place loads of checkpoints write to the result of `to_local()`, which does not change the DTensor's version.
     return tensor._version + compat.local_tensor(tensor)._version if isinstance(tensor, DTensor) else tensor._version
 
 
 def own_grad(param: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of the gradient of `param`, which has one; the gradient itself where there is one
-    rank."""
+    """Return the local tensor of the gradient of `param`, or the gradient if it is no DTensor. It must exist."""
     grad = param.grad
     return compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
 
 
 def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of `value`, a DTensor or a whole tensor, cut as `param` is; a part that is cut here is
-    a copy, which does not keep the whole alive."""
+    """Return the shard of `value`, a DTensor or a full tensor, for this rank's shard of `param`.
+
+    A shard of a full tensor is a copy, in order not to keep the full tensor alive.
+    """
     if isinstance(value, DTensor):
         return own_part(value)
     if not is_sharded(param) or value.shape != param.shape:
@@ -65,13 +66,13 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the DTensor of which this rank has `own`, laid out as `like`; `own` itself where that is no DTensor."""
+    """Return the DTensor with local tensor `own` and the layout of `like`, or `own` if `like` is no DTensor."""
     return compat.dtensor_like(own, like) if isinstance(like, DTensor) else own
 
 
 @torch.no_grad()
 def full_tensor(param: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the values of `param` on `device`, detached; every rank calls this at once where each has a part."""
+    """Return the full values of `param` on `device`, detached. If it is sharded, all ranks must call this together."""
     if not isinstance(param, DTensor):
         return param.detach().to(device)
     own = own_part(param).to(device)
@@ -79,12 +80,12 @@ def full_tensor(param: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` as a plain one; every rank calls this at once for a DTensor."""
+    """Return `tensor` as a plain tensor. For a DTensor, all ranks must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over_parts(number: float, param: torch.Tensor) -> float:
-    """Return the sum of `number` over the ranks that have the parts of `param`; each of them calls this at once."""
+    """Return the sum of `number` over the ranks with the shards of `param`, which must all call this together."""
     mesh = param.device_mesh
     total = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
     distributed.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
@@ -92,13 +93,15 @@ def sum_over_parts(number: float, param: torch.Tensor) -> float:
 
 
 def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Let `param`, or this rank's part of it, be `data`; the gradient moves along, because torch wants both on one
-    device."""
+    """Replace the data of `param`, or its local tensor, by `data`, and move the gradient to the device of `data`.
+
+    torch requires a parameter and its gradient to be on one device.
+    """
     grad = param.grad
     param.grad = None
     if isinstance(param, DTensor):
         if data.device != param.device:
-            # The DTensor itself has a device too, and torch compares that with the one of a gradient.
+            # torch compares the device of the DTensor, not of its local tensor, with the device of a gradient.
             param.data = as_dtensor(data, param)
         compat.set_local_tensor(param, data)
     else:

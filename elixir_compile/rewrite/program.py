@@ -1,7 +1,6 @@
-"""From one half of a capture and a plan to the program that runs it: an FX graph that calls regions and the executor's
-verbs.
+"""Write the program of a half of a capture under a plan: an FX graph of calls of regions and of the executor.
 
-    def forward(self, args):                      # a list, emptied at once: the program holds the only references
+    def forward(self, args):                      # a list; emptied, as the program must have the only references
         primals_1 = args[0]; ...; args.clear()
         executor = self.executor
         b1_gather = executor.gather('b1')
@@ -10,10 +9,10 @@ verbs.
         executor.release('b1')
         h_0_matmul_offload = executor.offload_saved('h.0.matmul', [gelu])
         ...
-        return [loss, ticket, executor.nothing, ...]      # an empty tensor where the plan keeps nothing
+        return [loss, ticket, executor.nothing, ...]      # an empty tensor for a value not kept
 
-Node order is schedule order, and FX drops every value after its last use, so order and memory are what the plan says.
-The functions here decide nothing: every action comes from the plan's schedule.
+The nodes are in the order of the schedule, and FX drops each value after its last use, so order and memory are as
+planned. The functions here decide nothing: each action comes from the schedule of the plan.
 """
 
 import operator
@@ -32,7 +31,7 @@ from elixir_compile.rewrite.regions import RegionGraph, split_regions
 
 
 def boxed(*values: object) -> list[object]:
-    """Return `values` as the list that a region empties, so that the region holds the only references."""
+    """Return `values` as a list. A region empties the list, to have the only references."""
     return list(values)
 
 
@@ -41,16 +40,16 @@ Lower = Callable[[RegionGraph], torch.nn.Module]
 
 @dataclass(slots=True)
 class _Writer:
-    """What is known while a program is written."""
+    """The state of the program during writing."""
 
     halves: Partition
     plan: Plan
     phase: Phase
     keys: Mapping[str, int]
-    """Parameter name to key."""
+    """The key of each parameter, by its name."""
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[str, fx.Node] = field(default_factory=dict)
-    """Value of the captured graph, by name, to the node of the program that holds it."""
+    """The node of the program for each value of the captured graph, by the name of the value."""
     bucket_values: dict[str, fx.Node] = field(default_factory=dict)
     transfers: dict[str, fx.Node] = field(default_factory=dict)
     executor: fx.Node | None = None
@@ -59,10 +58,10 @@ class _Writer:
 def write_program(
     halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
 ) -> fx.GraphModule:
-    """Return the program of `phase`; its `forward` takes one list of inputs and returns a list.
+    """Return the program of `phase`. Its `forward` takes a list of inputs, which it empties, and returns a list.
 
-    `halves` obey the plan's activations, `keys` maps parameter names to registry keys, `lower` compiles one region,
-    `executor` is what the program calls.
+    `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles a
+    region, and the program calls `executor`.
     """
     source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward
     regions = split_regions(source, plan.regions, phase, halves.inline)
@@ -84,10 +83,10 @@ def write_program(
 
 
 def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
-    """Return the actions of `phase` in the schedule of this rank; `update` belongs to the optimizer.
+    """Return the actions of `phase` in the schedule of this rank, without updates, which the optimizer does.
 
-    The forward ends behind its last `run` and what directly follows it of releases and of activations that leave.
-    Raises `IllegalSchedule` for activations that leave later: only the forward has them.
+    The forward ends behind its last `run` and the releases and offloads of activations directly after it. Raises
+    IllegalSchedule if activations are offloaded later, because only the forward has them.
     """
     actions = plan.schedules[0].actions
     forward = {region.id for region in plan.regions if region.phase is Phase.FORWARD}
@@ -134,8 +133,11 @@ def _names(writer: _Writer, keys: Sequence[int]) -> tuple[str, ...]:
 
 
 def _write_copies(writer: _Writer, actions: Sequence[Action]) -> None:
-    """Ask for copies from the forward first, those of several ranks, read or not: where another backward took one away
-    it is gathered again, which all ranks must do at once, whatever their graphs read."""
+    """Get the sharded buckets left gathered by the forward, at the start of the backward.
+
+    If another backward released a bucket, this call gathers it again. All ranks must gather together, so the call is
+    there even if the graph of this rank does not read the bucket.
+    """
     gathered = {action.what for action in actions if action.verb is Verb.GATHER}
     released = {action.what for action in actions if action.verb is Verb.RELEASE}
     for bucket in writer.plan.buckets:
@@ -182,13 +184,13 @@ def _call(writer: _Writer, verb: str, what: "str | fx.Node", name: str | None = 
 
 
 def _call_for_forward(writer: _Writer, verb: str, what: str, name: str) -> fx.Node:
-    """Call a verb that is about what one forward saved; its ticket tells which."""
+    """Call a method of the executor for the activations of a forward, given by the ticket."""
     args = (writer.executor, writer.values[TICKET], what)
     return writer.graph.create_node("call_method", verb, args, name=name)
 
 
 def _write_wait(writer: _Writer, group: GroupId) -> None:
-    """Wait for activations on their way out, which may have begun in the forward, or on their way back."""
+    """Wait for the offload of activations, which the forward may have started, or for their prefetch."""
     transfer = writer.transfers.pop(group, None)
     if transfer is None:
         transfer = _call_for_forward(writer, "leaving", group, f"{group}_offload")
@@ -236,7 +238,7 @@ def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     markers = writer.halves.captured.backward.graph.find_nodes(op="call_function", target=gradient)
     made = [(members[node.args[1]], writer.values[node.args[0].name]) for node in markers if node.args[1] in members]
     positions, grads = tuple(position for position, _ in made), [grad for _, grad in made]
-    if bucket.is_sharded:  # whole gradients go once they are copied, before this rank's part of their mean is there
+    if bucket.is_sharded:  # the reduce frees the full gradients once they are copied, before the mean is complete
         grads = writer.graph.call_function(boxed, tuple(grads))
     reduced = writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
     if bucket.is_sharded:

@@ -1,4 +1,4 @@
-"""Both halves of a capture as a plan's activations have them: ops repeated in the backward, values dropped or away.
+"""Change both halves of a capture to a plan's activations: recompute ops in the backward, drop or offload saved values.
 
 ```text
   captured   forward  h = mm(x, w);  g = gelu(h);  return ..., h, g
@@ -7,8 +7,8 @@
              backward re_g = gelu(h);  bwd.mm_1(re_g, ...);  bwd.gelu_1(h, ...)
 ```
 
-Which op runs again before which is a fact, `analysis.recompute.repeats`; this copies the nodes. `step_graph` of the
-result is `as_run` of the captured step, op for op.
+`analysis.recompute.repeats` says which op is recomputed in front of which op; the functions here copy the nodes. The
+`step_graph` of the result is `as_run` of the captured step, op for op.
 """
 
 import copy
@@ -29,27 +29,27 @@ from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The two halves that a program is written from.
+    """The two halves of a capture, changed to the activations of a plan.
 
-    At each position that the forward saves and the backward does not read, the forward returns None.
+    The forward returns None for each saved value without a reader in the backward.
     """
 
     captured: Captured
     away: Mapping[GroupId, tuple[str, ...]]
-    """Names of the saved values that go to the host and that the backward reads, by group."""
+    """The names of the saved values that are offloaded and that the backward reads, by group."""
     inline: frozenset[OpId] = frozenset()
-    """Ops that are computed inside the kernels that read them."""
+    """Ops that are computed inside of the kernels that read them."""
 
     @property
     def away_names(self) -> frozenset[str]:
-        """All values of `away`."""
+        """The names of all offloaded values."""
         return frozenset(name for names in self.away.values() for name in names)
 
 
 def partition_of(captured: Captured, graph: StepGraph, activations: Sequence[Activations]) -> Partition:
-    """Return copies of the halves of `captured`, whose step is `graph`, that obey `activations`.
+    """Return copies of the halves of `captured`, changed to `activations`. `graph` is the step of `captured`.
 
-    Raises `InvalidPlan` where something has to be computed again that must not be.
+    Raises InvalidPlan if an op must be recomputed and cannot be.
     """
     if captured.backward is None:
         return Partition(captured=captured, away={})
@@ -75,16 +75,16 @@ def _copied(half: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(slots=True)
 class _Repeater:
-    """Copies nodes of the forward into the backward, each once."""
+    """Copies the recomputed nodes of the forward into the backward, each node once."""
 
     captured: Captured
     behind: Mapping[fx.Node, StorageId]
-    """The storage behind each value of the forward."""
+    """The storage of each value of the forward."""
     stored: frozenset[StorageId]
     there: dict[str, fx.Node] = field(default_factory=dict)
-    """Placeholders of the backward, by the name of what the forward saves there."""
+    """Placeholders of the backward, by the name of the value that the forward saves for it."""
     sources: Mapping[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """Values of the forward that the backward finds, by the node whose memory they look at."""
+    """Values of the forward that are saved, by the node that owns their memory."""
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph: StepGraph, activations: Sequence[Activations]) -> None:
@@ -113,7 +113,7 @@ class _Repeater:
         self._stamp()
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """Return the value of `node` in the backward, written where the graph inserts."""
+        """Return the node of the backward for the value of `node`, made at the insertion point if it is new."""
         if node not in self.copies:
             self.copies[node] = self._found(node)
         return self.copies[node]
@@ -125,13 +125,13 @@ class _Repeater:
             return marker_node(self.captured.backward.graph, parameter, node.args, node.meta)
         if node.op == "get_attr":
             return self._constant(node)
-        looks = view_chain(node)
+        chain = view_chain(node)
         path = path_to(node, self.sources, self.there)
         if path is None:
-            is_made = looks[-1] in self.copies or looks[-1].target is parameter or looks[-1].op == "get_attr"
-            if len(looks) > 1 and is_made:
+            is_made = chain[-1] in self.copies or chain[-1].target is parameter or chain[-1].op == "get_attr"
+            if len(chain) > 1 and is_made:
                 return self._copy(node)
-            raise InvalidPlan(f"{node.name} is read by an op that runs again, but nothing that is saved leads to it.")
+            raise InvalidPlan(f"a recomputed op reads {node.name}, which cannot be made from saved values.")
         value = self.there[path.source.name]
         for view in path.undo:
             value = self._undone(view, value)
@@ -140,15 +140,15 @@ class _Repeater:
         return value
 
     def _copy(self, node: fx.Node, base: fx.Node | None = None) -> fx.Node:
-        """Write `node` again; `base` takes the place of what it looks at."""
-        graph, looked_at = self.captured.backward.graph, view_chain(node)[1:2]
+        """Copy `node` into the backward. If it is a view, `base` replaces the node of which it is a view."""
+        graph, viewed = self.captured.backward.graph, view_chain(node)[1:2]
 
         def read(source: fx.Node) -> fx.Node:
-            return base if base is not None and source in looked_at else self._value(source)
+            return base if base is not None and source in viewed else self._value(source)
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
         made = graph.create_node(node.op, node.target, args, kwargs, name=f"{AGAIN}{node.name}")
-        made.meta = {**node.meta, "val": example_of(node, read(looked_at[0]) if looked_at else None)}
+        made.meta = {**node.meta, "val": example_of(node, read(viewed[0]) if viewed else None)}
         return made
 
     def _undone(self, view: fx.Node, value: fx.Node) -> fx.Node:
@@ -166,7 +166,7 @@ class _Repeater:
         return made
 
     def _stamp(self) -> None:
-        """Let the ticket hold the versions of the parameters that repeated ops read too."""
+        """Add the versions of the parameters of recomputed ops to the ticket."""
         stamp = self.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
         read = self.captured.backward.graph.find_nodes(op="call_function", target=parameter)
         stamp.args = (tuple(dict.fromkeys([*stamp.args[0], *(node.args[0] for node in read)])),)
@@ -182,7 +182,10 @@ def _by_id(captured: Captured) -> dict[OpId, fx.Node]:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Move what now stands before a value that it reads, the views of a repeated one, right behind that value."""
+    """Move each node in front of one of its inputs to the place directly behind this input.
+
+    Such nodes are the views of recomputed values.
+    """
     missing: dict[fx.Node, set[fx.Node]] = {}
     readers: dict[fx.Node, list[fx.Node]] = {}
     done: set[fx.Node] = set()
@@ -209,7 +212,7 @@ def _sort(graph: fx.Graph) -> None:
 def _save_what_is_read(
     captured: Captured, behind: Mapping[fx.Node, StorageId], activations: Sequence[Activations]
 ) -> Mapping[GroupId, tuple[str, ...]]:
-    """Let the forward return None where the backward reads nothing; return what goes to the host."""
+    """Replace saved values without a reader in the backward by None; return the offloaded values by group."""
     placeholders = captured.backward.graph.find_nodes(op="placeholder")
     read = {str(node.target) for node in placeholders if node.users}
     group_of = {s: group.id for group in activations if group.saving is Saving.OFFLOAD for s in group.storages}

@@ -1,4 +1,4 @@
-"""Cut one half of a capture into the regions of a plan, each a graph of its own that computes and nothing else."""
+"""Cut a half of a capture into the regions of a plan, each a separate graph of computing ops."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,28 +15,28 @@ from elixir_compile.ir import OpId, Phase, Region, RegionId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGraph:
-    """One region: `module` takes `inputs` and returns `outputs`, nodes of the captured graph."""
+    """A region. `module` takes the values of `inputs` and returns the values of `outputs`, nodes of the capture."""
 
     id: RegionId
     phase: Phase
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
-    is_whole: bool
+    is_only: bool
     """Whether the region is the only one of its phase."""
 
     @property
     def name(self) -> str:
-        """`fwd_0`: the id as an attribute name."""
+        """The id as an attribute name, such as `fwd_0`."""
         return self.id.replace(".", "_")
 
 
 def split_regions(
     source: fx.GraphModule, regions: Sequence[Region], phase: Phase, inline: frozenset[OpId] = frozenset()
 ) -> Mapping[str, RegionGraph]:
-    """Return those of `regions` that are of `phase`, by id.
+    """Return the regions of `phase` by id.
 
-    Views of parameters and inputs, and ops that `inline` names, are made again in each region that reads them.
+    Views of parameters and inputs, and the ops in `inline`, are copied into each reading region.
     """
     graph = source.graph
     spans = [region for region in regions if region.phase is phase]
@@ -50,41 +50,42 @@ def split_regions(
     read = {node for nodes in members for node in _inputs(nodes)}
     found: dict[str, RegionGraph] = {}
     for span, nodes, body in zip(spans, members, bodies, strict=True):
-        outputs = [node for node in body if node in read or _is_handed_out(node)]
-        found[span.id] = _extract(source, span.id, phase, nodes, outputs, is_whole=len(spans) == 1)
+        outputs = [node for node in body if node in read or _is_output(node)]
+        found[span.id] = _extract(source, span.id, phase, nodes, outputs, is_only=len(spans) == 1)
     return found
 
 
 def _loose(graph: fx.Graph, phase: Phase, inline: frozenset[OpId]) -> set[fx.Node]:
-    """Return what belongs to whoever reads it: views of parameters and of inputs, inline ops, and views of these.
+    """Return the nodes that are copied into each region that reads them.
 
-    An input may be away when a view of it comes first in the graph.
+    These are views of parameters and of inputs, inline ops, and views of these. A view of an input must stay with its
+    reader, because the input may still be offloaded at the place of the view in the graph.
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or node.target in MARKERS:
             continue
         base = viewed(node)
-        looks_at_input = base is not None and (base.target is parameter or base.op == "placeholder")
-        if looks_at_input or base in found or op_id(phase, node) in inline:
+        is_input_view = base is not None and (base.target is parameter or base.op == "placeholder")
+        if is_input_view or base in found or op_id(phase, node) in inline:
             found.add(node)
-    # What the caller gets has to be in memory: what is handed out, or has a view that is, stays where it is.
+    # An output must be in memory, so a node stays in one region if it or a view of it is an output.
     for node in reversed(graph.nodes):
-        is_out = _is_handed_out(node) or any(viewed(user) is node and user not in found for user in node.users)
+        is_out = _is_output(node) or any(viewed(user) is node and user not in found for user in node.users)
         if node in found and not is_parameter_view(node) and is_out:
             found.discard(node)
     return found
 
 
-def _is_handed_out(node: fx.Node) -> bool:
+def _is_output(node: fx.Node) -> bool:
     return any(user.op == "output" or user.target is gradient for user in node.users)
 
 
 def _assign(graph: fx.Graph, spans: Sequence, phase: Phase, loose: set[fx.Node]) -> dict[fx.Node, int]:
-    """Return the region index of each op that is not loose.
+    """Return the region index of each op not in `loose`.
 
-    A view costs nothing, so it belongs to the region that makes its base, or the last of the sizes that it takes: a
-    gradient is whole once its storage is written.
+    A view costs nothing, so it belongs to the region of its base, or of the last size among its inputs. So a gradient
+    that is a view is complete as soon as its storage is written.
     """
     index, where, ops = 0, {}, set(ops_of(graph))
     for node in graph.nodes:
@@ -95,14 +96,14 @@ def _assign(graph: fx.Graph, spans: Sequence, phase: Phase, loose: set[fx.Node])
                 where[node] = index
             index += op_id(phase, node) == spans[index].last
         elif node not in loose:
-            # A view of an input that is handed out belongs to whatever runs next; behind the last op, to the last.
+            # A view of an input among the outputs belongs to the region of the next op, or to the last region.
             made = [where[source] for source in node.all_input_nodes if source in where]
             where[node] = max(made, default=min(index, len(spans) - 1))
     return where
 
 
 def _members(graph: fx.Graph, body: Sequence[fx.Node], loose: set[fx.Node]) -> list[fx.Node]:
-    """Return `body` and what it reads of `loose` and of constants, in the order of the graph."""
+    """Return `body` and its inputs in `loose` and among constants, in the order of the graph."""
     found = dict.fromkeys(body)
     pending = list(body)
     while pending:
@@ -114,7 +115,7 @@ def _members(graph: fx.Graph, body: Sequence[fx.Node], loose: set[fx.Node]) -> l
 
 
 def _inputs(members: Sequence[fx.Node]) -> dict[fx.Node, None]:
-    """Return what `members` read and are not, in the order in which they do."""
+    """Return the inputs of `members` from outside of `members`, in the order of the reads."""
     inside = set(members)
     return dict.fromkeys(n for node in members for n in node.all_input_nodes if n not in inside)
 
@@ -126,15 +127,15 @@ def _extract(
     members: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     *,
-    is_whole: bool,
+    is_only: bool,
 ) -> RegionGraph:
     graph, root = source.graph, torch.nn.Module()
     for node in members:
         if node.op == "get_attr":
             setattr(root, str(node.target), getattr(source, str(node.target)))
     inputs = dict.fromkeys([*_symbols(graph), *_inputs(members)])
-    if is_whole:
-        # Same order of inputs and outputs as the captured graph: what torch knows about their positions stays true.
+    if is_only:
+        # In the order of the captured graph, because torch has facts about inputs and outputs by position.
         order = [node for node in graph.nodes if node in inputs]
         inputs = dict.fromkeys(order)
         outputs = _in_output_order(graph, outputs)
@@ -153,13 +154,15 @@ def _extract(
         module=compat.graph_module(root, region),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        is_whole=is_whole,
+        is_only=is_only,
     )
 
 
 def _symbols(graph: fx.Graph) -> list[fx.Node]:
-    """Return the inputs of `graph` that are symbols of dynamic sizes: Inductor wants each by itself, `s0` and `s1` for
-    a tensor of `s0*s1`."""
+    """Return the single symbols of dynamic sizes among the inputs of `graph`.
+
+    Inductor needs each symbol as an input: `s0` and `s1` for a tensor of `s0*s1`.
+    """
     numbers = [node for node in graph.find_nodes(op="placeholder") if is_number(node)]
     return [node for node in numbers if compat.expression_of(node.meta["val"])[0].isidentifier()]
 

@@ -1,4 +1,4 @@
-"""Print a rewritten step: one line per node of the programs, with its lane and the live bytes around it."""
+"""Format the programs of a step as text: one line for each node, with its lane and live bytes."""
 
 import operator
 
@@ -20,8 +20,10 @@ def program_text(
     forward: fx.GraphModule | None,
     backward: fx.GraphModule | None,
 ) -> str:
-    """Return the plan's figures and both programs, each line with its lane and, for a region, the peak of live
-    bytes while it runs."""
+    """Return the planned peak and both programs as text.
+
+    A line has the lane of its node and, for a region, the most live bytes during the region.
+    """
     peaks = _region_peaks(plan, timeline, graph)
     prediction = plan.prediction
     lines = [
@@ -60,7 +62,7 @@ def _node_lines(program: fx.GraphModule, peaks: dict[str, int]) -> list[str]:
 
 
 def _call_text(node: fx.Node) -> str | None:
-    """Return `node` as a line of Python, or None for the unpacking that every program has."""
+    """Return `node` as a line of Python, None if it only unpacks values."""
     if node.op == "call_module":
         made = [user.name for user in node.users]
         inputs = [_value_text(value) for value in node.args[0].args]

@@ -1,4 +1,4 @@
-"""The only package that decides: a problem in, a plan out."""
+"""Search for the plan of a problem. No other package decides anything about a plan."""
 
 from elixir_compile.search.limits import Extent, extent_of, extents
 from elixir_compile.search.planner import plan

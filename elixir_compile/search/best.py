@@ -1,19 +1,20 @@
-"""The default planner: the best plan that the time allows, with what is proved about all others.
+"""The default planner, `milp`: search for the fastest plan, and prove a bound on the step time of every plan.
 
-Buckets have levels, layers of activations have modes; an answer has one of each. In this order, until the best step
-played is within the tolerance of the bound, which in a large program grows with the answers played (`Tries.is_good`):
+A candidate has one level per bucket and one mode per layer. The search runs these stages in order, until the fastest
+simulated step is within the tolerance of the bound. In a large program the tolerance grows with the number of
+simulated candidates (`Tries.is_good`).
 
-    starts       all layers at one depth, everything on the device or on the host: where to begin
-    bound       the relaxed optimum, by columns and rows that are added as they are asked for      `pricing`
-    rounded     the nearest whole candidates, with more and more memory kept free for early copies    `rounding`
-    streams     updates of the best candidate, streamed bucket by bucket                              `tries`
-    pool        the nearest whole answer over all options that any of these optima used
-    rules       the answers of the rule planners: the result is never slower than any of them
-    flips       neighbours of the best, as the program ranks them                                  `neighbours`
-    whole       whole optima, best first, which raise the bound                                    `milp`
+    uniform     candidates with the same mode in every layer, as starting points
+    bound       the relaxed optimum; columns and rows are added to the program as needed           `pricing`
+    rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
+    streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
+    pool        the best integral candidates over all options used by the relaxed optima
+    rules       the candidates of the rule planners, so that the plan is never slower than any of them
+    integral    integral optima, best first, each of which raises the bound; not in large programs        `solver`
+    flips       candidates with one option changed from the best, as the program ranks them        `tries.flip`
 
-Each has a number of plays and solves after which it ends, so that the same problem gives the same plan on a slow and on
-a fast machine; the clock only cuts.
+Each stage ends after a fixed number of simulations and solves, so the same problem gets the same plan on a slow and on
+a fast machine, unless the clock ends the search.
 """
 
 import logging
@@ -27,7 +28,7 @@ from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.pricing import Priced, priced
 from elixir_compile.search.formulation.program import Program, Vector
-from elixir_compile.search.formulation.solver import rounded, whole
+from elixir_compile.search.formulation.solver import integral_candidates, rounded
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.modes import deepest
 from elixir_compile.search.tries import Tries, bring_back, flip
@@ -36,24 +37,26 @@ from elixir_compile.units import GIB, format_s
 log = logging.getLogger("elixir_compile")
 
 TOLERANCE = 1e-3
-"""The search ends when nothing untried can be faster by more than this share of the step."""
+"""The search ends if no untried candidate can be faster by more than this share of the step."""
 _MIN_IDLE, _IDLE_COLUMNS, _IDLE_STREAMED = 12, 20_000, 6_000
-"""So many whole solutions in a row that make the step no shorter end the search: small programs may try more, and
-those with updates to stream fewer, because no row says that an early gather waits, so that the last of their gap never
-closes. GPT-2 124M with 6 GiB on an RTX 3090: half the seconds for the same plan."""
-_MOST_MISSES = 24
-"""So many whole solutions in a row that do not fit by the exact count end the search too: each forbids one answer and
-not its like, and rows against answers make the next solve longer. A small model under `torch.autocast` at its least
-budget: 73 solves in 5 s, none of which fit."""
+"""The stage `integral` ends after `_IDLE_COLUMNS / columns` solutions in a row without a shorter step, but not before
+`_MIN_IDLE`. Programs with streamed updates use `_IDLE_STREAMED`: they have no row for a gather that waits because it is
+early, so the rest of their gap never closes. GPT-2 124M with 6 GiB on an RTX 3090: half the seconds for the same
+plan."""
+_MAX_MISSES = 24
+"""The stage `integral` also ends after so many solutions in a row that do not fit by the exact count: each of them
+forbids a single candidate, and rows against single candidates make the next solve longer. A small model under
+`torch.autocast` at its smallest budget: 73 solves in 5 s, none of which fit."""
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
-"""Of the time: when the solver has to stop, and when all that is played has to; the rest is for the reasons."""
+"""Shares of the time after which integral solves end, and after which all simulation ends. The decisions get the rest.
+"""
 _FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0)
-"""Memory kept free for early copies, in units of the widest bucket; on several ranks, where every use of a bucket that
-is not kept whole is a gather, most answers without such memory do not fit, or wait."""
-_MOST_STALE = 2
-"""Solves that do not raise the bound of an optimum that is only rounded."""
+"""Memory kept free for early copies, in units of the largest bucket, in the order of the rounds. On several ranks every
+use of a released bucket is a gather: most candidates without free memory do not fit, or wait for their gathers."""
+_MAX_STALE = 2
+"""Solves in a row without a higher bound after which a relaxed optimum is good enough to be rounded."""
 _WORTH_MOVING = 0.01
-"""Where all fits, a step that is shorter by no more than this share is no reason to move anything."""
+"""If everything fits where it is, a plan with moves must be shorter by more than this share of the step."""
 
 
 def place_best(
@@ -64,16 +67,16 @@ def place_best(
     tolerance: float = TOLERANCE,
     clock: Clock | None = None,
 ) -> DraftPlan:
-    """Return the best draft found in `timeout_s` seconds, with its certificate; `first` fits, `others` may.
+    """Return the best draft plan found within `timeout_s` seconds of `clock`, or of a new clock, with its certificate.
 
-    They count from when `clock` was made, or from now. `others` are not asked for where `first` leaves everything where
-    it starts.
+    `first` is a draft plan that fits. `others` are candidates of other planners, which need not fit. They are computed
+    as they are read, and not at all if `first` moves nothing and no plan can be shorter by enough to move anything.
     """
     if not evaluator.facts.buckets:
         certificate = Certificate(bound_s=first.step_s, binding=(), gib_saves_s=0.0)
         return replace(first, certificate=certificate)
-    # What fits stays: a machine's profile is not so exact that a slightly faster update elsewhere is a reason to move.
-    stays = first.levels == evaluator.facts.start_levels and first.modes == evaluator.facts.modes
+    # The profile of a machine is not so exact that a slightly faster update elsewhere is a reason to move a bucket.
+    moves_nothing = first.levels == evaluator.facts.start_levels and first.modes == evaluator.facts.modes
     clock = Clock() if clock is None else clock
     program = Program(evaluator, max(first.step_s, 1e-12))
     first = replace(first, planner="milp")
@@ -85,38 +88,38 @@ def place_best(
         tolerance=tolerance,
         found={first.candidate: first},
     )
-    starts = _rungs(evaluator)
-    if not stays:
+    starts = _uniform_candidates(evaluator)
+    if not moves_nothing:
         _try_shortest(tries, program, starts)
     seeds = [program.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *starts))]
     for seed in seeds:
         program.add_paths(seed)
     start = priced(program, seeds, tries.deadline)
     if start is None:
-        _try_rules(tries, program, () if stays else others)
+        _try_rules(tries, program, () if moves_nothing else others)
         return replace(tries.best, decisions=decisions(program, tries.best, clock.until(timeout_s)))
     proved = _certificate(program, start)
-    if stays and not _is_worth_moving(evaluator, first, proved.bound_s):
+    if moves_nothing and not _is_worth_moving(evaluator, first, proved.bound_s):
         return replace(first, certificate=replace(proved, bound_s=min(proved.bound_s, first.step_s)))
-    bound_s = _searched(tries, program, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
+    bound_s = _search(tries, program, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
     log.debug("searched %s in %s", evaluator.facts.problem.name, format_s(clock.spent_s))
-    if stays and not _is_worth_moving(evaluator, first, tries.best.step_s):
+    if moves_nothing and not _is_worth_moving(evaluator, first, tries.best.step_s):
         return replace(first, certificate=replace(proved, bound_s=min(bound_s, first.step_s)))
-    shortest_s = min(first.step_s, tries.best.step_s * (1 + tolerance))
-    bring_back(tries, program, tries.leanest(shortest_s), shortest_s)
-    best = tries.leanest(shortest_s)
+    limit_s = min(first.step_s, tries.best.step_s * (1 + tolerance))
+    bring_back(tries, program, tries.with_fewest_host_bytes(limit_s), limit_s)
+    best = tries.with_fewest_host_bytes(limit_s)
     certificate = replace(proved, bound_s=min(bound_s, best.step_s))
     return replace(best, certificate=certificate, decisions=decisions(program, best, clock.until(timeout_s)))
 
 
-def _is_worth_moving(evaluator: Evaluator, stays: DraftPlan, shorter_s: float) -> bool:
-    """Return whether a step of `shorter_s` is a reason to move what fits where it is, in the draft that `stays`."""
-    return evaluator.facts.problem.moves_what_fits and stays.step_s > shorter_s * (1 + _WORTH_MOVING)
+def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float) -> bool:
+    """Return whether a step of `shorter_s` is a reason not to take `first`, which moves nothing and fits."""
+    return evaluator.facts.problem.moves_what_fits and first.step_s > shorter_s * (1 + _WORTH_MOVING)
 
 
-def _rungs(evaluator: Evaluator) -> list[Candidate]:
-    """All layers at one depth, what is stored kept or sent away, all buckets at the level where they start, at the
-    furthest, or where they need the fewest bytes."""
+def _uniform_candidates(evaluator: Evaluator) -> list[Candidate]:
+    """Return each of the uniform modes, with all buckets at their start level, their furthest level, or the level with
+    the smallest peak."""
     layers = evaluator.facts.layers
     depths = sorted({mode.depth for layer in layers for mode in layer.modes})
     modes = [
@@ -127,7 +130,7 @@ def _rungs(evaluator: Evaluator) -> list[Candidate]:
 
 
 def _try_shortest(tries: Tries, program: Program, starts: Sequence[Candidate]) -> None:
-    """Play the rung that the program says is the shortest of those that fit."""
+    """Try `starts` that fit by the rows of the program, from the shortest by its paths, until one of them fits."""
     problem = tries.evaluator.facts.problem
     vectors = [(candidate, program.vector(candidate)) for candidate in starts]
     fitting = [
@@ -140,7 +143,7 @@ def _try_shortest(tries: Tries, program: Program, starts: Sequence[Candidate]) -
             return
 
 
-def _searched(
+def _search(
     tries: Tries,
     program: Program,
     start: Priced,
@@ -148,7 +151,10 @@ def _searched(
     others: Iterable[Candidate],
     solver_end: Deadline,
 ) -> float:
-    """Try answers until one is good for the bound or none is left to try; return the bound in seconds."""
+    """Try candidates until the best is good for the bound, or all stages have ended; return the bound in seconds.
+
+    Integral solves end at `solver_end`.
+    """
     bound_s = program.seconds(start.bound)
     candidates = program
     if tries.evaluator.facts.problem.cluster.num_ranks > 1 and not tries.is_good(bound_s):
@@ -161,12 +167,13 @@ def _searched(
     if not tries.is_good(bound_s):
         flip(tries, candidates, bound_s)
         if program.has_streams and not tries.is_good(bound_s):
-            tries.swap_streams()
+            tries.swap_streamed()
     return bound_s
 
 
 def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector], bound_s: float) -> None:
-    """Try the nearest whole answers of relaxed optima, until one is good for `bound_s`."""
+    """Try integral candidates near relaxed optima, each with another amount of memory kept free, until the best is good
+    for `bound_s`; then candidates over the options of all of these optima."""
     problem = tries.evaluator.facts.problem
     widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
     pool: list[Vector] = []
@@ -176,7 +183,7 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
         more_bytes = -int(share * widest_bytes)
         found: Priced | None = start
         if share or program is not tries.program:
-            found = priced(program, [start.x, *seeds], tries.deadline, more_bytes, _MOST_STALE)
+            found = priced(program, [start.x, *seeds], tries.deadline, more_bytes, _MAX_STALE)
         if found is None or program.seconds(found.bound) >= tries.best.step_s:
             continue
         pool.append(found.x)
@@ -186,18 +193,18 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
         if tries.is_good(bound_s) or tries.is_over():
             return
     if program.has_streams:
-        tries.swap_streams()
-    # With the memory kept free that did best so far, copies are early enough for these answers too.
+        tries.swap_streamed()
+    # First with the free memory that gave the best candidate so far: copies are early enough with it.
     for more_bytes in dict.fromkeys((free_bytes, 0)) if pool else ():
         if tries.is_good(bound_s) or tries.is_over():
             break
         _try_pool(tries, program, pool, more_bytes, bound_s)
     if program.has_streams and not tries.is_good(bound_s):
-        tries.swap_streams()
+        tries.swap_streamed()
 
 
 def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int) -> None:
-    """Play the nearest whole answer to the optimum x: by all rows, for it takes as few solves as plays."""
+    """Try the integral candidate nearest to the optimum x: the last from `rounded`, which breaks no row."""
     candidates = list(rounded(program, x, tries.deadline, more_bytes=more_bytes))
     if not candidates:
         also = [program.vector(tries.best.candidate)]
@@ -207,22 +214,25 @@ def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int) -> 
 
 
 def _try_pool(tries: Tries, program: Program, pool: Sequence[Vector], more_bytes: int, bound_s: float) -> None:
-    """Play the whole answers over all options that the optima in `pool` and the best answer use, as they are found,
-    with the streams that the program chooses too, until one is good for `bound_s`.
+    """Try each integral candidate over the options used by the optima in `pool` and by the best candidate, until the
+    best is good for `bound_s`. Each is also tried with the streamed updates of the program.
 
-    Each is a good one, and the last is hardly better: GPT-2 20B on an A100 had a gap of 0.7 % after the second of eight
-    solves of 1 to 2 s each, and of 0.8 % with the eighth alone.
+    All of them are tried because the last is hardly better than the first: GPT-2 20B on an A100 had a gap of 0.7 %
+    after the second of eight solves of 1 to 2 s each, and of 0.8 % with the eighth alone.
     """
     x = np.max([*pool, program.vector(tries.best.candidate)], axis=0)
-    for found in rounded(program, x, tries.deadline, more_bytes=more_bytes, streams_whole=True):
+    for found in rounded(program, x, tries.deadline, more_bytes=more_bytes, integral_streams=True):
         if tries.try_candidate(found.candidate) is not None:
-            tries.try_streams(found.candidate, found.streamed)
+            tries.try_streamed(found.candidate, found.streamed)
         if tries.is_good(bound_s):
             return
 
 
 def _try_rules(tries: Tries, program: Program, others: Iterable[Candidate]) -> None:
-    """Play those of `others` that may be shorter than the best, whatever they stream; also once the time is up."""
+    """Try the candidates in `others` that may be shorter than the best with some updates streamed.
+
+    It runs even if the time is up, so that the result is never slower than a rule planner.
+    """
     all_buckets = range(len(tries.evaluator.facts.buckets))
     for candidate in others:
         lower_s = min(program.lower_s(program.vector(candidate, streamed)) for streamed in ((), all_buckets))
@@ -231,29 +241,32 @@ def _try_rules(tries: Tries, program: Program, others: Iterable[Candidate]) -> N
 
 
 def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
-    """Try whole solutions, best first, until nothing untried can be better; return the bound in seconds."""
+    """Try integral solutions, best first, until no untried candidate can be better; return the bound in seconds."""
     bound_s, since_s = 0.0, tries.best.step_s
     proved: dict[Candidate, float] = {}
     columns = _IDLE_STREAMED if program.has_streams else _IDLE_COLUMNS
     num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // program.num_choices), 0
-    for candidate, rest_s in whole(program, deadline, tries.tolerance / 2):
+    for candidate, rest_s in integral_candidates(program, deadline, tries.tolerance / 2):
         # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
         bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != candidate))))
         num_missed = num_missed + 1 if tries.try_candidate(candidate) is None else 0
-        # `lower_s` holds for what is streamed in x; what the rest takes holds for the first of it however streamed.
+        # `lower_s` holds for a single choice of streamed updates; `rest_s` holds for this candidate with any choice.
         own_s = rest_s if program.has_streams else program.lower_s(program.vector(candidate))
         proved[candidate] = max(proved.get(candidate, 0.0), own_s)
-        # Layers that are alike have many answers that are: the program cannot tell which leaves room for prefetch.
+        # Equal layers give many candidates with equal rows in the program, which leave different memory for prefetch.
         num_idle = num_idle + 1 if tries.best.step_s > since_s * (1 - tries.tolerance) else 0
         since_s = min(since_s, tries.best.step_s) if num_idle == 0 else since_s
-        if tries.is_good(rest_s) or num_idle >= max_idle or num_missed >= _MOST_MISSES:
+        if tries.is_good(rest_s) or num_idle >= max_idle or num_missed >= _MAX_MISSES:
             break
     return bound_s
 
 
 def _certificate(program: Program, start: Priced) -> Certificate:
-    """What the relaxed optimum proves; asked before other rows come in, or one more GiB would not compare."""
-    more = priced(program, [start.x], deadline_in(1.0), GIB, _MOST_STALE)
+    """Return the certificate of the relaxed optimum `start`.
+
+    It is made before the search adds rows to the program: they would raise the bound with one more GiB, not `start`'s.
+    """
+    more = priced(program, [start.x], deadline_in(1.0), GIB, _MAX_STALE)
     bound_s = program.seconds(start.bound)
     return Certificate(
         bound_s=bound_s,

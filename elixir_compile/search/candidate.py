@@ -1,4 +1,4 @@
-"""What a planner decides, before it is written out as a plan."""
+"""The values compared by planners: candidates, draft plans and their certificates."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from elixir_compile.search.space.residency import Moves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What is proved about every plan for a problem."""
+    """The bound of a problem, and the limits that hold it up."""
 
     bound_s: float
-    """No plan takes less."""
+    """Every plan for the problem takes at least so many seconds."""
     binding: tuple[str, ...]
-    """What is full at the optimum of the bound, in words."""
+    """The full lanes and memories at the relaxed optimum, in words."""
     gib_saves_s: float | None
-    """By how much the bound falls with one more GiB of device memory; None where there was no time to tell."""
+    """Seconds by which the bound falls with one more GiB of device memory; None if the time was too short to tell."""
 
 
 class Candidate(NamedTuple):
@@ -25,11 +25,12 @@ class Candidate(NamedTuple):
 
     levels: tuple[Level, ...]
     modes: tuple[int, ...]
+    """Indices into the `modes` of each layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
-    """One candidate: a level per bucket, a mode per layer, when things move, and why."""
+    """A candidate with the times of its transfers, its simulated seconds, and the reasons for its choices."""
 
     levels: tuple[Level, ...]
     moves: Moves

@@ -1,41 +1,41 @@
-"""Seconds of a search: those that its own thread computes, so that processes beside it cut nothing off.
+"""Measure the seconds of a search by the CPU time of its thread, so that other processes do not change its plan.
 
-A search is limited by counted work; its clock is for problems so large that the work takes too long. Were it the
-wall's, a machine that does other work would give another plan than a quiet one. A quarter of the wall's seconds count
-in any case, so that a search on a machine that is busier than that ends too.
+Counted work limits a search; the clock ends it only if the problem is so large that the counted work takes too long.
+With wall time, a busy machine would find another plan than an idle machine. But at least a quarter of the wall time
+counts, so that a search ends on a very busy machine too.
 """
 
 import time
 from dataclasses import dataclass, field
 
-_MOST_TIMES = 4.0
-"""A search takes at most so many times its seconds by the wall."""
+_MAX_WALL_FACTOR = 4.0
+"""The wall time of a search is at most so many times its seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Counts from when it is made, in the thread that makes it."""
+    """Seconds since the clock was made, in the thread that made it."""
 
-    _began_own_s: float = field(default_factory=lambda: time.thread_time())
+    _began_cpu_s: float = field(default_factory=lambda: time.thread_time())
     _began_wall_s: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def spent_s(self) -> float:
-        """Seconds since the clock was made."""
-        return max(self._own_s, self._wall_s / _MOST_TIMES)
+        """Seconds since the clock was made: CPU time of the thread, or a quarter of the wall time if longer."""
+        return max(self._cpu_s, self._wall_s / _MAX_WALL_FACTOR)
 
     @property
     def times(self) -> float:
-        """How many times as long as a second of this clock a second by the wall was so far, at most 4."""
-        return min(_MOST_TIMES, max(1.0, self._wall_s / max(self._own_s, 1e-3)))
+        """Wall time per second of CPU time so far, between 1 and 4."""
+        return min(_MAX_WALL_FACTOR, max(1.0, self._wall_s / max(self._cpu_s, 1e-3)))
 
     def until(self, seconds: float) -> "Deadline":
-        """Return the deadline that is over once the clock shows `seconds`."""
+        """Return the deadline at `seconds` on this clock."""
         return Deadline(self, seconds)
 
     @property
-    def _own_s(self) -> float:
-        return time.thread_time() - self._began_own_s
+    def _cpu_s(self) -> float:
+        return time.thread_time() - self._began_cpu_s
 
     @property
     def _wall_s(self) -> float:
@@ -44,22 +44,22 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When a part of a search has to end."""
+    """The number of seconds on a clock after which a part of a search has to end."""
 
     clock: Clock
     at_s: float
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is up."""
+        """Whether the clock has counted more seconds than `at_s`."""
         return self.clock.spent_s > self.at_s
 
     @property
     def wall_s(self) -> float:
-        """Seconds left by the wall, if the machine stays as busy as it was: what a solver is told."""
+        """Wall time left if the machine stays as busy as it was; solvers take their time limit in wall time."""
         return max(0.0, self.at_s - self.clock.spent_s) * self.clock.times
 
 
 def deadline_in(seconds: float) -> Deadline:
-    """Return the deadline that is over in `seconds`."""
+    """Return the deadline `seconds` from now, on a new clock."""
     return Clock().until(seconds)

@@ -1,12 +1,13 @@
-"""Which optimizer state goes to disk where the host has no room for all that leaves the device.
+"""Choose the optimizer state that goes to disk if the host has no room for all state off the device.
 
-    search with state that takes no host memory     a relaxation: its bound is below every plan, with disk or without
-    fewest bytes that let the host hold the rest    -> disk, priced; the rest and the buffers that disks are read into
-    search with state that has to fit the host      taken instead where there is such a plan and it is faster
+    1  search as if state took no host memory       a relaxation: its bound holds for every plan, with disk or without
+    2  put the fewest bytes of state on disk        until the rest, and the staging buffers of the disk, fit the host
+    3  search with all state in host memory         its plan is taken instead if there is one and it is faster
 
-The state that is needed latest goes first: buckets are updated in the order in which the next forward reads them, and
-that of the first ones is waited for. The second search is only made where the first needs the disk. Not modelled: that
-less state off the device, say by recomputing more, may be better than any of the two.
+The state of the buckets that the next forward reads last goes to disk first: buckets are updated in the order in which
+the next forward reads them, and compute waits for the first ones. The second search runs only if the plan of the first
+needs the disk. Not considered: a plan with more state on the device, for example with more recomputation, may be
+faster than both.
 """
 
 import logging
@@ -25,9 +26,9 @@ log = logging.getLogger("elixir_compile")
 
 
 def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
-    """Return what `search` finds, with the state on disk that the host has no room for, where the problem allows that.
+    """Return the plan found by `search`, with the state on disk for which the host has no room, if `problem` allows it.
 
-    Raises NoFeasiblePlan where not even the rest fits.
+    Raises NoFeasiblePlan if the host still has too little room.
     """
     in_memory = replace(problem, disk=False)
     found = search(problem if _may_add(problem) else in_memory)
@@ -60,8 +61,10 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
 
 
 def _with_room_for_staging(problem: Problem, relaxed: Plan, search: Callable[[Problem], Plan]) -> Plan:
-    """Return the plan that is found where the host has that much less than `relaxed`, which does not fit, stages; the
-    bound stays that of `relaxed`."""
+    """Return the plan found with the host budget reduced by the staging buffers, with the bound of `relaxed`.
+
+    `relaxed` is the plan with state on disk, which does not fit the host together with these buffers.
+    """
     staging_bytes = disk_staging_bytes(relaxed.buckets)
     less = replace(
         problem,
@@ -74,8 +77,10 @@ def _with_room_for_staging(problem: Problem, relaxed: Plan, search: Callable[[Pr
 
 
 def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
-    """Return the buckets of `plan` whose state has to be on disk: those in force there, and the fewest bytes with
-    which the rest fits the host."""
+    """Return the buckets of `plan` whose state has to be on disk, in the order of `plan.buckets`.
+
+    They are the buckets in force with state on disk, and the fewest others with which the remaining state fits.
+    """
     there, may_add = problem.on_disk, _may_add(problem)
     order = [
         bucket
@@ -90,8 +95,8 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
         if may_add and over_bytes > 0 and bucket.id not in there:
             chosen.append(bucket)
             over_bytes -= bucket.shard_state_nbytes()
-    # The last one may have been so large that others need not go.
-    for bucket in sorted(chosen, key=lambda one: one.shard_state_nbytes(), reverse=True):
+    # The last chosen bucket may be so large that the host has room for others.
+    for bucket in sorted(chosen, key=lambda bucket: bucket.shard_state_nbytes(), reverse=True):
         if bucket.id not in there and over_bytes + bucket.shard_state_nbytes() <= 0:
             chosen.remove(bucket)
             over_bytes += bucket.shard_state_nbytes()
@@ -100,7 +105,7 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
 
 
 def _may_add(problem: Problem) -> bool:
-    """Whether more state may go to disk than is there."""
+    """Return whether more state may go to disk."""
     return problem.disk and problem.hybrid
 
 
@@ -109,7 +114,7 @@ def _state_bytes(buckets: list[Bucket]) -> int:
 
 
 def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
-    """Return `plan` with the state of `going` on disk, and what it predicts then."""
+    """Return `plan` with the state of the buckets `going` on disk, and with a new prediction."""
     if not going:
         return plan
     placements = tuple(
@@ -124,14 +129,14 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
 
 
 def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> list[Decision]:
-    """Why each of `going` has its state on disk; `plan` has it on the host."""
+    """Return a decision for each bucket in `going`; `plan` still has their state on the host."""
     price = prices(problem.graph, plan.buckets, problem.cluster)
     base_bytes = problem.host_base_bytes
     host = format_bytes(host_bytes(plan) + base_bytes)
     full = (
         f"with all state in memory the host would hold {host} of {format_bytes(problem.host_budget_bytes + base_bytes)}"
     )
-    there = "it is there since an earlier plan"
+    on_disk_before = "it is on disk since an earlier plan"
     found: list[Decision] = []
     for bucket in plan.buckets:
         if bucket.id not in going:
@@ -142,7 +147,7 @@ def _decisions(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> lis
             Decision(
                 subject=bucket.id,
                 choice="optim disk",
-                because=f"{there if bucket.id in problem.on_disk else full}; {moved} in {format_s(disk_s)}",
+                because=f"{on_disk_before if bucket.id in problem.on_disk else full}; {moved} in {format_s(disk_s)}",
                 cost_s=max(0.0, disk_s - update_s),
             )
         )

@@ -1,4 +1,4 @@
-"""What the planners ask: how many bytes and how many seconds would these levels need?"""
+"""Compute the bytes and the simulated seconds of candidates, for the planners."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from elixir_compile.search.space.residency import Moves, moves_at_use
 from elixir_compile.simulate import Cycle, Played, play, prices
 
 MAX_AHEAD = 2
-"""Two windows ahead already equals unlimited where layers are alike and a transfer is shorter than a layer."""
+"""More windows ahead gain nothing if layers are alike and a transfer is shorter than a layer."""
 
 
 class Evaluator:
-    """Bytes and seconds of candidates at one choice of modes; `at` gives the evaluator of another choice."""
+    """Bytes and seconds of any levels, at one choice of modes; `at` returns the evaluator at other modes."""
 
     def __init__(self, facts: Facts, others: "dict[tuple[int, ...], Evaluator] | None" = None) -> None:
         problem = facts.problem
@@ -38,23 +38,23 @@ class Evaluator:
             problem.num_copies,
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
-        self.away_bytes = sum(absence.nbytes for absence in facts.offload_intervals) + staging_bytes
-        """Host bytes that no level changes: activations that leave, and the buffers of the disk."""
+        self.away_bytes = sum(interval.nbytes for interval in facts.offload_intervals) + staging_bytes
+        """Host bytes independent of levels: offloaded activations, and the staging buffers of the disk."""
         self.update = asked_time(problem)
-        """When a bucket that the host updates is updated."""
+        """When the host updates its buckets."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
-        # Where state may go to disk, that it takes no memory of the host is a relaxation: see `search.disk`.
-        spared = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
+        # If state may go to disk, it counts as no host memory: a relaxation, which `disk_placement` corrects.
+        without_state = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
         self._host_bytes = [
             {
-                level: (host_bytes_without_state if bucket.id in spared else host_bytes_of)(bucket, level)
+                level: (host_bytes_without_state if bucket.id in without_state else host_bytes_of)(bucket, level)
                 for level in Level
             }
             for bucket in facts.buckets
         ]
         self._step_s: dict[tuple[Level, ...], float] = {}
         self._profiles: tuple[tuple[Profile, ...], ...] | None = None
-        self._least_levels: tuple[Level, ...] = ()
+        self._min_memory_levels: tuple[Level, ...] = ()
         self._floor_bytes: int | None = None
         self.lowered_modes: tuple[int, ...] | None = None
         """Modes with fewer bytes, reached from `modes` layer by layer; None until `uniform_modes` looked for them."""
@@ -63,12 +63,12 @@ class Evaluator:
         """Return the evaluator of the same problem at `modes`, one per layer."""
         key = tuple(modes)
         if key not in self._others:
-            Evaluator(gather_facts(self.facts.problem, self.facts, key), self._others)  # which puts itself there
+            Evaluator(gather_facts(self.facts.problem, self.facts, key), self._others)  # adds itself to `_others`
         return self._others[key]
 
     @property
     def profiles(self) -> tuple[tuple[Profile, ...], ...]:
-        """The profile of every mode of every layer, whatever the evaluator's own modes."""
+        """The profile of every mode of every layer, the same for the evaluators of all modes."""
         first = next(iter(self._others.values()))
         if first._profiles is None:
             first._profiles = profiles(self.facts.problem, self.facts.layers)
@@ -76,19 +76,19 @@ class Evaluator:
 
     @property
     def min_memory_levels(self) -> tuple[Level, ...]:
-        """The levels that need the fewest device bytes, gathered at use."""
-        self._least_levels = self._least_levels or min_memory_levels(self.facts, self.memory)
-        return self._least_levels
+        """The levels with the smallest peak found, with every gather at its use."""
+        self._min_memory_levels = self._min_memory_levels or min_memory_levels(self.facts, self.memory)
+        return self._min_memory_levels
 
     @property
     def floor_bytes(self) -> int:
-        """The device bytes with every bucket as far off as it can be, gathered at use."""
+        """The peak in device bytes at `min_memory_levels`, with every gather at its use."""
         if self._floor_bytes is None:
             self._floor_bytes = self.memory.peak_bytes(self.min_memory_levels, ahead=0)
         return self._floor_bytes
 
     def fits(self, levels: Sequence[Level], ahead: int) -> bool:
-        """Whether the levels fit both budgets, every gather `ahead` windows early."""
+        """Return whether the levels fit both budgets with every gather `ahead` windows early."""
         problem = self.facts.problem
         return (
             self.host_bytes(levels) <= problem.host_budget_bytes
@@ -96,11 +96,11 @@ class Evaluator:
         )
 
     def host_bytes(self, levels: Sequence[Level]) -> int:
-        """Return the bytes that the host holds during the whole step."""
-        return self.away_bytes + sum(own[level] for own, level in zip(self._host_bytes, levels, strict=True))
+        """Return the host bytes of the whole step."""
+        return self.away_bytes + sum(nbytes[level] for nbytes, level in zip(self._host_bytes, levels, strict=True))
 
     def host_bytes_of(self, bucket: int, level: Level) -> int:
-        """Return the bytes that the host holds for one bucket at `level`."""
+        """Return the host bytes of the bucket with index `bucket` at `level`."""
         return self._host_bytes[bucket][level]
 
     def at_use(self, levels: Sequence[Level]) -> Moves:
@@ -108,11 +108,14 @@ class Evaluator:
         return moves_at_use(self.facts, levels)
 
     def added_host_bytes(self, bucket: int, before: Level, after: Level) -> int:
-        """Return how many more bytes the host holds once one bucket has moved."""
+        """Return the bytes by which host memory grows if a bucket moves from level `before` to level `after`."""
         return self._host_bytes[bucket][after] - self._host_bytes[bucket][before]
 
     def step_s(self, levels: Sequence[Level], moves: Moves | None = None) -> float:
-        """Return the simulated seconds of a step; without moves, as if memory allowed gathers two windows early."""
+        """Return the simulated seconds of a step with `moves`.
+
+        Without `moves`, gathers are `MAX_AHEAD` windows early, even if memory does not allow it.
+        """
         if moves is not None:
             return self.played(levels, moves).step_s
         key = tuple(levels)
@@ -121,16 +124,17 @@ class Evaluator:
         return self._step_s[key]
 
     def stream_s(self, bucket: int, level: Level) -> float:
-        """Return the seconds of compute that a streamed update of one bucket at `level` takes."""
+        """Return the seconds of a streamed update of a bucket at `level`: copies both ways and the device's update."""
         placement = self._placements[bucket][level]
         copies_s = sum(self.prices.stream_s[placement.bucket, placement.param])
         return copies_s + self.prices.device_update_s[placement.bucket]
 
     def played(self, levels: Sequence[Level], moves: Moves) -> Played:
-        """Return what the simulator says of these levels with these moves."""
+        """Return the simulation of a step at these levels with these moves."""
         cuts = cut_regions(self.facts, levels, moves)
         run_s = {cut.id: self.prices.run_s(cut.first, cut.last) for cut in cuts}
-        placements = {own[level].bucket: own[level] for own, level in zip(self._placements, levels, strict=True)}
+        chosen = (of_level[level] for of_level, level in zip(self._placements, levels, strict=True))
+        placements = {placement.bucket: placement for placement in chosen}
         for i in moves.streamed:
             streamed = placement_of(self.facts.buckets[i], levels[i], streamed=True)
             placements[streamed.bucket] = streamed
@@ -146,13 +150,14 @@ class Evaluator:
         actions: Sequence[tuple[Verb, str]],
         placements: Mapping[BucketId, Placement],
     ) -> Cycle:
+        """Return when updates run, and which regions of the next step wait for them."""
         if self.update is Update.IN_BACKWARD:
             read = {region.id: region.buckets for region in regions(self.facts, cuts)}
             closing = closing_of(actions, read, placements.values())
             return Cycle(update=self.update, reads=read, closing=closing)
         if self.update is Update.AFTER_BACKWARD or not any(level.has_state_on_host for level in levels):
             return Cycle()
-        # Where a bucket is gathered, the gather waits; else the first region that reads it does.
+        # The gather of a bucket waits for its update. A bucket without a gather is waited for by its first reader.
         firsts = [cut.first for cut in cuts]
         reads: dict[RegionId, list[BucketId]] = {}
         for i, level in enumerate(levels):

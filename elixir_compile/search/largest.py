@@ -1,6 +1,6 @@
-"""The largest batch that any plan can train: not what fits one plan, but what fits once everything has moved that can.
+"""Find the largest batch that any plan can train within the budgets of a problem.
 
-A larger batch never needs fewer bytes, so doubling and bisection find it in 2 log2(batch) questions.
+A larger batch never needs fewer bytes, so doubling and bisection find the largest batch in 2 log2(batch) trials.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,22 @@ MAX_BATCH = 1 << 30
 
 
 def floor_bytes(problem: Problem) -> int:
-    """Return the fewest device bytes that a plan for `problem` needs: every bucket as far off as it can be, gathered
-    at use, and of activations what the leanest rung of the ladder keeps. Nothing says that there is no lower one."""
+    """Return the smallest peak in device bytes over the uniform modes, with buckets at the levels of minimum memory.
+
+    It is not proved that no plan for `problem` has a smaller peak.
+    """
     return leanest(Evaluator(gather_facts(problem))).floor_bytes
 
 
 def is_feasible(problem: Problem) -> bool:
     """Return whether some plan fits both budgets of `problem`.
 
-    Exact where the host can hold everything; else whether the greedy planner finds one.
+    The uniform modes decide it if the host can hold all buckets, else the greedy planner, by finding a plan or not.
     """
     evaluator = Evaluator(gather_facts(problem))
-    if all(rung.floor_bytes > problem.budget_bytes for rung in uniform_modes(evaluator)):
+    if all(uniform.floor_bytes > problem.budget_bytes for uniform in uniform_modes(evaluator)):
         return False
-    if any(rung.fits(rung.min_memory_levels, ahead=0) for rung in uniform_modes(evaluator)):
+    if any(uniform.fits(uniform.min_memory_levels, ahead=0) for uniform in uniform_modes(evaluator)):
         return True
     try:
         plan(problem, planner="greedy")
@@ -39,9 +41,9 @@ def is_feasible(problem: Problem) -> bool:
 
 
 def largest_feasible(problem_at: Callable[[int], Problem], limit: int = MAX_BATCH) -> int:
-    """Return the largest value, at most `limit`, for which `problem_at(value)` has a plan; 0 when 1 has none.
+    """Return the largest value, at most `limit`, for which `problem_at(value)` has a plan; 0 if 1 has no plan.
 
-    `problem_at` is asked for each value once; the bytes of its problems must not shrink as the value grows.
+    `problem_at` is called once for each value. The bytes of its problems must not decrease with the value.
     """
     low, high = 0, 1
     while high <= limit and is_feasible(problem_at(high)):

@@ -1,4 +1,4 @@
-"""How many device bytes a graph needs at least, and how many it would take, before anything is searched."""
+"""Count the fewest device bytes of a graph, and its device bytes if nothing moves, without a search."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +14,19 @@ from elixir_compile.search.space.levels import Level, placement_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Device bytes of one graph; what is outside of it does not count."""
+    """Device bytes of a graph, without external usage."""
 
     peak_bytes: int
-    """Most at once, `resident_bytes` included."""
+    """The peak of a step, `resident_bytes` included."""
     left_bytes: int
-    """Of activations and gathered copies between its forward and its backward."""
+    """Activations, inputs and gathered copies live between its forward and its backward."""
     resident_bytes: int
-    """Of parameters and optimizer state, all the time."""
+    """Parameters and optimizer state on the device, during the whole step."""
     grad_bytes: int
-    """Of gradients between its backward and the update."""
+    """Gradients on the device between its backward and the update."""
 
     def towards(self, other: "Extent", share: float) -> "Extent":
-        """Return what is `share` of the way to `other`."""
+        """Return the extent at `share` of the way to `other`: this extent at 0, the other at 1."""
         return Extent(
             peak_bytes=_between(self.peak_bytes, other.peak_bytes, share),
             left_bytes=_between(self.left_bytes, other.left_bytes, share),
@@ -36,17 +36,17 @@ class Extent:
 
 
 def extents(problem: Problem) -> tuple[Extent, Extent]:
-    """Return the least that the graph of `problem` needs on the device, and what it takes where everything may stay."""
+    """Return the smallest extent over the uniform modes for the graph of `problem`, and its extent if nothing moves."""
     evaluator = Evaluator(gather_facts(replace(problem, base_bytes=0, between_bytes=0, after_bytes=0)))
-    lean = min(
+    smallest = min(
         uniform_modes(evaluator),
-        key=lambda rung: (rung.floor_bytes, _kept_bytes(rung.facts.graph, rung.facts.activations)),
+        key=lambda uniform: (uniform.floor_bytes, _kept_bytes(uniform.facts.graph, uniform.facts.activations)),
     )
-    return _extent(lean, lean.min_memory_levels), _extent(evaluator, evaluator.facts.start_levels)
+    return _extent(smallest, smallest.min_memory_levels), _extent(evaluator, evaluator.facts.start_levels)
 
 
 def extent_of(graph: StepGraph, plan: Plan) -> Extent:
-    """Return what `graph` needs under `plan`."""
+    """Return the extent of `graph` under `plan`."""
     return _of_homes(
         zip(plan.buckets, plan.placements, strict=True),
         peak_bytes=plan.prediction.device_peak_bytes - plan.base_bytes,
@@ -83,9 +83,12 @@ def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kep
 
 
 def _kept_bytes(step: StepGraph, activations: Sequence[Activations]) -> int:
-    """Activations of `step`, as it is run, and inputs that stay on the device until the backward."""
-    away = {name for group in activations if group.saving is Saving.OFFLOAD for name in group.storages}
-    return given_bytes(step) + sum(s.nbytes for s in step.storages if s.kind is Kind.SAVED and s.id not in away)
+    """Return the bytes of saved activations and inputs on the device between forward and backward.
+
+    `step` is the graph as it runs with `activations`, recomputed ops included.
+    """
+    offloaded = {name for group in activations if group.saving is Saving.OFFLOAD for name in group.storages}
+    return given_bytes(step) + sum(s.nbytes for s in step.storages if s.kind is Kind.SAVED and s.id not in offloaded)
 
 
 def _between(low: int, high: int, share: float) -> int:

@@ -1,8 +1,8 @@
-"""The one entry of the planning half: a problem in, a verified plan out.
+"""Make a verified plan for a problem with the planner chosen by the user.
 
     plan(problem) -> Plan
 
-Nothing here decides: `best` does, or `greedy`, `exhaustive` or one of `rules` where the user asks for it.
+The choices themselves are made by `best` for the planner `milp`, by `heuristics.greedy` and by `heuristics.rules`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from elixir_compile.search.clock import Clock
 from elixir_compile.search.disk_placement import plan_with_disk
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.heuristics.greedy import place_greedily
-from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_least_host
+from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_min_host_bytes
 from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, RULES, num_placements, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
@@ -31,38 +31,41 @@ from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.writing import write_out
 
 _MANY_BUCKETS = 64
-"""Greedy takes 1 s for as many on one core, and 60 s for 240."""
+"""Above this number of buckets the greedy planner is too slow: on one core it takes 1 s for 64, and 60 s for 240."""
 
 
 def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -> Plan:
-    """Return the plan that `planner` chooses for `problem`, verified.
+    """Return the verified plan of `planner` for `problem`.
 
-    The same problem gives the same plan, unless `milp` runs into its `timeout_s` seconds. Raises `NoFeasiblePlan` with
-    the smallest budget that would do, for this planner, and `InvalidOption` where there is too much to try.
+    The same problem gives the same plan, unless `milp` reaches its limit of `timeout_s` seconds. Raises
+    `NoFeasiblePlan` with the smallest budget for which this planner finds a plan, and `InvalidOption` if the planner is
+    `exhaustive` and there are too many candidates.
     """
 
-    def search(asked: Problem) -> Plan:
+    def search(variant: Problem) -> Plan:
         clock = Clock()
-        larger = with_larger_buckets(asked)
+        larger = with_larger_buckets(variant)
         if larger is not None:
             with contextlib.suppress(NoFeasiblePlan):
-                return searched(larger, clock)
-        return searched(asked, clock)
+                return place(larger, clock)
+        return place(variant, clock)
 
-    def searched(asked: Problem, clock: Clock) -> Plan:
-        evaluator = Evaluator(gather_facts(asked))
+    def place(variant: Problem, clock: Clock) -> Plan:
+        evaluator = Evaluator(gather_facts(variant))
         return write_out(evaluator, _place(evaluator, planner, timeout_s, clock))
 
-    def search_soon(asked: Problem) -> Plan:
-        evaluator = Evaluator(gather_facts(asked))
-        return write_out(evaluator, _place_soon(evaluator, planner))
+    def search_without_solver(variant: Problem) -> Plan:
+        evaluator = Evaluator(gather_facts(variant))
+        return write_out(evaluator, _place_without_solver(evaluator, planner))
 
     try:
         result = plan_with_disk(problem, search)
     except NoFeasiblePlan as error:
         if error.memory != "host":
             raise
-        result = _without_solver(problem, error, lambda asked: plan_with_disk(asked, search_soon), timeout_s)
+        result = _without_solver(
+            problem, error, lambda variant: plan_with_disk(variant, search_without_solver), timeout_s
+        )
     verify(problem.graph, result)
     return result
 
@@ -70,22 +73,22 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
 def _without_solver(
     problem: Problem, error: NoFeasiblePlan, search: Callable[[Problem], Plan], timeout_s: float
 ) -> Plan:
-    """Return what `search` finds for `problem`, for which another search found the host too small.
+    """Return the plan of `search` for `problem`, after a search with the solver raised `error`.
 
-    Raises `NoFeasiblePlan` with the fewest host bytes for which it finds anything.
+    Raises `NoFeasiblePlan` with the fewest host bytes for which `search` finds a plan.
     """
     try:
         return search(problem)
     except NoFeasiblePlan:
-        raise with_least_host(problem, error, search, timeout_s) from None
+        raise with_min_host_bytes(problem, error, search, timeout_s) from None
 
 
-def _place_soon(evaluator: Evaluator, planner: Planner) -> DraftPlan:
-    """Return what `planner` finds without its solver: `milp` has an answer wherever this has one."""
+def _place_without_solver(evaluator: Evaluator, planner: Planner) -> DraftPlan:
+    """Return the draft plan of `planner`, or the first draft plan from which `milp` starts its search."""
     if planner != "milp":
         return _place(evaluator, planner, 0.0, Clock())
     _require_minimum(evaluator)
-    return _first(evaluator, _soon)
+    return _first_draft(evaluator, _quick_draft)
 
 
 def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Clock) -> DraftPlan:
@@ -95,49 +98,57 @@ def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Cloc
     if planner == "exhaustive":
         draft = place_exhaustively(evaluator)
         if draft is None:
-            raise _no_plan(evaluator, _least_host(evaluator))
+            raise _no_plan(evaluator, _fewest_host_bytes(evaluator))
         return draft
     if planner == "greedy":
-        return _first(evaluator, _greedy)
+        return _first_draft(evaluator, _greedy)
     others = (Candidate(rule(evaluator), evaluator.facts.modes) for rule in RULES.values())
-    return place_best(evaluator, _first(evaluator, _soon), others, timeout_s, clock=clock)
+    return place_best(evaluator, _first_draft(evaluator, _quick_draft), others, timeout_s, clock=clock)
 
 
-def _first(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) -> DraftPlan:
-    """What `place` finds on the first rung of the ladder where something fits."""
+def _first_draft(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) -> DraftPlan:
+    """Return the draft plan of `place` at the first of the uniform modes at which some levels fit.
+
+    Raises `NoFeasiblePlan` if `place` finds none at any of the uniform modes.
+    """
     problem, start = evaluator.facts.problem, evaluator.facts.start_levels
-    starts: list[Evaluator] = []
-    for rung in uniform_modes(evaluator):
-        if rung.fits(start, ahead=0) or rung.fits(rung.min_memory_levels, ahead=0):
-            return place(rung)
-        starts.append(rung)
-    # Not everything fits the host: some of it may.
-    fit = [(host_floor_bytes(rung), rung) for rung in starts if rung.floor_bytes <= problem.budget_bytes]
-    for host_floor, rung in fit:
+    tried: list[Evaluator] = []
+    for uniform in uniform_modes(evaluator):
+        if uniform.fits(start, ahead=0) or uniform.fits(uniform.min_memory_levels, ahead=0):
+            return place(uniform)
+        tried.append(uniform)
+    # The host has no room for all buckets, but may have room for as many as the device needs moved.
+    fit = [(host_floor_bytes(uniform), uniform) for uniform in tried if uniform.floor_bytes <= problem.budget_bytes]
+    for host_floor, uniform in fit:
         if host_floor <= problem.host_budget_bytes:
             with contextlib.suppress(NoFeasiblePlan):
-                return place(rung)
-    raise _no_plan(evaluator, _least_of(evaluator, sorted(fit, key=lambda pair: pair[0])))
+                return place(uniform)
+    raise _no_plan(evaluator, _fewest_host_bytes_of(evaluator, sorted(fit, key=lambda pair: pair[0])))
 
 
-def _least_of(evaluator: Evaluator, starts: Sequence[tuple[int, Evaluator]]) -> DraftPlan:
-    """Return the placement found that fits the device and needs the fewest host bytes, on any of `starts`, one or more,
-    in order of the floor of their host bytes, which is the first of each pair."""
+def _fewest_host_bytes_of(evaluator: Evaluator, starts: Sequence[tuple[int, Evaluator]]) -> DraftPlan:
+    """Return the draft plan with the fewest host bytes found within the device budget, at any modes in `starts`.
+
+    `starts` are pairs of a lower limit on host bytes and an evaluator, at least one pair, sorted by the limit.
+    """
 
     def host_bytes(draft: DraftPlan) -> int:
         return evaluator.at(draft.modes).host_bytes(draft.levels)
 
     (_, first), *others = starts
-    least = _least_host(first)
-    for host_floor, rung in others:
-        if host_floor >= host_bytes(least):
+    best = _fewest_host_bytes(first)
+    for host_floor, uniform in others:
+        if host_floor >= host_bytes(best):
             break
-        least = min(least, _least_host(rung), key=host_bytes)
-    return least
+        best = min(best, _fewest_host_bytes(uniform), key=host_bytes)
+    return best
 
 
-def _soon(evaluator: Evaluator) -> DraftPlan:
-    """Something that fits: greedy is good, but simulates as many steps as the square of the buckets."""
+def _quick_draft(evaluator: Evaluator) -> DraftPlan:
+    """Return a draft plan that fits, without a search if all fits in place or if there are many buckets.
+
+    The greedy planner finds a better draft plan, but simulates about as many steps as the square of the buckets.
+    """
     start = evaluator.facts.start_levels
     if evaluator.fits(start, ahead=0):
         return _drafted(evaluator, start, "milp")
@@ -154,22 +165,22 @@ def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
 
 
 def _greedy(evaluator: Evaluator, *, is_fast: bool = False) -> DraftPlan:
-    # Looking one move ahead can miss what fits a small host, so host bytes are what counts in the second attempt. It
-    # simulates no step, so it is the only one that is fast for many buckets.
+    # Greedy moves can miss a plan that fits a small host. The second attempt saves host bytes instead of seconds, and
+    # simulates no step, so it is also fast for many buckets.
     draft = None if is_fast else place_greedily(evaluator)
     draft = draft or place_greedily(evaluator, spares_host=True)
     if draft is None and num_placements(evaluator) <= MAX_PLACEMENTS:
         draft = place_exhaustively(evaluator)
     if draft is None:
-        draft = _least_host(evaluator)
-        # On a rung that needs more of the device than there is, what the host has room for is no answer either.
+        draft = _fewest_host_bytes(evaluator)
+        # With modes that need more than the device budget, a draft plan within the host budget does not fit either.
         if not evaluator.fits(draft.levels, ahead=0):
             raise _no_plan(evaluator, draft)
     return replace(draft, planner="greedy")
 
 
 def _drafted(evaluator: Evaluator, levels: Sequence[Level], planner: Planner) -> DraftPlan:
-    """`levels`, which fit, with gathers as early as memory allows."""
+    """Return the draft plan of `levels`, which fit, with the best moves found for them."""
     moves, step_s = best_moves(evaluator, levels)
     moved = tuple(
         Decision(subject=bucket.id, choice=level_text(level), because=f"the rule {planner} puts it there")
@@ -187,42 +198,43 @@ def _drafted(evaluator: Evaluator, levels: Sequence[Level], planner: Planner) ->
 
 
 def _at_use(evaluator: Evaluator, levels: Sequence[Level]) -> DraftPlan:
-    """Every bucket gathered right where it is used: the fewest device bytes at these levels."""
+    """Return the draft plan of `levels` with every gather at its use, which needs the fewest device bytes."""
     return DraftPlan(
         levels=tuple(levels), modes=evaluator.facts.modes, moves=evaluator.at_use(levels), step_s=0.0, decisions=()
     )
 
 
-def _furthest(evaluator: Evaluator) -> DraftPlan:
-    """As far off the device as helps, gathered at use: the fewest device bytes that any plan can have."""
-    return _at_use(evaluator, evaluator.min_memory_levels)
+def _fewest_host_bytes(evaluator: Evaluator) -> DraftPlan:
+    """Return the draft plan with the fewest host bytes found within the device budget, whatever the host budget.
 
-
-def _least_host(evaluator: Evaluator) -> DraftPlan:
-    """The placement found that fits the device and needs the fewest host bytes, were the host large enough."""
+    If none is found, return the draft plan with the smallest peak.
+    """
     is_small = len(evaluator.facts.buckets) <= _MANY_BUCKETS
     orders = (True, False) if is_small else (True,)
     found = [place_greedily(evaluator, limits_host=False, spares_host=spares_host) for spares_host in orders]
     drafts = [draft for draft in found if draft is not None]
-    return min(drafts, key=lambda draft: evaluator.host_bytes(draft.levels), default=_furthest(evaluator))
+    smallest = _at_use(evaluator, evaluator.min_memory_levels)
+    return min(drafts, key=lambda draft: evaluator.host_bytes(draft.levels), default=smallest)
 
 
 def _require_minimum(evaluator: Evaluator) -> None:
-    if all(rung.floor_bytes > evaluator.facts.problem.budget_bytes for rung in uniform_modes(evaluator)):
-        least = leanest(evaluator)
-        raise _no_plan(least, _furthest(least))
+    """Raise NoFeasiblePlan if the device budget is below the smallest peak of each of the uniform modes."""
+    if all(uniform.floor_bytes > evaluator.facts.problem.budget_bytes for uniform in uniform_modes(evaluator)):
+        smallest = leanest(evaluator)
+        raise _no_plan(smallest, _at_use(smallest, smallest.min_memory_levels))
 
 
-def _no_plan(evaluator: Evaluator, least: DraftPlan) -> NoFeasiblePlan:
-    """The error for the draft that needs the least: short on the device, or else on the host."""
+def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
+    """Return the error that names the bytes of `smallest`: its device bytes if they are over the budget, else its host
+    bytes. `smallest` is the draft plan with the fewest bytes."""
     problem = evaluator.facts.problem
-    evaluator = evaluator.at(least.modes)
-    peak = plan_timeline(problem.graph, write_out(evaluator, least)).peak
+    evaluator = evaluator.at(smallest.modes)
+    peak = plan_timeline(problem.graph, write_out(evaluator, smallest)).peak
     op = next(op for op in evaluator.facts.graph.ops if op.id == peak.op)
     by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
-    device_bytes = max(peak.nbytes, evaluator.memory.peak_bytes(least.levels, ahead=0))
+    device_bytes = max(peak.nbytes, evaluator.memory.peak_bytes(smallest.levels, ahead=0))
     if device_bytes > problem.budget_bytes:
         return NoFeasiblePlan(op.id, op.source or op.module, problem.budget_bytes, device_bytes, by_kind)
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
-    needed_bytes = evaluator.host_bytes(least.levels) + problem.host_base_bytes
+    needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
     return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host")

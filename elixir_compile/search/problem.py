@@ -1,5 +1,4 @@
-"""What the planner is asked: one graph, one machine, two budgets, what is in force already, and when parameters are
-updated."""
+"""The question to the planner: a graph, a machine, two budgets, and the buckets and placements already in force."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,60 +12,60 @@ from elixir_compile.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One question to `plan`."""
+    """A question to `plan`."""
 
     name: str
     graph: StepGraph
     cluster: Cluster
-    """All machines, one rank per device."""
+    """All machines, with a rank per device."""
     budget_bytes: int
-    """Device bytes that the step may hold at once, `base_bytes` included."""
+    """The device budget of the step, `base_bytes` included."""
     host_budget_bytes: int
-    """Host bytes for this graph: what other graphs hold there, `host_base_bytes`, is taken off already."""
+    """Host bytes for this graph; `host_base_bytes` are subtracted already."""
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of optimizer state of each trainable parameter."""
     sum_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
-    """Bytes of the fp32 sum of the gradients of each parameter that has one; on one rank only."""
+    """Bytes of the fp32 sum of the gradients of each parameter with such a sum; on one rank only."""
     shards: Mapping[StorageId, tuple[int, ...]] = field(default_factory=dict)
-    """Elements of each parameter that each rank of a group owns, the first rank the most, or each rank all; a missing
-    one is cut evenly."""
+    """Elements of each parameter on each rank of a group; the first rank has the most. If the parameter is not sharded,
+    each rank has all elements. A parameter without an entry is cut evenly."""
     num_copies: int = 1
-    """How many ranks have each part: the ranks of the cluster are so many groups, each with all parts."""
+    """How many ranks own each shard: the cluster consists of so many groups of ranks, each group with all shards."""
     reduce_dtypes: Mapping[StorageId, str] = field(default_factory=dict)
-    """What several ranks reduce the gradient of a trainable parameter in, where that is wider than the parameter."""
+    """The dtype in which several ranks reduce the gradient of a trainable parameter, if wider than the parameter's."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
-    """The param group of each trainable parameter that an optimizer owns already; 0 for any other."""
+    """The parameter group of each trainable parameter owned by an optimizer already; 0 for any other parameter."""
     hybrid: bool = False
     """Whether the hybrid optimizer owns the parameters, so that state may live apart from its parameter."""
     moves_what_fits: bool = False
-    """Whether buckets and activations may move even if everything fits where it is, for a step that is more than 1 %
-    shorter: so for a machine by its name, while on the machine at hand what fits is left as it is."""
+    """Whether buckets and activations may move if everything fits where it is, for a step that is more than 1 %
+    shorter. True for a machine given by name; False on the machine at hand."""
     disk: bool = False
-    """Whether the hybrid optimizer may put state on disk; what is in force there stays in any case."""
+    """Whether the hybrid optimizer may put more state on disk; state in force on disk stays there in any case."""
     update: Update | None = None
-    """When the hybrid optimizer has to update; None where the planner may choose."""
+    """When the hybrid optimizer has to update; None if the planner may choose."""
     base_bytes: int = 0
-    """Device bytes held outside this graph during the whole step."""
+    """External usage: device bytes held outside this graph during the whole step."""
     host_base_bytes: int = 0
-    """Host bytes held outside this graph: for messages, which name all of the host's budget."""
+    """Host bytes held outside this graph. Messages add them, to name the whole host budget."""
     between_bytes: int = 0
-    """Device bytes that other graphs need, beyond `base_bytes`, between the forward and the backward of this one."""
+    """Device bytes needed by other graphs, beyond `base_bytes`, between the forward and the backward of this graph."""
     after_bytes: int = 0
-    """Device bytes that they need, beyond `base_bytes`, while this one holds no more than parameters, state and
+    """Device bytes needed by other graphs, beyond `base_bytes`, while this graph holds only parameters, state and
     gradients."""
     measured: Measured = field(default_factory=Measured)
-    """Seconds of ops that are known from this machine."""
+    """Seconds of ops measured on this machine."""
     savings: frozenset[Saving] = frozenset(Saving)
-    """What may happen to activations; keeping them always may."""
+    """How activations may be saved; keeping them is always allowed."""
     least_alike: int | None = None
-    """So many equal layers make regions begin with each of them, so that a compiler sees few different regions; None:
-    regions begin only where the plan acts."""
+    """The number of equal layers from which on regions begin with each of them, so that a compiler sees few distinct
+    regions. If None, regions begin only where the plan acts."""
     bucket_min_bytes: int = 16 * MIB
     bucket_max_bytes: int = 128 * MIB
     buckets: tuple[Bucket, ...] = ()
-    """Buckets in force, kept as they are; parameters of the graph in none of them get new ones."""
+    """Buckets in force, which do not change; parameters of the graph outside of them get new buckets."""
     placements: tuple[Placement, ...] = ()
-    """Placements in force, one per bucket in force; the planner only moves them further off the device."""
+    """Placements in force, one per bucket in force; the planner moves them only further from the device."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bucket_min_bytes <= self.bucket_max_bytes:
@@ -99,7 +98,7 @@ class Problem:
 
     @property
     def num_shards(self) -> int:
-        """In how many parts parameters are cut."""
+        """The number of shards of a parameter."""
         return self.cluster.num_ranks // self.num_copies
 
     @property
@@ -109,9 +108,10 @@ class Problem:
 
 
 def update_time(problem: Problem, placements: Iterable[Placement]) -> Update:
-    """Return when buckets at `placements` are updated: as asked, else across steps where the host updates any.
+    """Return when buckets at `placements` are updated.
 
-    Only the hybrid optimizer can do otherwise than after the backward.
+    It is `problem.update` if given, else across steps if the host updates any bucket, else after the backward. An
+    optimizer other than the hybrid one always updates after the backward.
     """
     asked = asked_time(problem)
     if asked is not Update.ACROSS_STEPS or problem.update is not None:
@@ -121,15 +121,17 @@ def update_time(problem: Problem, placements: Iterable[Placement]) -> Update:
 
 
 def asked_time(problem: Problem) -> Update:
-    """Return when a bucket that the host updates is updated."""
+    """Return when the host updates its buckets, if it has any."""
     if not problem.hybrid:
         return Update.AFTER_BACKWARD
     return Update.ACROSS_STEPS if problem.update is None else problem.update
 
 
 def may_stream(problem: Problem, bucket: Bucket) -> bool:
-    """Return whether the planner may stream updates of `bucket`: where the device and the host have memories of their
-    own, and the updates of other buckets run on the host meanwhile."""
+    """Return whether the planner may stream the update of `bucket`.
+
+    It may if device and host have separate memories, and if the host updates other buckets across steps meanwhile.
+    """
     has_memory_apart = problem.cluster.h2d.overlaps_compute and problem.cluster.d2h.overlaps_compute
     is_across = asked_time(problem) is Update.ACROSS_STEPS
     return is_across and has_memory_apart and bucket.trainable and bucket.state_nbytes > 0

@@ -1,4 +1,4 @@
-"""Why each bucket is where it is, what happens to the activations of each layer, and what holds the step time."""
+"""Explain a draft plan: decisions with their reasons, and the rows of the program that hold up the bound."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _FULL = 1 - 1e-3
 
 
 def binding(program: Program, x: Vector) -> tuple[str, ...]:
-    """Return the rows that are full at x, in words, each once."""
+    """Return the limits reached at the relaxed optimum x: lanes of the longest paths, and full memories."""
     facts, live_bytes = program.evaluator.facts, program.live_bytes(x)
     labels = _longest_labels(program, x)
     fullest = int(live_bytes.argmax())
@@ -31,9 +31,12 @@ def binding(program: Program, x: Vector) -> tuple[str, ...]:
 
 
 def _longest_labels(program: Program, x: Vector) -> list[str]:
-    """How the longest path of each phase divides over its lanes; one through several stands for them."""
+    """Return for each phase how its longest path divides over lanes.
+
+    If a longer path crosses several phases, its label replaces the labels of these phases.
+    """
     sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in program.phases]
-    if any(phase.longest_s(x) >= program.lower_s(x) for phase in program.whole):
+    if any(phase.longest_s(x) >= program.lower_s(x) for phase in program.whole_step):
         return ["step: host memory is busy"]
     across = max((phase.longest(x) for phase in program.across), key=lambda path: path.seconds, default=None)
     if across is None or across.seconds <= sum(sides[number].seconds for number in program.spanned):
@@ -44,15 +47,15 @@ def _longest_labels(program: Program, x: Vector) -> list[str]:
 
 
 _NUM_REJECTED = 6
-"""Alternatives that a decision names, the nearest ones; a bucket has no more."""
-_MOST_PRICED = 600
-"""Alternatives of all decisions whose seconds are asked for; each takes a millisecond or more."""
+"""Rejected options in a decision, the nearest ones; a bucket has no more."""
+_MAX_PRICED = 600
+"""Rejected options in all decisions with computed seconds; each takes a millisecond or more."""
 
 
 def decisions(program: Program, draft: DraftPlan, deadline: Deadline | None = None) -> tuple[Decision, ...]:
-    """Return a decision on every bucket of `draft` that is not where it was, and on every layer that is not kept.
+    """Return a decision on every bucket of `draft` that moves, and on every layer that recomputes or offloads.
 
-    Those made once the `deadline` is over say what and not why.
+    Decisions made after the `deadline` have no cost and no rejected options.
     """
     facts = program.evaluator.facts
     changes: list[tuple[str, _Change]] = []
@@ -67,13 +70,13 @@ def decisions(program: Program, draft: DraftPlan, deadline: Deadline | None = No
     if not changes:
         return ()
     x = program.vector(draft.candidate, draft.moves.streamed)
-    num_priced = max(1, min(_NUM_REJECTED, _MOST_PRICED // len(changes)))
+    num_priced = max(1, min(_NUM_REJECTED, _MAX_PRICED // len(changes)))
     chosen = _Chosen(program, x, program.live_bytes(x), program.host_bytes(x), program.lower_s(x), num_priced)
     return tuple(_decision(chosen, subject, change, deadline) for subject, change in changes)
 
 
 class _Chosen(NamedTuple):
-    """The answer that the decisions are about, with the bounds on it."""
+    """The candidate to explain, as a vector of the program, with its bytes and its lower bound in seconds."""
 
     program: Program
     x: Vector
@@ -88,7 +91,7 @@ class _Chosen(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """Bucket or layer number i went from option `before` to `now`; `texts` are of all its options."""
+    """Bucket or layer number i has option `now` instead of option `before`; `texts` describe all its options."""
 
     i: int
     now: int
@@ -97,7 +100,7 @@ class _Change(NamedTuple):
 
 
 class _Other(NamedTuple):
-    """What would be if the bucket or layer of a change had another option: the difference of two columns."""
+    """The chosen candidate with another option for a bucket or layer: column `column` of the program for `now`."""
 
     chosen: _Chosen
     now: int
@@ -155,13 +158,15 @@ def _moved(chosen: _Chosen, change: _Change, after: int) -> _Other:
 
 class _Alternative(NamedTuple):
     rank: tuple[int, float]
-    """Those that would fit first, the least loss first."""
+    """Fitting options first, by added seconds; then options over a budget, by bytes over it."""
     text: str
 
 
 def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
-    """What every other option would do; of those that fit, seconds of the ones with the most bytes, which are the
-    nearest to what is there."""
+    """Return every other option of `change` with its effect.
+
+    Of the options that fit, only the `num_priced` with the highest peak get seconds; the rest are left out.
+    """
     problem, found = chosen.program.evaluator.facts.problem, []
     fitting: list[tuple[int, _Other, str]] = []
     for option, text in change.texts.items():
@@ -178,8 +183,8 @@ def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
             found.append(_Alternative((2, host_over_bytes), f"{text}: {over} over the host's memory"))
         else:
             fitting.append((peak_bytes, other, text))
-    for _, other, text in sorted(fitting, key=lambda one: -one[0])[: chosen.num_priced]:
+    for _, other, text in sorted(fitting, key=lambda entry: -entry[0])[: chosen.num_priced]:
         added_s = max(0.0, other.step_s - chosen.step_s)
-        longer = f"{format_s(added_s)} longer" if added_s else "no shorter, once what is early and late is played"
+        longer = f"{format_s(added_s)} longer" if added_s else "no shorter once the times of transfers are simulated"
         found.append(_Alternative((0, added_s), f"{text}: {longer}"))
     return found

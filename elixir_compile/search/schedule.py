@@ -1,11 +1,12 @@
-"""Levels and prefetch distances into regions and the actions around them.
+"""Turn levels and moves into regions and the actions between them.
 
     gather (this window's and prefetches)   wait   run   release   offload activations   wait (activations are gone)
     reduce   wait (previous gradient)   offload
 
-Regions are cut where the schedule acts: before a host bucket's gathered copy is used, after its last use, and where its
-gradients are complete; where activations leave, are gone, and are needed again; and between forward and backward.
-Besides they are cut where equal layers begin, unless the schedule acts there in any case.
+A region begins at each op before which the schedule acts: at the first use and after the last use of a gathered copy,
+after the op that completes the gradients of a bucket, after activations begin to leave or have left, at their first use
+in the backward, and at the first op of the backward. A region also begins with each equal layer, unless the schedule
+acts near its start in any case.
 """
 
 from bisect import bisect_left
@@ -28,12 +29,12 @@ class Cut(NamedTuple):
 
 
 def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut]:
-    """Return the regions, covering every op of the forward and the backward once, in order."""
+    """Return the regions in order; each op of the forward and the backward is in exactly one region."""
     starts = {0, facts.num_forward}
-    for stay in moves.residencies:
-        starts.add(stay.first)
-        if stay.bucket < len(facts.buckets):
-            starts.add(stay.last + 1)
+    for residency in moves.residencies:
+        starts.add(residency.first)
+        if residency.bucket < len(facts.buckets):
+            starts.add(residency.last + 1)
     for number, end in moves.leave_ends.items():
         starts |= {facts.offload_intervals[number].leave + 1, end + 1}
     for bucket, gradients in enumerate(facts.gradients):
@@ -52,9 +53,11 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
 
 
 def _layer_starts(facts: Facts, acting: Sequence[int]) -> set[int]:
-    """Return where the regions of layers begin, of those with none of the starts `acting` on the way to their product.
+    """Return the first ops of the regions of equal layers, given the starts of regions at which the plan acts.
 
-    A phase begins in any case; a plan that acts nowhere else leaves the kernels between two layers whole.
+    A layer gets no start of its own if a start in `acting` lies between its first op and its first matrix product. If
+    the plan acts nowhere but at the start of a phase, regions begin at the product, so that the ops between two layers
+    stay in one kernel.
     """
     acts = any(start not in (0, facts.num_forward) for start in acting)
     return {
@@ -65,22 +68,22 @@ def _layer_starts(facts: Facts, acting: Sequence[int]) -> set[int]:
 
 
 def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, str]]:
-    """Return the actions of one step as (verb, what) pairs."""
+    """Return the actions of a step as pairs of a verb and the name on which it acts."""
     num_buckets = len(facts.buckets)
     names = [
         *(str(bucket.id) for bucket in facts.buckets),
-        *(str(absence.group) for absence in facts.offload_intervals),
+        *(str(interval.group) for interval in facts.offload_intervals),
     ]
     leaving = _leaving_activations(facts, moves)
     gathers: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
     waits: defaultdict[int, list[str]] = defaultdict(list)
     releases: defaultdict[int, list[str]] = defaultdict(list)
-    for stay in moves.residencies:
-        is_bucket = stay.bucket < num_buckets
-        gathers[stay.gather].append((Verb.GATHER if is_bucket else Verb.PREFETCH, names[stay.bucket]))
-        waits[stay.first].append(names[stay.bucket])
+    for residency in moves.residencies:
+        is_bucket, name = residency.bucket < num_buckets, names[residency.bucket]
+        gathers[residency.gather].append((Verb.GATHER if is_bucket else Verb.PREFETCH, name))
+        waits[residency.first].append(name)
         if is_bucket:
-            releases[stay.last].append(names[stay.bucket])
+            releases[residency.last].append(name)
     complete = sorted((grads.complete, bucket) for bucket, grads in enumerate(facts.gradients) if grads is not None)
     under_way: dict[str, int] = {}
     actions: list[tuple[Verb, str]] = []
@@ -108,19 +111,19 @@ def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[
 
 
 def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[Verb, str]]]:
-    """Per op, what begins to leave behind it, and then what is gone."""
+    """Return per op the offloads started after it, then the waits for offloads due by then."""
     found: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
-    for absence in facts.offload_intervals:
-        found[absence.leave].append((Verb.OFFLOAD, str(absence.group)))
+    for interval in facts.offload_intervals:
+        found[interval.leave].append((Verb.OFFLOAD, str(interval.group)))
     for number, end in moves.leave_ends.items():
         found[end].append((Verb.WAIT, str(facts.offload_intervals[number].group)))
     return found
 
 
 def _leave(bucket: Bucket, level: Level, ending: Sequence[str]) -> list[tuple[Verb, str]]:
-    """The actions by which a bucket's gradients leave once those in `ending` are gone.
+    """Return the reduce and the offload of a bucket's gradients, and the waits for the earlier gradients in `ending`.
 
-    On one rank a reduce is no transfer, and the host is told of it first.
+    On one rank the reduce comes before the waits: there it is no transfer.
     """
     waits = [(Verb.WAIT, grad) for grad in ending]
     reduces = [(Verb.REDUCE, str(bucket.id))]
@@ -129,7 +132,7 @@ def _leave(bucket: Bucket, level: Level, ending: Sequence[str]) -> list[tuple[Ve
 
 
 def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
-    """Return `cuts` as regions of the graph."""
+    """Return `cuts` as regions of a plan, each with the buckets read by its ops."""
     ops = facts.graph.ops
     used = _uses(facts)
     return tuple(
@@ -149,15 +152,15 @@ def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
 
 
 def schedule(actions: Sequence[tuple[Verb, str]]) -> Schedule:
-    """Return (verb, what) pairs as the schedule of rank 0."""
+    """Return the pairs of `program` as the schedule of rank 0."""
     return Schedule(rank=0, actions=tuple(Action(verb=verb, what=what) for verb, what in actions))
 
 
 def _uses(facts: Facts) -> list[tuple[BucketId, list[int]]]:
-    """Per bucket, the indices of forward and backward ops that read it."""
+    """Return per bucket the sorted indices of the forward and backward ops reading it."""
     owner = {param: i for i, bucket in enumerate(facts.buckets) for param in bucket.params}
     indices: list[list[int]] = [[] for _ in facts.buckets]
     for i, op in enumerate(facts.graph.ops[: facts.num_run]):
         for bucket in {owner[name] for name in op.reads if name in owner}:
             indices[bucket].append(i)
-    return [(bucket.id, own) for bucket, own in zip(facts.buckets, indices, strict=True)]
+    return [(bucket.id, reads) for bucket, reads in zip(facts.buckets, indices, strict=True)]

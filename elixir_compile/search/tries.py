@@ -1,4 +1,4 @@
-"""What a search has played so far, and the neighbours of its best candidate."""
+"""Simulate candidates, keep the draft plans that fit, and change the best of them an option at a time."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,20 +11,20 @@ from elixir_compile.search.heuristics.streaming import best_moves, may_be_stream
 from elixir_compile.search.heuristics.transfers import just_in_time
 from elixir_compile.search.space.levels import Level
 
-_LEAST_GAIN = 1e-5
-"""A swap of streams that shortens the step by less is none."""
-_MOST_SWAPS_PLAYED, _MOST_SWAPS = 8, 64
-"""So many swaps are played for each that is made, and so many are made."""
+_MIN_SWAP_GAIN, _MIN_FLIP_GAIN = 1e-5, 1e-4
+"""Swaps and flips with a smaller gain, as a share of the step, do not count."""
+_MAX_SWAPS_SIMULATED, _MAX_SWAPS = 8, 64
+"""The most swaps of streamed updates simulated in a round, and the most rounds."""
 _GOOD_ENOUGH = ((6, 5e-3), (8, 1e-2))
-"""A large program is searched until untried answers can be shorter by no more than such a share of the step, once so
-many answers were played. Llama 7B on an RTX 4090 came to 0.3 % with its 7th answer after 6 CPU seconds, and to 0.2 %
-after 11; GPT-2 20B on an A100 to 0.9 % with its 8th after 9, and to 0.4 % with its 100th after 31; Llama 70B on 8 H100s
-to 1.3 % with its second after 8 and to 1.0 % after 14."""
+"""(number, share): after so many simulated candidates the search of a large program ends if untried candidates can be
+shorter by no more than this share of the step. Llama 7B on an RTX 4090 came to 0.3 % with its 7th candidate after 6 CPU
+seconds, and to 0.2 % after 11; GPT-2 20B on an A100 to 0.9 % with its 8th after 9, and to 0.4 % with its 100th after
+31; Llama 70B on 8 H100s to 1.3 % with its second after 8 and to 1.0 % after 14."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Tries:
-    """The answers of one problem that were played and fit."""
+    """The draft plans of all candidates that were simulated and fit, and the best of them."""
 
     evaluator: Evaluator
     program: Program
@@ -33,11 +33,13 @@ class Tries:
     tolerance: float
     found: dict[Candidate, DraftPlan] = field(default_factory=dict)
     _num_streamed: int | None = None
-    """How many of the updates that are needed first the best answer streamed when it was tried."""
+    """The number of streamed updates of the best candidate when it was tried; the next trial starts near it."""
 
     def try_candidate(self, candidate: Candidate) -> DraftPlan | None:
-        """Play `answer`, if it fits, and keep it if it is the best so far: the shortest, then the fewest bytes on the
-        host. Return its draft, None if it does not fit."""
+        """Simulate `candidate` if it fits; return its draft plan, or None if it does not fit.
+
+        The best draft plan is the one with the shortest step, then the one with the fewest host bytes.
+        """
         if candidate not in self.found:
             evaluator = self.evaluator.at(candidate.modes)
             if not evaluator.fits(candidate.levels, ahead=0):
@@ -58,15 +60,18 @@ class Tries:
             )
         return self.found[candidate]
 
-    def try_streams(self, candidate: Candidate, streamed: Collection[int]) -> None:
-        """Play `answer`, which was tried, with these updates streamed, as far as the device has room for them."""
+    def try_streamed(self, candidate: Candidate, streamed: Collection[int]) -> None:
+        """Simulate `candidate` with the updates of the buckets `streamed`, as far as the device has room for them.
+
+        Do nothing if `candidate` was not tried before or does not fit.
+        """
         draft = self.found.get(candidate)
         if draft is None:
             return
         evaluator = self.evaluator.at(candidate.modes)
         at_use = evaluator.at_use(candidate.levels)
-        room = at_use.streamed.union(may_be_streamed(evaluator, candidate.levels, at_use))
-        chosen = at_use.streamed | room.intersection(streamed)
+        possible = at_use.streamed.union(may_be_streamed(evaluator, candidate.levels, at_use))
+        chosen = at_use.streamed | possible.intersection(streamed)
         if chosen == draft.moves.streamed:
             return
         moves = just_in_time(evaluator, candidate.levels)._replace(streamed=chosen)
@@ -74,25 +79,27 @@ class Tries:
         if step_s < draft.step_s:
             self._keep(replace(draft, moves=moves, step_s=step_s))
 
-    def swap_streams(self) -> None:
-        """Stream the update of one bucket more or less of the best draft as long as that makes its step shorter: those
-        tried first are those that the program says are the shortest."""
+    def swap_streamed(self) -> None:
+        """Stream the update of a bucket, or no longer stream it, as long as that shortens the step of the best draft.
+
+        The swaps with the shortest paths by the program are simulated first.
+        """
         candidate = self.best.candidate
         evaluator = self.evaluator.at(candidate.modes)
-        room = may_be_streamed(evaluator, candidate.levels, evaluator.at_use(candidate.levels))
+        possible = may_be_streamed(evaluator, candidate.levels, evaluator.at_use(candidate.levels))
         seen = {self.best.moves.streamed}
-        for _ in range(_MOST_SWAPS if room else 0):
+        for _ in range(_MAX_SWAPS if possible else 0):
             before_s = self.best.step_s
             now = self.best.moves.streamed
-            swapped = {now ^ {i} for i in room} - seen
-            ranked = sorted((self._lower_s(candidate, one), tuple(sorted(one))) for one in swapped)
-            for lower_s, one in ranked[:_MOST_SWAPS_PLAYED]:
-                if lower_s >= before_s * (1 - _LEAST_GAIN) or self.is_over():
+            swapped = {now ^ {i} for i in possible} - seen
+            ranked = sorted((self._lower_s(candidate, streamed), tuple(sorted(streamed))) for streamed in swapped)
+            for lower_s, streamed in ranked[:_MAX_SWAPS_SIMULATED]:
+                if lower_s >= before_s * (1 - _MIN_SWAP_GAIN) or self.is_over():
                     break
-                seen.add(frozenset(one))
-                moves = self.best.moves._replace(streamed=frozenset(one))
+                seen.add(frozenset(streamed))
+                moves = self.best.moves._replace(streamed=frozenset(streamed))
                 step_s = evaluator.step_s(candidate.levels, moves)
-                if step_s < before_s * (1 - _LEAST_GAIN):
+                if step_s < before_s * (1 - _MIN_SWAP_GAIN):
                     self._keep(replace(self.best, moves=moves, step_s=step_s))
                     break
             if self.best.step_s == before_s:
@@ -110,72 +117,79 @@ class Tries:
             self.best = draft
 
     def host_bytes(self, draft: DraftPlan) -> int:
-        """Return the bytes that the host holds under `draft`."""
+        """Return the host bytes of `draft`."""
         return self.evaluator.at(draft.modes).host_bytes(draft.levels)
 
     def is_good(self, bound_s: float) -> bool:
-        """Return whether steps of `bound_s` or more are no better than the best, but for the tolerance: in a large
-        program it grows with the answers that were played."""
-        enough = [share for played, share in _GOOD_ENOUGH if self.program.is_large and len(self.found) >= played]
+        """Return whether the step of the best draft plan is within the tolerance of `bound_s`.
+
+        In a large program the tolerance grows with the number of simulated candidates.
+        """
+        enough = [share for number, share in _GOOD_ENOUGH if self.program.is_large and len(self.found) >= number]
         return self.best.step_s <= bound_s * (1 + max([self.tolerance, *enough]))
 
     def is_over(self) -> bool:
         """Return whether the time is up."""
         return self.deadline.is_over
 
-    def leanest(self, longest_s: float) -> DraftPlan:
-        """Return the draft with the fewest bytes on the host among those that are as good as the best, and no longer
-        than `longest_s`: a move for less than the tolerance is none."""
-        limit_s = min(longest_s, self.best.step_s * (1 + self.tolerance))
+    def with_fewest_host_bytes(self, limit_s: float) -> DraftPlan:
+        """Return the draft plan with the fewest host bytes, of those with a step of at most `limit_s`.
+
+        Their step is also within the tolerance of the best, so that no bucket moves for a smaller gain.
+        """
+        limit_s = min(limit_s, self.best.step_s * (1 + self.tolerance))
         equals = [draft for draft in self.found.values() if draft.step_s <= limit_s]
         return min(equals, key=lambda draft: (self.host_bytes(draft), draft.step_s))
 
 
 _ROUNDING = 1e-9
 """Sums of seconds in another order differ by less than this share."""
-_MOST_FLIPS, _MOST_ROUNDS, _LEAST_GAIN = 20, 16, 1e-4
-"""Flips played in a round; another round follows one that made the step shorter by this share, or, where an answer has
-no more neighbours than that, by any."""
-_MOST_BROUGHT_BACK, _MOST_OF_LARGE = 20, 8
-"""Answers tried, of a small and of a large program: 20 of Llama 7B took 1.4 of 9 s."""
+_MAX_FLIPS, _MAX_ROUNDS = 20, 16
+"""The most flips simulated in a round, and the most rounds. A round without a better draft plan is the last.
+"""
+_MAX_BROUGHT_BACK, _MAX_BROUGHT_BACK_LARGE = 20, 8
+"""The most candidates simulated by `bring_back` in a small and in a large program: 20 of Llama 7B took 1.4 of 9 s."""
 
 
 def flip(tries: Tries, program: Program, bound_s: float) -> None:
-    """Give single buckets and layers other options as long as that makes the step shorter, or the host emptier, until
-    the step is good for `bound_s`.
+    """Change the best candidate an option at a time, as long as the step gets shorter or the host bytes fewer.
 
-    `program` ranks them: by the paths of the best draft with one option changed, and only if its bytes fit.
+    Stop if the best is good for `bound_s`. Each round simulates the candidates with the shortest paths by `program`
+    first, and begins anew if the step got shorter by `_MIN_FLIP_GAIN`. Candidates that do not fit by `program` are
+    left out.
     """
     seen: set[Candidate] = set()
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         before = tries.best
-        hopeful = sorted(_hopeful(tries, program, before, before.step_s), key=lambda one: one[0])
-        for _, candidate in [one for one in hopeful if one[1] not in seen][:_MOST_FLIPS]:
+        ranked = sorted(_promising(tries, program, before, before.step_s), key=lambda entry: entry[0])
+        for candidate in [candidate for _, candidate in ranked if candidate not in seen][:_MAX_FLIPS]:
             if tries.is_over() or tries.is_good(bound_s):
                 return
             seen.add(candidate)
             tries.try_candidate(candidate)
-            if tries.best.step_s < before.step_s * (1 - _LEAST_GAIN):
+            if tries.best.step_s < before.step_s * (1 - _MIN_FLIP_GAIN):
                 break
         if tries.best is before:
             return
 
 
-def bring_back(tries: Tries, program: Program, draft: DraftPlan, longest_s: float) -> None:
-    """Try to move single buckets of `draft` back towards the device, and to keep single layers: what need not move
-    stays."""
-    limit_s = min(longest_s, tries.best.step_s * (1 + tries.tolerance))
+def bring_back(tries: Tries, program: Program, draft: DraftPlan, limit_s: float) -> None:
+    """Try `draft` with buckets moved back towards the device and layers kept, so that nothing moves without need.
+
+    Each change is tried on top of the changes before it that left the step at `limit_s` or less.
+    """
+    limit_s = min(limit_s, tries.best.step_s * (1 + tries.tolerance))
     nearer = [
-        (draft_i, option)
-        for draft_i, options in enumerate(_options(tries))
-        for option in options[: options.index(_option(draft.candidate, draft_i))]
+        (i, option)
+        for i, options in enumerate(_options(tries))
+        for option in options[: options.index(_option(draft.candidate, i))]
     ]
-    most = _MOST_OF_LARGE if program.is_large else _MOST_BROUGHT_BACK
+    max_tried = _MAX_BROUGHT_BACK_LARGE if program.is_large else _MAX_BROUGHT_BACK
     candidate, num_tried, moved = draft.candidate, 0, set[int]()
     x = program.vector(candidate, tries.best.moves.streamed)
     live_bytes = program.live_bytes(x)
     for i, option in nearer:
-        if i in moved or num_tried >= most or tries.is_over():
+        if i in moved or num_tried >= max_tried or tries.is_over():
             continue
         now = program.choices[i, _option(candidate, i)]
         more_bytes = program.bytes_of[:, program.choices[i, option]] - program.bytes_of[:, now]
@@ -192,10 +206,10 @@ def bring_back(tries: Tries, program: Program, draft: DraftPlan, longest_s: floa
             moved.add(i)
 
 
-def _hopeful(tries: Tries, program: Program, base: DraftPlan, limit_s: float) -> Iterator[tuple[float, Candidate]]:
-    """Yield (seconds at least, candidate) of every neighbour of `base` that may fit and be no longer than `limit_s`.
+def _promising(tries: Tries, program: Program, base: DraftPlan, limit_s: float) -> Iterator[tuple[float, Candidate]]:
+    """Yield each candidate with one option changed from `base` that may fit with a step of at most `limit_s`.
 
-    Bytes are those of `base` and the difference of two columns.
+    Each comes after its lower bound in seconds. Its bytes are the bytes of `base` plus the difference of two columns.
     """
     candidate, streamed = base.candidate, base.moves.streamed
     budget_bytes = tries.evaluator.facts.problem.budget_bytes
@@ -216,7 +230,7 @@ def _hopeful(tries: Tries, program: Program, base: DraftPlan, limit_s: float) ->
 
 
 def _options(tries: Tries) -> list[Sequence[int]]:
-    """The options of every bucket, then of every layer, from the one that changes the least on."""
+    """Return the levels of each bucket, then the modes of each layer, from the option that moves nothing on."""
     facts = tries.evaluator.facts
     return [*facts.choices, *(range(len(layer.modes)) for layer in facts.layers)]
 
@@ -226,7 +240,7 @@ def _option(candidate: Candidate, i: int) -> int:
 
 
 def _changed(candidate: Candidate, i: int, option: int) -> Candidate:
-    """Return `answer` with another option for bucket i, or, from the number of buckets on, for a layer."""
+    """Return `candidate` with `option` for bucket i, or, if i is at least the number of buckets, for a layer."""
     levels, modes = candidate
     if i < len(levels):
         return Candidate((*levels[:i], Level(option), *levels[i + 1 :]), modes)

@@ -1,4 +1,4 @@
-"""A draft as a plan: regions cut, actions in order, predictions from the simulator, and the reasons."""
+"""Write a draft plan out as a plan: its regions, its schedule, its simulated prediction and its decisions."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ from elixir_compile.units import format_bytes, format_s
 
 
 def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
-    """Return the draft as a plan, with its decisions and what it predicts."""
+    """Return `draft` as a plan."""
     evaluator = evaluator.at(draft.modes)
     facts, problem, proved = evaluator.facts, evaluator.facts.problem, draft.certificate
     cuts = cut_regions(facts, draft.levels, draft.moves)
@@ -62,19 +62,21 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     )
 
 
-_MOST_GAP, _LEAST_EXPOSED = 0.01, 0.01
-"""A search that ends with a larger gap, and more of the step exposed, should have used the memory that is left."""
+_MAX_GAP, _MAX_EXPOSED = 0.01, 0.01
+"""If a search ends with a larger gap, and a larger share of the step exposed, the unused memory is reported."""
 
 
 def unused_memory(made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
-    """Return what says that memory is unused while transfers are exposed, of a search that ended with a gap; nothing
-    where the gap is small, or where less is left than the largest bucket takes."""
+    """Return a decision that reports unused memory, if transfers are exposed and the search ended with a gap.
+
+    Return none if the gap is small, if few seconds are exposed, or if the largest bucket is larger than the free bytes.
+    """
     if made.bound_s is None or not made.buckets:
         return ()
     free_bytes = made.budget_bytes - prediction.device_peak_bytes
     gap = 1.0 - made.bound_s / prediction.step_s if prediction.step_s else 0.0
-    is_exposed = prediction.exposed_s > _LEAST_EXPOSED * prediction.step_s
-    if gap <= _MOST_GAP or not is_exposed or free_bytes < max(bucket.flat_nbytes for bucket in made.buckets):
+    is_exposed = prediction.exposed_s > _MAX_EXPOSED * prediction.step_s
+    if gap <= _MAX_GAP or not is_exposed or free_bytes < max(bucket.flat_nbytes for bucket in made.buckets):
         return ()
     exposed = f"{format_s(prediction.exposed_s)} of transfers are exposed"
     return (

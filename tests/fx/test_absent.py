@@ -44,7 +44,7 @@ def test_parameters_of_other_ranks_are_in_the_step() -> None:
     assert params == {**own, "read.weight": 32, "read.bias": 8}
 
 
-def test_zeros_are_made_behind_all_that_was_there() -> None:
+def test_zero_gradients_are_added_behind_all_other_ops() -> None:
     _, _, before, after = joined()
     forward, backward = ([op.id for op in before.ops if op.phase is phase] for phase in (Phase.FORWARD, Phase.BACKWARD))
     assert [op.id for op in after.ops if op.phase is Phase.FORWARD] == forward
@@ -55,7 +55,7 @@ def test_zeros_are_made_behind_all_that_was_there() -> None:
     assert (made.kind, made.of, made.nbytes) == (Kind.GRAD, "read.weight", 32)
 
 
-def test_the_zeros_are_zeros_of_the_whole_parameter() -> None:
+def test_zero_gradients_have_the_full_shape_of_the_parameter() -> None:
     _, joint, _, _ = joined()
     (node,) = joint.backward.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)[-1:]
     made = node.target(*node.args, **node.kwargs)
@@ -71,7 +71,7 @@ def test_the_capture_stays_as_it_was() -> None:
     assert trained_keys(joint) - trained_keys(captured) == {slots["read.weight"].key}
 
 
-def test_nothing_is_added_where_nothing_is_absent() -> None:
+def test_a_capture_without_absent_parameters_is_unchanged() -> None:
     captured, slots = captured_and_slots()
     own = [slots[name] for name in captured.param_names.values()]
     joint = with_absent(captured, own, own)

@@ -17,7 +17,7 @@ def bytes_of(graph: StepGraph, kind: Kind) -> int:
     return sum(storage.nbytes for storage in graph.storages if storage.kind is kind)
 
 
-def test_a_pair_of_linear_layers() -> None:
+def test_storages_of_a_pair_of_linear_layers() -> None:
     """x 3x4, up 8x4 + 8, down 4x8 + 4: gradients are as large as parameters, and `relu` saves its result."""
     graph = record_of(Pair(), torch.randn(3, 4)).graph
     params_bytes = (8 * 4 + 8 + 4 * 8 + 4) * FLOAT
@@ -74,7 +74,7 @@ class Echo(nn.Module):
         return self.out(x).sum(), x.view(-1)
 
 
-def test_an_output_that_aliases_an_input_is_no_new_storage() -> None:
+def test_an_output_that_aliases_an_input_adds_no_storage() -> None:
     compiled = torch.compile(elixir.prepare(Echo()), backend="elixir", options={"inner": "aot_eager", "report": False})
     loss, echo = compiled(torch.randn(3, 4))
     loss.backward()

@@ -30,12 +30,12 @@ def most_faults() -> int:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14) or sys.platform != "linux", reason="seen in CPython 3.11 to 3.13")
-def test_calls_at_the_end_of_a_chunk_of_frames_map_no_memory() -> None:
+def test_calls_across_the_end_of_a_frame_chunk_map_no_memory() -> None:
     assert most_faults() >= NUM_CALLS  # what is to be avoided does happen
     assert with_deep_calls(most_faults) < NUM_CALLS / 10
 
 
-def test_results_and_exceptions_pass_through() -> None:
+def test_deep_calls_pass_results_and_exceptions_through() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 

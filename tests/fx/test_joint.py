@@ -17,7 +17,7 @@ def markers(half: fx.GraphModule, marker: object) -> list[fx.Node]:
     return half.graph.find_nodes(op="call_function", target=marker)
 
 
-def test_the_halves_are_op_for_op_those_of_torch() -> None:
+def test_forward_and_backward_equal_torch_op_for_op() -> None:
     x = torch.randn(3, 4)
     forward, backward = halves_of_torch(Pair(), x)
     torch.compiler.reset()
@@ -44,7 +44,7 @@ def test_no_parameter_and_no_view_of_one_is_saved() -> None:
     assert not any(node.target is parameter for node in saved)
 
 
-def test_the_ticket_is_the_first_that_is_saved_and_names_what_the_backward_reads() -> None:
+def test_the_ticket_is_saved_first_and_names_the_backward_parameters() -> None:
     captured = record_of(Pair(), torch.randn(3, 4))._captured
     stamp = captured.forward.graph.output_node().args[0][captured.num_outputs]
     assert stamp.target is ticket

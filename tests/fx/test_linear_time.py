@@ -40,7 +40,7 @@ class Counted(dict):
             yield key
 
 
-def test_the_storages_that_are_known_are_not_looked_at_for_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_storages_are_not_visited_for_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = convert._Builder.__init__
 
     def begin(builder: object, *args: object, **kwargs: object) -> None:
@@ -56,7 +56,7 @@ def test_the_storages_that_are_known_are_not_looked_at_for_each_op(monkeypatch: 
     assert 0 < per_op[1] <= 1.1 * per_op[0]
 
 
-def test_the_inputs_are_not_listed_for_each_saved_view(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_are_not_listed_for_each_saved_view(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     first_op = joint.first_op
     find_nodes = fx.Graph.find_nodes
@@ -101,7 +101,7 @@ def test_the_step_of_a_capture_is_built_once(monkeypatch: pytest.MonkeyPatch) ->
     assert record.graph == convert.step_graph(record._captured, {})
 
 
-def test_the_collector_rests_while_a_step_is_captured_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_is_off_only_while_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     during: list[bool] = []
     partition = joint.partition_hidden
 
@@ -151,13 +151,13 @@ def test_pauses_of_the_collector_nest_and_end_with_an_exception() -> None:
         ("no frame", ""),
     ],
 )
-def test_the_line_of_an_op_is_that_of_the_innermost_frame(trace: str, line: str) -> None:
+def test_an_op_has_the_source_line_of_its_innermost_frame(trace: str, line: str) -> None:
     node = fx.symbolic_trace(nn.Identity()).graph.output_node()
     node.meta["stack_trace"] = trace
     assert source_line(node) == line
 
 
-def test_the_checks_of_dynamo_are_not_gone_through_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guards_of_dynamo_are_not_read_for_each_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     name_of = dynamo._name_of
 

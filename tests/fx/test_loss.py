@@ -44,7 +44,7 @@ def test_a_loss_is_found_and_the_graph_left_alone(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_after_the_rewrite_nothing_of_the_region_is_left(loss: Loss) -> None:
+def test_chunk_loss_removes_all_nodes_of_the_region(loss: Loss) -> None:
     gm, _, _ = dynamo_graph(Model(loss), *inputs())
     region = find_loss(gm)
     chunk_loss(gm, region, NUM_CHUNKS)
@@ -160,7 +160,7 @@ def no_projection(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> o
         no_projection,
     ],
 )
-def test_what_would_change_the_result_is_not_found(loss: Loss) -> None:
+def test_losses_that_chunks_would_change_are_not_found(loss: Loss) -> None:
     x, labels = inputs()
     gm, _, _ = dynamo_graph(Model(loss), x, labels.clamp(min=0))
     assert len(gm.graph.find_nodes(op="call_function", target=functional.cross_entropy)) == 1
@@ -219,7 +219,7 @@ def most_logits_at_once(half: fx.GraphModule) -> int:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_no_half_holds_the_logits_and_a_chunk_is_dead_before_the_next(loss: Loss) -> None:
+def test_no_graph_holds_all_logits_and_chunks_die_in_turn(loss: Loss) -> None:
     for half in halves(Model(loss), *inputs(), num_chunks=NUM_CHUNKS):
         sizes = {value.numel() // CLASSES for value in logits_of(half).values()}
         assert sizes == ({2} if loss is sliced_rows else {5} if loss is shifted_logits else {5, 6})
@@ -239,7 +239,7 @@ def test_a_dynamic_number_of_tokens_is_split_when_the_graph_runs(loss: Loss) -> 
         assert most_logits_at_once(half) == 2
 
 
-def test_no_logits_are_saved_even_when_they_are_smaller_than_what_makes_them() -> None:
+def test_logits_are_not_saved_even_if_smaller_than_their_inputs() -> None:
     def few_classes(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = functional.linear(hidden, model.head.weight[:4])
         return functional.cross_entropy(logits.view(-1, 4), flat(labels) % 4)

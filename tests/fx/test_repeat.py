@@ -66,7 +66,7 @@ def spared(name: str, inner: str = "aot_eager") -> tuple[Captured, StepGraph]:
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", MODELS)
-def test_spares_leave_the_step_as_it_is(name: str, inner: str) -> None:
+def test_extra_saved_values_do_not_change_the_step(name: str, inner: str) -> None:
     captured = traced(name, inner)
     before = step_graph(captured, {})
     num_before = len(captured.forward.graph.output_node().args[0])
@@ -78,7 +78,7 @@ def test_spares_leave_the_step_as_it_is(name: str, inner: str) -> None:
     assert fingerprint(after) == fingerprint(before)
 
 
-def test_both_halves_list_what_is_saved_in_one_order() -> None:
+def test_both_halves_list_saved_values_in_the_same_order() -> None:
     captured, _ = spared("attending")
     saved = captured.forward.graph.output_node().args[0][captured.num_outputs :]
     placeholders = [str(node.target) for node in captured.backward.graph.find_nodes(op="placeholder")]
@@ -89,7 +89,7 @@ def test_both_halves_list_what_is_saved_in_one_order() -> None:
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_program_is_the_step_that_was_counted(name: str, inner: str) -> None:
+def test_the_program_equals_the_recomputed_step(name: str, inner: str) -> None:
     """Op for op: ids, reads, writes and bytes of the rewritten halves are those of `as_run`."""
     captured, graph = spared(name, inner)
     num_repeats = 0
@@ -104,7 +104,7 @@ def test_the_program_is_the_step_that_was_counted(name: str, inner: str) -> None
     assert num_repeats > 0
 
 
-def test_the_forward_hands_out_only_what_the_backward_reads() -> None:
+def test_the_forward_returns_only_values_that_the_backward_reads() -> None:
     captured, graph = spared("stack")
     halves = partition_of(captured, graph, activations(graph, to_depth(Depth.MATMUL)))
     outputs = halves.captured.forward.graph.output_node().args[0][captured.num_outputs :]
@@ -131,7 +131,7 @@ def test_rewriting_leaves_the_capture_as_it_is() -> None:
     assert [each.python_code("self").src for each in graphs] == code
 
 
-def test_what_must_run_once_is_refused() -> None:
+def test_recomputing_an_op_that_must_run_once_is_refused() -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -172,7 +172,7 @@ def graph_of_views() -> dict[str, fx.Node]:
     return {node.name.removesuffix("_default").removesuffix("_tensor"): node for node in module.graph.nodes}
 
 
-def test_a_way_back_undoes_views_and_never_goes_by_address() -> None:
+def test_a_path_undoes_views_and_ignores_fake_addresses() -> None:
     nodes = graph_of_views()
     mm, view, permute, part = nodes["mm"], nodes["view"], nodes["permute"], nodes["slice"]
     back = path_to(mm, by_owner([permute]), ())

@@ -92,7 +92,7 @@ def offload_another(program: fx.GraphModule) -> None:
 @pytest.mark.parametrize(
     "break_it", [wait_twice, drop_an_offload, offload_another], ids=lambda break_it: break_it.__name__
 )
-def test_check_refuses_activations_that_leave_otherwise(
+def test_check_refuses_a_program_with_broken_offloads(
     break_it: Callable[[fx.GraphModule], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with planned(monkeypatch, offload):
@@ -104,7 +104,7 @@ def test_check_refuses_activations_that_leave_otherwise(
         check(record.forward, record.plan, Phase.FORWARD)
 
 
-def test_activations_leave_in_the_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloads_of_activations_behind_the_forward_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with planned(monkeypatch, offload):
         plan = record_of(Pair(), torch.ones(3, 4)).plan
     (schedule,) = plan.schedules
@@ -115,7 +115,7 @@ def test_activations_leave_in_the_forward_only(monkeypatch: pytest.MonkeyPatch) 
         actions_of(late, Phase.FORWARD)
 
 
-def test_a_program_shows_what_leaves_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_shows_offloads_and_prefetches(monkeypatch: pytest.MonkeyPatch) -> None:
     with planned(monkeypatch, offload):
         record = record_of(Pair(), torch.ones(3, 4))
     (group,) = {group.id for group in record.plan.activations}

@@ -54,7 +54,7 @@ def sizes_of(graph: StepGraph, kind: Kind) -> list[str]:
     return sorted({storage.size for storage in graph.storages if storage.kind is kind})
 
 
-def test_sizes_worked_out_by_hand() -> None:
+def test_dynamic_sizes_equal_sizes_computed_by_hand() -> None:
     """x is n x 4, `relu` saves n x 8, the last layer takes 2 * n * 8 * 4 operations, each product as many."""
     graph = record_of(Pair(), dynamic(3, 4)).graph
     ((symbol, value),) = graph.symbols
@@ -76,7 +76,7 @@ def static_and_dynamic(
     return record, record_of(model(), large).graph
 
 
-def test_the_graph_elsewhere_is_that_of_a_static_capture_there() -> None:
+def test_a_dynamic_graph_at_other_sizes_equals_a_static_capture() -> None:
     record, static = static_and_dynamic(Folded, dynamic(2, 3, 4, dims=2), torch.randn(5, 7, 4))
     graph = record.graph
     there = {name: {2: 5, 3: 7}[value] for name, value in graph.symbols}
@@ -91,7 +91,7 @@ def test_the_graph_elsewhere_is_that_of_a_static_capture_there() -> None:
     assert keep_everything_timeline(grown, {}).peak.nbytes == keep_everything_timeline(static, {}).peak.nbytes
 
 
-def test_no_name_of_an_op_differs_between_processes() -> None:
+def test_names_of_ops_are_the_same_in_each_process() -> None:
     graph = record_of(Folded(), dynamic(2, 3, 4, dims=2)).graph
     assert any(op.target == "_operator.mul" for op in graph.ops)
     assert not any("0x" in op.target or "<" in op.target for op in graph.ops)
@@ -148,7 +148,7 @@ def call(graph: fx.Graph, target: object, args: tuple, value: object) -> fx.Node
     return node
 
 
-def test_a_view_looks_at_its_tensor_whatever_sizes_it_takes() -> None:
+def test_a_view_with_dynamic_sizes_has_one_base() -> None:
     length = symbolic_length()
     graph = fx.Graph()
     x, size = graph.placeholder("x"), graph.placeholder("size")
@@ -177,7 +177,7 @@ def symbolic_length() -> torch.SymInt:
     return next(node.meta["val"] for node in placeholders if isinstance(node.meta["val"], torch.SymInt))
 
 
-def test_a_saved_view_of_a_parameter_is_made_again_where_its_sizes_are_saved_too() -> None:
+def test_a_saved_view_is_rebuilt_only_if_its_sizes_are_saved() -> None:
     """Saved, it would keep the gathered copy alive, which the plan counts as released."""
     length = symbolic_length()
     graph = fx.Graph()
@@ -201,7 +201,7 @@ def test_a_saved_view_of_a_parameter_is_made_again_where_its_sizes_are_saved_too
     assert not saved.users
 
 
-def test_inputs_take_over_names_of_each_other_and_nobody_gets_them_again() -> None:
+def test_inputs_can_swap_names_and_new_nodes_do_not_reuse_them() -> None:
     graph = fx.Graph()
     inputs = [graph.placeholder(f"primals_{i}") for i in (1, 2, 3)]
     graph.output(inputs[2])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from elixir_compile import compat
 from elixir_compile.api.backend import with_compiler
 from elixir_compile.api.prepare import bring_rest, new_executor, swap_modules
 from elixir_compile.capture.convert import Captured
@@ -215,7 +216,6 @@ def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dyna
     if id(value) not in made:
         empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         if dynamic and empty.dim():
-            # `torch._dynamo.mark_dynamic` is public under this name only.
-            torch._dynamo.mark_dynamic(empty, 0)
+            compat.mark_dynamic(empty, 0)
         made[id(value)] = empty.requires_grad_(value.requires_grad)
     return made[id(value)]

@@ -1,10 +1,14 @@
-"""The machine this runs on -> `Cluster`, every rate from real runs.
+"""Measure the machine of this process as a `Cluster`; each rate comes from real runs.
 
-sizes         how much memory there is          clock    seconds of one thing, alone or beside another
-copies        h2d, d2h and both at once         updates  Adam on the device, on the host, on a busy host
-kernels       matrix products, pointwise, launch, DRAM   collectives  all-gather and reduce-scatter by size
-rounds        all rates, several times over             disk     reads and writes of optimizer state
-cores         how many this process may keep busy       groups   the control groups that say so
+clock         median seconds of a function, alone or beside another
+copies        host to device, device to host, and both at once
+updates       AdamW on the device, on the host, and on a host busy with copies
+kernels       matrix products, pointwise kernels, the launch of an op, and the host's DRAM
+collectives   all-gather and reduce-scatter by size
+disk          reads and writes of optimizer state
+rates         all rates, in several rounds
+limits        the cores and the memory of this process
+cluster       the `Cluster` of all rates and limits
 """
 
 from elixir_compile.measure.machine.cluster import measure_machine

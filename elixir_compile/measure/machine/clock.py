@@ -1,4 +1,4 @@
-"""Seconds of one thing: the median of several runs that are warm, alone or beside something else."""
+"""Measure the median seconds of several warm runs of a function, alone or beside another function."""
 
 import statistics
 import threading
@@ -14,9 +14,10 @@ MAX_REPEATS = 50
 
 
 def median_s(run: Callable[[], object], device: torch.device, at_most_s: float) -> float:
-    """Return the median seconds of `run` and of the compute that it queued on `device`.
+    """Return the median seconds of `run`, including its queued compute on `device`.
 
-    The first run is not counted. It is repeated until `at_most_s` are over, but `MIN_REPEATS` times at least.
+    The first run is not counted. The others stop after `at_most_s`, but there are at least `MIN_REPEATS` and at most
+    `MAX_REPEATS`.
     """
     _timed_s(run, device)
     ends_s = time.perf_counter() + at_most_s
@@ -30,14 +31,14 @@ def _timed_s(run: Callable[[], object], device: torch.device) -> float:
     began_s = time.perf_counter()
     run()
     if device.type == "cuda":
-        # Not the whole device: what runs beside it has a stream of its own.
+        # Not the device: a function that runs beside `run` has its own stream.
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter() - began_s
 
 
 @contextmanager
 def beside(run: Callable[[], object]) -> Iterator[None]:
-    """Repeat `run` in a second thread while the block runs; an exception of `run` is raised at the end of the block."""
+    """Repeat `run` in a second thread during the block. An exception of `run` is raised at the end of the block."""
     is_over, has_begun = threading.Event(), threading.Event()
 
     def repeat() -> None:

@@ -1,4 +1,4 @@
-"""Rates and sizes -> the `Cluster` that this process, or its process group, runs on."""
+"""Measure the machine and combine its rates and sizes in a `Cluster`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,22 +21,21 @@ from elixir_compile.measure.machine.rates import Progress, measure_rates
 def measure_machine(device: torch.device, *, progress: Progress | None = None, seconds: float = 30.0) -> Cluster:
     """Return the machine with `device`, a CPU or a CUDA device, measured for about `seconds`.
 
-    Threads are as torch has them set. Where a process group is up, every rank must call this, and all get what rank 0
-    measured while the others did too.
+    The number of threads stays as set in torch. If a process group is initialized, all ranks must call this together;
+    they measure at the same time, and all ranks get the result of rank 0.
     """
-    told = progress or _untold
+    report = progress or _no_report
     ranks = _Ranks.present()
-    rates = measure_rates(device, seconds, told)
-    # A public name, underscores and all.
+    rates = measure_rates(device, seconds, report)
     source = f"measured, torch {torch.__version__}, num_threads {torch.get_num_threads()}"
     node = _node(device, rates, ranks.num_local, source)
     network: Link | None = None
     if ranks.num_ranks > 1:
-        told("collectives", 1.0)
+        report("collectives", 1.0)
         peer, network = _collective_links(device, ranks, source)
         node = replace(node, peer=peer, num_devices=ranks.num_local)
     cluster = Cluster(nodes=(node,) * (ranks.num_ranks // ranks.num_local), network=network)
-    told("done", 1.0)
+    report("done", 1.0)
     if ranks.num_ranks == 1:
         return cluster
     of_first = [cluster]
@@ -44,13 +43,13 @@ def measure_machine(device: torch.device, *, progress: Progress | None = None, s
     return of_first[0]
 
 
-def _untold(title: str, over: float) -> None:
+def _no_report(title: str, share_done: float) -> None:
     pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranks:
-    """How many ranks there are, and how many share a host."""
+    """The number of ranks, and the number of ranks on each host."""
 
     num_ranks: int = 1
     num_local: int = 1
@@ -61,12 +60,12 @@ class _Ranks:
             return cls()
         num_ranks = distributed.get_world_size()
         num_local = num_local_ranks()
-        # Unequal nodes are not planned for: then all ranks count as one node.
+        # Plans assume equal nodes. If hosts have different numbers of ranks, all ranks count as one node.
         return cls(num_ranks=num_ranks, num_local=num_local if num_ranks % num_local == 0 else num_ranks)
 
 
 def _node(device: torch.device, rates: Mapping[str, float], num_local: int, source: str) -> Node:
-    """Return a node of one device: name and reserves of the rough profile, memory and rates of this machine."""
+    """Return a node with a single device: name and reserves of the rough profile, memory and rates of this machine."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rough = profile_for(device.type, *memory_sizes_bytes(device), name).nodes[0]
     dtypes = [key.removeprefix("flops_per_s.") for key in rates if key.startswith("flops_per_s.")]
@@ -78,7 +77,7 @@ def _node(device: torch.device, rates: Mapping[str, float], num_local: int, sour
         update_elements_per_s=_rounded(rates["update.device"]),
         source=source,
     )
-    # The profile is of the whole host; each of its ranks measured a share while the others measured theirs.
+    # The profile describes the host. Its ranks measured at the same time, each a share of the rate.
     host = replace(
         rough.host,
         pinned_bytes=pinned_limit_bytes(device),
@@ -99,13 +98,13 @@ def _copy_link(device: torch.device, rates: Mapping[str, float], name: str, sour
         latency_s=_rounded(rates[f"{name}.latency_s"]),
         overlaps_compute=device.type == "cuda",
         source=source,
-        # A direction that the other one does not disturb measures as much faster as slower.
+        # If the other direction does not slow down this direction, noise may make the busy rate the higher rate.
         busy_bytes_per_s=_rounded(min(busy, alone)),
     )
 
 
 def _collective_links(device: torch.device, ranks: _Ranks, source: str) -> tuple[Link | None, Link | None]:
-    """Return the link between the devices of a node, and between nodes; None for one that there is not."""
+    """Return the link between the devices of a node and the link between nodes; None for a missing link."""
     over_all = _collective_link(device, None, source)
     if ranks.num_local == ranks.num_ranks:
         return over_all, None
@@ -126,5 +125,5 @@ def _collective_link(device: torch.device, group: "distributed.ProcessGroup | No
 
 
 def _rounded(rate: float) -> float:
-    """Return `rate` with the four digits that a measurement may carry."""
+    """Return `rate` rounded to four digits, the precision of a measurement."""
     return float(f"{rate:.4g}")

@@ -1,8 +1,8 @@
-"""All-gather and reduce-scatter over the ranks of a group, by size, -> latency and rate.
+"""Measure the latency and the rate of collectives: all-gather and reduce-scatter over the ranks of a group, by size.
 
-    seconds of a ring of n = (n - 1) * latency_s + bytes that one rank sends / bytes_per_s
+    seconds of a ring of n ranks = (n - 1) * latency_s + bytes sent by each rank / bytes_per_s
 
-One rank sends (n - 1) / n of the whole. Latency and rate are the least squares of the relative error over all sizes of
+Each rank sends (n - 1) / n of the full tensor. Latency and rate minimise the squared relative error over all sizes of
 both collectives.
 """
 
@@ -19,14 +19,14 @@ from elixir_compile.runtime.distributed.exchange import messenger_of
 from elixir_compile.units import KIB, MIB
 
 _SHARD_BYTES = (16 * KIB, 256 * KIB, 2 * MIB, 8 * MIB)
-# A fixed number, not a time: every rank has to make the same calls.
+# A fixed number, not a time, because all ranks must make the same calls.
 _REPEATS = 5
 
 
 def measure_collectives(device: torch.device, group: "distributed.ProcessGroup | None") -> tuple[float, float]:
-    """Return the latency of one hop in seconds and the bytes/s of `group`, or of all ranks for None.
+    """Return the latency of one hop in seconds and the bytes/s of `group`. None means all ranks.
 
-    Every rank of the group must call this.
+    All ranks of the group must call this together.
     """
     num_ranks = distributed.get_world_size(group)
     all_gather, reduce_scatter = _collectives(device, group)
@@ -44,7 +44,7 @@ def measure_collectives(device: torch.device, group: "distributed.ProcessGroup |
 def _collectives(
     device: torch.device, group: "distributed.ProcessGroup | None"
 ) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Return what a bucket of `group` is gathered and reduced by, each called with (output, input)."""
+    """Return the gather and the reduce of a bucket of `group`, each called with (output, input)."""
     ranks = group or distributed.group.WORLD
     messenger = None if ranks is None else messenger_of(ranks, device)
     if messenger is None:
@@ -71,7 +71,7 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
 def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return latency in seconds, 0 or more, and bytes per second of the (bytes, seconds) in `points`.
 
-    Minimises the sum of ((latency + bytes / rate - seconds) / seconds) ** 2, so that small sizes count as much as
+    Minimises the sum of ((latency + bytes / rate - seconds) / seconds) ** 2, so small sizes count as much as
     large ones.
     """
     weights = [1 / seconds for _, seconds in points]

@@ -1,11 +1,12 @@
-"""Copies between a slab on the host and the device, made as the executor makes them, -> seconds and rates of two links.
+"""Measure the latencies and rates of copies between a slab on the host and the device, made as the executor makes them.
 
-    h2d   a slab into a flat tensor allocated for it, then into the same once more       (gather)
-    d2h   a tensor into a slab that was used before                                      (offload)
+    h2d   a slab into a newly allocated flat tensor, then a second time into the same    (gather)
+    d2h   a tensor into a slab used before                                               (offload)
 
-Twice, because on a CPU memory that the C allocator maps anew costs a page fault every 4 KiB, and memory that it hands
-out again does not. A step has both: in GPT-2 under a budget gathers ran at 11-12 GB/s in the forward and at 2-4 GB/s in
-the backward, where the step is at its peak. glibc maps anew from 32 MiB on, so the size here is above that.
+The copy to the device is made twice because a step has copies to new and to reused memory. On a CPU, newly mapped
+memory costs a page fault every 4 KiB, and memory reused by the C allocator does not: in GPT-2 under a budget gathers
+ran at 11-12 GB/s in the forward, and at 2-4 GB/s in the backward, near the peak of the step. glibc maps each
+allocation of 32 MiB or more, so the size here is larger.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ _NUM_COPIES = {"h2d": 2, "d2h": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """What is timed in each direction, complete when the call returns; each gives the tensor that it filled."""
+    """The copy of each direction. It is complete as soon as the call returns, and returns the written tensor."""
 
     h2d: Callable[[], torch.Tensor]
     d2h: Callable[[], torch.Tensor]
@@ -35,7 +36,7 @@ def copies_of(device: torch.device, nbytes: int) -> Copies:
     """Return copies of `nbytes` between host memory, pinned for CUDA, and `device`."""
     slab = Slab(2 * nbytes, pin=device.type == "cuda")
     flat = slab.tensor(torch.uint8, (2 * nbytes,), 0).fill_(1)
-    home, room = flat[:nbytes], flat[nbytes:]
+    home, target = flat[:nbytes], flat[nbytes:]
     leaving = torch.full((nbytes,), 2, dtype=torch.uint8, device=device)
     h2d_stream, d2h_stream = CopyStream(device), CopyStream(device)
 
@@ -49,17 +50,17 @@ def copies_of(device: torch.device, nbytes: int) -> Copies:
 
     def d2h() -> torch.Tensor:
         with d2h_stream.behind_compute():
-            room.copy_(leaving, non_blocking=True)
+            target.copy_(leaving, non_blocking=True)
         d2h_stream.synchronize()
-        return room
+        return target
 
     return Copies(h2d=h2d, d2h=d2h)
 
 
 def measure_copies(device: torch.device, at_most_s: float) -> dict[str, float]:
-    """Return `latency_s`, `bytes_per_s` and `busy_bytes_per_s`, while the other direction copies, of both directions.
+    """Return `latency_s`, `bytes_per_s` and `busy_bytes_per_s` of both directions, with the prefixes `h2d.` and `d2h.`.
 
-    Keys begin with `h2d.` and `d2h.`.
+    The busy rate is measured while the other direction copies too.
     """
     large, small = copies_of(device, COPY_BYTES), copies_of(device, _LATENCY_BYTES)
     share_s = at_most_s / 6
@@ -78,5 +79,5 @@ def measure_copies(device: torch.device, at_most_s: float) -> dict[str, float]:
 
 
 def _rate(copy_s: float, latency_s: float) -> float:
-    """Return bytes/s; a latency that noise made the larger part of the copy counts for half of it."""
+    """Return bytes/s without the latency. If noise makes the latency more than half of `copy_s`, half is subtracted."""
     return COPY_BYTES / max(copy_s - latency_s, copy_s / 2)

@@ -1,4 +1,4 @@
-"""A folder -> how fast optimizer state is read from the disk it is on, and written there."""
+"""Measure the rates at which optimizer state is read from and written to the disk of a folder."""
 
 import os
 import statistics
@@ -13,21 +13,21 @@ from elixir_compile.runtime.disk.staging import StagingBuffers
 from elixir_compile.units import MIB
 
 _NBYTES = 256 * MIB
-"""Four threads of 4 MiB reached their rate within half of it."""
+"""Twice the bytes after which four threads of 4 MiB reached their rate."""
 _NUM_RUNS = 3
 
 
 def with_disk(cluster: Cluster, disk_path: "str | os.PathLike[str]", nbytes: int = _NBYTES) -> Cluster:
-    """Return `cluster` with the rates of the disk that the folder `disk_path` is on, measured with `nbytes`.
+    """Return `cluster` with the rates of the disk of the folder `disk_path`, measured with a file of `nbytes`.
 
-    Raises DiskFailed where it is no folder that can be written, and DiskFull.
+    Raises DiskFailed if the folder cannot be written, DiskFull if the disk is full.
     """
     store = DiskStore(disk_path)
     try:
         region = store.allocate("measure", nbytes)
         buffer = StagingBuffers(1, nbytes).acquire().tensor
-        buffer.random_(0, 256)  # a drive may be faster with zeros
-        region.write_from(buffer).wait()  # the first write also makes the extents
+        buffer.random_(0, 256)  # random bytes, because a drive may store zeros faster
+        region.write_from(buffer).wait()  # not timed, because the first write also allocates the blocks of the file
         write_s = _median_s(lambda: region.write_from(buffer))
         read_s = _median_s(lambda: region.read_into(buffer))
     finally:
@@ -47,5 +47,5 @@ def _median_s(begin: Callable[[], DiskTransfer]) -> float:
 
 
 def _rounded(rate: float) -> float:
-    """Return `rate` with the four digits that a measurement may carry."""
+    """Return `rate` rounded to four digits, the precision of a measurement."""
     return float(f"{rate:.4g}")

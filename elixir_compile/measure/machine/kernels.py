@@ -1,4 +1,4 @@
-"""What compute takes: matrix products by dtype, pointwise kernels, the launch of one op, and the host's DRAM."""
+"""Measure the rates of compute: matrix products by dtype, pointwise kernels, the launch of an op, and host DRAM."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 from elixir_compile.measure.machine.clock import median_s
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# The MLP of a small and of a large transformer layer: tokens and width. An accelerator is not full with the small one.
+# Tokens and width of the MLP of a transformer layer: a small layer, and a large layer that fills an accelerator.
 _LAYERS = {"cpu": (512, 768), "cuda": (4096, 4096)}
 _GROWTH = 8
 """Twice the tokens and twice the width make 2 * 2 * 2 times the arithmetic."""
@@ -29,8 +29,10 @@ def measure_kernels(device: torch.device, at_most_s: float) -> dict[str, float]:
 
 
 def measure_products(device: torch.device, at_most_s: float) -> dict[str, float]:
-    """Return floating-point operations per second in the three products of a linear layer's step, as
-    `flops_per_s.float32` and so on."""
+    """Return the floating-point operations per second of matrix products by dtype, as `flops_per_s.float32`.
+
+    Timed are the three products of a linear layer in a training step.
+    """
     share_s = at_most_s / len(_DTYPES)
     return {
         f"flops_per_s.{str(dtype).removeprefix('torch.')}": _flops_per_s(device, dtype, share_s) for dtype in _DTYPES
@@ -38,9 +40,9 @@ def measure_products(device: torch.device, at_most_s: float) -> dict[str, float]
 
 
 def _flops_per_s(device: torch.device, dtype: torch.dtype, at_most_s: float) -> float:
-    """Measure at the size of `_LAYERS`, or at a smaller one where a dtype is emulated and would take too long.
+    """Return the rate of `dtype` at the size in `_LAYERS`, or at a smaller size if that would take too long.
 
-    float16 on a CPU without instructions for it is 40 times slower than float32.
+    A dtype may be emulated: float16 on a CPU without instructions for it is 40 times slower than float32.
     """
     tokens, width = (size // 8 for size in _LAYERS[device.type])
     while True:
@@ -80,7 +82,7 @@ def _pointwise_bytes_per_s(device: torch.device, at_most_s: float) -> float:
 
 
 def _launch_s(device: torch.device, at_most_s: float) -> float:
-    """Return the seconds of an op with almost nothing to do."""
+    """Return the seconds of an op on 16 elements, which is the cost of its launch."""
     one = torch.ones(16, device=device)
 
     def ops() -> None:

@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use: affinity, control groups, page-locked memory."""
+"""Find the cores and the memory that this process may use: affinity, control groups, page-locked memory."""
 
 import os
 import warnings
@@ -18,10 +18,10 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def group_folders(memberships: Path, groups: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of each group that limits this process by `controller`, such as "cpu", and the version, 1 or 2.
+    """Yield the folder of each group that limits this process by `controller`, such as "cpu", and its version, 1 or 2.
 
-    A group is limited by those around it too, which follow it. `memberships` has the form of `/proc/self/cgroup`,
-    `groups` of `/sys/fs/cgroup`.
+    A group comes before its parents, whose limits hold too. `memberships` is a file such as `/proc/self/cgroup`,
+    `groups` a folder such as `/sys/fs/cgroup`.
     """
     try:
         lines = memberships.read_text(encoding="utf-8").splitlines()
@@ -32,18 +32,18 @@ def group_folders(memberships: Path, groups: Path, controller: str) -> Iterator[
         if controllers == "":
             yield from ((folder, 2) for folder in _upwards(groups, own))
         elif controller in controllers.split(","):
-            root = groups / controllers  # "cpu,cpuacct", to which "cpu" is a link on most systems
+            root = groups / controllers  # such as "cpu,cpuacct"; on most systems "cpu" is a link to it
             yield from ((folder, 1) for folder in _upwards(root if root.exists() else groups / controller, own))
 
 
 def _upwards(root: Path, own: str) -> Iterator[Path]:
-    # Inside a container the path may be the host's; then only the root has files.
+    # Inside a container the path may be a path of the host. Then only the root has files.
     folder = root / own.lstrip("/")
     yield from (place for place in (folder, *folder.parents) if place.is_relative_to(root))
 
 
 def text_of(file: Path) -> str:
-    """Return what a file of a group says; nothing if it cannot be read."""
+    """Return the text of a file of a group, empty if the file cannot be read."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except OSError:
@@ -51,23 +51,22 @@ def text_of(file: Path) -> str:
 
 
 def allowed_cores() -> frozenset[int]:
-    """Return the cores that this process may run on."""
+    """Return the cores allowed by the affinity of this process."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(os.getpid()))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def num_usable_cores() -> int:
-    """Return how many cores this process can keep busy: those it may run on, and no more than a control group pays
-    for."""
+    """Return the number of cores that this process can keep busy, by its affinity and its CPU quota."""
     allowed = len(allowed_cores())
     quota = quota_cores(MEMBERSHIPS, GROUPS)
-    # Threads beyond the quota stand still for the rest of each period, all of them at once.
+    # With more threads than the quota, all threads stop for the rest of each period.
     return allowed if quota is None else max(min(allowed, int(quota)), 1)
 
 
 def quota_cores(memberships: Path, groups: Path) -> float | None:
-    """Return the smallest CPU quota of this process's control groups, in cores; None if no group has one.
+    """Return the smallest CPU quota of this process's control groups, in cores; None if no group has a quota.
 
     See `group_folders` for the arguments. Docker's `--cpus=2.5` and Kubernetes' CPU limits are such quotas.
     """
@@ -77,13 +76,15 @@ def quota_cores(memberships: Path, groups: Path) -> float | None:
             time_us, _, period_us = text_of(folder / "cpu.max").partition(" ")
         else:
             time_us, period_us = text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")
-        if time_us.isdecimal() and period_us.isdecimal() and int(period_us):  # else "max" or -1, or there is no file
+        if (
+            time_us.isdecimal() and period_us.isdecimal() and int(period_us)
+        ):  # without a quota it is "max", -1, or the file is missing
             quotas.append(int(time_us) / int(period_us))
     return min(quotas, default=None)
 
 
 def num_local_ranks(unknown: int | None = None) -> int:
-    """Return how many ranks share this host: those that `torchrun` started on it, else `unknown`, else all."""
+    """Return the number of ranks on this host, as set by `torchrun`; else `unknown`; else the number of all ranks."""
     started = os.environ.get("LOCAL_WORLD_SIZE")
     if started or unknown is not None:
         return max(int(started or unknown or 1), 1)
@@ -92,7 +93,7 @@ def num_local_ranks(unknown: int | None = None) -> int:
 
 
 def memory_sizes_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of `device` and of its host, which are one memory where the device is a CPU."""
+    """Return the bytes of `device` and of its host. If the device is a CPU, both are the same memory."""
     host_bytes = host_memory_bytes()
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, host_bytes
@@ -100,23 +101,23 @@ def memory_sizes_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of the host that this process may use: a control group may allow less than there is."""
+    """Return the bytes of host memory allowed to this process. A control group may limit them."""
     total_bytes = psutil.virtual_memory().total
     limit_bytes = group_limit_bytes(MEMBERSHIPS, GROUPS)
     return total_bytes if limit_bytes is None else min(total_bytes, limit_bytes)
 
 
 def available_host_bytes() -> int:
-    """Return the bytes that this process may still allocate on the host: what is free, and what its group allows.
+    """Return the bytes that this process may still allocate on the host, by free memory and its group's limit.
 
-    Other processes of the group are not counted.
+    The memory of other processes in the group is not subtracted from the limit.
     """
     left_bytes = host_memory_bytes() - psutil.Process().memory_info().rss
     return max(min(psutil.virtual_memory().available, left_bytes), 1)
 
 
 def group_limit_bytes(memberships: Path, groups: Path) -> int | None:
-    """Return the smallest memory limit of this process's control groups and their parents, or None without one.
+    """Return the smallest memory limit of this process's control groups and their parents, None without a limit.
 
     See `group_folders` for the arguments.
     """
@@ -127,14 +128,14 @@ def group_limit_bytes(memberships: Path, groups: Path) -> int | None:
 
 
 def pinned_limit_bytes(device: torch.device) -> int:
-    """Return the bytes of host memory that may be page-locked; nothing has to be where the device is a CPU."""
+    """Return the most bytes of page-locked host memory; all, if `device` is a CPU and none must be."""
     memory_bytes = host_memory_bytes()
     if device.type != "cuda":
         return memory_bytes
     limit_bytes = _lock_limit_bytes()
     if limit_bytes is None or limit_bytes >= memory_bytes:
         return memory_bytes
-    # Most CUDA drivers pin without asking for the limit, whose default of 8 MiB would then be wrong by far: try.
+    # Most CUDA drivers ignore the limit, whose default is 8 MiB: try whether more memory can be pinned.
     if limit_bytes <= GIB:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ElixirWarning)
@@ -146,7 +147,7 @@ def pinned_limit_bytes(device: torch.device) -> int:
 def _lock_limit_bytes() -> int | None:
     try:
         import resource
-    except ImportError:  # Windows has no such limit
+    except ImportError:  # Windows has no limit
         return None
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes

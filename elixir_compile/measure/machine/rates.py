@@ -1,7 +1,7 @@
-"""Every rate of one machine, as the median of several rounds.
+"""Measure all rates of a machine, each as the median of several rounds.
 
-What else runs on the machine comes in bursts of seconds, longer than one measurement: within one burst the median of
-its repeats is as wrong as each of them. Rounds spread the repeats of everything over the whole time.
+Other programs load the machine in bursts of seconds, longer than a measurement, so all repeats of a measurement may be
+wrong. Rounds spread the repeats of each measurement over the full time.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from elixir_compile.measure.machine.kernels import measure_kernels, measure_prod
 from elixir_compile.measure.machine.updates import measure_updates
 
 Progress = Callable[[str, float], None]
-"""Called with what is measured now, and the share of the time that is over, 0 to 1."""
+"""Called with the name of the present measurement, and the share of the time that is over, 0 to 1."""
 
 _STAGES = (
     ("copies", 0.4, measure_copies),
@@ -25,7 +25,7 @@ _STAGES = (
 )
 """Name, share of the time, measurement. Copies have the largest share: they vary most."""
 _ROUND_S = 5.0
-"""A round costs 3 s, however little time it gets: in less than this it would be one repeat of each thing."""
+"""Seconds of a round. A round takes at least 3 s, with one repeat of each measurement."""
 _MAX_ROUNDS = 5
 
 
@@ -40,9 +40,9 @@ def measure_rates(device: torch.device, seconds: float, progress: Progress) -> d
         for name, share, measure in _STAGES:
             progress(name, (number + over) / num_rounds)
             if distributed.is_available() and distributed.is_initialized():
-                # Ranks measure the same thing at the same time, so that what they share is shared as in training.
+                # All ranks measure the same rate at the same time, so that they share links and memory as in training.
                 distributed.barrier()
             found.update(measure(device, share * seconds / num_rounds))
             over += share
         rounds.append(found)
-    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    return {name: statistics.median(rates[name] for rates in rounds) for name in rounds[0]}

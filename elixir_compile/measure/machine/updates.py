@@ -1,6 +1,6 @@
-"""Parameters per second of the update that `HybridAdamW` makes: one fused call over the tensors of a bucket.
+"""Measure the parameters per second of the update of `HybridAdamW`, a fused call over the tensors of a bucket.
 
-The bucket has the tensors of one transformer layer. Several take turns, so that none is found in a cache.
+A bucket has the tensors of one transformer layer. Several buckets take turns, so that none is in a cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.copies import COPY_BYTES, copies_of
 from elixir_compile.runtime.slab import Slab, aligned_bytes
 
-# 7 and 28 million elements, 28 and 113 MB in float32: the sizes of buckets. An accelerator needs the larger one, or
-# the launch is most of what is measured.
+# 7 and 28 million elements, 28 and 113 MB in float32: the sizes of buckets. On an accelerator the launch would take
+# most of the time of the smaller bucket.
 _WIDTHS = {"cpu": 768, "cuda": 1536}
 _NUM_BUCKETS = 3
 _COPIES = 4
@@ -24,7 +24,7 @@ Allocate = Callable[[Sequence[tuple[int, ...]]], list[torch.Tensor]]
 
 
 def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
-    """Return elements/s: `update.device`, `update.host`, and `update.busy_host` while both directions copy."""
+    """Return elements/s as `update.device`, `update.host`, and `update.busy_host` during copies in both directions."""
     share_s = at_most_s / 3
     width = _WIDTHS[device.type]
 
@@ -46,7 +46,7 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
 
 
 def _update(allocate: Allocate, width: int, device: torch.device) -> Callable[[], None]:
-    """Return what updates one bucket, another at each call."""
+    """Return a function that updates the next of several buckets at each call."""
     shapes = _layer_shapes(width)
     buckets = [
         (

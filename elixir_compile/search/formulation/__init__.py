@@ -1,1 +1,1 @@
-"""The search as a mixed-integer program: its variables, rows, bound and rounding."""
+"""A problem as a mixed-integer program: columns, rows, the relaxed optimum with its bound, and integral solutions."""

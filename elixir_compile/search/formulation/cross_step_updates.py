@@ -1,24 +1,26 @@
-"""What updates add to the phases of a step, as flow shops that are linear in the decisions.
+"""The flow shops of a step with its updates, for each update mode; their work is linear in the decisions.
 
-After the backward, the update is a phase of its own, with one event per bucket: gradient to the host, host update,
-parameter back; device updates are compute.
+`after_backward`: the update is a phase of its own, with one event per bucket: its gradients go to the host, the host
+updates, its parameters come back. Device updates are compute.
 
-Across steps, a step is: device updates and what is streamed, forward, backward. The host updates beside all of that,
-one bucket after another. The copy of a bucket waits for its update, whenever its gather was issued, and compute waits
-where the bucket is first read. So paths that begin with updates of the host go through update and forward together:
+`across_steps`: a step is device updates and streamed updates, forward, backward. The host updates beside all three
+phases, bucket by bucket. The copy of a bucket to the device waits for its update, even if its gather was issued early,
+and compute waits for the copy at the first use of the bucket. So paths that begin with host updates go through update
+and forward together:
 
-    host     u_b0 | u_b1 | u_b2 | ...               the update of b1 ends, then its gather begins (or its way back to
-    h2d                  | b1 | b2 | ...            the device), then the ops from its first use on
+    host     u_b0 | u_b1 | u_b2 | ...               the update of b1 ends, then its gather (or copy back) begins,
+    h2d                  | b1 | b2 | ...            then the ops from its first use on
     compute                   | h.1 | h.2 | ...     T_update + T_forward >= u_0..u_i + h_i..h_j + c_j..c_end
 
-with copies of what the host updates only: what it does not update need not wait for it.
+Only copies of buckets with host updates are on these paths, because other copies need not wait for the host.
 
-In the backward, what is certain is that compute, and the host, do all their work in one step.
+`in_backward`: compute does all its work within one step, and so does the host. Nothing else is assumed.
 
-Whatever the mode, a step is no shorter than the host's memory takes for all copies and updates of the host.
+In each mode, a step takes at least as long as the host's memory takes for all copies and host updates.
 
-Streaming is a column per bucket and home of its parameters, from 0 to 1, and at most what of the bucket is at such a
-level: it takes the host's update away and adds two copies and the device's update to compute.
+A streamed update is a column from 0 to 1 for each bucket and home of its parameters. It is at most the sum of the
+bucket's levels with state on the host and this home. It takes away the host's update, and adds two copies and the
+device's update to compute.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,23 +44,25 @@ _ROUND_TRIP = (Lane.D2H, Lane.HOST, Lane.H2D)
 class Shops(NamedTuple):
     """The flow shops of a step."""
 
-    following: list[list[Phase]]
-    """Phases that follow on one another; each takes as long as the longest of its flow shops."""
+    phases: list[list[Phase]]
+    """The flow shops of each phase, in the order of the phases; a phase takes as long as its longest flow shop."""
     across: list[Phase]
     """Flow shops that go through several phases."""
     spanned: tuple[int, ...]
-    """Which of `following` those go through."""
-    whole: list[Phase]
-    """Flow shops of the whole step: what the host's memory carries."""
+    """The indices in `phases` of the phases that flow shops in `across` go through."""
+    whole_step: list[Phase]
+    """Flow shops of the entire step: the traffic of the host's memory."""
 
 
 class Options(NamedTuple):
-    """Everything that there is to decide, each a column."""
+    """The columns of x, and the profiles of all modes."""
 
     columns: Mapping[Choice, int]
+    """Column of each level, mode and streamed update."""
     profiles: Sequence[Sequence[Profile]]
+    """The profile of each mode of each layer."""
     counts_trips: bool = False
-    """Whether copies of activations are on the paths of several ranks too, which no bound can be made of."""
+    """If True, copies of activations are on the paths of several ranks too; such paths prove no bound."""
 
 
 def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
@@ -73,37 +77,42 @@ def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
 
 
 def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
-    """Return the flow shops of a step."""
+    """Return the flow shops of a step in the problem's update mode."""
     run = phases(facts, prices, options.columns, options.profiles, counts_trips=options.counts_trips)
-    following = [[phase] for phase in run]
-    # A collective that is work for compute may be early, ahead of an op that waits for activations.
+    forward_backward = [[phase] for phase in run]
+    # `copies` is only valid if all transfers run beside compute. Otherwise collectives are work for compute and may run
+    # early, ahead of an op in wait for activations.
     is_beside = all(prices.lane_of[lane] is lane for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
     if facts.problem.cluster.num_ranks > 1 and is_beside and not options.counts_trips:
-        without = copies(facts, prices, options.columns, options.profiles)
-        following = [[phase, copied] for phase, copied in zip(run, without, strict=True)]
+        without_collectives = copies(facts, prices, options.columns, options.profiles)
+        forward_backward = [[phase, copied] for phase, copied in zip(run, without_collectives, strict=True)]
     if not facts.is_training:
-        return Shops(following, [], (), [])
-    whole = [_host_memory(facts, prices, options.columns)] if prices.memory.update_s else []
+        return Shops(forward_backward, [], (), [])
+    whole_step = [_host_memory(facts, prices, options.columns)] if prices.memory.update_s else []
     update = asked_time(facts.problem)
     if update is Update.IN_BACKWARD and set(prices.lane_of.values()) != {Lane.COMPUTE}:
-        return Shops(following, _totals(facts, prices, options), tuple(range(len(following))), whole)
+        all_phases = tuple(range(len(forward_backward)))
+        return Shops(forward_backward, _totals(facts, prices, options), all_phases, whole_step)
     if update is not Update.ACROSS_STEPS or prices.is_one_memory:
-        return Shops([*following, _updates(facts, prices, options.columns)], [], (), whole)
-    own = _Work(facts, prices, options)
-    # A copy that is work for compute may be early, ahead of what compute waits for: it has no place on these paths.
+        return Shops([*forward_backward, _updates(facts, prices, options.columns)], [], (), whole_step)
+    updates = _CrossStepUpdates(facts, prices, options)
+    # A copy that is work for compute may run early, before compute waits for the host, so no path can contain it.
     is_sent_beside = prices.lane_of[Lane.H2D] is Lane.H2D
-    across = [own.behind_the_host(), own.round_trips(), own.all_copies()] if is_sent_beside else []
-    return Shops([own.before_forward(), *following], across, (0, 1), whole)
+    across = [updates.host_first(), updates.round_trips(), updates.all_copies()] if is_sent_beside else []
+    return Shops([updates.before_forward(), *forward_backward], across, (0, 1), whole_step)
 
 
 def _stream_s(facts: Facts, prices: Prices, i: int, home: Tier) -> float:
+    """Return the seconds of compute that a streamed update of bucket i takes, its parameters at `home`."""
     name = facts.buckets[i].id
     return sum(prices.stream_s[name, home]) + prices.device_update_s[name]
 
 
 def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> list[Phase]:
-    """The flow shops of the update behind the backward, which run side by side: device updates, and the round trip of
-    the rest."""
+    """Return the flow shops of an update after the backward: device updates, and host updates with their copies.
+
+    The two run side by side; if device and host are one memory, all updates are in one flow shop.
+    """
     num_events = len(facts.buckets)
     device = Table("update", (Lane.COMPUTE,), num_events, columns)
     host = Table("update", _ROUND_TRIP, num_events, columns)
@@ -126,12 +135,12 @@ def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> lis
 
 
 def _totals(facts: Facts, prices: Prices, options: Options) -> list[Phase]:
-    """All ops and device updates on one lane, all host updates on another."""
+    """Return two flow shops: all ops and device updates of a step on one lane, all host updates on another."""
     compute = Table("step", (Lane.COMPUTE,), 1, options.columns)
     host = Table("step", (Lane.HOST,), 1, options.columns)
     compute.constants_s[0, 0] = prices.run_s(0, facts.num_run - 1)
-    for number, own in enumerate(options.profiles, start=len(facts.buckets)):
-        for mode, profile in enumerate(own):
+    for number, layer in enumerate(options.profiles, start=len(facts.buckets)):
+        for mode, profile in enumerate(layer):
             compute.add(Lane.COMPUTE, 0, (number, mode), sum(seconds for _, seconds in profile.added_s))
     for i, level in of_buckets(facts, options.columns):
         name = facts.buckets[i].id
@@ -144,7 +153,7 @@ def _totals(facts: Facts, prices: Prices, options: Options) -> list[Phase]:
 
 
 def _host_memory(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> Phase:
-    """Seconds of the host's memory at its full rate, in the forward, the backward and the updates, as one event."""
+    """Return the seconds of the host's memory at its full rate in forward, backward and updates, as one event."""
     memory = prices.memory
     table = Table("step", (Lane.HOST,), 1, columns)
 
@@ -154,26 +163,27 @@ def _host_memory(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) ->
 
     for i, level in of_buckets(facts, columns):
         if level.has_state_on_host and facts.buckets[i].trainable:
-            is_streamed, own = i in facts.streamed, (facts.buckets[i].id, level.home)
-            table.add(Lane.HOST, 0, (i, level), memory.stream_s[own] if is_streamed else host_s(i, level.home))
+            is_streamed, placed = i in facts.streamed, (facts.buckets[i].id, level.home)
+            table.add(Lane.HOST, 0, (i, level), memory.stream_s[placed] if is_streamed else host_s(i, level.home))
     for i, home, choice in stream_choices(facts):
         table.add(Lane.HOST, 0, choice, memory.stream_s[facts.buckets[i].id, home] - host_s(i, home))
     updates = table.phase()
-    # The copies of buckets in forward and backward, in seconds of the memory; those of activations are left out.
+    # Copies of buckets in forward and backward count in seconds of the memory; copies of activations are left out.
     run = phases(facts, replace(prices, h2d_s=memory.copy_s, d2h_s=memory.copy_s), columns)
     is_copy = [np.repeat([lane in (Lane.H2D, Lane.D2H) for lane in phase.lanes], phase.num_events) for phase in run]
-    copies_s = sum(own @ phase.matrix_s for own, phase in zip(is_copy, run, strict=True))
+    copies_s = sum(rows @ phase.matrix_s for rows, phase in zip(is_copy, run, strict=True))
     return replace(updates, matrix_s=sparse.csr_array(updates.matrix_s.toarray() + copies_s))
 
 
-class _Work:
-    """What updates across steps do, by lane."""
+class _CrossStepUpdates:
+    """Makes the flow shops of updates across steps."""
 
     def __init__(self, facts: Facts, prices: Prices, options: Options) -> None:
         self._facts, self._prices, self._options = facts, prices, options
         self._streams = stream_choices(facts)
         self._by_bucket: dict[int, list[tuple[Tier, Choice, float]]] = {i: [] for i in range(len(facts.buckets))}
-        """By bucket, (home of its parameters, choice, sign) of what adds an update of the host, or takes it away."""
+        """By bucket, (home of its parameters, choice, sign): sign 1 for a level with a host update, -1 for a streamed
+        update, which takes the host's update away."""
         for i, level in of_buckets(facts, options.columns):
             if level.has_state_on_host and i not in facts.streamed and facts.buckets[i].trainable:
                 self._by_bucket[i].append((level.home, (i, level), 1.0))
@@ -181,7 +191,8 @@ class _Work:
             self._by_bucket[i].append((home, choice, -1.0))
 
     def before_forward(self) -> list[Phase]:
-        """Device updates, behind which gradients of parameters on the device leave; or else what is streamed."""
+        """Return the two flow shops of the phase before the forward: device updates and the copies of gradients to the
+        host behind them, for parameters on the device; device updates and streamed updates."""
         facts, prices, columns = self._facts, self._prices, self._options.columns
         leaving = Table("update", (Lane.COMPUTE, Lane.D2H), 2, columns)
         streaming = Table("update", (Lane.COMPUTE,), 1, columns)
@@ -195,29 +206,29 @@ class _Work:
         for i, home, choice in self._streams:
             streaming.add(Lane.COMPUTE, 0, choice, _stream_s(facts, prices, i, home))
         lane = prices.lane_of[Lane.D2H]
-        for i, own in self._by_bucket.items():
-            for home, choice, sign in own:
+        for i, choices in self._by_bucket.items():
+            for home, choice, sign in choices:
                 if home is Tier.DEVICE:
                     leaving.add(lane, int(lane is Lane.D2H), choice, sign * prices.d2h_s[facts.buckets[i].id])
         return [leaving.phase(), streaming.phase()]
 
-    def behind_the_host(self) -> Phase:
-        """All updates of the host, and then what follows them to the end of the forward.
+    def host_first(self) -> Phase:
+        """Return the flow shop of all host updates and the work behind them, to the end of the forward.
 
-        Copies of buckets that the host does not update are left out, and second copies: they may be early. Not so on
-        several ranks, where a gather that waits holds up all that are issued behind it.
+        On one rank only first copies of buckets with host updates are counted, because other copies may run early.
+        On several ranks all are counted, because a waiting gather holds up all gathers issued after it.
         """
-        is_dtensor = self._facts.problem.cluster.num_ranks > 1
+        has_ranks = self._facts.problem.cluster.num_ranks > 1
         lanes = (Lane.HOST, Lane.H2D, Lane.GATHER, Lane.COMPUTE, Lane.REDUCE, Lane.D2H)
-        table, events = self._table(lanes, lanes[1 if is_dtensor else 3 :])
+        table, events = self._table(lanes, lanes[1 if has_ranks else 3 :])
         for i, event in events:
             for home, choice, sign in self._by_bucket[i]:
-                is_copied = home is Tier.DEVICE or not is_dtensor
+                is_copied = home is Tier.DEVICE or not has_ranks
                 self._add_update(table, event, i, (choice, sign), is_copied=is_copied)
         return table.phase()
 
     def round_trips(self) -> Phase:
-        """Gradients of parameters on the device, then all updates of the host, then the ops of the forward."""
+        """Return the flow shop of gradients on their way to the host, host updates, copies back, and forward ops."""
         prices = self._prices
         table, events = self._table((*_ROUND_TRIP, Lane.COMPUTE), (Lane.COMPUTE,))
         for i, event in events:
@@ -228,7 +239,7 @@ class _Work:
         return table.phase()
 
     def _table(self, lanes: tuple[Lane, ...], filled: tuple[Lane, ...]) -> tuple[Table, list[tuple[int, int]]]:
-        """Return a table of `lanes` with what the forward does on those that are to be `filled`, and `_events`."""
+        """Return a table of `lanes` with the forward's work on the lanes `filled`, and the result of `_events`."""
         run = self._run_table()
         table = Table("forward", lanes, run.table.num_events, self._options.columns)
         for lane in filled:
@@ -238,7 +249,10 @@ class _Work:
     def _add_update(
         self, table: Table, event: int, i: int, counted: tuple[Choice, float], *, is_copied: bool = True
     ) -> None:
-        """The update of a bucket, and its copy to the device: gathered, or on its way back."""
+        """Add the host's update of bucket i and, if `is_copied`, its copy to the device: its gather or its way back.
+
+        `counted` is the choice behind the work, and its sign.
+        """
         choice, sign = counted
         name = self._facts.buckets[i].id
         table.add(Lane.HOST, event, choice, sign * self._prices.host_update_s[name])
@@ -246,8 +260,10 @@ class _Work:
             table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[name])
 
     def all_copies(self) -> Phase:
-        """All copies to the device, of what is gathered and of what the host has updated, and then the ops of the
-        forward: which copy is first is not known, but one op needs all up to its place."""
+        """Return the flow shop of all copies to the device, gathered and updated buckets alike, and the forward's ops.
+
+        The order of the copies is not known, but an op needs all copies up to its place.
+        """
         lanes = (Lane.H2D, Lane.COMPUTE)
         table, events = self._table(lanes, lanes)
         for i, event in events:
@@ -262,17 +278,16 @@ class _Work:
         return run_table(forward, facts, self._prices, options.columns, options.profiles, counts_trips=counts_trips)
 
     def _events(self, run: RunTable) -> list[tuple[int, int]]:
-        """(bucket, event of the forward) in the order in which the host updates, each event behind the one before: a
-        copy that stands at an event waits for all updates up to there.
+        """Return (bucket, event of the forward) in the order of the host's updates, with events in increasing order.
 
-        A later bucket that is read earlier only counts later. Buckets that the forward does not read are left out.
+        A copy at an event waits for all updates up to this event, so a bucket with a late update and an early first use
+        counts at a later event than its first use. Buckets without a use in the forward are left out.
         """
         found: list[tuple[int, int]] = []
         latest = -1
         for i, windows in enumerate(self._facts.windows):
             if windows and windows[0].first < self._facts.num_forward:
-                own = run.event_of[windows[0].first, True, i]
-                latest = max(latest + 1, own)
+                latest = max(latest + 1, run.event_of[windows[0].first, True, i])
                 if latest < run.table.num_events:
                     found.append((i, latest))
         return found

@@ -1,11 +1,12 @@
-"""A flow shop: work that stands on lanes, event after event, and the longest path through it.
+"""A flow shop: seconds of work by lane and event, and the longest path through them.
 
-Lanes are first in, first out, so a phase of the step takes as long as the longest path that never goes back, neither in
-events nor in lanes:
+A job of the shop is an event, such as the first use of a bucket; it passes the lanes in order. Lanes are first in,
+first out, so the shop takes as long as the longest path that goes back neither in events nor in lanes:
 
     T = max over i <= j <= k <= l of h_0..h_i + a_i..a_j + c_j..c_k-1 + r_k..r_l + d_l..d_end
 
-Each path is linear in the decisions. `phases` says what stands where. Source: flow shops, Johnson 1954.
+with h, a, c, r, d the work on the lanes h2d, gather, compute, reduce and d2h. Each path is linear in the decisions.
+`phases` and `cross_step_updates` make the flow shops of a step. Source: flow shops, Johnson 1954.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,34 +19,34 @@ from scipy import sparse
 from elixir_compile.ir import Lane
 
 Choice = tuple[int, int]
-"""A bucket, by its index, and a level of it; or, from the number of buckets on, a layer and a mode of it."""
+"""(index of a bucket, one of its levels), or (number of buckets + index of a layer, one of its modes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:
-    """Lanes and events that follow on one another; its seconds are `constant_s + coefficients_s @ x`."""
+    """The work along one path through lanes and events; it takes `constant_s + coefficients_s @ x`."""
 
     label: str
     constant_s: float
     coefficients_s: NDArray[np.float64]
     seconds: float
-    """At the x it was found for."""
+    """Seconds of the path at the x for which it is the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One flow shop: seconds[lane, event] = constants + matrix @ x, flattened lane by lane."""
+    """A flow shop with seconds[lane, event] = constants_s + matrix_s @ x, flattened lane by lane."""
 
     name: str
     lanes: tuple[Lane, ...]
     num_events: int
     compute: int
-    """Which of `lanes` is compute, whose work stands between events; -1 where no lane does."""
+    """Index of the compute lane in `lanes`, -1 if there is none. Its work at an event lasts to the next event."""
     constants_s: NDArray[np.float64]
     matrix_s: sparse.csr_array
 
     def longest(self, x: NDArray[np.float64]) -> Path:
-        """Return the longest path at x, one number per choice, whole or not."""
+        """Return the longest path at x, one number per choice, integral or not."""
         work_s = self._work_s(x)
         runs = self._trace(work_s)
         rows = np.concatenate(
@@ -68,9 +69,9 @@ class Phase:
         return (self.constants_s + self.matrix_s @ x).reshape(len(self.lanes), self.num_events)
 
     def _lanes_s(self, work_s: NDArray[np.float64]) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Per lane and event: by how much all work so far had to start late, and when it ends.
+        """Return, per lane, the idle seconds up to each event, and the second at which the work of each event ends.
 
-        On one lane `end[i] = max(end[i - 1], ready[i]) + work[i]`, so with S the running sum of the work,
+        On a lane `end[i] = max(end[i - 1], ready[i]) + work[i]`, so with S the running sum of the work,
         `end[i] - S[i]` is the running maximum of `ready[i] - S[i - 1]`.
         """
         ready_s = np.zeros(self.num_events)
@@ -84,12 +85,12 @@ class Phase:
         return found
 
     def _trace(self, work_s: NDArray[np.float64]) -> list[tuple[int, int, int]]:
-        """(lane, first event, last event) of each stretch of the longest path, latest first."""
+        """Return (lane, first event, last event) of each stretch of the longest path, the latest stretch first."""
         num_events = self.num_events
         lanes_s = self._lanes_s(work_s)
         entries: list[NDArray[np.int64]] = []
         for late_s, _ in lanes_s:
-            # Where the path comes onto this lane: the first event that reached the running maximum.
+            # The path enters this lane at the first event that reached the running maximum.
             is_new = np.concatenate([[True], late_s[1:] > late_s[:-1]])
             entries.append(np.maximum.accumulate(np.where(is_new, np.arange(num_events), 0)))
         lane = max(range(len(self.lanes)), key=lambda lane: (float(lanes_s[lane][1][-1]), lane))
@@ -103,11 +104,11 @@ class Phase:
         return runs
 
     def _follows_compute(self, lane: int) -> bool:
-        """Whether the work of `lane` stands before the ops of its event."""
+        """Whether `lane` comes right after compute: its work at an event follows the ops before the event."""
         return self.compute >= 0 and lane == self.compute + 1
 
     def _ready_s(self, lane: int, before_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """When the lane before, which ends at `before_s`, lets the work of each event begin."""
+        """Return when the work of each event may begin on `lane`, if the lane before ends its work at `before_s`."""
         return np.concatenate([[0.0], before_s[:-1]]) if self._follows_compute(lane) else before_s
 
     def _label(self, work_s: NDArray[np.float64], runs: Sequence[tuple[int, int, int]]) -> str:
@@ -118,7 +119,7 @@ class Phase:
 
 
 class Table:
-    """Seconds by lane and event, being filled in."""
+    """Seconds by lane and event, filled in step by step and then turned into a `Phase`."""
 
     def __init__(self, name: str, lanes: tuple[Lane, ...], num_events: int, choices: Mapping[Choice, int]) -> None:
         self.name, self.lanes, self.num_events, self._choices = name, lanes, num_events, choices
@@ -128,13 +129,14 @@ class Table:
         self._values: list[float] = []
 
     def add(self, lane: Lane, event: int, choice: Choice, seconds: float) -> None:
+        """Add `seconds` of work on `lane` at `event`, times the entry of `choice` in x."""
         if seconds:
             self._rows.append(self.lanes.index(lane) * self.num_events + event)
             self._columns.append(self._choices[choice])
             self._values.append(seconds)
 
     def copy_lane(self, lane: Lane, other: "Table") -> None:
-        """Give the table `other`, of as many events, the work of `lane`."""
+        """Copy the work on `lane` into the table `other`, which has the same number of events."""
         start, there = self.lanes.index(lane) * self.num_events, other.lanes.index(lane) * self.num_events
         other.constants_s[other.lanes.index(lane)] = self.constants_s[self.lanes.index(lane)]
         for row, column, seconds in zip(self._rows, self._columns, self._values, strict=True):

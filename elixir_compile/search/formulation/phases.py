@@ -1,19 +1,19 @@
-"""The phases of a step as flow shops: what follows what on the lanes, as numbers that are linear in the decisions.
+"""Forward and backward as flow shops: seconds of work by lane and event that are linear in the decisions.
 
-Events of a phase, in order, are the places where a bucket's uses begin, where a bucket's gradients are complete, and
-where activations leave or are needed again. At event i stands, on each lane, work that depends on the levels of buckets
-and on the modes of layers:
+The events of a phase, in order, are the ops at which a bucket's uses begin, a bucket's gradients are complete, or
+activations leave the device or are needed again. The work on each lane at event i depends on the levels of buckets and
+the modes of layers:
 
-    h2d      h_i   what one rank owns comes from the host       before the ops of event i
-    gather   a_i   then from the other ranks                    before the ops of event i
-    compute  c_i   the ops from event i to event i + 1, with those that a layer's mode repeats
-    reduce   r_i   a complete gradient is shared out            after the ops before event i
-    d2h      d_i   then goes to the host                        after the ops before event i
+    h2d      h_i   the shard of one rank comes from the host    before the ops of event i
+    gather   a_i   then the shards of the other ranks           before the ops of event i
+    compute  c_i   the ops from event i to event i + 1, with the ops that a layer's mode recomputes
+    reduce   r_i   complete gradients are reduced over ranks    after the ops before event i
+    d2h      d_i   then the reduced shard goes to the host      after the ops before event i
 
-The longest path (see `flow`) is a lower bound on the phase for every plan, whatever its prefetch distances, and linear
-in the decisions. Where a lane's work is really done by another (a CPU copies for itself), its seconds stand there.
+The longest path (see `flow_shop`) is a lower limit on the seconds of the phase for every plan, whatever its prefetch
+distances. If another lane does the work of a lane (a CPU copies for itself), the seconds are added to that other lane.
 
-What updates add is in `crossing`.
+`cross_step_updates` adds the updates.
 """
 
 from bisect import bisect_right
@@ -41,20 +41,22 @@ def phases(
     *,
     counts_trips: bool = False,
 ) -> list[Phase]:
-    """Return the phases of a step that follow on one another; `choices` numbers the entries of x, `profiles` are of
-    each layer's modes."""
+    """Return the flow shop of the forward and, if the step trains, of the backward.
+
+    `choices` numbers the entries of x; `profiles` has the profile of each mode of each layer.
+    """
     tables = [run_table(span, facts, prices, choices, profiles, counts_trips=counts_trips) for span in _spans(facts)]
-    return [own.table.phase() for own in tables]
+    return [run.table.phase() for run in tables]
 
 
 def copies(
     facts: Facts, prices: Prices, choices: Mapping[Choice, int], profiles: Sequence[Sequence[Profile]]
 ) -> list[Phase]:
-    """Return the phases of a step on several ranks without collectives, but with the copies of activations.
+    """Return the phases of a step on several ranks with the copies of activations and without collectives.
 
-    An op waits for every copy to the device that is needed up to it, of buckets and of activations, in whatever order
-    the link carries them; and all that leaves behind an op is on one link too. A collective waits for neither. Only for
-    machines on which all transfers run beside compute.
+    An op waits for the copies to the device of all buckets and activations needed up to it, whatever their order on the
+    link. The copies to the host share a link as well. Collectives wait for no copy of activations, so they are left
+    out. Only valid for machines on which all transfers run beside compute.
     """
     lanes = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
     found: list[Phase] = []
@@ -68,7 +70,7 @@ def copies(
 
 
 class Span(NamedTuple):
-    """A phase as op indices: from `first` to before `end`."""
+    """The ops of a phase, by index: from `first` to before `end`."""
 
     name: str
     first: int
@@ -79,7 +81,7 @@ class Span(NamedTuple):
 
 
 def forward_of(facts: Facts) -> Span:
-    """Return the forward as a span."""
+    """Return the ops of the forward."""
     return Span("forward", 0, facts.num_forward)
 
 
@@ -89,16 +91,16 @@ def _spans(facts: Facts) -> list[Span]:
 
 
 def of_buckets(facts: Facts, choices: Mapping[Choice, int]) -> Iterator[tuple[int, Level]]:
-    """Yield the choices that are levels of buckets."""
+    """Yield the choices of buckets, as (bucket index, level)."""
     return ((i, Level(level)) for i, level in choices if i < len(facts.buckets))
 
 
 class RunTable(NamedTuple):
-    """The work of a phase, and which of its events is what."""
+    """The work of a phase by lane and event, and the number of each event."""
 
     table: Table
     event_of: Mapping[tuple[int, bool, int], int]
-    """By place, whether uses begin there, and bucket."""
+    """Number of an event by the fields of `_Event`."""
 
 
 def run_table(
@@ -110,7 +112,10 @@ def run_table(
     *,
     counts_trips: bool = False,
 ) -> RunTable:
-    """Return the work of the phase `span`; on several ranks with the copies of activations if it `counts_trips`."""
+    """Return the work of the phase `span`.
+
+    Copies of activations are counted on one rank, and on several ranks if `counts_trips`.
+    """
     first, end = span.first, span.end
     has_trips = counts_trips or facts.problem.cluster.num_ranks == 1
     numbers = _trip_numbers(facts, profiles)
@@ -119,20 +124,20 @@ def run_table(
     _fill_compute(table, prices, events, end)
     event_of = {(event.place, event.gathers, event.bucket): number for number, event in enumerate(events)}
     places = [(event.place, event.gathers) for event in events]
-    for number, own in enumerate(profiles, start=len(facts.buckets)):
-        for mode, profile in enumerate(own):
+    for number, layer in enumerate(profiles, start=len(facts.buckets)):
+        for mode, profile in enumerate(layer):
             for slot, seconds in profile.added_s:
                 if span.holds(slot):
-                    # Behind what leaves after the op before, ahead of what the slot's own op waits for.
+                    # Recomputed ops run after transfers out of the op before, and before the op waits for transfers in.
                     table.add(Lane.COMPUTE, bisect_right(places, (slot, False)) - 1, (number, mode), seconds)
             for trip in profile.trips if has_trips else ():
                 _add_trip(table, prices, facts, trip, (number, mode), event_of, numbers[trip.group])
     for i, level in of_buckets(facts, choices):
         if not is_gathered(facts.buckets[i], level):
             continue
-        for stay_first, _ in spans(facts, i, level):
-            if first <= stay_first < end:
-                _add_gather(table, prices, facts, (i, level), event_of[stay_first, True, i])
+        for first_use, _ in spans(facts, i, level):
+            if first <= first_use < end:
+                _add_gather(table, prices, facts, (i, level), event_of[first_use, True, i])
         gradients = facts.gradients[i]
         if gradients is not None and first <= gradients.complete < end:
             _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1, False, i])
@@ -140,33 +145,32 @@ def run_table(
 
 
 class _Event(NamedTuple):
-    """One bucket at one place; in the order in which the lanes take them."""
+    """A transfer of a bucket or a group of activations before an op; events sort in the order of the lanes."""
 
     place: int
-    """Index of the op before which it stands."""
+    """Index of the op before which the event stands."""
     gathers: bool
-    """Whether its uses begin here; else its gradients are complete, which comes first."""
+    """True if uses begin at this op; False if gradients are complete or activations may leave, which sorts first."""
     bucket: int
-    """A bucket's index, or, from the number of buckets on, the number of a group of activations."""
+    """A bucket's index, or a group's number from `_trip_numbers`; -1 for the beginning of the phase."""
 
 
 def _trip_numbers(facts: Facts, profiles: Sequence[Sequence[Profile]]) -> Mapping[GroupId, int]:
-    """A number for each group that can leave, behind those of the buckets."""
-    groups = dict.fromkeys(trip.group for own in profiles for profile in own for trip in profile.trips)
+    """Return a number for each group that may be offloaded, counted on from the number of buckets."""
+    groups = dict.fromkeys(trip.group for layer in profiles for profile in layer for trip in profile.trips)
     return {group: number for number, group in enumerate(groups, start=len(facts.buckets))}
 
 
 def _events(
     facts: Facts, span: Span, profiles: Sequence[Sequence[Profile]], numbers: Mapping[GroupId, int]
 ) -> list[_Event]:
-    """Every place where the uses of a bucket begin or its gradients are complete, where activations leave or are
-    needed again, and the beginning of the phase.
+    """Return the events of the phase `span`, in order.
 
-    Two buckets at one place are two events: the copy of the second may run beside the all-gather of the first.
+    Two buckets at one op are two events: the copy of the second may run beside the all-gather of the first.
     """
     first, end = span.first, span.end
     found = {_Event(first, False, -1)}
-    for trip in (trip for own in profiles for profile in own for trip in profile.trips):
+    for trip in (trip for layer in profiles for profile in layer for trip in profile.trips):
         if span.holds(trip.leave):
             found.add(_Event(trip.leave + 1, False, numbers[trip.group]))
         if span.holds(trip.first):
@@ -179,7 +183,7 @@ def _events(
 
 
 def _fill_compute(table: Table, prices: Prices, events: Sequence[_Event], end: int) -> None:
-    """The ops from one place to the next stand at the last event of the place."""
+    """Add the seconds of all ops; ops up to the next place belong to the last event at their place."""
     row = table.lanes.index(Lane.COMPUTE)
     for number, event in enumerate(events):
         stop = events[number + 1].place if number + 1 < len(events) else end
@@ -191,14 +195,16 @@ def _add_gather(table: Table, prices: Prices, facts: Facts, choice: tuple[int, L
     bucket = facts.buckets[choice[0]].id
     if choice[1].has_param_on_host and _is_copy_on_a_path(prices):
         _add(table, prices, Lane.H2D, event, choice, prices.h2d_s[bucket])
-    # No path here says that an all-gather comes after a copy that is work for compute.
+    # If the copy is work for compute, no path has it before the all-gather, so the all-gather is left out as well.
     if not choice[1].has_param_on_host or _is_copy_on_a_path(prices):
         _add(table, prices, Lane.GATHER, event, choice, prices.gather_s[bucket])
 
 
 def _is_copy_on_a_path(prices: Prices) -> bool:
-    """Whether a copy to the device has a place on every path: one that is work for compute can be early, before a path
-    that begins with all-gathers comes to compute."""
+    """Whether copies to the device may be counted on every path.
+
+    A copy that is work for compute can run early, before a path that begins with all-gathers reaches compute.
+    """
     return prices.lane_of[Lane.H2D] is not Lane.COMPUTE or prices.lane_of[Lane.GATHER] is Lane.COMPUTE
 
 
@@ -219,10 +225,8 @@ def _add_trip(
     event_of: Mapping[tuple[int, bool, int], int],
     number: int,
 ) -> None:
-    """Activations go to the host behind the ops that need them, and are back before the backward does.
-
-    On several ranks collectives of buckets need not wait for these copies, as a path would have them.
-    """
+    """Add the copies of a group of activations: to the host after its last use in the forward, and back before its
+    first use in the backward."""
     cluster = facts.problem.cluster
     leave, back = event_of.get((trip.leave + 1, False, number)), event_of.get((trip.first, True, number))
     if leave is not None:

@@ -1,17 +1,18 @@
-"""The relaxed optimum by columns and rows that are added as they are asked for, and the bound that it proves.
+"""The relaxed optimum of a program and its bound, by column and row generation.
 
-A master program has a part of the columns. Its multipliers price all of them: those cheaper than what their bucket or
-layer has come in, as do rows that the optimum breaks, until there are none.
+A master program has some of the columns. Its multipliers price every column. Columns enter the master if they are
+cheaper than the columns of their bucket or layer there; rows enter if the optimum breaks them. The rounds end if
+neither columns nor rows enter.
 
     minimise  sum of T   over the columns so far          multipliers l >= 0 of the rows  a x - T <= b
-    price     l a of every column, in the master or not   the cheapest ones come in
-    bound     -l b + sum over phases of min(0, 1 - l of its paths) T_most
-                   + sum over buckets and layers of the least l a of their options
+    price     l a of every column, in the master or not   the cheapest columns enter
+    bound     -l b + sum over phases of min(0, 1 - l of its paths) T_max
+                   + sum over buckets and layers of min over their options of l a
                    + sum over streams and other columns of min(0, l a)
 
-The bound holds for every whole x whatever the multipliers are (weak duality: Geoffrion 1974), so neither a master that
-is not solved to the end nor the solver's own tolerance weakens the proof. T_most is the step that is known already:
-longer ones need no bound.
+The bound holds for every integral x, whatever the multipliers are (weak duality: Geoffrion 1974). An unfinished solve
+of the master, or the solver's tolerance, makes the bound lower and never wrong. T_max is the best known step: longer
+steps need no bound.
 """
 
 from collections.abc import Iterable
@@ -24,22 +25,24 @@ from scipy.optimize import linprog
 
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.formulation.program import SCALE, Program, Vector
-from elixir_compile.search.formulation.solver import matrix_of, num_columns_of, one_each
+from elixir_compile.search.formulation.solver import matrix_of, num_columns_of, option_counts
 
-_MOST_ROUNDS = 60
-_MOST_NEW = 2
-"""Columns of one bucket or layer that come in at once."""
+_MAX_ROUNDS = 60
+_MAX_NEW = 2
+"""Columns of each bucket or layer that enter the master in one round."""
 _CHEAPER = 1e-4
-"""A column that is cheaper by less, in units of `SCALE`, is not."""
+"""A column enters the master if it is cheaper by at least this much, in units of `SCALE`."""
 _CLOSE = 1e-4
-_LARGE, _PATIENCE, _MOST_STALE = 3000, 12, 3
-"""Master and bound that agree within `_CLOSE` are good enough once the bound has risen by less in so many solves: more
-where there are few columns, for the more options an optimum divides, the better it can be rounded."""
-_LEAST_S, _WORTH, _MOST_LATE = 2.0, 0.9, 8
-"""A solve may take so long even if the time is up, and so many are made until the bound is worth that share of the
-master: the first few have too few columns to say anything, and a plan without a bound proves nothing."""
+_LARGE, _PATIENCE, _MAX_STALE = 3000, 12, 3
+"""The rounds end if bound and master agree within the share `_CLOSE`, and either no row is new or the bound has risen
+by less than this share in each of the last `_PATIENCE` solves, `_MAX_STALE` in a program of more than `_LARGE` columns.
+Small programs get more solves, because an optimum that mixes more options can be rounded better."""
+_MIN_S, _WORTH, _MAX_LATE = 2.0, 0.9, 8
+"""A solve may take `_MIN_S` seconds even if the time is up, and up to `_MAX_LATE` solves follow until the bound is
+`_WORTH` of the master. The first masters have too few columns for a useful bound."""
 _OVER = 1e3
-"""Price of a share of the budget above it, in steps: the master always has an optimum, which fits where any does."""
+"""Price, in steps, of exceeding the budget by its own size. With it the master always has an optimum, and the optimum
+fits the budget if any mix of its columns does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,39 +50,40 @@ class Priced:
     """A relaxed optimum and what it proves."""
 
     bound: float
-    """No whole x takes less: scaled, for `Program.seconds`."""
+    """A lower limit on the objective of every integral x, scaled; `Program.seconds` turns it into seconds."""
     x: Vector
     columns: NDArray[np.bool_]
-    """Those that came in."""
+    """Whether each choice is a column of the master."""
 
 
 @dataclass(slots=True)
 class _Master:
-    """The optimum over some of the columns, and the price of all."""
+    """The optimum over some of the columns, and the prices of all columns."""
 
     x: Vector
     value: float
     bound: float
     prices: Vector
-    """Of every choice."""
+    """Price of each choice, scaled."""
     is_over: bool
+    """Whether x exceeds a budget."""
 
 
 def priced(
     program: Program, seeds: Iterable[Vector], deadline: Deadline, more_bytes: int = 0, patience: int = _PATIENCE
 ) -> Priced | None:
-    """Return the relaxed optimum with `more_bytes` of device memory, or so much less where they are below 0; None where
-    nothing fits, or where the time is up long before there is one.
+    """Return the relaxed optimum, with `more_bytes` added to the device budget (below 0: kept free).
 
-    The columns of `seeds`, of which one fits the budget, are the first ones.
+    The master starts with the columns of `seeds`; at least one seed should fit the budget. `patience` is the number of
+    solves that may raise the bound by next to nothing. Returns None if no optimum within the budget was found.
     """
     columns = np.zeros(program.num_choices, dtype=np.bool_)
     for seed in seeds:
         columns |= seed > 0.0
     columns[program.num_options :] = False
     best, last, num_stale, found = -np.inf, -np.inf, 0, None
-    patience = min(patience, _MOST_STALE) if program.num_choices > _LARGE else patience
-    for number in range(_MOST_ROUNDS):
+    patience = min(patience, _MAX_STALE) if program.num_choices > _LARGE else patience
+    for number in range(_MAX_ROUNDS):
         master = _solved(program, columns, deadline, more_bytes)
         if master is None:
             break
@@ -91,9 +95,9 @@ def priced(
         columns[new_columns] = True
         if not (has_new or len(new_columns)):
             break
-        # The first masters have too few rows as well: their value is below what their own x takes.
+        # The first masters also have too few rows, so their value is below the longest paths of their own x.
         claimed = max(master.value, program.lower_s(master.x) * SCALE / program.reference_s)
-        is_worthless = best < _WORTH * claimed and number < _MOST_LATE
+        is_worthless = best < _WORTH * claimed and number < _MAX_LATE
         if deadline.is_over and not is_worthless:
             break
         num_stale = num_stale + 1 if best < last + _CLOSE * abs(last) else 0
@@ -105,52 +109,57 @@ def priced(
 
 def _solved(program: Program, columns: NDArray[np.bool_], deadline: Deadline, more_bytes: int) -> _Master | None:
     num_choices, num_columns = program.num_choices, num_columns_of(program)
-    kept = np.concatenate([np.flatnonzero(columns), np.arange(num_choices, num_columns)])
-    own = int(columns.sum())
+    in_master = np.concatenate([np.flatnonzero(columns), np.arange(num_choices, num_columns)])
+    num_chosen = int(columns.sum())
     matrix, limits = matrix_of(program).tocsc(), program.limits(more_bytes)
-    objective = np.zeros(len(kept) + 1)
-    objective[own : own + len(program.phases)] = 1.0
+    objective = np.zeros(len(in_master) + 1)
+    objective[num_chosen : num_chosen + len(program.phases)] = 1.0
     objective[-1] = _OVER
     over = np.array([-float(row.is_memory or row is program.host_row) for row in program.rows])
-    most = np.full(len(kept) + 1, np.inf)
-    most[:own] = 1.0
-    chosen = one_each(program).tocsc()[:, kept]
+    upper = np.full(len(in_master) + 1, np.inf)
+    upper[:num_chosen] = 1.0
+    counts = option_counts(program).tocsc()[:, in_master]
     result = linprog(
         objective,
-        A_ub=sparse.hstack([matrix[:, kept], over[:, None]], format="csc"),
+        A_ub=sparse.hstack([matrix[:, in_master], over[:, None]], format="csc"),
         b_ub=limits,
-        A_eq=sparse.hstack([chosen, np.zeros((chosen.shape[0], 1))], format="csc"),
-        b_eq=np.ones(chosen.shape[0]),
-        bounds=np.stack([np.zeros(len(most)), most], axis=1),
+        A_eq=sparse.hstack([counts, np.zeros((counts.shape[0], 1))], format="csc"),
+        b_eq=np.ones(counts.shape[0]),
+        bounds=np.stack([np.zeros(len(upper)), upper], axis=1),
         method="highs",
-        options={"time_limit": max(deadline.wall_s, _LEAST_S * deadline.clock.times)},
+        options={"time_limit": max(deadline.wall_s, _MIN_S * deadline.clock.times)},
     )
     if result.x is None or result.status != 0:
         return None
     multipliers = np.maximum(-np.asarray(result.ineqlin.marginals), 0.0)
     x = np.zeros(num_choices)
-    x[columns] = result.x[:own]
+    x[columns] = result.x[:num_chosen]
     prices = matrix.T @ multipliers
     bound = bound_of(program, prices, float(multipliers @ limits))
     return _Master(x, float(result.fun), bound, prices[:num_choices], is_over=float(result.x[-1]) > 1e-6 * SCALE)
 
 
 def bound_of(program: Program, prices: Vector, limits: float) -> float:
-    """Return what every whole x takes at least, scaled, at multipliers under which the columns have these `prices` and
-    the limits of the rows add up to `limits`."""
+    """Return the lower limit on the objective of every integral x, scaled, proved by multipliers of the rows.
+
+    `prices` are the columns' coefficients times the multipliers, `limits` is the sum of the rows' limits times them.
+    """
     num_choices, num_options = program.num_choices, program.num_options
     behind = num_choices + len(program.phases)
-    least = np.full(int(program.owners.max()) + 1, np.inf)
-    np.minimum.at(least, program.owners, prices[:num_options])
-    bound = float(least.sum()) - limits
-    # `SCALE` is the known step: no phase of a shorter one takes longer.
+    cheapest = np.full(int(program.owners.max()) + 1, np.inf)
+    np.minimum.at(cheapest, program.owners, prices[:num_options])
+    bound = float(cheapest.sum()) - limits
+    # `SCALE` is the best known step, so no phase of a shorter step takes longer than `SCALE`.
     bound += float(np.minimum(1.0 + prices[num_choices:behind], 0.0).sum()) * SCALE
     bound += float(np.minimum(prices[num_options:num_choices], 0.0).sum())
     return bound + float(np.minimum(prices[behind:], 0.0).sum())
 
 
 def _cheaper(program: Program, prices: Vector, columns: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The columns outside of the master that are cheaper than what it has, the cheapest few of a bucket or a layer."""
+    """Return columns outside the master, cheaper than those in it: the cheapest few of each bucket or layer.
+
+    Also returns streams with a negative price.
+    """
     owners, num_options = program.owners, program.num_options
     inside = np.flatnonzero(columns[:num_options])
     now = np.full(int(owners.max()) + 1, np.inf)
@@ -159,7 +168,7 @@ def _cheaper(program: Program, prices: Vector, columns: NDArray[np.bool_]) -> ND
     wanted = np.flatnonzero((options < now[owners] - _CHEAPER) & ~columns[:num_options])
     wanted = wanted[np.lexsort((options[wanted], owners[wanted]))]
     is_first = np.ones(len(wanted), dtype=np.bool_)
-    is_first[_MOST_NEW:] = owners[wanted[_MOST_NEW:]] != owners[wanted[:-_MOST_NEW]]
+    is_first[_MAX_NEW:] = owners[wanted[_MAX_NEW:]] != owners[wanted[:-_MAX_NEW]]
     streams = np.arange(num_options, program.num_choices)
     streams = streams[(prices[streams] < -_CHEAPER) & ~columns[streams]]
     return np.concatenate([wanted[is_first], streams])

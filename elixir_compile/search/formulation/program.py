@@ -1,13 +1,12 @@
-"""The program of one problem as rows of numbers: x[bucket, level] and x[layer, mode], the seconds of each phase, and
-what limits them.
+"""A problem as a mixed-integer program: columns x[bucket, level] and x[layer, mode], and rows for memory and seconds.
 
-Rows are added as the search goes on; `pricing`, `rounding` and `milp` say which they ask for, and `solving` asks the
-solver. Everything is scaled, so that the best known step and the budgets are `SCALE`: the solver's tolerances are
-absolute.
+The objective is the sum of T, the seconds of each phase. Rows are added during the search: `pricing` and `solver` add
+the memory rows and paths that a solution breaks, then solve again. Times and bytes are scaled, so that the best known
+step and both budgets equal `SCALE`, because the solver's tolerances are absolute.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ from elixir_compile.search.space.memory import MemoryModel
 
 SCALE = 1000.0
 TOLERANCE = 1e-7
-"""Below this share of the step or the budget, a row counts as kept."""
+"""A row counts as satisfied if it is exceeded by less than this share of the step or the budget."""
 _NUM_STRETCHES = 32
 _MANY_CHOICES = 600
 Vector = NDArray[np.float64]
@@ -32,7 +31,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Row:
-    """coefficients @ (x, T, z) <= limit, in scaled units; sparse, because later rows bring new columns."""
+    """A row `values @ (x, T, z)[columns] <= limit`, in scaled units; sparse, because later rows add columns z."""
 
     columns: Indices
     values: Vector
@@ -41,41 +40,44 @@ class Row:
 
 
 class Program:
-    """The program of one problem, and the rows it has so far; `reference_s`, the seconds of a known step, is the unit
-    of time."""
+    """The mixed-integer program of a problem, with the rows added so far.
+
+    `reference_s`, the seconds of the best known step, is the unit of time.
+    """
 
     def __init__(self, evaluator: Evaluator, reference_s: float) -> None:
         self.evaluator = evaluator
         self.reference_s = reference_s
         self.rows: list[Row] = []
         self.num_extra = 0
-        """Columns beyond x and T: gradients that stay because no later bucket's leave."""
+        """Number of columns z, behind x and T: gradients on the device because no later bucket's gradients left."""
         facts = evaluator.facts
-        own_profiles = evaluator.profiles
+        profiles = evaluator.profiles
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
-        moded = [(number, mode) for number, own in enumerate(own_profiles) for mode in range(len(own))]
+        layer_modes = [(number, mode) for number, layer in enumerate(profiles) for mode in range(len(layer))]
         self.choices: dict[Choice, int] = {pair: column for column, pair in enumerate(pairs)}
-        self.choices |= {(len(facts.buckets) + i, mode): len(pairs) + j for j, (i, mode) in enumerate(moded)}
+        self.choices |= {(len(facts.buckets) + i, mode): len(pairs) + j for j, (i, mode) in enumerate(layer_modes)}
         self.num_options = len(self.choices)
-        """Columns of levels and modes; behind them are those of updates that may be streamed."""
+        """Number of columns of levels and modes. Columns of updates that may be streamed come behind them."""
         self.owners = np.array([i for i, _ in self.choices], dtype=np.int64)
-        """By column: the bucket, or, from the number of buckets on, the layer, that it is an option of."""
+        """By column of a level or mode: the index of its bucket, or the number of buckets + the index of its layer."""
         self._streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
         self.choices |= {choice: self.num_options + j for j, choice in enumerate(self._streams.values())}
-        shops = flow_shops(facts, evaluator.prices, Options(self.choices, own_profiles))
-        self.phases, self.across, self.spanned, self.whole = shops
-        # Bytes on top of those with everything kept, which are in `rest_bytes`: few segments see any difference.
-        more_bytes = [own_profiles[i][mode].nbytes - own_profiles[i][0].nbytes for i, mode in moded]
+        shops = flow_shops(facts, evaluator.prices, Options(self.choices, profiles))
+        self.phases, self.across, self.spanned, self.whole_step = shops
+        # `rest_bytes` counts all activations as kept, so a mode's column holds its difference from mode 0 (keep all).
+        more_bytes = [profiles[i][mode].nbytes - profiles[i][0].nbytes for i, mode in layer_modes]
         self.memory = MemoryModel(facts, {int(slot) + 1 for row in more_bytes for slot in np.flatnonzero(np.diff(row))})
         own_bytes = self.memory.own_bytes()
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
-        # Room for what is streamed is one bucket's, which no row can say: left out.
+        # Streamed updates run in turn, so only the largest counts. A sum cannot express a maximum: the columns are 0
+        # here, and `_add_streamed` adds a row for each streamed bucket on its own.
         columns += [np.zeros_like(self.memory.rest_bytes)] * len(self._streams)
         self.bytes_of = np.asfortranarray(np.stack(columns, axis=1), dtype=np.float64)
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
         self._seen: set[tuple[object, ...]] = set()
         host_nbytes = [self.evaluator.host_bytes_of(i, level) for i, level in pairs]
-        host_nbytes += [own_profiles[i][mode].host_bytes for i, mode in moded] + [0] * len(self._streams)
+        host_nbytes += [profiles[i][mode].host_bytes for i, mode in layer_modes] + [0] * len(self._streams)
         self._host_bytes = host_bytes = np.array(host_nbytes, dtype=np.float64)
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
@@ -84,21 +86,21 @@ class Program:
         self.rows += [self._stream_row(i, home) for i, home in self._streams]
 
     def with_trips(self) -> "Program":
-        """Return the same program with the copies of activations on its paths on several ranks too.
+        """Return the same program with the copies of activations on its paths, also on several ranks.
 
-        They share links with the copies of buckets, so its answers are better; but no collective need wait for them, so
-        what it bounds is no bound. Rows of memory are taken over.
+        Copies of activations share links with the copies of buckets, so this program finds better candidates. Its
+        optimum proves no bound, because a collective need not wait for a copy of activations. Memory rows are reused.
         """
         other = copy.copy(self)
-        # Exact rows of what leaves have columns of their own, which are not taken over.
-        counts = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
-        other.rows = [self.host_row, *counts]
+        # The rows of `add_leaving` use columns z. The new program starts without columns z, so it starts without them.
+        memory_rows = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
+        other.rows = [self.host_row, *memory_rows]
         other.rows += [self._stream_row(i, home) for i, home in self._streams]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = 0
         options = Options(self.choices, self.evaluator.profiles, counts_trips=True)
         shops = flow_shops(self.evaluator.facts, self.evaluator.prices, options)
-        other.phases, other.across, other.spanned, other.whole = shops
+        other.phases, other.across, other.spanned, other.whole_step = shops
         return other
 
     @property
@@ -107,26 +109,28 @@ class Program:
 
     @property
     def is_large(self) -> bool:
-        """Whether there is so much to choose that a solve for a whole x, or as many plays as in a small program, take
-        longer than they are worth: GPT-2 20B takes 2 s for a solve, seven of which raise the bound by 0.04 %."""
+        """Whether the program has too many columns for integral solves and for as many plays as a small program gets.
+
+        GPT-2 20B takes 2 s for an integral solve, and seven solves raise its bound by 0.04 %.
+        """
         return self.num_choices > _MANY_CHOICES
 
     @property
     def has_streams(self) -> bool:
-        """Whether an answer says less than x does: updates may be streamed."""
+        """Whether any update may be streamed. If so, x has more than a candidate, which says nothing of streams."""
         return bool(self._streams)
 
     def _stream_row(self, i: int, home: Tier) -> Row:
-        """What is streamed of bucket i is at a level with its state on the host and its parameters at `home`."""
-        own = [self.choices[i, level] for level in self._levels_at(i, home)]
-        columns = np.array([self.choices[self._streams[i, home]], *own], dtype=np.int64)
-        return Row(columns, np.array([1.0, *[-1.0] * len(own)]), 0.0)
+        """Return the row: bucket i streams only if its level has its state on the host and its parameters at `home`."""
+        levels = [self.choices[i, level] for level in self._levels_at(i, home)]
+        columns = np.array([self.choices[self._streams[i, home]], *levels], dtype=np.int64)
+        return Row(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
 
     def _levels_at(self, i: int, home: Tier) -> list[Level]:
         return [level for level in self.evaluator.facts.choices[i] if level.has_state_on_host and level.home is home]
 
     def vector(self, candidate: Candidate, streamed: Collection[int] = ()) -> Vector:
-        """Return x for a whole answer that streams the updates of these buckets."""
+        """Return the integral x of `candidate`, with the updates of the buckets `streamed` if their levels allow it."""
         x = np.zeros(self.num_choices)
         x[self._columns(candidate)] = 1.0
         for (i, home), choice in self._streams.items():
@@ -135,27 +139,27 @@ class Program:
         return x
 
     def candidate(self, x: Vector) -> Candidate:
-        """Return the answer that a whole x is."""
-        return self._answer(lambda i, own: max(own, key=lambda option: (x[self.choices[i, option]], -option)))
-
-    def _answer(self, choose: Callable[[int, Sequence[int]], int]) -> Candidate:
-        """Return the answer with what `choose` says for each bucket or layer and its options."""
+        """Return the candidate of an integral x: the option of each bucket and layer with the largest entry."""
         facts = self.evaluator.facts
-        levels = tuple(Level(choose(i, own)) for i, own in enumerate(facts.choices))
+
+        def largest(i: int, options: Sequence[int]) -> int:
+            return max(options, key=lambda option: (x[self.choices[i, option]], -option))
+
+        levels = tuple(Level(largest(i, options)) for i, options in enumerate(facts.choices))
         layers = enumerate(facts.layers, start=len(facts.buckets))
-        return Candidate(levels, tuple(choose(i, range(len(layer.modes))) for i, layer in layers))
+        return Candidate(levels, tuple(largest(i, range(len(layer.modes))) for i, layer in layers))
 
     def _columns(self, candidate: Candidate) -> list[int]:
         options = (*candidate.levels, *candidate.modes)
         return [self.choices[i, option] for i, option in enumerate(options)]
 
     def peak_bytes(self, x: Vector) -> int:
-        """Return the bytes of the fullest segment at x, transfers at their use."""
+        """Return the device bytes of the fullest segment at x, with each transfer right before its use."""
         return int(self.live_bytes(x).max())
 
     def live_bytes(self, x: Vector) -> Vector:
-        """Return the bytes of every segment at x, most of which is 0."""
-        chosen = np.flatnonzero(x)
+        """Return the device bytes of each segment at x."""
+        chosen = np.flatnonzero(x)  # most entries are 0
         return self.rest_bytes + self.bytes_of[:, chosen] @ x[chosen]
 
     def host_bytes(self, x: Vector) -> int:
@@ -163,7 +167,7 @@ class Program:
         return int(self._host_bytes @ x)
 
     def streamed(self, x: Vector, candidate: Candidate) -> frozenset[int]:
-        """Return the buckets whose update a whole x streams, at the levels of `answer`."""
+        """Return the buckets whose updates an integral x streams and may stream at the levels of `candidate`."""
         return frozenset(
             i
             for (i, home), choice in self._streams.items()
@@ -171,28 +175,33 @@ class Program:
         )
 
     def lower_s(self, x: Vector) -> float:
-        """Return the seconds below which no step at x can be: the longest path of every phase, and through several."""
-        sides_s = [max(phase.longest_s(x) for phase in side) for side in self.phases]
-        across_s = max((phase.longest_s(x) for phase in self.across), default=0.0)
-        whole_s = max((phase.longest_s(x) for phase in self.whole), default=0.0)
-        return max(sum(sides_s) + max(0.0, across_s - sum(sides_s[number] for number in self.spanned)), whole_s)
+        """Return a lower limit on the seconds of a step at x, from the longest paths of all flow shops.
+
+        The longest paths of the phases are added up. A flow shop through several phases, or through the whole step,
+        raises the sum if its own longest path takes longer.
+        """
+        phases_s = [max(shop.longest_s(x) for shop in shops) for shops in self.phases]
+        across_s = max((shop.longest_s(x) for shop in self.across), default=0.0)
+        whole_step_s = max((shop.longest_s(x) for shop in self.whole_step), default=0.0)
+        spanned_s = sum(phases_s[number] for number in self.spanned)
+        return max(sum(phases_s) + max(0.0, across_s - spanned_s), whole_step_s)
 
     # Rows.
 
     def add_paths(self, x: Vector) -> bool:
-        """Add the longest path of each phase at x; return whether any was new."""
+        """Add a row for the longest path of each flow shop at x; return whether any row is new."""
         added = False
-        for number, side in enumerate(self.phases):
-            for phase in side:
-                added |= self._add_path((number,), phase.longest(x))
-        for phase in self.across:
-            added |= self._add_path(self.spanned, phase.longest(x))
-        for phase in self.whole:
-            added |= self._add_path(tuple(range(len(self.phases))), phase.longest(x))
+        for number, shops in enumerate(self.phases):
+            for shop in shops:
+                added |= self._add_path((number,), shop.longest(x))
+        for shop in self.across:
+            added |= self._add_path(self.spanned, shop.longest(x))
+        for shop in self.whole_step:
+            added |= self._add_path(tuple(range(len(self.phases))), shop.longest(x))
         return added
 
     def _add_path(self, numbers: tuple[int, ...], path: Path) -> bool:
-        """Say that the phases with these `numbers` together take no less than `path`."""
+        """Add the row: T of the phases with these `numbers` add up to at least the seconds of `path`."""
         key = ("path", numbers, path.constant_s, path.coefficients_s.tobytes())
         if key in self._seen:
             return False
@@ -205,12 +214,15 @@ class Program:
         return True
 
     def add_memory(self, x: Vector, more_bytes: int = 0) -> bool:
-        """Add the rows of the fullest segments at x that are over the budget and `more_bytes`; say whether any was."""
+        """Add memory rows for the fullest segments that x breaks; return whether any row is new.
+
+        `more_bytes` is added to the budget.
+        """
         budget_bytes = self.evaluator.facts.problem.budget_bytes + more_bytes
         live_bytes = self.live_bytes(x)
-        # The fullest of each stretch: those next to one another are nearly the same.
+        # Only the fullest segment of each stretch gets a row, because neighbouring segments have nearly equal rows.
         stretches = np.array_split(np.arange(len(live_bytes)), min(_NUM_STRETCHES, len(live_bytes)))
-        fullest = [int(own[live_bytes[own].argmax()]) for own in stretches]
+        fullest = [int(segments[live_bytes[segments].argmax()]) for segments in stretches]
         over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
         has_new = sum([self._add_segment(segment) for segment in over]) > 0
         in_update = self.memory.segment_of(self.evaluator.facts.num_run)
@@ -221,7 +233,10 @@ class Program:
         return has_new
 
     def _add_streamed(self, segment: int, column: int, nbytes: int) -> bool:
-        """Say that there is room for what is streamed in `column`; what passes at another time does not count."""
+        """Add the row: the update streamed in `column` fits into `segment` beside all buckets and activations.
+
+        Other streamed updates are left out, because they pass through the device at other times.
+        """
         if ("streamed", column) in self._seen:
             return False
         self._seen.add(("streamed", column))
@@ -245,11 +260,11 @@ class Program:
         self.rows.append(Row(columns, nbytes / budget_bytes * SCALE, limit, is_memory=True))
 
     def add_leaving(self, candidate: Candidate) -> bool:
-        """Add exact rows for the segments that `answer` breaks in truth; return whether any is new.
+        """Add exact rows for at most four segments that `candidate` overfills; return whether any row is new.
 
-        A gradient that leaves is on the device until the next bucket whose gradients leave completes them: bucket i's
-        is there in segment s when i leaves and nothing between i and s does. A column z >= leaves[i] - sum of leaves
-        in between says so.
+        A bucket's gradients leave the device only when the gradients of the next leaving bucket are complete. So the
+        gradients of bucket i are live in segment s if bucket i leaves and no bucket completed between i and s leaves.
+        A column `z >= leaves[i] - sum of leaves in between` expresses it.
         """
         evaluator = self.evaluator
         levels = candidate.levels
@@ -270,7 +285,7 @@ class Program:
         before = self.memory.completed_before(segment)
         columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
         nbytes[0] = nbytes[0][columns[0]]
-        # The one right before is in `bytes_of` already: nothing is between it and the segment.
+        # `bytes_of` already counts the last bucket completed before the segment: no bucket comes in between.
         for place, i in enumerate(before[:-1]):
             gradients = facts.gradients[i]
             assert gradients is not None
@@ -279,12 +294,12 @@ class Program:
             columns.append(np.array([z]))
             bucket, whole_bytes = facts.buckets[i], sum(size for _, size in gradients.births)
             nbytes.append(np.array([float(bucket.reduced_nbytes if bucket.is_packed else whole_bytes)]))
-            own = self._leaving_columns(i)
+            leaving = self._leaving_columns(i)
             between = np.array([c for j in before[place + 1 :] for c in self._leaving_columns(j)], dtype=np.int64)
             self.rows.append(
                 Row(
-                    np.concatenate([own, between, [z]]).astype(np.int64),
-                    np.concatenate([np.ones(len(own)), -np.ones(len(between)), [-1.0]]),
+                    np.concatenate([leaving, between, [z]]).astype(np.int64),
+                    np.concatenate([np.ones(len(leaving)), -np.ones(len(between)), [-1.0]]),
                     0.0,
                 )
             )
@@ -295,19 +310,19 @@ class Program:
         return [self.choices[i, level] for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
 
     def limits(self, more_bytes: int = 0) -> Vector:
-        """Return the limits of all rows, with `more_bytes` of device memory on top of the budget."""
+        """Return the limit of each row, with `more_bytes` added to the device budget."""
         budget_bytes = max(self.evaluator.facts.problem.budget_bytes, 1)
         return np.array([row.limit + more_bytes / budget_bytes * SCALE * row.is_memory for row in self.rows])
 
     def is_short(self, x: Vector, bound: float) -> bool:
-        """Return whether a scaled objective at x is below what its longest paths add up to."""
+        """Return whether the scaled objective `bound` is below `lower_s` at x: rows for paths are missing."""
         return self.lower_s(x) * SCALE / self.reference_s > bound * (1 + TOLERANCE)
 
     def seconds(self, bound: float) -> float:
-        """Return a scaled objective in seconds, rounded down by more than the solver's tolerances."""
+        """Return the scaled objective `bound` in seconds, rounded down by more than the solver's tolerances."""
         return bound * self.reference_s / SCALE * (1 - 1e-6)
 
     def forbid(self, candidate: Candidate) -> None:
-        """Add a row that no solution at exactly `answer` satisfies."""
+        """Add a row that excludes `candidate`, whatever it streams, and no other candidate."""
         columns = np.array(self._columns(candidate), dtype=np.int64)
         self.rows.append(Row(columns, np.ones(len(columns)), len(columns) - 1.0))

@@ -1,4 +1,4 @@
-"""The solver: a program with the rows it has so far to the best x, whole, relaxed or rounded. HiGHS, through scipy."""
+"""Integral solutions of a program under its rows so far, by HiGHS through scipy."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,66 +12,67 @@ from elixir_compile.search.candidate import Candidate
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.formulation.program import Program, Vector
 
-_MOST_NODES = 20_000
-"""Of a search for a whole solution, unless another number is asked for: it ends alike on a slow and a fast machine."""
+_MAX_NODES = 20_000
+"""Nodes of a branch-and-bound search. Counted nodes, unlike seconds, give equal results on slow and fast machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
     x: Vector
     bound: float
-    """Of the objective, scaled."""
+    """A proved lower limit on the scaled objective."""
 
 
-def solve_whole(
+def solve_integral(
     program: Program,
     *,
     limit_s: float,
     gap: float,
     more_bytes: int = 0,
     is_open: NDArray[np.bool_] | None = None,
-    streams_whole: bool = True,
-    most_nodes: int = _MOST_NODES,
+    integral_streams: bool = True,
+    max_nodes: int = _MAX_NODES,
 ) -> Solution | None:
-    """Return the best whole x under the rows so far, None when there is none or the time is up before one is found.
+    """Return the best integral x under the program's rows; None if no x fits or the time ends before any is found.
 
-    `more_bytes` is device memory on top of the budget. Only options that are open, by their column, may be chosen; the
-    bound then holds for these alone, and where streams need not be whole, for such x.
+    `gap` is the relative gap between objective and bound at which the solver stops. `more_bytes` is added to the device
+    budget. `is_open`, by column, limits the options to choose from; the bound then holds for these options only. If
+    `integral_streams` is False, the columns of streamed updates may be fractions, and the bound allows fractions too.
     """
     num_columns = num_columns_of(program)
-    most = np.full(num_columns, np.inf)
-    most[: program.num_choices] = 1.0
+    upper = np.full(num_columns, np.inf)
+    upper[: program.num_choices] = 1.0
     if is_open is not None:
-        most[: program.num_options] = is_open[: program.num_options]
+        upper[: program.num_options] = is_open[: program.num_options]
     objective = np.zeros(num_columns)
     objective[program.num_choices : program.num_choices + len(program.phases)] = 1.0
-    whole = np.arange(num_columns) < (program.num_choices if streams_whole else program.num_options)
+    is_integral = np.arange(num_columns) < (program.num_choices if integral_streams else program.num_options)
     result = milp(
         objective,
         constraints=[
             LinearConstraint(matrix_of(program), ub=program.limits(more_bytes)),  # pyright: ignore[reportArgumentType]
-            LinearConstraint(one_each(program), 1.0, 1.0),  # pyright: ignore[reportArgumentType] (stubs)
+            LinearConstraint(option_counts(program), 1.0, 1.0),  # pyright: ignore[reportArgumentType] (stubs)
         ],
-        bounds=Bounds(0.0, most),  # pyright: ignore[reportArgumentType] (stubs)
-        integrality=whole.astype(np.int64),
-        options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "node_limit": most_nodes},
+        bounds=Bounds(0.0, upper),  # pyright: ignore[reportArgumentType] (stubs)
+        integrality=is_integral.astype(np.int64),
+        options={"time_limit": max(limit_s, 0.01), "mip_rel_gap": gap, "node_limit": max_nodes},
     )
     if result.x is None:
         return None
     found = result.mip_dual_bound
     bound = 0.0 if found is None or not np.isfinite(found) else float(found)
     x = np.asarray(result.x[: program.num_choices])
-    x[whole[: program.num_choices]] = np.round(x[whole[: program.num_choices]])
+    x[is_integral[: program.num_choices]] = np.round(x[is_integral[: program.num_choices]])
     return Solution(x=x, bound=bound)
 
 
 def num_columns_of(program: Program) -> int:
-    """Return the number of columns: choices, seconds of phases, and what rows brought."""
+    """Return the number of columns: x of choices, T of phases, and z of rows."""
     return program.num_choices + len(program.phases) + program.num_extra
 
 
 def matrix_of(program: Program) -> sparse.csr_array:
-    """Return the coefficients of the rows."""
+    """Return the coefficients of the program's rows as a matrix, rows x columns."""
     lengths = [len(row.columns) for row in program.rows]
     columns = np.concatenate([row.columns for row in program.rows])
     values = np.concatenate([row.values for row in program.rows])
@@ -79,20 +80,21 @@ def matrix_of(program: Program) -> sparse.csr_array:
     return sparse.csr_array((values, columns, starts), shape=(len(program.rows), num_columns_of(program)))
 
 
-def one_each(program: Program) -> sparse.csr_array:
-    """Return ones for the options of each bucket and layer, one row each."""
+def option_counts(program: Program) -> sparse.csr_array:
+    """Return the matrix that counts the chosen options of each bucket and layer in x; each count must be 1."""
     owners = program.owners
     shape = (int(owners.max()) + 1, num_columns_of(program))
     return sparse.csr_array((np.ones(len(owners)), (owners, np.arange(len(owners)))), shape=shape)
 
 
-def whole(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
-    """Yield candidates, best first as far as the program can tell; end when there is none left or the time is up.
+def integral_candidates(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
+    """Yield candidates, best first by the program's rows, until none is left or the time is up.
 
-    Each comes with the bound in seconds of every plan that was not yielded before.
+    Each candidate comes with a lower limit in seconds on the step of every candidate not yielded before it. Before it
+    is yielded, the program gets the rows broken by it, or, if it breaks none, a row to forbid it.
     """
     while not deadline.is_over:
-        solution = solve_whole(program, limit_s=deadline.wall_s, gap=gap)
+        solution = solve_integral(program, limit_s=deadline.wall_s, gap=gap)
         if solution is None:
             return
         candidate = program.candidate(solution.x)
@@ -105,20 +107,21 @@ def whole(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Ca
 
 
 USED = 1e-6
-"""A share of an option below this is none."""
+"""An option counts as used if its entry of x is larger."""
 _GAP = 2e-4
-_MOST_ROUNDS, _MOST_NODES = 8, 10
-"""Solves, and nodes of each, of which most answers take fewer. GPT-2 20B on an A100 had its first answer within 1 % of
-the bound from the third solve over all options, with 10 nodes after 4.4 s of solves and with 150 after 7 s."""
-_LEAST_S = 2.0
-"""Each solve may take so long even if the time is up: an answer that is far from the optimum is no candidate."""
+_MAX_ROUNDS, _MAX_ROUNDING_NODES = 8, 10
+"""Solves of a rounding, and nodes of each solve; most roundings take fewer. GPT-2 20B on an A100 had its first
+candidate within 1 % of the bound from the third solve over all options, with 10 nodes after 4.4 s of solves and with
+150 nodes after 7 s."""
+_MIN_S = 2.0
+"""Seconds that each solve of a rounding may take even if the time is up: a solve cut short rounds badly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
     candidate: Candidate
     streamed: frozenset[int]
-    """Buckets whose updates the program streams; none where streams need not be whole."""
+    """Buckets whose updates the program streams; empty if streams were not asked to be integral."""
 
 
 def rounded(
@@ -128,31 +131,31 @@ def rounded(
     *,
     more_bytes: int = 0,
     also: Iterable[Vector] = (),
-    streams_whole: bool = False,
+    integral_streams: bool = False,
 ) -> Iterator[Rounded]:
-    """Yield whole answers over the options that x and the optima in `also` use, after each of which rows come in that
-    it breaks: the last one is the best by all rows, unless the deadline was over. Yield nothing if none fits.
+    """Yield candidates made of the options used by x and by the optima in `also`; yield none if none fits.
 
-    `more_bytes` is device memory on top of the budget, or, below 0, kept free. Streamed updates are whole only if
-    `streams_whole` says so: which ones are is then found by playing.
+    The program gets the rows that a candidate breaks before the next solve. The last candidate is the best by all
+    rows, unless the deadline ended the search. `more_bytes` is added to the device budget; below 0, it is kept free.
+    If `integral_streams` is False, streams may be fractions; `streaming.best_moves` then finds a candidate's streams.
     """
     used = x > USED
     for other in also:
         used |= other > USED
-    for _ in range(_MOST_ROUNDS):
-        solution = solve_whole(
+    for _ in range(_MAX_ROUNDS):
+        solution = solve_integral(
             program,
-            limit_s=max(deadline.wall_s, _LEAST_S * deadline.clock.times),
+            limit_s=max(deadline.wall_s, _MIN_S * deadline.clock.times),
             gap=_GAP,
             more_bytes=more_bytes,
             is_open=used,
-            streams_whole=streams_whole,
-            most_nodes=_MOST_NODES,
+            integral_streams=integral_streams,
+            max_nodes=_MAX_ROUNDING_NODES,
         )
         if solution is None:
             return
         candidate = program.candidate(solution.x)
-        streamed = program.streamed(solution.x, candidate) if streams_whole else frozenset[int]()
+        streamed = program.streamed(solution.x, candidate) if integral_streams else frozenset[int]()
         has_new = program.add_memory(solution.x, more_bytes)
         has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
         has_new |= program.add_leaving(candidate)

@@ -1,1 +1,1 @@
-"""Planners and improvements that need no solver: greedy, rules, enumeration, streaming, transfers."""
+"""Planners without a solver (greedy, rules, enumeration), and the choice of streamed updates and transfer times."""

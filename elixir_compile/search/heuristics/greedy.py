@@ -1,14 +1,15 @@
-"""Offload only the excess, cheapest bytes first.
+"""The greedy planner: move buckets off the device, the cheapest bytes first, until the step fits.
 
-Start with everything where it is. While the step does not fit, make the one move that saves the most bytes at the peak,
-counted up to the excess, per second that the simulated step gets longer. Then undo every move that turned out not to be
-needed, and gather ahead as far as the memory left allows.
+Start with the placements in force. While the step does not fit, move the bucket that saves the most bytes at the peak,
+counted up to the excess, per second added to the simulated step. Then undo needless moves, and start transfers as early
+as the free memory allows.
 
     score = min(saved at the peak, excess) / (step_s after the move - step_s before)
 
-Whether gathers will find memory to be early is not known while moves are chosen, so the search is run for each
-distance, with memory kept free for it, once with and once without moving state alone, and the fastest answer wins.
-Seconds of a move are remembered, and simulated again only while it leads (lazily, as in CELF, Leskovec et al. 2007).
+Early gathers need free memory, but the memory left is not known while moves are chosen. So the search runs for each
+prefetch distance, with memory kept free for it, with and without moves of optimizer state alone. The fastest draft plan
+wins. Seconds of a move are remembered, and simulated again only if the move has the best score (lazily, as in CELF,
+Leskovec et al. 2007).
 """
 
 import itertools
@@ -27,10 +28,12 @@ from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.units import format_bytes, format_s
 
-_LEAST_COST_S = 1e-9
-"""A move that makes the step no longer still needs a finite score."""
+_MIN_COST_S = 1e-9
+"""Seconds of a move that makes the step no longer, so that its score is finite."""
 _MAX_REFRESHES = 4
+"""Moves that are simulated again for each move made."""
 _NUM_REJECTED = 2
+"""Rejected moves that a decision names."""
 
 
 class _Move(NamedTuple):
@@ -43,23 +46,27 @@ class _Move(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """One descent from the placements in force to a fit, for one prefetch distance."""
+    """The moves from the placements in force to a step that fits, for one prefetch distance."""
 
     evaluator: Evaluator
     own_bytes: NDArray[np.int64]
+    """Device bytes by bucket, level and segment, from `MemoryModel.own_bytes`."""
     ahead: int
+    """Windows by which gathers are early."""
     limits_host: bool
+    """If False, the host budget is ignored."""
     spares_host: bool
-    """Whether moves are ranked by the host bytes they take instead of by their seconds, which nobody asks then."""
+    """If True, moves are ranked by the host bytes that they take, and never simulated; else by their seconds."""
     splits_state: bool
-    """Whether optimizer state may leave without its parameters."""
+    """Whether optimizer state may leave the device without its parameters."""
     levels: list[Level]
+    """The present level of each bucket."""
     cost_s: dict[tuple[int, Level], float]
-    """Seconds by move, as last simulated."""
+    """Seconds by which each move makes the step longer, as last simulated."""
     fresh: set[tuple[int, Level]] = field(default_factory=set)
-    """Moves whose seconds were simulated from the present levels."""
+    """Moves with seconds that were simulated from the present levels."""
     moved: dict[int, Decision] = field(default_factory=dict)
-    """The last decision on each bucket moved, in the order of the moves."""
+    """The last decision on each moved bucket, in the order of the moves."""
 
     def descend(self) -> bool:
         """Move buckets off the device until the step fits; return whether it does."""
@@ -69,14 +76,14 @@ class _Walk:
             segment = int(live_bytes.argmax())
             excess = int(live_bytes[segment]) - budget_bytes
             if excess <= 0:
-                return self._fits_host(self.levels)  # activations that leave may alone be more than the host has
+                return self._fits_host(self.levels)  # offloaded activations alone may exceed the host budget
             move, others = self._best_move(segment, excess, int(live_bytes[segment]))
             if move is None:
-                return self._retreat()
+                return self._move_all()
             self._make(move, others, segment, excess)
 
     def undo_needless(self) -> None:
-        """Bring buckets back as far as the budget allows, the last moves, which were the dearest, first."""
+        """Bring buckets back as far as the budget allows: the last move first, because it cost the most."""
         for bucket in reversed(list(self.moved)):
             for level in self.evaluator.facts.choices[bucket]:
                 if level >= self.levels[bucket]:
@@ -86,7 +93,10 @@ class _Walk:
                     break
 
     def _may_return(self, bucket: int, level: Level) -> bool:
-        """Whether the step still fits, and a bucket that does not come back entirely makes it no longer."""
+        """Return whether the step still fits with `bucket` at `level`.
+
+        If the bucket does not return to its first level, the step must not get longer either.
+        """
         levels = self._with(bucket, level)
         if self.evaluator.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
             return False
@@ -113,7 +123,10 @@ class _Walk:
         return levels
 
     def _best_move(self, segment: int, excess: int, peak_bytes: int) -> tuple[_Move | None, list[_Move]]:
-        """The best move that saves bytes at the peak, and the next best."""
+        """Return the best move that lowers the peak in `segment`, and the moves next in score.
+
+        The first is None if no move lowers the peak.
+        """
         moves = self._moves(segment, excess)
         refreshes = 0
         while moves:
@@ -125,7 +138,7 @@ class _Walk:
                 self._simulate(best.bucket, best.level)
                 moves[0] = self._scored(best.bucket, best.level, best.saves_bytes, excess)
                 continue
-            # Prefetches and gradients on their way out are not in `own_bytes`: count the move in full.
+            # `own_bytes` leaves out prefetches and gradients on their way out: count the step after the move in full.
             if int(self._live_bytes(self._with(best.bucket, best.level))[segment]) < peak_bytes:
                 return best, moves[1 : 1 + _NUM_REJECTED]
             moves.pop(0)
@@ -133,12 +146,12 @@ class _Walk:
 
     def _moves(self, segment: int, excess: int) -> list[_Move]:
         facts = self.evaluator.facts
-        own = self.own_bytes[:, :, segment]
+        at_peak = self.own_bytes[:, :, segment]
         host_free = facts.problem.host_budget_bytes - self.evaluator.host_bytes(self.levels)
         moves: list[_Move] = []
         for bucket, now in enumerate(self.levels):
             for level in facts.choices[bucket]:
-                saves_bytes = int(own[bucket, now] - own[bucket, level])
+                saves_bytes = int(at_peak[bucket, now] - at_peak[bucket, level])
                 if level <= now or saves_bytes <= 0:
                     continue
                 if level.has_state_on_host and not level.has_param_on_host and not self.splits_state:
@@ -153,7 +166,7 @@ class _Walk:
     def _scored(self, bucket: int, level: Level, saves_bytes: int, excess: int) -> _Move:
         saved_bytes = min(saves_bytes, excess)
         if self.spares_host:
-            # A bucket on the host already takes no more of it, however far it moves: as good as one byte.
+            # A bucket on the host takes no more host bytes if it moves further: count 1, not 0.
             added_bytes = max(self.evaluator.added_host_bytes(bucket, self.levels[bucket], level), 1)
             return _Move(saved_bytes / added_bytes, bucket, level, saves_bytes, 0.0)
         cost_s = self.cost_s[bucket, level]
@@ -161,7 +174,7 @@ class _Walk:
 
     def _simulate(self, bucket: int, level: Level) -> None:
         after_s = self.evaluator.step_s(self._with(bucket, level))
-        self.cost_s[bucket, level] = max(after_s - self.evaluator.step_s(self.levels), _LEAST_COST_S)
+        self.cost_s[bucket, level] = max(after_s - self.evaluator.step_s(self.levels), _MIN_COST_S)
         self.fresh.add((bucket, level))
 
     def _make(self, move: _Move, others: list[_Move], segment: int, excess: int) -> None:
@@ -171,7 +184,7 @@ class _Walk:
             subject=self.evaluator.facts.buckets[move.bucket].id,
             choice=level_text(move.level),
             because=f"device short by {format_bytes(excess)} at {op.id}",
-            cost_s=0.0 if move.cost_s <= _LEAST_COST_S else move.cost_s,
+            cost_s=0.0 if move.cost_s <= _MIN_COST_S else move.cost_s,
             saves_bytes=move.saves_bytes,
             rejected=tuple(
                 f"{self.evaluator.facts.buckets[other.bucket].id} {level_text(other.level)} "
@@ -190,8 +203,11 @@ class _Walk:
         added_bytes = self.evaluator.added_host_bytes(move.bucket, self.levels[move.bucket], move.level)
         return f"takes {format_bytes(added_bytes)} of the host"
 
-    def _retreat(self) -> bool:
-        """Move everything as far as it goes: what no single move could save may still be saved together."""
+    def _move_all(self) -> bool:
+        """Move all buckets to the levels with the fewest bytes; return whether the step then fits.
+
+        Runs if no single move lowers the peak: several moves together may still lower it.
+        """
         furthest = self.evaluator.min_memory_levels
         if self.evaluator.memory.peak_bytes(furthest, self.ahead) > self._budget_bytes:
             return False
@@ -210,17 +226,18 @@ class _Walk:
 
 
 def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_host: bool = False) -> DraftPlan | None:
-    """Return the fastest placement found that fits the budgets; None when none was found.
+    """Return the fastest draft plan found within the budgets, or None.
 
-    `limits_host` False ignores the host budget; `spares_host` saves the most bytes per host byte instead of per second.
+    If `limits_host` is False, the host budget is ignored. If `spares_host`, moves are chosen by device bytes saved per
+    host byte instead of per second.
     """
     cluster = evaluator.facts.problem.cluster
-    # Where copies are work for the device itself, being early saves nothing that memory should be kept free for.
+    # If copies are work for the device itself, early copies save no time, so no memory is kept free for them.
     is_early = cluster.h2d.overlaps_compute and not spares_host
     distances = range(MAX_AHEAD, -1, -1) if is_early else (0,)
     own_bytes = evaluator.memory.own_bytes()
     best: tuple[tuple[float, int], DraftPlan] | None = None
-    # Moving state alone is cheap at first and can be a dead end: it leaves nothing to hide later moves under.
+    # Moves of optimizer state alone are cheap at first and can be a dead end: no compute is left to hide later moves.
     splits = (
         (True, False)
         if any(
@@ -262,7 +279,7 @@ def _draft(evaluator: Evaluator, walk: _Walk) -> DraftPlan:
 
 
 def _restated(decision: Decision, level: Level) -> Decision:
-    """The decision with the level that the bucket ended at."""
+    """Return `decision` with the final `level` of its bucket, which `undo_needless` may have changed."""
     if decision.choice == level_text(level):
         return decision
     return Decision(

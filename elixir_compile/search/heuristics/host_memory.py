@@ -1,4 +1,4 @@
-"""The fewest host bytes that a placement needs: a bound from below, and a search for the error that says so."""
+"""The minimum host memory of a problem: a lower limit for one choice of modes, and a search for the exact number."""
 
 import time
 from collections.abc import Callable
@@ -13,20 +13,24 @@ from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
 
 _PRICES = np.concatenate([[0.0], np.geomspace(1 / 16, 16, 33)])
-"""Host bytes per device byte. A bucket gives 1 to about 4 device bytes for each of its bytes on the host."""
+"""Multipliers to try, in host bytes per device byte. A bucket frees 1 to about 4 device bytes per byte on the host."""
 
 
 def host_floor_bytes(evaluator: Evaluator) -> int:
-    """Return host bytes below which no placement at the evaluator's modes fits the device."""
+    """Return host bytes below which no levels fit the device at the evaluator's modes.
+
+    A Lagrangian bound: for a segment and a price p per device byte, no levels need fewer host bytes than the sum over
+    buckets of the minimum of host bytes + p * device bytes, less p * the free device bytes.
+    """
     facts, own_bytes = evaluator.facts, evaluator.memory.own_bytes()
-    host = np.full(own_bytes.shape[:2], np.inf)  # what is no choice is never the least
+    host = np.full(own_bytes.shape[:2], np.inf)  # a level that a bucket cannot have is never the minimum
     for bucket, levels in enumerate(facts.choices):
         for level in levels:
             host[bucket, level] = evaluator.host_bytes_of(bucket, level)
-    start = sum(own_bytes[bucket, level] for bucket, level in enumerate(facts.start_levels))
-    least = sum(own_bytes[bucket, level] for bucket, level in enumerate(evaluator.min_memory_levels))
+    start_bytes = sum(own_bytes[bucket, level] for bucket, level in enumerate(facts.start_levels))
+    min_bytes = sum(own_bytes[bucket, level] for bucket, level in enumerate(evaluator.min_memory_levels))
     rest_bytes = evaluator.memory.rest_bytes
-    segments = {int((rest_bytes + own).argmax()) for own in (start, least)}
+    segments = {int((rest_bytes + bucket_bytes).argmax()) for bucket_bytes in (start_bytes, min_bytes)}
     floor = 0.0
     for segment in segments:
         free_bytes = facts.problem.budget_bytes - int(rest_bytes[segment])
@@ -36,17 +40,17 @@ def host_floor_bytes(evaluator: Evaluator) -> int:
     return evaluator.away_bytes + int(floor)
 
 
-_MOST_TRIES = 64
-"""Enough to double a byte up to the largest host, and to halve what is left."""
+_MAX_TRIES = 64
+"""Budgets to try: 1 byte doubled 64 times is more than any host has."""
 
 Search = Callable[[Problem], Plan]
 
 
-def with_least_host(problem: Problem, error: NoFeasiblePlan, search: Search, timeout_s: float) -> NoFeasiblePlan:
+def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search, timeout_s: float) -> NoFeasiblePlan:
     """Return `error`, which says that the host is too small, with the fewest host bytes for which `search` has a plan.
 
-    `search` finds a plan with exactly these, and none with one byte less, unless `timeout_s` seconds were not enough
-    to find out. Returns `error` as it is if more host bytes do not help.
+    `search` finds a plan for exactly this many bytes and none for a byte less, unless `timeout_s` seconds were too few
+    to bisect. Returns `error` unchanged if more host bytes do not help.
     """
     deadline_s = time.monotonic() + timeout_s
     refused_bytes = problem.host_budget_bytes
@@ -73,9 +77,9 @@ def with_least_host(problem: Problem, error: NoFeasiblePlan, search: Search, tim
 
 
 def _enough(problem: Problem, error: NoFeasiblePlan, search: Search) -> tuple[int, Plan] | None:
-    """Return a host budget that does, and the plan for it, tried from what `error` names on; None if none was found."""
+    """Return a sufficient host budget and its plan, tried upward from the bytes in `error`; None if none was found."""
     tried_bytes = max(problem.host_budget_bytes + 1, error.needed_bytes - problem.host_base_bytes)
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         tried = _tried(problem, tried_bytes, search)
         if isinstance(tried, Plan):
             return tried_bytes, tried
@@ -93,20 +97,26 @@ def _tried(problem: Problem, tried_bytes: int, search: Search) -> Plan | NoFeasi
 
 
 def _next(refused_bytes: int, held_bytes: int, enough_bytes: int) -> int:
-    """Return the budget to try between two: one byte less than the plan found for `enough_bytes` holds, then what it
-    holds, then halfway."""
+    """Return the next budget to try, above `refused_bytes` and below `enough_bytes`.
+
+    The plan found for `enough_bytes` holds `held_bytes`. First a byte less than this is tried, then exactly this, then
+    the middle.
+    """
     if refused_bytes < held_bytes - 1:
         return held_bytes - 1
     return held_bytes if refused_bytes < held_bytes < enough_bytes else (refused_bytes + enough_bytes) // 2
 
 
 def _would_do_with_disk(problem: Problem, search: Search) -> bool:
-    """Return whether there is a plan for the host as it is if optimizer state may go to disk, which it may not yet."""
+    """Return whether the problem has a plan within its host budget if optimizer state may also go to disk.
+
+    False if the problem allows state on disk already, or if it has no hybrid optimizer.
+    """
     may_add = problem.hybrid and not problem.disk
     return may_add and isinstance(_tried(replace(problem, disk=True), problem.host_budget_bytes, search), Plan)
 
 
 def _state_bytes(plan: Plan) -> int:
-    """Return the bytes of optimizer state that one rank holds on the host under `plan`."""
+    """Return the bytes of optimizer state that each rank holds on the host under `plan`."""
     placed = zip(plan.buckets, plan.placements, strict=True)
     return sum(bucket.shard_state_nbytes() for bucket, placement in placed if placement.optim is Tier.HOST)

@@ -1,4 +1,4 @@
-"""Planners to compare with: rules that other systems follow, and every candidate of a small problem."""
+"""Planners for comparison: the rules of other systems, and the enumeration of all candidates of a small problem."""
 
 import itertools
 import math
@@ -19,15 +19,15 @@ Levels = tuple[Level, ...]
 
 
 def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, master_bytes: int = 4) -> bool:
-    """Return the paper's one bit: whether memory that is left goes to gathered copies before optimizer state.
+    """Return the decision of the Elixir paper: whether free memory goes to gathered copies before optimizer state.
 
-    Keeping a gathered copy (rCache) saves I seconds per element, holding its optimizer state on the device J:
+    A kept gathered copy (rCache) saves I seconds per element, its optimizer state on the device saves J seconds:
 
         I = e_p / c2g + e_p / g2c
         J = n / r_os * (e_o / c2g + I + e_p / g2c + 1 / v_cpu - 1 / v_gpu)
 
-    with e_p and e_o bytes of an element and of its master copy, and r_os bytes of optimizer state per byte of the
-    parameter: 7 for Adam in mixed precision.
+    with e_p (`item_bytes`) and e_o (`master_bytes`) bytes of an element and of its master, and r_os = 7 bytes of
+    optimizer state per byte of the parameter, as for Adam in mixed precision. Source: arXiv 2212.05339.
     """
     to_device, to_host = rates.h2d_bytes_per_s, rates.d2h_bytes_per_s
     gathered_s = item_bytes / to_device + item_bytes / to_host
@@ -37,7 +37,7 @@ def gathers_first(num_ranks: int, rates: PaperRates, *, item_bytes: int = 2, mas
 
 
 def _everywhere(evaluator: Evaluator, wanted: Sequence[Level]) -> Levels:
-    """The first of `wanted` that each bucket can have; what is in force where it can have none."""
+    """Return, for each bucket, the first of the levels `wanted` among its choices, or its level in force if none is."""
     return tuple(
         next((level for level in wanted if level in choices), choices[0]) for choices in evaluator.facts.choices
     )
@@ -61,10 +61,10 @@ def _fsdp_offload(evaluator: Evaluator) -> Levels:
 
 
 def _elixir(evaluator: Evaluator) -> Levels:
-    """Fill what is left above the minimum, gathered copies or optimizer state first, in first-use order.
+    """Return the Elixir paper's levels: all on the host, then free memory filled with copies or optimizer state first.
 
-    The paper's search keeps copies in the order that Belady's rule gives for a chain that runs forward and then back:
-    with room for k of K equal chunks it loads 2K - k times, which keeping any k from forward to backward does too.
+    The paper's search keeps copies in the order of Belady's rule for a chain that runs forward and then back: with
+    memory for k of K equal chunks it loads 2K - k times, as does keeping any k chunks from forward to backward.
     """
     num_ranks = evaluator.facts.problem.num_shards
     order = (Level.RESIDENT, Level.KEPT)
@@ -72,18 +72,19 @@ def _elixir(evaluator: Evaluator) -> Levels:
         order = (Level.KEPT, Level.RESIDENT)
     levels = list(evaluator.facts.furthest_levels)
     memory, budget_bytes = evaluator.memory, evaluator.facts.problem.budget_bytes
-    # What moves closer takes no more of the host.
+    # `own_bytes` is exact on several ranks, and a bucket moved closer to the device takes no more host bytes. So levels
+    # within the budget by these bytes fit, without a count of the entire step.
     is_exact = num_ranks > 1 and not evaluator.facts.streamed and evaluator.fits(levels, ahead=0)
     own_bytes = memory.own_bytes()
     live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(levels))
     for wanted in order:
-        # The last layers are used last and first: their copies wait the shortest.
+        # The last layers are used last in the forward and first in the backward: their copies wait the shortest.
         for bucket in reversed(range(len(levels))):
             before = levels[bucket]
             if wanted not in evaluator.facts.choices[bucket] or wanted >= before:
                 continue
             more_bytes = own_bytes[bucket, wanted] - own_bytes[bucket, before]
-            # Never more than what is there: what is too much by this count does not fit.
+            # This count is never above the real bytes, so a level above the budget by this count does not fit.
             if int((live_bytes + more_bytes).max()) > budget_bytes:
                 continue
             levels[bucket] = wanted
@@ -104,18 +105,18 @@ RULES: Mapping[str, Callable[[Evaluator], Levels]] = {
 
 
 MAX_PLACEMENTS = 4096
-"""Four levels of six buckets; a few seconds."""
+"""The most candidates that are enumerated, such as four levels of six buckets; they take a few seconds."""
 
 
 def num_placements(evaluator: Evaluator) -> int:
-    """Return how many placements there are to try."""
+    """Return the number of candidates: of combinations of levels and modes."""
     return math.prod(len(options) for options in (*evaluator.facts.choices, *_modes(evaluator)))
 
 
 def place_exhaustively(evaluator: Evaluator) -> DraftPlan | None:
-    """Return the fastest placement that fits, of equal ones that with the fewest host bytes; None when none fits.
+    """Return the fastest draft plan of all candidates, among equals with the fewest host bytes; None if none fits.
 
-    Raises `InvalidOption` when there are more than `MAX_PLACEMENTS`.
+    Raises InvalidOption if there are more than `MAX_PLACEMENTS` candidates.
     """
     choices = evaluator.facts.choices
     count = num_placements(evaluator)

@@ -1,8 +1,8 @@
-"""When things move and which updates are streamed, for levels that are given: judged by the simulator.
+"""The moves of given levels: the times of transfers, and the buckets with streamed updates, chosen by simulated steps.
 
-The copy of a bucket waits for its update, and compute where it reads the bucket. Where the host is behind, a part of
-the updates may be better off on the device, its state streamed there and back: a share x of what the host updates,
-from 0 to 1.
+The copy of a bucket to the device waits for its update, and compute waits for the copy at the first use. If the host is
+late, some of its updates may take less time on the device, with their state streamed there and back: a share x, from 0
+to 1, of the elements with host updates.
 
     x = 0      host     u_b0 | u_b1 | u_b2 | u_b3          compute waits for the last
     x = 1/2    compute  stream b0 | stream b1 | forward    the first are needed first, so the first are streamed
@@ -21,13 +21,13 @@ from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import Moves
 from elixir_compile.units import format_s
 
-_LEAST_SHARE = 1e-3
-"""Of a step: compute that waits less than this for updates has no reason to wait differently."""
-_MOST_BISECTED = 16
-"""Where more buckets than this may be streamed, a number known to be good elsewhere is where to begin."""
+_MIN_SHARE = 1e-3
+"""Nothing is streamed if compute waits for updates for less than this share of a step."""
+_MAX_BISECTED = 16
+"""If more buckets may be streamed, the search for their number begins at a number that was good before, if known."""
 
 Lower = Callable[[frozenset[int]], float]
-"""Seconds below which no step can be at the levels asked about, by the buckets that are streamed."""
+"""The set of streamed buckets to a lower limit on the seconds of a step at the same levels."""
 
 
 def best_moves(
@@ -38,11 +38,11 @@ def best_moves(
     good_s: Lower | None = None,
     near: int | None = None,
 ) -> tuple[Moves, float]:
-    """Return the moves of `levels`, which fit with transfers at their use, and the seconds of a step.
+    """Return the best moves found for `levels`, which must fit with transfers at their use, and the seconds of a step.
 
-    Transfers are just in time, or as early as memory allows where that is shorter, which is not looked into where a
-    step takes no more than `good_s`. Steps that cannot be shorter than `limit_s` are not looked into either. `near` is
-    how many buckets a good answer streams.
+    Transfers are just in time, or as early as memory allows if this makes the step shorter. Early transfers are not
+    tried if the step takes at most `good_s` of its streamed buckets. Streamed updates are not tried if they cannot make
+    the step shorter than `limit_s`. `near` is a number of streamed buckets that was good for similar levels.
     """
     trial = _Trial(evaluator, levels)
     if not _is_any_beside(evaluator):
@@ -56,7 +56,7 @@ def best_moves(
 
 
 def _is_any_beside(evaluator: Evaluator) -> bool:
-    """Whether some transfer runs beside compute: else all are work for it, whenever they begin."""
+    """Return whether any transfer runs beside compute; if none does, the times of transfers change nothing."""
     lane_of = evaluator.prices.lane_of
     return any(lane_of[lane] is not Lane.COMPUTE for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
 
@@ -64,13 +64,16 @@ def _is_any_beside(evaluator: Evaluator) -> bool:
 def _with_streams(
     evaluator: Evaluator, levels: Sequence[Level], trial: "_Trial", moves: Moves, limit_s: float, near: int | None
 ) -> tuple[Moves, float]:
-    """`moves` with the updates streamed that make the step the shortest, and its seconds."""
+    """Return `moves` with the best number of streamed updates, and the seconds of the step.
+
+    Updates are streamed in the order of first use.
+    """
     step_s = trial.step_s(moves)
     stalled_s = trial.stalled_s[moves.streamed]
-    if stalled_s <= _LEAST_SHARE * step_s or step_s - stalled_s >= limit_s:
+    if stalled_s <= _MIN_SHARE * step_s or step_s - stalled_s >= limit_s:
         return moves, step_s
     order = may_be_streamed(evaluator, levels, moves)
-    # One bucket streamed takes compute at least its copies, and spares it at most what it waits for.
+    # A streamed bucket adds its copies and its update to compute, and saves at most the wait of compute.
     if not order or evaluator.stream_s(order[0], levels[order[0]]) >= stalled_s:
         return moves, step_s
 
@@ -78,7 +81,7 @@ def _with_streams(
     def seconds(count: int) -> float:
         return trial.step_s(moves._replace(streamed=moves.streamed.union(order[:count])))
 
-    if near is None or len(order) <= _MOST_BISECTED:
+    if near is None or len(order) <= _MAX_BISECTED:
         count = _bisected(seconds, len(order))
     else:
         count = _climbed(seconds, len(order), near)
@@ -87,53 +90,59 @@ def _with_streams(
 
 @dataclass(slots=True)
 class _Trial:
-    """Moves of the same levels, played."""
+    """Simulates steps of the same levels with different moves."""
 
     evaluator: Evaluator
     levels: Sequence[Level]
     stalled_s: dict[frozenset[int], float] = field(default_factory=dict)
-    """Least seconds that compute waits for updates, by what is streamed."""
+    """By streamed buckets: the fewest seconds that compute waited for updates in a simulated step."""
 
     def step_s(self, moves: Moves) -> float:
+        """Simulate a step with `moves`; return its seconds and note its `stalled_s`."""
         played = self.evaluator.played(self.levels, moves)
-        least_s = self.stalled_s.get(moves.streamed, math.inf)
-        self.stalled_s[moves.streamed] = min(least_s, played.stalled_s)
+        known_s = self.stalled_s.get(moves.streamed, math.inf)
+        self.stalled_s[moves.streamed] = min(known_s, played.stalled_s)
         return played.step_s
 
 
-def _bisected(seconds: Callable[[int], float], most: int) -> int:
-    """The number of streams, of `most`, with the shortest step: more is shorter while the host is behind, and longer
-    from then on."""
-    least = 0
-    while least < most:
-        middle = (least + most) // 2
+def _bisected(seconds: Callable[[int], float], high: int) -> int:
+    """Return the number of streams, from 0 to `high`, with the shortest step, by bisection.
+
+    Each further stream makes the step shorter as long as the host is late, and longer from then on.
+    """
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
         if seconds(middle + 1) < seconds(middle):
-            least = middle + 1
+            low = middle + 1
         else:
-            most = middle
-    return least
+            high = middle
+    return low
 
 
-def _climbed(seconds: Callable[[int], float], most: int, near: int) -> int:
-    """The same, in steps from `near` that double as long as the step becomes shorter, and then halve."""
-    at = min(near, most)
+def _climbed(seconds: Callable[[int], float], high: int, near: int) -> int:
+    """Return the number of streams, from 0 to `high`, with the shortest step found from `near` up and then down.
+
+    The width of a move doubles as long as the step becomes shorter, and then halves.
+    """
+    at = min(near, high)
     for way in (1, -1):
         width = 1
-        while 0 <= at + way * width <= most and seconds(at + way * width) < seconds(at):
+        while 0 <= at + way * width <= high and seconds(at + way * width) < seconds(at):
             at += way * width
             width *= 2
         while width > 1:
             width //= 2
-            if 0 <= at + way * width <= most and seconds(at + way * width) < seconds(at):
+            if 0 <= at + way * width <= high and seconds(at + way * width) < seconds(at):
                 at += way * width
     return at
 
 
 def may_be_streamed(evaluator: Evaluator, levels: Sequence[Level], moves: Moves) -> list[int]:
-    """Return the buckets that the host updates and the device has room for, the first needed first."""
+    """Return the buckets that the host updates and whose streamed update fits the device, in the order of first use."""
     facts, memory = evaluator.facts, evaluator.memory
-    kept = moves._replace(streamed=frozenset())
-    in_update = memory.live_bytes(levels, kept)[memory.segment_of(facts.num_run) :]
+    unstreamed = moves._replace(streamed=frozenset())
+    in_update = memory.live_bytes(levels, unstreamed)[memory.segment_of(facts.num_run) :]
     free_bytes = facts.problem.budget_bytes - int(in_update.max(initial=0))
     return [
         i
@@ -145,10 +154,10 @@ def may_be_streamed(evaluator: Evaluator, levels: Sequence[Level], moves: Moves)
 def update_decisions(
     evaluator: Evaluator, levels: Sequence[Level], moves: Moves, hidden_share: float
 ) -> tuple[Decision, ...]:
-    """Return why updates of the host run when they do, and why so many of them are streamed; nothing where the host
-    updates nothing, or waits for nothing.
+    """Return the decision on the update mode and on the share of streamed updates.
 
-    `hidden_share` of the host's seconds are under compute.
+    Empty if the host updates no bucket, or updates after the backward. `hidden_share` is the share of the host's update
+    seconds that pass beside compute.
     """
     facts = evaluator.facts
     on_host = [i for i, bucket in enumerate(facts.buckets) if bucket.trainable and levels[i].has_state_on_host]

@@ -1,4 +1,4 @@
-"""When transfers start: spread out as far as memory allows, or just in time."""
+"""The times of transfers at given levels: as early as memory allows, or just in time for each use."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -17,11 +17,15 @@ from elixir_compile.search.space.modes import leave_ends
 from elixir_compile.search.space.residency import Moves, Residency, gradient_ends, residencies
 
 _ROUNDS = ((1, 0), (2, 2), (4, 0), (8, 4))
-"""Windows that gathers are early, buckets that gradients lag (0: as they are)."""
+"""Rounds of `raise_prefetch`: windows by which gathers are early, and later buckets during whose gradients a bucket's
+gradients may leave (0: unchanged)."""
 
 
 def raise_prefetch(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
-    """Return the moves of `levels`, which fit with transfers at their use, spread out as far as the budget allows."""
+    """Return moves of `levels` with transfers as early, or as long, as the device budget allows.
+
+    `levels` must fit with transfers at their use.
+    """
     moves = evaluator.at_use(levels)
     placed, ends, leaving = list(moves.residencies), dict(moves.grad_ends), dict(moves.leave_ends)
     free_bytes = evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves)
@@ -36,7 +40,7 @@ def raise_prefetch(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
 
 
 def leaves_beside(evaluator: Evaluator) -> bool:
-    """Return whether what leaves does so beside compute: else it is gone before the next op begins."""
+    """Return whether any transfer from the device runs beside compute; if not, it ends before the next op begins."""
     return any(evaluator.prices.lane_of[lane] is not Lane.COMPUTE for lane in (Lane.D2H, Lane.REDUCE))
 
 
@@ -52,10 +56,10 @@ def _gather_early(
     for i, wanted in enumerate(residencies(facts, levels, ahead)):
         now = placed[i]
         phase = facts.phase_start(now.first)
-        # Lanes are first in, first out: not before the gather of what is needed earlier.
+        # Lanes are first in, first out, so a gather is not issued before gathers needed earlier.
         gather = max(wanted.gather, issued.get(phase, 0))
-        nbytes = stay_bytes(facts, levels, now)
-        if gather < now.gather and take(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
+        nbytes = residency_bytes(facts, levels, now)
+        if gather < now.gather and reserve(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
             placed[i] = now._replace(gather=gather)
         issued[phase] = placed[i].gather
 
@@ -64,20 +68,21 @@ def _leave_late(evaluator: Evaluator, lag: int, leaving: dict[int, int], free_by
     facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     for number, end in leave_ends(facts.offload_intervals, facts.num_forward, lag).items():
         now = leaving[number]
-        if now < end and take(
-            free_bytes, segment_of(now + 1), segment_of(end + 1), facts.offload_intervals[number].nbytes
-        ):
+        nbytes = facts.offload_intervals[number].nbytes
+        if now < end and reserve(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
             leaving[number] = end
 
 
-def stay_bytes(facts: Facts, levels: Sequence[Level], stay: Residency) -> int:
-    """Return the bytes on the device from a gather to its wait; on several ranks with the shard that came from the
-    host."""
+def residency_bytes(facts: Facts, levels: Sequence[Level], residency: Residency) -> int:
+    """Return the device bytes of a residency from its gather to its wait.
+
+    On several ranks, a shard that comes from the host counts too.
+    """
     num_buckets = len(facts.buckets)
-    if stay.bucket >= num_buckets:
-        return facts.offload_intervals[stay.bucket - num_buckets].nbytes
-    bucket = facts.buckets[stay.bucket]
-    is_sent = bucket.is_sharded and levels[stay.bucket].has_param_on_host
+    if residency.bucket >= num_buckets:
+        return facts.offload_intervals[residency.bucket - num_buckets].nbytes
+    bucket = facts.buckets[residency.bucket]
+    is_sent = bucket.is_sharded and levels[residency.bucket].has_param_on_host
     return bucket.flat_nbytes + (bucket.flat_shard_nbytes if is_sent else 0)
 
 
@@ -86,13 +91,13 @@ def _wait_late(
 ) -> None:
     facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     for bucket, end in gradient_ends(facts, levels, lag).items():
-        now, nbytes = ends[bucket], grown_bytes(facts, levels, bucket)
-        if now < end and take(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
+        now, nbytes = ends[bucket], leaving_grad_bytes(facts, levels, bucket)
+        if now < end and reserve(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
             ends[bucket] = end
 
 
-def grown_bytes(facts: Facts, levels: Sequence[Level], bucket: int) -> int:
-    """Return the bytes on the device of the gradients of one bucket while they leave."""
+def leaving_grad_bytes(facts: Facts, levels: Sequence[Level], bucket: int) -> int:
+    """Return the device bytes of the gradients of `bucket` while they are reduced or copied to the host."""
     gradients, spec = facts.gradients[bucket], facts.buckets[bucket]
     nbytes = sum(size for _, size in gradients.births) if gradients else 0
     if spec.is_packed:
@@ -102,8 +107,8 @@ def grown_bytes(facts: Facts, levels: Sequence[Level], bucket: int) -> int:
     return nbytes
 
 
-def take(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bool:
-    """Take `nbytes` in the segments from `first` to before `end`; return whether they were free."""
+def reserve(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bool:
+    """Subtract `nbytes` from the segments `first` to before `end` if they are free in all of them; return whether."""
     if (free_bytes[first:end] < nbytes).any():
         return False
     free_bytes[first:end] -= nbytes
@@ -111,9 +116,12 @@ def take(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bo
 
 
 def just_in_time(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
-    """Return the moves of `levels`, which fit with transfers at their use, each transfer as late as its link allows."""
+    """Return moves of `levels` with each transfer as late as its link allows without a wait, if memory is free.
+
+    `levels` must fit with transfers at their use.
+    """
     moves = evaluator.at_use(levels)
-    planned = _Planned(
+    planned = _JustInTime(
         evaluator=evaluator,
         levels=levels,
         free_bytes=evaluator.facts.problem.budget_bytes - evaluator.memory.live_bytes(levels, moves),
@@ -122,79 +130,81 @@ def just_in_time(evaluator: Evaluator, levels: Sequence[Level]) -> Moves:
     placed = planned.gathered(moves.residencies)
     ends, leaving = dict(moves.grad_ends), dict(moves.leave_ends)
     if leaves_beside(evaluator):
-        planned.let_activations_leave(leaving)
-        planned.let_gradients_leave(ends)
+        planned.extend_activations(leaving)
+        planned.extend_gradients(ends)
     return Moves(tuple(placed), ends, leaving, moves.streamed)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Planned:
-    """The memory that is left by segment, as transfers take it."""
+class _JustInTime:
+    """Places transfers just in time, and keeps count of the free device memory by segment."""
 
     evaluator: Evaluator
     levels: Sequence[Level]
     free_bytes: NDArray[np.int64]
     starts: Sequence[int]
-    """The first op of each region: where a gather can be issued."""
+    """The first op of each region, in order: gathers are issued before these ops only."""
     _issued: dict[tuple[int, Lane], int] = field(default_factory=dict)
-    """By phase and lane, where the latest transfer of the lane was issued."""
+    """By phase and lane, the op before which the latest transfer of the lane was issued."""
     _released: dict[int, int] = field(default_factory=dict)
+    """By bucket, the op before which its latest residency was released."""
 
     def gathered(self, at_use: Sequence[Residency]) -> list[Residency]:
-        """Return the stays with each gather where it should be issued, or later where memory is short."""
-        return [self._placed(stay, wanted) for stay, wanted in zip(at_use, self._wanted(at_use), strict=True)]
+        """Return the residencies `at_use` with each gather at the op from `_wanted`, or later if memory is short."""
+        return [self._placed(residency, op) for residency, op in zip(at_use, self._wanted(at_use), strict=True)]
 
     def _wanted(self, at_use: Sequence[Residency]) -> list[int]:
-        """The op at which each gather should be issued."""
+        """Return the op before which each gather has to be issued to be done at its use, by the prices of its lanes."""
         facts, prices = self.evaluator.facts, self.evaluator.prices
         wanted: list[int] = []
         phase, gather_s, copy_s = -1, math.inf, math.inf
-        for stay in reversed(at_use):
-            start = facts.phase_start(stay.first)
+        for residency in reversed(at_use):
+            start = facts.phase_start(residency.first)
             if start != phase:
                 phase, gather_s, copy_s = start, math.inf, math.inf
-            shared_s, copied_s = self._seconds(stay)
-            begin_s = prices.before_s[stay.first]
-            if shared_s:
-                gather_s = min(begin_s, gather_s) - shared_s
+            all_gather_s, copied_s = self._seconds(residency)
+            begin_s = prices.before_s[residency.first]
+            if all_gather_s:
+                gather_s = min(begin_s, gather_s) - all_gather_s
                 begin_s = gather_s
             if copied_s:
                 copy_s = min(begin_s, copy_s) - copied_s
                 begin_s = copy_s
             op = bisect_right(prices.before_s, begin_s) - 1 if begin_s > prices.before_s[start] else start
             region = self.starts[bisect_right(self.starts, max(op, start)) - 1]
-            wanted.append(max(start, min(stay.first, region)))
+            wanted.append(max(start, min(residency.first, region)))
         return wanted[::-1]
 
-    def _seconds(self, stay: Residency) -> tuple[float, float]:
-        """Seconds of the all-gather before a stay, and of the copy from the host before that."""
+    def _seconds(self, residency: Residency) -> tuple[float, float]:
+        """Return the seconds of the all-gather for a residency, and of the copy from the host before it."""
         facts, prices = self.evaluator.facts, self.evaluator.prices
-        if stay.bucket >= len(facts.buckets):
-            return 0.0, prices.h2d_s[str(facts.offload_intervals[stay.bucket - len(facts.buckets)].group)]
-        name = facts.buckets[stay.bucket].id
-        is_sent = self.levels[stay.bucket].has_param_on_host
+        if residency.bucket >= len(facts.buckets):
+            return 0.0, prices.h2d_s[str(facts.offload_intervals[residency.bucket - len(facts.buckets)].group)]
+        name = facts.buckets[residency.bucket].id
+        is_sent = self.levels[residency.bucket].has_param_on_host
         return prices.gather_s[name], prices.h2d_s[name] if is_sent else 0.0
 
-    def _lanes(self, stay: Residency) -> Sequence[Lane]:
-        shared_s, copied_s = self._seconds(stay)
-        if shared_s and copied_s:
+    def _lanes(self, residency: Residency) -> Sequence[Lane]:
+        all_gather_s, copied_s = self._seconds(residency)
+        if all_gather_s and copied_s:
             return (Lane.GATHER, Lane.H2D)
-        return (Lane.GATHER,) if shared_s else (Lane.H2D,)
+        return (Lane.GATHER,) if all_gather_s else (Lane.H2D,)
 
-    def _placed(self, stay: Residency, wanted: int) -> Residency:
+    def _placed(self, residency: Residency, wanted: int) -> Residency:
+        """Return `residency` with its gather at op `wanted` or later, and reserve its memory."""
         facts, segment_of = self.evaluator.facts, self.evaluator.memory.segment_of
-        phase = facts.phase_start(stay.first)
-        # A lane is first in, first out: not before what is needed earlier on it. What other lanes carry holds up none.
-        lanes = [(phase, lane) for lane in self._lanes(stay)]
+        phase = facts.phase_start(residency.first)
+        # A lane is first in, first out, so a transfer is not issued before transfers needed earlier on its own lanes.
+        lanes = [(phase, lane) for lane in self._lanes(residency)]
         issued = max(self._issued.get(lane, 0) for lane in lanes)
-        gather = max(wanted, issued, self._released.get(stay.bucket, 0))
-        nbytes = stay_bytes(facts, self.levels, stay)
-        gather = self._first_free(gather, stay.first, nbytes)
-        if gather < stay.first:
-            take(self.free_bytes, segment_of(gather), segment_of(stay.gather), nbytes)
-        self._issued |= dict.fromkeys(lanes, min(gather, stay.first))
-        self._released[stay.bucket] = stay.last + 1
-        return stay._replace(gather=min(gather, stay.first))
+        gather = max(wanted, issued, self._released.get(residency.bucket, 0))
+        nbytes = residency_bytes(facts, self.levels, residency)
+        gather = self._first_free(gather, residency.first, nbytes)
+        if gather < residency.first:
+            reserve(self.free_bytes, segment_of(gather), segment_of(residency.gather), nbytes)
+        self._issued |= dict.fromkeys(lanes, min(gather, residency.first))
+        self._released[residency.bucket] = residency.last + 1
+        return residency._replace(gather=min(gather, residency.first))
 
     def _first_free(self, gather: int, use: int, nbytes: int) -> int:
         """Return the first start of a region, not before op `gather`, from which `nbytes` are free until op `use`."""
@@ -207,19 +217,24 @@ class _Planned:
         later = self.starts[bisect_left(self.starts, gather) : bisect_left(self.starts, use)]
         return next((start for start in later if segment_of(start) >= free_from), use)
 
-    def let_activations_leave(self, leaving: dict[int, int]) -> None:
-        """Give each absence the time that its copy takes, or as much of it as memory is free for."""
+    def extend_activations(self, leaving: dict[int, int]) -> None:
+        """Delay the ends in `leaving` until the copies of offloaded activations are done, as far as memory is free.
+
+        `leaving` has, for each offload interval, the last op with its activations still on the device.
+        """
         facts, prices = self.evaluator.facts, self.evaluator.prices
         last = facts.num_forward - 1
         gone_s = 0.0
-        for number, absence in enumerate(facts.offload_intervals):
-            gone_s = max(gone_s, prices.before_s[absence.leave + 1]) + prices.d2h_s[str(absence.group)]
+        for number, interval in enumerate(facts.offload_intervals):
+            gone_s = max(gone_s, prices.before_s[interval.leave + 1]) + prices.d2h_s[str(interval.group)]
             later = [other.leave for other in facts.offload_intervals[number:]] + [last]
-            leaving[number] = self._latest(leaving[number], later, gone_s, absence.nbytes)
+            leaving[number] = self._latest(leaving[number], later, gone_s, interval.nbytes)
 
-    def let_gradients_leave(self, ends: dict[int, int]) -> None:
-        """Give the gradients of each bucket the time that their reduce and their copy take, or as much of it as memory
-        is free for."""
+    def extend_gradients(self, ends: dict[int, int]) -> None:
+        """Delay `ends` until reduces of gradients and their copies to the host are done, as far as memory is free.
+
+        `ends` has, for each bucket with leaving gradients, the last op with them on the device.
+        """
         facts, prices = self.evaluator.facts, self.evaluator.prices
         completes = [gradients.complete for i in ends if (gradients := facts.gradients[i]) is not None]
         reduced_s = gone_s = 0.0
@@ -230,14 +245,17 @@ class _Planned:
             if self.levels[i].has_param_on_host:
                 gone_s = done_s = max(gone_s, reduced_s) + prices.d2h_s[name]
             later = [*completes[place + 1 :], facts.num_run - 1]
-            ends[i] = self._latest(end, later, done_s, grown_bytes(facts, self.levels, i))
+            ends[i] = self._latest(end, later, done_s, leaving_grad_bytes(facts, self.levels, i))
 
     def _latest(self, now: int, later: Sequence[int], done_s: float, nbytes: int) -> int:
-        """Return the op of `later`, in order, behind which something that is over at `done_s` is waited for: the first
-        that ends then, or the last before it until which `nbytes` are free."""
+        """Return the op after which the step waits for a transfer done at `done_s`; reserve its memory.
+
+        It is the first op of `later`, in order, that ends at `done_s` or after, or the last op before it up to which
+        `nbytes` stay free; `now` if there is none.
+        """
         before_s, segment_of = self.evaluator.prices.before_s, self.evaluator.memory.segment_of
         wanted = next((op for op in later if before_s[op + 1] >= done_s), later[-1])
         for op in sorted({op for op in later if now < op <= wanted}, reverse=True):
-            if take(self.free_bytes, segment_of(now + 1), segment_of(op + 1), nbytes):
+            if reserve(self.free_bytes, segment_of(now + 1), segment_of(op + 1), nbytes):
                 return op
         return now

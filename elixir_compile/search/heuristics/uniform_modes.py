@@ -1,8 +1,8 @@
-"""Every layer at the same depth, from keeping everything to keeping next to nothing: where a search can begin.
+"""The modes from which a search starts: equal for all layers, from keeping all activations to the fewest bytes.
 
-kept, pointwise, matmul, attention, fixed        what is not recomputed stays
-kept, pointwise, matmul, attention, fixed        what is not recomputed leaves
-layer by layer                                   from the first and the leanest of these, while that needs fewer bytes
+kept, pointwise, matmul, attention, fixed        recompute up to this class, keep the rest on the device
+kept, pointwise, matmul, attention, fixed        recompute up to this class, offload the rest
+layer by layer                                   from the first and from the leanest of these, as long as bytes fall
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,10 @@ from elixir_compile.search.space.modes import deepest
 
 
 def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
-    """Yield the evaluator of each rung, the first with everything kept; each once."""
+    """Yield the evaluator of each choice of modes for the start of a search, each once.
+
+    The first keeps all activations. Layer-by-layer modes are computed once and kept in `Evaluator.lowered_modes`.
+    """
     layers = evaluator.facts.layers
     seen: set[tuple[int, ...]] = set()
     for leaves in (False, True):
@@ -28,7 +31,7 @@ def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
     if not layers:
         yield evaluator
         return
-    for start in (evaluator.at([0] * len(layers)), min(map(evaluator.at, seen), key=lambda rung: rung.floor_bytes)):
+    for start in (evaluator.at([0] * len(layers)), min(map(evaluator.at, seen), key=lambda at: at.floor_bytes)):
         if start.lowered_modes is None:
             start.lowered_modes = _layer_by_layer(evaluator, start)
         modes = start.lowered_modes
@@ -38,27 +41,30 @@ def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
 
 
 def leanest(evaluator: Evaluator) -> Evaluator:
-    """Return the rung that needs the fewest device bytes with every bucket as far off as it can be."""
-    return min(uniform_modes(evaluator), key=lambda rung: rung.floor_bytes)
+    """Return the evaluator of the uniform modes with the fewest device bytes if all buckets are at minimum memory."""
+    return min(uniform_modes(evaluator), key=lambda at: at.floor_bytes)
 
 
 def _layer_by_layer(evaluator: Evaluator, start: Evaluator) -> tuple[int, ...]:
-    """Return the modes that changes of one layer after another lead to from those of `start`, each of which lowers the
-    peak, or the number of segments at it, by the bytes of `profiles`."""
+    """Return the modes reached from `start` by changes of single layers, each time the change with the lowest peak.
+
+    Bytes are those of `Evaluator.profiles`, with all buckets at minimum memory. At equal peaks, fewer segments at the
+    peak count as lower. The changes end if none lowers the peak.
+    """
     now = list(start.facts.modes)
-    more_bytes = [[own.nbytes - layer[0].nbytes for own in layer] for layer in evaluator.profiles]
-    changed = {int(slot) + 1 for layer in more_bytes for own in layer for slot in np.flatnonzero(np.diff(own))}
+    more_bytes = [[profile.nbytes - layer[0].nbytes for profile in layer] for layer in evaluator.profiles]
+    changed = {int(slot) + 1 for layer in more_bytes for mode in layer for slot in np.flatnonzero(np.diff(mode))}
     memory = MemoryModel(evaluator.at([0] * len(now)).facts, changed)
-    own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(own) for own in layer] for layer in more_bytes]
+    own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(mode) for mode in layer] for layer in more_bytes]
     live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(start.min_memory_levels))
     live_bytes += sum(layer[mode] for layer, mode in zip(more_bytes, now, strict=True))
     while True:
         key, fullest = fullness(live_bytes), int(live_bytes.argmax())
         found = [
-            (fullness(live_bytes + own - layer[now[i]]), i, mode)
+            (fullness(live_bytes + nbytes - layer[now[i]]), i, mode)
             for i, layer in enumerate(more_bytes)
-            for mode, own in enumerate(layer)
-            if own[fullest] < layer[now[i]][fullest]
+            for mode, nbytes in enumerate(layer)
+            if nbytes[fullest] < layer[now[i]][fullest]
         ]
         best, i, mode = min(found, default=(key, 0, now[0]))
         if best >= key:

@@ -1,1 +1,1 @@
-"""Plans made together: graphs that share one budget, ranks whose graphs differ, and plans corrected by a run."""
+"""Joint plans: several graphs under a shared budget, or ranks with different graphs."""

@@ -1,4 +1,4 @@
-"""One budget for the forwards of a step that wait for their backward at the same time: several graphs, or one again.
+"""Joint plans of several graphs under a shared budget, if several forwards of a step are outstanding at once.
 
 ```text
   device bytes   |       B's own peak                     and, for every graph, resident + left
@@ -10,9 +10,11 @@
                  +----------------------> A.fwd  B.fwd  B.bwd  A.bwd  update
 ```
 
-First every graph gets the same share of the way from the least it needs to what it would take, the largest share at
-which all fit. Then they are planned one by one, each on top of what the others hold, with room for the others between
-its forward and its backward; what one does not use of its share, those after it may.
+The forwards belong to different graphs, or to the same graph called several times. First, every graph gets bytes
+between its minimum memory and its memory with everything kept: the same share of the way for all graphs, the largest at
+which all fit. Then the graphs are planned in turn. Each plan counts the bytes of the other graphs as external usage,
+and leaves the others the bytes they need between its forward and its backward. A graph may use the bytes left over by
+the graphs planned before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,7 @@ from elixir_compile.search import Extent, Problem, extent_of, extents
 
 _BISECTIONS = 20
 _EASED = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-"""Shares to try, as parts of the largest: what a graph needs does not fall in a straight line with its share."""
+"""Parts of the largest share to try in turn: a smaller share does not always need fewer bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +35,19 @@ class GraphRequest:
     """One graph of the step."""
 
     problem: Problem
-    """As if it were alone; its `base_bytes` are outside all graphs of the step."""
+    """The problem of the graph alone; its `base_bytes` are held outside all graphs of the step."""
     beside: tuple[int, ...]
-    """The graphs whose forwards wait while it runs, by number, one entry per forward; may be its own."""
+    """Numbers of the graphs with outstanding forwards while this graph runs, once per forward; may include its own."""
 
 
 Planned = tuple[Problem, Plan]
-"""A question and its answer."""
+"""The problem of a graph beside the other graphs, and its plan."""
 
 
 def plan_jointly(requests: Sequence[GraphRequest], search: Callable[[Problem], Plan]) -> list[Planned]:
-    """Return what each of `requests` is asked and its plan, such that all plans keep the budget together.
+    """Return the problem and the plan of each request; all plans together keep the budget.
 
-    Raises NoFeasiblePlan with the bytes that the step needs at least.
+    `search` plans a single problem. Raises NoFeasiblePlan with the minimum bytes of the step if no plans are found.
     """
     found = [extents(request.problem) for request in requests]
     share = _largest_share(requests, found)
@@ -66,12 +68,14 @@ def plan_jointly(requests: Sequence[GraphRequest], search: Callable[[Problem], P
         shares.pop(0)
         if all(plan.prediction.device_peak_bytes <= plan.budget_bytes for _, plan in planned):
             return planned
-    # No variable of this frame: a traceback would keep it, and so what its callers hold of earlier forwards.
+    # Raised from numbers: a local variable with the caught error would keep its traceback alive, and with the traceback
+    # the activations of earlier forwards in the frames of the callers.
     raise NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, memory)
 
 
 def _largest_share(requests: Sequence[GraphRequest], found: Sequence[tuple[Extent, Extent]]) -> float | None:
-    """None where not even the least fits."""
+    """Return the largest share, from 0 (minimum memory) to 1 (everything kept), at which all graphs fit; None if 0 is
+    too much."""
 
     def fits(share: float) -> bool:
         held = [low.towards(high, share) for low, high in found]
@@ -89,28 +93,30 @@ def _largest_share(requests: Sequence[GraphRequest], found: Sequence[tuple[Exten
 
 
 def _needed_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent]) -> int:
-    return max(_base_bytes(requests, held, number) + own.peak_bytes for number, own in enumerate(held))
+    """Return the largest peak of all graphs, each beside the bytes of the others."""
+    return max(_base_bytes(requests, held, number) + extent.peak_bytes for number, extent in enumerate(held))
 
 
 def _base_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int) -> int:
-    """Device bytes that are not of the graph `number` while it runs, or while its gradients wait for the update."""
+    """Return the device bytes held outside the graph `number` while it runs or its gradients wait for the update."""
     beside = requests[number].beside
-    others = [own for other, own in enumerate(held) if other != number]
-    done = [own for other, own in enumerate(held) if other != number and other not in beside]
+    others = [extent for other, extent in enumerate(held) if other != number]
+    done = [extent for other, extent in enumerate(held) if other != number and other not in beside]
     left_bytes = sum(held[other].left_bytes for other in beside)
-    while_it_runs = left_bytes + sum(own.grad_bytes for own in done)
-    at_the_update = sum(own.grad_bytes for own in others)
-    resident_bytes = sum(own.resident_bytes for own in others)
+    while_it_runs = left_bytes + sum(extent.grad_bytes for extent in done)
+    at_the_update = sum(extent.grad_bytes for extent in others)
+    resident_bytes = sum(extent.resident_bytes for extent in others)
     return requests[number].problem.base_bytes + resident_bytes + max(while_it_runs, at_the_update)
 
 
 def _planned(
     requests: Sequence[GraphRequest], held: list[Extent], search: Callable[[Problem], Plan], host_needs: dict[int, int]
 ) -> list[Planned]:
-    """Plan one after another; `held` is what each is thought to hold, then what it does.
+    """Plan the graphs in turn; return the problem and the plan of each.
 
-    `host_needs` are bytes that a graph needs of the host, which those before it leave to it; where one finds too few,
-    it is added.
+    `held` has the assumed bytes of each graph, replaced by the bytes of its plan once it is planned. `host_needs` has,
+    by graph, the host bytes that the graphs before it leave free. If a graph finds too few host bytes, it is added to
+    `host_needs` and NoFeasiblePlan is raised; the caller tries again.
     """
     found: list[Planned] = []
     placed: dict[BucketId, Placement] = {}
@@ -141,22 +147,26 @@ def _planned(
 
 
 def _more_host_bytes(problem: Problem, placed: Mapping[BucketId, Placement], plans: Sequence[Plan]) -> int:
-    """Host bytes that the graphs of `plans`, whose buckets are `placed` anew, hold beyond what they held before."""
-    own = {storage.id for storage in problem.graph.storages}
+    """Return the host bytes added by `plans`: offloaded activations, and buckets moved by `placed`.
+
+    Buckets with parameters of the graph of `problem` are left out, because its own plan counts them.
+    """
+    storages = {storage.id for storage in problem.graph.storages}
     more_bytes = sum(map(away_bytes, plans))
     for bucket, home in zip(problem.buckets, problem.placements, strict=True):
-        if bucket.id in placed and own.isdisjoint(bucket.params):
+        if bucket.id in placed and storages.isdisjoint(bucket.params):
             more_bytes += bucket_host_bytes(bucket, placed[bucket.id]) - bucket_host_bytes(bucket, home)
     return more_bytes
 
 
 def _more_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number: int, *, waits: bool) -> int:
-    """What others need while the graph `number` waits, or while it does not, beyond its base.
+    """Return the device bytes that other graphs need beyond the base of the graph `number`.
 
-    It may hold what it is thought to, and what is free then, shared by as many forwards of it as wait; nothing more
-    where it waits for itself, because what is free is for its own peak.
+    If `waits`, while the graph has an outstanding forward; else while it has none. Beyond its assumed bytes the graph
+    may hold the bytes free during these times, divided by the number of its outstanding forwards. No bytes count as
+    free while the graph runs beside its own outstanding forward, because its own peak needs them.
     """
-    own, budget_bytes = held[number], requests[number].problem.budget_bytes
+    extent, budget_bytes = held[number], requests[number].problem.budget_bytes
     free_bytes = [
         0
         if other == number
@@ -167,12 +177,12 @@ def _more_bytes(requests: Sequence[GraphRequest], held: Sequence[Extent], number
     ]
     if not free_bytes:
         return 0
-    own_bytes = own.resident_bytes + (own.left_bytes if waits else own.grad_bytes)
-    return max(0, budget_bytes - _base_bytes(requests, held, number) - own_bytes - min(free_bytes))
+    assumed_bytes = extent.resident_bytes + (extent.left_bytes if waits else extent.grad_bytes)
+    return max(0, budget_bytes - _base_bytes(requests, held, number) - assumed_bytes - min(free_bytes))
 
 
 def _rebased(plan: Plan, base_bytes: int) -> Plan:
-    """`plan` beside what the others do hold; what it does itself stays."""
+    """Return `plan` with `base_bytes` updated to the usage of the other graphs' plans; its schedule is unchanged."""
     more_bytes = base_bytes - plan.base_bytes
     prediction = replace(plan.prediction, device_peak_bytes=plan.prediction.device_peak_bytes + more_bytes)
     formula = f"{plan.formula} + {more_bytes}" if plan.formula and more_bytes else plan.formula

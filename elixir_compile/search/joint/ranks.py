@@ -1,15 +1,15 @@
-"""A plan for ranks whose graphs differ: whatever a rank computes, its collectives come in one order.
+"""Plans for ranks with different graphs: all ranks issue the same collectives in the same order.
 
 ```text
   gather b0   gather b1   wait b0   wait b1   run fwd.0                          every bucket of any rank
   run bwd.0   release b0  release b1   reduce b0   wait b0.grad   reduce b1   wait b1.grad
 ```
 
-Ranks of such plans never wait for each other in vain, because what comes between two collectives does not matter to
-them. A bucket that is not resident is released behind the forward and gathered again before the backward.
+Ranks cannot wait for each other forever, because their collectives come in one order whatever ops run in between. A
+bucket that is not resident is released after the forward and gathered again before the backward.
 
-Activations are a rank's own: all are kept, or, where that does not fit, all that can be are made again. Nothing is
-searched, and no transfer hides: that is the price of another graph on each rank.
+Each rank decides on its own activations: all are kept, or, if they do not fit, all are recomputed that can be. Nothing
+else is searched, and no transfer runs beside compute, so such a step is slower than one of equal graphs.
 """
 
 from collections.abc import Sequence
@@ -48,16 +48,18 @@ from elixir_compile.simulate import prediction_of, simulate
 from elixir_compile.units import format_bytes
 
 IN_STEP = "in-step"
-"""The planner that such a plan names."""
+"""`Plan.planner` of the plans made here."""
 
 Homes = tuple[Placement, ...]
 
 
 def homes_in_step(problem: Problem, buckets: Sequence[Bucket]) -> tuple[Homes, ...]:
-    """Return the placements of `buckets` to try, from the one that takes the most of the device on.
+    """Return placements of `buckets` to try, from the most device bytes to the fewest.
 
-    Those in force stay; new buckets come onto the device, resident, then released after each half; then everything is
-    released; then everything goes to the host.
+    1. Placements in force are kept; new buckets are on the device and resident.
+    2. New buckets are released after the forward and after the backward.
+    3. All buckets are released.
+    4. All buckets go to the host.
     """
     in_force = {placement.bucket: placement for placement in problem.placements}
     new = [_on_device(bucket, resident=True) for bucket in buckets]
@@ -74,12 +76,12 @@ def homes_in_step(problem: Problem, buckets: Sequence[Bucket]) -> tuple[Homes, .
 
 
 def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, because: str) -> Plan:
-    """Return the plan of this rank for `problem` with `buckets`, which all ranks have, at `homes`, verified.
+    """Return the verified plan of this rank for `problem`, with the buckets of all ranks at `homes`.
 
-    `because` says why it is needed. Raises NoFeasiblePlan where that does not fit the budgets of `problem`.
+    `because` is the reason that the plan's decision states. Raises NoFeasiblePlan if the step does not fit the budgets.
     """
     graph = problem.graph
-    unpredicted = _with_room(problem, buckets, homes, because)
+    unpredicted = _within_budgets(problem, buckets, homes, because)
     peak = plan_timeline(graph, unpredicted).peak
     record = simulate(graph, unpredicted, problem.cluster, problem.measured)
     prediction = prediction_of(record, peak.nbytes, peak.op)
@@ -97,18 +99,21 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     return made
 
 
-def _with_room(problem: Problem, buckets: Sequence[Bucket], homes: Homes, because: str) -> Plan:
-    """Return the plan, not predicted yet, that keeps all activations, or else makes all of them again that it can."""
-    kept = _drafted(problem, buckets, homes, ())
+def _within_budgets(problem: Problem, buckets: Sequence[Bucket], homes: Homes, because: str) -> Plan:
+    """Return the unpredicted plan with all activations kept, or, if it does not fit, with all recomputed that can be.
+
+    Raises NoFeasiblePlan if neither fits, with the missing host bytes or the smaller number of device bytes.
+    """
+    kept = _unpredicted(problem, buckets, homes, ())
     try:
-        _require_room(problem, kept, because)
+        _require_fit(problem, kept, because)
     except NoFeasiblePlan as error:
-        again = _recomputed(problem)
-        if error.memory != "device" or not again:
+        recomputed = _recomputed(problem)
+        if error.memory != "device" or not recomputed:
             raise
-        made = _drafted(problem, buckets, homes, again)
+        made = _unpredicted(problem, buckets, homes, recomputed)
         try:
-            _require_room(problem, made, because)
+            _require_fit(problem, made, because)
         except NoFeasiblePlan as other:
             is_host_short = other.memory != "device"
             raise (other if is_host_short or other.needed_bytes < error.needed_bytes else error) from None
@@ -119,13 +124,15 @@ def _with_room(problem: Problem, buckets: Sequence[Bucket], homes: Homes, becaus
 
 
 def _recomputed(problem: Problem) -> tuple[Activations, ...]:
-    """What a plan says of activations that are all made again, where `problem` lets them; nothing where none can be."""
+    """Return the activations of a plan that recomputes all it can, if `problem` allows it; empty if none can be."""
     layers = layers_of(problem.graph, problem.savings & {Saving.KEEP, Saving.RECOMPUTE})
     return activations_of(layers, [deepest(layer, Depth.FIXED, leaves=False) for layer in layers])
 
 
-def _drafted(problem: Problem, buckets: Sequence[Bucket], homes: Homes, activations: tuple[Activations, ...]) -> Plan:
-    """Return the plan before anything is predicted."""
+def _unpredicted(
+    problem: Problem, buckets: Sequence[Bucket], homes: Homes, activations: tuple[Activations, ...]
+) -> Plan:
+    """Return the plan with an empty prediction."""
     step = as_run(problem.graph, activations)
     regions = _regions(step, buckets)
     return Plan(
@@ -157,13 +164,13 @@ def _on_device(bucket: Bucket, *, resident: bool) -> Placement:
 
 
 def _released(bucket: Bucket, home: Placement) -> Placement:
-    """A bucket of one rank on the device has nothing to release."""
+    """Return `home` with the gathered copy released after each use, if the bucket is gathered at all."""
     is_gathered = bucket.is_sharded or home.param is not Tier.DEVICE
     return replace(home, resident=home.resident and not is_gathered)
 
 
 def _regions(graph: StepGraph, buckets: Sequence[Bucket]) -> tuple[Region, ...]:
-    """One region for each half."""
+    """Return a region for all ops of the forward and a region for all ops of the backward."""
     owners = {param: bucket.id for bucket in buckets for param in bucket.params}
     found: list[Region] = []
     for phase, name in ((Phase.FORWARD, "fwd.0"), (Phase.BACKWARD, "bwd.0")):
@@ -176,6 +183,7 @@ def _regions(graph: StepGraph, buckets: Sequence[Bucket]) -> tuple[Region, ...]:
 
 
 def _actions(graph: StepGraph, regions: Sequence[Region], buckets: Sequence[Bucket], homes: Homes) -> list[Action]:
+    """Return the actions in the order of the module docstring, then the updates if the graph has them."""
     placed = list(zip(buckets, homes, strict=True))
     moving = [(bucket, home) for bucket, home in placed if bucket.is_sharded or home.param is not Tier.DEVICE]
     there: list[str] = []
@@ -198,18 +206,18 @@ def _actions(graph: StepGraph, regions: Sequence[Region], buckets: Sequence[Buck
 
 
 def _reduced(bucket: Bucket, home: Placement) -> list[tuple[Verb, str]]:
-    """What becomes of a bucket's gradients before the next bucket's begin."""
+    """Return the actions on a bucket's gradients, from their reduce to their end on the device."""
     actions = [(Verb.REDUCE, str(bucket.id))]
     is_away = home.param is not Tier.DEVICE
     actions += [(Verb.OFFLOAD, grad_of(bucket.id))] if is_away else []
     return actions + ([(Verb.WAIT, grad_of(bucket.id))] if is_away or bucket.is_sharded else [])
 
 
-def _require_room(problem: Problem, made: Plan, because: str) -> None:
-    """Raise NoFeasiblePlan, with `because`, where `made` does not fit the budgets of `problem`."""
+def _require_fit(problem: Problem, made: Plan, because: str) -> None:
+    """Raise NoFeasiblePlan, with `because`, if `made` does not fit the budgets of `problem`."""
     peak = plan_timeline(problem.graph, made).peak
     if peak.nbytes > problem.budget_bytes:
-        # An op that runs again has the name of none of the graph's.
+        # The peak may be at a recomputed op, whose name is not in the graph: look it up in the step as it runs.
         op = next(op for op in as_run(problem.graph, made.activations).ops if op.id == peak.op)
         by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
         where = op.source or op.module

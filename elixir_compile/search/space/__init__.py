@@ -1,1 +1,1 @@
-"""What the search may decide: where each bucket lives, what each layer saves, and the bytes that follow."""
+"""The choices of the search, levels of buckets and modes of layers, and the device and host bytes of each choice."""

@@ -1,11 +1,11 @@
-"""Parameters of a graph into buckets: tensors that travel together, in the order of their first use.
+"""Form buckets from the parameters of a graph, in the order of their first use.
 
-    wte | wpe h.0 | h.1 | h.2 | ...     a bucket ends where a layer ends, once it holds `min` bytes, and never
-                                        exceeds `max`
+    wte | wpe h.0 | h.1 | h.2 | ...     a bucket ends with a layer if it holds at least `min` bytes, and holds at
+                                        most `max` bytes
 
-A tensor larger than `max`, or used again far away (a tied embedding), travels alone. Data types, and frozen and trained
-parameters, are never mixed, nor are param groups of the optimizer, dtypes that gradients are reduced in, nor what ranks
-cut and what each of them has whole.
+A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
+parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same parameter
+group in the optimizer. They are all trained or all frozen, and all sharded over the ranks or all complete on each rank.
 """
 
 import itertools
@@ -20,9 +20,10 @@ from elixir_compile.search.problem import Problem
 
 MIN_BUCKETS = 16
 """A model smaller than this many buckets of the minimum size gets a smaller minimum, so that it still has choices."""
-_MOST_BUCKETS, _MOST_TIMES = 192, 8
-"""A model of more buckets than these gets larger ones, up to so many times: a search takes about as long as the square
-of their number. Llama 70B on 8 ranks has 563 of 128 MiB, of which a rank owns 16, and 161 of 1 GiB."""
+_MAX_BUCKETS, _MAX_FACTOR = 192, 8
+"""A model with more buckets gets larger buckets, by a factor of at most `_MAX_FACTOR`, because the time of a search
+grows with about the square of their number. Llama 70B on 8 ranks has 563 buckets of 128 MiB, 16 MiB on each rank, and
+161 buckets of 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class _Param:
     reduce_dtype: str | None
     layer: str
     uses: tuple[int, ...]
-    """Indices of the forward ops that read it; of the backward ops where the forward never does."""
+    """Indices of the forward ops that read the parameter, or of the backward ops if no forward op reads it."""
 
 
 def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
@@ -42,18 +43,18 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     kept = tuple(bucket for bucket in problem.buckets if present.intersection(bucket.params))
     owned = {param for bucket in kept for param in bucket.params}
     params = [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
-    min_bytes, max_bytes = _bounds(problem, sum(param.storage.nbytes for param in params))
+    min_bytes, max_bytes = _size_limits(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
     names = (name for name in (BucketId(f"b{i}") for i in itertools.count()) if name not in taken)
     classes: dict[tuple[str, bool, int, bool, str | None], list[_Param]] = {}
     for param in params:
-        kind = (param.storage.dtype, param.is_trained, param.group, _is_cut(param, problem), param.reduce_dtype)
+        kind = (param.storage.dtype, param.is_trained, param.group, _is_sharded(param, problem), param.reduce_dtype)
         classes.setdefault(kind, []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
         group
         for members in classes.values()
-        for group in _cut(members, distant, min_bytes=min_bytes, max_bytes=max_bytes)
+        for group in _split(members, distant, min_bytes=min_bytes, max_bytes=max_bytes)
     ]
     order = {param.storage.id: i for i, param in enumerate(params)}
     groups.sort(key=lambda group: order[group[0].storage.id])
@@ -61,20 +62,23 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
 
 
 def with_larger_buckets(problem: Problem) -> Problem | None:
-    """Return the problem with buckets large enough that they are not too many to search; None where they are few."""
+    """Return `problem` with bucket sizes doubled until at most 192 buckets remain or the sizes are 8 times as large.
+
+    Return None if `problem` has at most 192 buckets already, or if all of its parameters are in buckets in force.
+    """
     present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
     if present.issubset({param for bucket in problem.buckets for param in bucket.params}):
         return None
-    times, larger = 1, problem
-    while times < _MOST_TIMES and len(form_buckets(larger)) > _MOST_BUCKETS:
-        times *= 2
-        low, high = times * problem.bucket_min_bytes, times * problem.bucket_max_bytes
+    factor, larger = 1, problem
+    while factor < _MAX_FACTOR and len(form_buckets(larger)) > _MAX_BUCKETS:
+        factor *= 2
+        low, high = factor * problem.bucket_min_bytes, factor * problem.bucket_max_bytes
         larger = replace(problem, bucket_min_bytes=low, bucket_max_bytes=high)
     return None if larger is problem else larger
 
 
-def _bounds(problem: Problem, total_bytes: int) -> tuple[int, int]:
-    """The smallest and largest bucket, in bytes, both scaled down together for a small model."""
+def _size_limits(problem: Problem, total_bytes: int) -> tuple[int, int]:
+    """Return the minimum and the maximum bytes of a bucket, both scaled down by one factor for a small model."""
     low, high = problem.bucket_min_bytes, problem.bucket_max_bytes
     if total_bytes >= MIN_BUCKETS * low:
         return low, high
@@ -83,7 +87,7 @@ def _bounds(problem: Problem, total_bytes: int) -> tuple[int, int]:
 
 
 def _in_first_use_order(problem: Problem) -> list[_Param]:
-    graph = as_run(problem.graph)  # its readers of a parameter, whatever is recomputed
+    graph = as_run(problem.graph)  # with every activation kept, so that buckets do not depend on modes
     trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD and storage.of is not None}
     uses = _uses(graph)
     layers = [layer_of(op.module) for op in graph.ops]
@@ -104,7 +108,7 @@ def _in_first_use_order(problem: Problem) -> list[_Param]:
 
 
 def _uses(graph: StepGraph) -> Mapping[StorageId, list[int]]:
-    """The forward ops that read each parameter, or the backward ops where no forward op does."""
+    """Return the indices of the forward ops that read each storage, or of the backward ops if no forward op does."""
     by_phase: dict[Phase, dict[StorageId, list[int]]] = {phase: {} for phase in Phase}
     for i, op in enumerate(graph.ops):
         for name in op.reads:
@@ -116,7 +120,10 @@ def _uses(graph: StepGraph) -> Mapping[StorageId, list[int]]:
 
 
 def _distant(params: list[_Param], min_bytes: int) -> frozenset[StorageId]:
-    """Parameters of a quarter of the minimum or more that have `min_bytes` of others first used between their uses."""
+    """Return the parameters between two uses of which other parameters of at least `min_bytes` are first used.
+
+    Parameters of less than a quarter of `min_bytes` are left out.
+    """
     starts = [(param.uses[0], param.storage.nbytes) for param in params if param.uses]
     found: set[StorageId] = set()
     for param in params:
@@ -128,20 +135,20 @@ def _distant(params: list[_Param], min_bytes: int) -> frozenset[StorageId]:
     return frozenset(found)
 
 
-def _cut(
+def _split(
     params: list[_Param], alone: frozenset[StorageId], *, min_bytes: int, max_bytes: int
 ) -> Iterator[list[_Param]]:
-    """Cut parameters of one class, in first-use order, into buckets."""
+    """Split parameters of a class, in first-use order, into buckets; each parameter in `alone` is a bucket."""
     group: list[_Param] = []
     group_bytes = 0
     for param in params:
         nbytes = param.storage.nbytes
         is_alone = nbytes > max_bytes or param.storage.id in alone
         if is_alone:
-            # What travels alone ends no bucket: small tensors between large ones would be buckets of kilobytes.
+            # The current bucket goes on behind it: else small tensors between large ones were buckets of kilobytes.
             yield [param]
             continue
-        # Without module paths every tensor may end a bucket.
+        # Without module paths a bucket may end at any parameter.
         ends_layer = bool(group) and (not param.layer or param.layer != group[-1].layer)
         if group and (group_bytes + nbytes > max_bytes or (group_bytes >= min_bytes and ends_layer)):
             yield group
@@ -152,14 +159,17 @@ def _cut(
         yield group
 
 
-def _is_cut(param: _Param, problem: Problem) -> bool:
-    """Whether several ranks have a part each of a parameter, and not all of it each."""
+def _is_sharded(param: _Param, problem: Problem) -> bool:
+    """Return whether each of several ranks owns a shard of the parameter, and not the complete parameter."""
     numel = param.storage.nbytes // ITEM_BYTES.get(param.storage.dtype, 1)
     return problem.num_shards > 1 and set(problem.shards.get(param.storage.id, ())) != {numel}
 
 
 def _shards(group: list[_Param], problem: Problem) -> tuple[int, ...]:
-    """Elements of the bucket per rank; a parameter of which nothing is known in equal shards, the last rank pads."""
+    """Return the elements of the bucket on each rank.
+
+    A parameter without an entry in `problem.shards` has equal shards: its elements divided by the ranks, rounded up.
+    """
     num_shards = problem.num_shards
     numels = [0] * num_shards
     for param in group:

@@ -1,7 +1,7 @@
-"""What the search reads again and again about one problem: op indices of windows, gradients and phases, per bucket, and
-of activations that leave.
+"""Collect the facts about a problem read often by a search: the op indices of phases, windows, gradients and offload
+intervals.
 
-Indices are those of the step as it is run at one choice of modes: where more is recomputed, there are more ops.
+The indices refer to the step as it runs at a choice of modes: a step with more recomputation has more ops.
 """
 
 from collections.abc import Sequence
@@ -27,46 +27,47 @@ from elixir_compile.search.space.modes import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """The gradients of one bucket."""
+    """The gradients of a bucket."""
 
     births: tuple[tuple[int, int], ...]
     """(op index, bytes) of each allocation."""
     complete: int
-    """Index of the last backward op that writes or reads any of them, or of the last of its layer."""
+    """Index of the last backward op that reads or writes any of them, moved to the last op of its layer by `end_of`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a problem, indexed by op and by bucket; bucket i is `buckets[i]` everywhere."""
+    """Facts about a problem at a choice of modes, indexed by op and by bucket; bucket i is `buckets[i]`."""
 
     problem: Problem
     graph: StepGraph
-    """The step as it is run."""
+    """The step as it runs at `modes`, recomputed ops included."""
     layers: tuple[Layer, ...]
-    """Layers whose activations have a choice."""
+    """Layers with more than one mode."""
     modes: tuple[int, ...]
-    """The mode of each layer."""
+    """The mode of each layer, as an index into its `modes`."""
     activations: tuple[Activations, ...]
     offload_intervals: tuple[OffloadInterval, ...]
     buckets: tuple[Bucket, ...]
     lives: Liveness
     windows: tuple[tuple[Window, ...], ...]
     gradients: tuple[Gradients | None, ...]
-    """None for a bucket that gets no gradient in this graph, and for all where no update follows."""
+    """None for a bucket without gradients in this graph, and for every bucket if the graph has no update."""
     streamed: frozenset[int]
-    """Buckets in force whose update is streamed: it stays so."""
+    """Buckets in force whose update is streamed, which no candidate changes."""
     streamable: frozenset[int]
-    """Buckets whose update may be streamed once their state is on the host."""
+    """Buckets whose update may be streamed if their state is on the host."""
     choices: tuple[tuple[Level, ...], ...]
-    """Levels of each bucket from the one in force outward, the same at all modes; some are the same at these."""
+    """Levels of each bucket, from the level in force outward. All modes have the same levels; at some modes two of them
+    have the same effect."""
     num_forward: int
-    """Ops before this index are the forward's."""
+    """The forward ops are those with a lower index."""
     num_run: int
-    """Ops before this index run in regions; what follows is the update."""
+    """Ops with a lower index run in regions; the others are the update."""
     alike: frozenset[str]
-    """Layers that are equal, and enough of them that regions begin with each."""
+    """Layers with equal ops, if there are enough of them that regions begin with each."""
     spans: tuple[LayerSpan, ...]
-    """Their ops. Windows, gradients and absences begin and end with them."""
+    """The ops of the layers `alike`. Windows, gradients and offload intervals are extended to the edges of layers."""
 
     @property
     def is_training(self) -> bool:
@@ -74,7 +75,7 @@ class Facts:
         return self.num_run < len(self.graph.ops)
 
     def phase_start(self, op: int) -> int:
-        """Return the index of the first op of the phase that op belongs to."""
+        """Return the index of the first forward op if `op` is a forward op, else of the first backward op."""
         return 0 if op < self.num_forward else self.num_forward
 
     @property
@@ -87,8 +88,10 @@ class Facts:
 
 
 def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[int] = ()) -> Facts:
-    """Return the facts of `problem`, its buckets formed: with everything kept, or, on top of those `base` facts, at
-    `modes`."""
+    """Return the facts of `problem` at `modes`, or with every activation kept if no modes are given.
+
+    `base` are facts of the same problem at other modes: layers, buckets and levels are taken from them.
+    """
     layers = base.layers if base else layers_of(problem.graph, problem.savings)
     buckets = base.buckets if base else form_buckets(problem)
     modes = tuple(modes) or (0,) * len(layers)
@@ -128,10 +131,13 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     )
 
 
-def _by_layer(spans: Sequence[LayerSpan], found: Sequence[OffloadInterval]) -> tuple[OffloadInterval, ...]:
-    """Return the absences `found`, each from and to the edge of a layer where it is near one, in order."""
-    moved = [replace(own, leave=end_of(spans, own.leave), first=begin_of(spans, own.first)) for own in found]
-    return tuple(sorted(moved, key=lambda absence: (absence.leave, absence.group)))
+def _by_layer(spans: Sequence[LayerSpan], intervals: Sequence[OffloadInterval]) -> tuple[OffloadInterval, ...]:
+    """Return `intervals`, their ends moved to the edges of layers by `begin_of` and `end_of`, in order."""
+    moved = [
+        replace(interval, leave=end_of(spans, interval.leave), first=begin_of(spans, interval.first))
+        for interval in intervals
+    ]
+    return tuple(sorted(moved, key=lambda interval: (interval.leave, interval.group)))
 
 
 def _choices(
@@ -140,32 +146,32 @@ def _choices(
     buckets: Sequence[Bucket],
     windows: Sequence[Sequence[Window]],
 ) -> tuple[tuple[Level, ...], ...]:
-    """Return the levels of each bucket that differ at any modes, given its `windows` with everything kept.
+    """Return the levels of each bucket that differ at some modes, given its `windows` with every activation kept.
 
-    A bucket that only the forward reads has one window, and two where an op that reads it is recomputed: the cast of
-    a weight under `torch.autocast`, whose result the backward reads instead of the weight.
+    A bucket that only the forward reads has one window then, but two if an op that reads it is recomputed. An example
+    is the cast of a weight under `torch.autocast`: the backward reads the result of the cast, not the weight.
     """
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
-    again = _read_again(problem.graph, layers, buckets)
+    read_again = _read_again(problem.graph, layers, buckets)
     return tuple(
         levels_from(
             in_force.get(bucket.id, Level.KEPT),
             bucket,
             hybrid=problem.hybrid,
-            num_windows=max(len(own), 2 if bucket.id in again else 0),
+            num_windows=max(len(bucket_windows), 2 if bucket.id in read_again else 0),
         )
-        for bucket, own in zip(buckets, windows, strict=True)
+        for bucket, bucket_windows in zip(buckets, windows, strict=True)
     )
 
 
 def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Bucket]) -> frozenset[BucketId]:
-    """Return the buckets that a recomputed op reads, whichever depth all layers are recomputed to."""
-    again = {
+    """Return the buckets that recomputed ops read, if all layers are recomputed to the same depth, at any depth."""
+    repeated = {
         repeat.op
         for depth in {mode.depth for layer in layers for mode in layer.modes}
         for repeat in repeats(graph, activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers]))
     }
-    read = {name for op in graph.ops if op.id in again for name in op.reads}
+    read = {name for op in graph.ops if op.id in repeated for name in op.reads}
     return frozenset(bucket.id for bucket in buckets if not read.isdisjoint(bucket.params))
 
 

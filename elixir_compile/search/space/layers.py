@@ -1,5 +1,6 @@
-"""Where equal layers begin and end, so that the regions of equal layers are equal, and each different one is compiled
-once.
+"""Find the first and the last op of each layer that equals other layers, so that their regions are equal too.
+
+A compiler then compiles each distinct region once.
 
 ```text
   op       add  norm | mm  gelu  mm  add  norm | mm  gelu  mm  add  norm | mm
@@ -7,10 +8,12 @@ once.
                  ^     ^ product of h.1    ^ first of h.2
 ```
 
-Where a plan moves nothing, a layer's region begins at its first matrix product: the sum that ends one layer and the
-norm that begins the next stay one kernel, and nothing is in memory that would not be there without the cut. Where it
-moves something, regions begin at the layer's first op, and what the plan does before a layer's first or behind its last
-matrix product it does at the layer's edge: a copy is there a few pointwise ops sooner, and goes a few later.
+If a plan moves nothing, the region of a layer begins at its first matrix product. The addition at the end of a layer
+and the norm at the start of the next layer then stay in one kernel, and the cut keeps no additional tensor alive.
+
+If a plan moves something, the region of a layer begins at its first op. Actions before the first matrix product of a
+layer move to its first op, and actions after its last matrix product move to its last op: a copy arrives a few
+pointwise ops sooner and is released a few later.
 """
 
 from bisect import bisect_right
@@ -24,24 +27,29 @@ from elixir_compile.ir import Op, Phase, StepGraph
 from elixir_compile.ir.graph import is_numbered, layer_of
 
 _MIN_PRODUCTS = 2
-"""A layer of one matrix product in the forward is no block: compiling it takes little, and running it apart much."""
-_LAYOUTS_OF_ITS_OWN = "aten.convolution"
-"""A compiler chooses the layout of convolutions and of all between them once per region."""
+"""A layer with fewer matrix products in the forward gets no region of its own: it saves little compile time, and costs
+much run time."""
+_CONVOLUTION = "aten.convolution"
+"""Layers with convolutions get no regions of their own, because a compiler chooses the layout of convolutions and of
+the ops between them once per region."""
 
 
 class LayerSpan(NamedTuple):
-    """The ops of one layer in one phase, as op indices, both included."""
+    """The ops of a layer in a phase, as op indices, both included."""
 
     first: int
     product: int
-    """Its first matrix product."""
+    """The first matrix product of the layer."""
     last_product: int
     last: int
-    """Before `first` for what follows the last layer."""
+    """`first - 1` in the empty span behind the last layer of a phase."""
 
 
 def layers_alike(graph: StepGraph, least: int | None) -> frozenset[str]:
-    """Return the layers whose forward ops are those of at least `least` layers, itself one of them; none for None."""
+    """Return the layers that are among at least `least` layers with equal forward ops; no layer if `least` is None.
+
+    Ops are equal if their target, flops and moved bytes are.
+    """
     if least is None:
         return frozenset()
     ops: dict[str, list[Op]] = {}
@@ -49,20 +57,20 @@ def layers_alike(graph: StepGraph, least: int | None) -> frozenset[str]:
         if op.phase is Phase.FORWARD and is_numbered(layer := layer_of(op.module)):
             ops.setdefault(layer, []).append(op)
     forms = {
-        layer: tuple((op.target, op.flops, op.moved_bytes) for op in own)
-        for layer, own in ops.items()
-        if sum(op.flops > 0 for op in own) >= _MIN_PRODUCTS
-        and not any(op.target.startswith(_LAYOUTS_OF_ITS_OWN) for op in own)
+        layer: tuple((op.target, op.flops, op.moved_bytes) for op in layer_ops)
+        for layer, layer_ops in ops.items()
+        if sum(op.flops > 0 for op in layer_ops) >= _MIN_PRODUCTS
+        and not any(op.target.startswith(_CONVOLUTION) for op in layer_ops)
     }
     count = Counter(forms.values())
     return frozenset(layer for layer, form in forms.items() if count[form] >= least)
 
 
 def layer_spans(ops: Sequence[Op], alike: frozenset[str]) -> tuple[LayerSpan, ...]:
-    """Return the spans of the layers `alike` among `ops`, in order, and one of no ops where what follows the last layer
-    of a phase begins.
+    """Return the spans of the layers `alike` in each phase, in order.
 
-    A layer without a matrix product in a phase has no span there.
+    A layer without a matrix product in a phase has no span in the phase. An empty span follows the last layer of a
+    phase if a matrix product of the same phase comes after it.
     """
     if not alike:
         return ()
@@ -76,12 +84,12 @@ def layer_spans(ops: Sequence[Op], alike: frozenset[str]) -> tuple[LayerSpan, ..
                 products.setdefault((op.phase, layers[i]), []).append(i)
     found: list[LayerSpan] = []
     for phase, end in last.items():
-        own = sorted(places for (of, _), places in products.items() if of is phase)
-        firsts = [_run_start(ops, layers, places[0]) for places in own]
+        by_layer = sorted(indices for (of, _), indices in products.items() if of is phase)
+        firsts = [_run_start(ops, layers, indices[0]) for indices in by_layer]
         lasts = [*(first - 1 for first in firsts[1:]), end]
         found += [
-            LayerSpan(first, places[0], min(places[-1], last), last)
-            for first, places, last in zip(firsts, own, lasts, strict=True)
+            LayerSpan(first, indices[0], min(indices[-1], last), last)
+            for first, indices, last in zip(firsts, by_layer, lasts, strict=True)
         ]
         behind = next((i for i in range(end + 1, len(ops)) if ops[i].phase is not phase or ops[i].flops), len(ops))
         if behind < len(ops) and ops[behind].phase is phase:
@@ -90,7 +98,7 @@ def layer_spans(ops: Sequence[Op], alike: frozenset[str]) -> tuple[LayerSpan, ..
 
 
 def _run_start(ops: Sequence[Op], layers: Sequence[str], product: int) -> int:
-    """Return the first of the ops of one layer that stand together up to its op `product`."""
+    """Return the first of the consecutive ops of the same layer and phase that end with op `product`."""
     first = product
     while first > 0 and layers[first - 1] == layers[product] and ops[first - 1].phase is ops[product].phase:
         first -= 1
@@ -98,13 +106,13 @@ def _run_start(ops: Sequence[Op], layers: Sequence[str], product: int) -> int:
 
 
 def begin_of(spans: Sequence[LayerSpan], op: int) -> int:
-    """Return the first op of a layer for one up to its first product; `op` itself for any other."""
+    """Return the first op of the layer of `op` if `op` is not behind its first matrix product, else `op`."""
     span = _span_of(spans, op)
     return op if span is None or op > span.product else span.first
 
 
 def end_of(spans: Sequence[LayerSpan], op: int) -> int:
-    """Return the last op of a layer for one from its last product on; `op` itself for any other."""
+    """Return the last op of the layer of `op` if `op` is not before its last matrix product, else `op`."""
     span = _span_of(spans, op)
     return op if span is None or op < span.last_product else span.last
 
@@ -115,8 +123,10 @@ def _span_of(spans: Sequence[LayerSpan], op: int) -> LayerSpan | None:
 
 
 def windows_by_layer(spans: Sequence[LayerSpan], windows: Sequence[Window]) -> tuple[Window, ...]:
-    """Return `windows`, of one bucket in order, each from and to the edge of a layer where it is near one; those that
-    then overlap or touch are one."""
+    """Return the `windows` of a bucket, in order, extended to the edges of layers by `begin_of` and `end_of`.
+
+    Windows of a phase that then overlap or touch are merged.
+    """
     found: list[Window] = []
     for window in windows:
         wide = replace(window, first=begin_of(spans, window.first), last=end_of(spans, window.last))

@@ -1,13 +1,14 @@
-"""How far off the device one bucket is: each level holds fewer device bytes than the one before, on one rank.
+"""Levels: how far from the device a bucket is. On one rank each level needs fewer device bytes than the level before.
 
 KEPT                parameters and optimizer state on the device
-KEPT_RELEASED       the same; several ranks gather it for each window of uses and release it after
-STATE_OFF           optimizer state on the host, parameters on the device; only where the hybrid optimizer owns them
-STATE_OFF_RELEASED  the same; several ranks gather it for each window of uses and release it after
+KEPT_RELEASED       like KEPT; several ranks gather the bucket for each window and release it after the window
+STATE_OFF           optimizer state on the host, parameters on the device; only if the hybrid optimizer owns them
+STATE_OFF_RELEASED  like STATE_OFF; several ranks gather the bucket for each window and release it after the window
 RESIDENT            both on the host; one gathered copy from the first use in the forward to the last in the backward
-STREAMED            both on the host; gathered for each window of uses, released after it
+STREAMED            both on the host; gathered for each window, released after it
 
-On several ranks each owns a shard, and a bucket is gathered at every level; one rank gathers what is on the host.
+On several ranks each rank owns a shard, and a bucket is gathered at every level. On one rank only buckets with
+parameters on the host are gathered.
 """
 
 from enum import IntEnum
@@ -34,12 +35,12 @@ class Level(IntEnum):
 
     @property
     def home(self) -> Tier:
-        """Where parameters and gradients live."""
+        """The memory of parameters and gradients."""
         return Tier.HOST if self.has_param_on_host else Tier.DEVICE
 
     @property
     def is_released(self) -> bool:
-        """Whether a gathered copy goes after each window of uses."""
+        """Whether a gathered copy is released after each window."""
         return self in (Level.KEPT_RELEASED, Level.STATE_OFF_RELEASED, Level.STREAMED)
 
 
@@ -49,13 +50,13 @@ def is_gathered(bucket: Bucket, level: Level) -> bool:
 
 
 def placement_of(bucket: Bucket, level: Level, *, streamed: bool = False) -> Placement:
-    """Return the placement that puts `bucket` at `level`, its update `streamed` or where its state lives."""
+    """Return the placement of `bucket` at `level`, with its update `streamed` or in the memory of its state."""
     optim = Tier.HOST if level.has_state_on_host else Tier.DEVICE
     return Placement(bucket=bucket.id, param=level.home, optim=optim, resident=not level.is_released, streamed=streamed)
 
 
 def level_of(placement: Placement) -> Level:
-    """Return the level that `placement` is, streamed or not."""
+    """Return the level of `placement`, which does not depend on `placement.streamed`."""
     if placement.param is not Tier.DEVICE:
         return Level.RESIDENT if placement.resident else Level.STREAMED
     if placement.optim is Tier.DEVICE:
@@ -64,9 +65,9 @@ def level_of(placement: Placement) -> Level:
 
 
 def levels_from(start: Level, bucket: Bucket, *, hybrid: bool, num_windows: int) -> tuple[Level, ...]:
-    """Return `start` and every level further off that differs from the ones before, in order."""
+    """Return `start` and every level further from the device that differs from the levels before it, in order."""
     splits_state = hybrid and bucket.trainable and bucket.state_nbytes > 0
-    # With one window there is nothing to stay resident between.
+    # With one window, a resident copy is a released copy.
     has_gap = num_windows > 1
     differs = {
         Level.KEPT_RELEASED: bucket.is_sharded and has_gap,
@@ -75,11 +76,11 @@ def levels_from(start: Level, bucket: Bucket, *, hybrid: bool, num_windows: int)
         Level.RESIDENT: has_gap,
         Level.STREAMED: True,
     }
-    return (start, *(level for level, is_other in differs.items() if level > start and is_other))
+    return (start, *(level for level, is_distinct in differs.items() if level > start and is_distinct))
 
 
 def host_bytes_of(bucket: Bucket, level: Level) -> int:
-    """Return the host bytes of one rank: state, and parameters and gradients or their staging."""
+    """Return the host bytes of `bucket` on one rank: optimizer state, parameters and gradients, or their staging."""
     if not level.has_state_on_host:
         return 0
     grad_nbytes = bucket.shard_grad_nbytes() if bucket.trainable else 0
@@ -88,13 +89,13 @@ def host_bytes_of(bucket: Bucket, level: Level) -> int:
 
 
 def host_bytes_without_state(bucket: Bucket, level: Level) -> int:
-    """Return `host_bytes_of` less the optimizer state, which may be on disk instead."""
+    """Return `host_bytes_of` without the optimizer state, for a bucket whose state is or may be on disk."""
     total_bytes = host_bytes_of(bucket, level)
     return total_bytes - bucket.shard_state_nbytes() if level.has_state_on_host else 0
 
 
 def level_text(level: Level) -> str:
-    """Return `level` as a plan says it."""
+    """Return `level` in the words of a decision."""
     return {
         Level.KEPT: "param device, optim device",
         Level.KEPT_RELEASED: "param device, optim device, released after each use",

@@ -1,8 +1,8 @@
-"""Device bytes of a step as levels change, counted in segments.
+"""Count the device bytes of a step in segments, for any levels and moves.
 
-No plan for this problem changes the bytes of any bucket between two neighbours of a fixed set of op indices: where
-phases, windows and gradients begin and end. Ops between two of them form a segment, of which only the highest bytes of
-everything else matter, so a step of 5,000 ops is a few hundred numbers.
+No plan for a problem changes the bytes of a bucket except at a fixed set of ops, at which phases, windows and gradients
+begin and end. The ops between two neighbours of the set form a segment. Of all other bytes only the highest count of
+each segment matters, so a step of 5,000 ops becomes a few hundred numbers.
 
     peak = max over segments s of (rest_bytes[s] + sum over buckets of bytes[bucket][level][s])
 """
@@ -22,13 +22,13 @@ from elixir_compile.search.space.residency import Moves, Residency, moves_at_use
 
 
 class MemoryModel:
-    """Counts the device bytes of a problem, by segment, for any levels and prefetch distances."""
+    """The segments of a step, and its device bytes in each of them at any levels, with any moves."""
 
     def __init__(self, facts: Facts, more_starts: Iterable[int] = ()) -> None:
-        """`more_starts` are op indices at which segments begin besides those of `facts`."""
+        """Cut the step of `facts` into segments; `more_starts` are op indices at which more segments begin."""
         self._facts = facts
         self._sizes = [_Sizes.of(bucket) for bucket in facts.buckets]
-        self._is_shared = any(sizes.is_sharded or sizes.is_packed for sizes in self._sizes)
+        self._is_any_reduced = any(sizes.is_sharded or sizes.is_packed for sizes in self._sizes)
         self.rest_bytes_per_op = _rest(facts)
         starts = _segment_starts(facts, more_starts)
         self._starts = starts
@@ -37,37 +37,39 @@ class MemoryModel:
         # One past the last op is one past the last segment.
         self._segment_of[num_ops] = len(starts)
         self.rest_bytes = self.highest(self.rest_bytes_per_op)
-        """Highest bytes of each segment that neither a bucket nor an absence holds."""
+        """Highest bytes of each segment without buckets and offloaded activations."""
 
     def highest(self, bytes_per_op: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the highest of `bytes_per_op`, along the last axis, in each segment."""
+        """Return the highest of `bytes_per_op` in each segment, along the last axis."""
         return np.maximum.reduceat(bytes_per_op, self._starts, axis=-1)
 
     def live_bytes(self, levels: Sequence[Level], moves: Moves) -> NDArray[np.int64]:
         """Return the highest bytes of each segment at these levels with these moves."""
         facts, segment = self._facts, self._segment_of
         changes = np.zeros(len(self._starts) + 1, dtype=np.int64)
-        for stay in moves.residencies:
-            if stay.bucket >= len(facts.buckets):
-                self._add_absence(changes, stay.bucket - len(facts.buckets), stay.gather, moves)
+        for residency in moves.residencies:
+            if residency.bucket >= len(facts.buckets):
+                self._add_offloaded(changes, residency.bucket - len(facts.buckets), residency.gather, moves)
                 continue
-            sizes = self._sizes[stay.bucket]
-            changes[segment[stay.gather]] += sizes.flat_bytes
-            changes[segment[stay.last + 1]] -= sizes.flat_bytes
+            sizes = self._sizes[residency.bucket]
+            changes[segment[residency.gather]] += sizes.flat_bytes
+            changes[segment[residency.last + 1]] -= sizes.flat_bytes
             if sizes.is_sharded:
-                self._add_opening(changes, stay, levels[stay.bucket])
+                self._add_gather_buffers(changes, residency, levels[residency.bucket])
         ends = moves.grad_ends
-        lasts = {(stay.bucket, stay.last) for stay in moves.residencies} if self._is_shared else set[tuple[int, int]]()
+        lasts: set[tuple[int, int]] = set()
+        if self._is_any_reduced:
+            lasts = {(residency.bucket, residency.last) for residency in moves.residencies}
         for bucket, level in enumerate(levels):
             changes[0] += _resting_bytes(facts.buckets[bucket], level)
             gradients = facts.gradients[bucket]
             if gradients is None:
                 continue
-            whole_end = gradients.complete if self._sizes[bucket].is_packed else ends.get(bucket)
+            unreduced_end = gradients.complete if self._sizes[bucket].is_packed else ends.get(bucket)
             for birth, nbytes in gradients.births:
                 changes[segment[birth]] += nbytes
-                if whole_end is not None:
-                    changes[segment[whole_end + 1]] -= nbytes
+                if unreduced_end is not None:
+                    changes[segment[unreduced_end + 1]] -= nbytes
             if self._sizes[bucket].is_sharded or self._sizes[bucket].is_packed:
                 is_replaced = (bucket, gradients.complete) in lasts
                 end = ends.get(bucket, facts.num_run - 1)
@@ -77,27 +79,31 @@ class MemoryModel:
         return self.rest_bytes + np.cumsum(changes[:-1])
 
     def streamed_bytes(self, bucket: int, home: Tier) -> int:
-        """Return what a streamed update of one bucket takes beside what is on the device anyway, its parameters at
-        `home`."""
+        """Return the device bytes that a streamed update of a bucket adds, if its parameters live in `home`."""
         return streamed_bytes(self._facts.buckets[bucket], home)
 
-    def _add_opening(self, changes: NDArray[np.int64], stay: Residency, level: Level) -> None:
-        """What a gather on several ranks takes until its copy can be used: the shard that came from the host, and then
-        a second copy where parameters are copied out."""
-        sizes, segment = self._sizes[stay.bucket], self._segment_of
+    def _add_gather_buffers(self, changes: NDArray[np.int64], residency: Residency, level: Level) -> None:
+        """Add the bytes that a gather on several ranks needs beyond its copy until the copy can be used.
+
+        These are the shard that comes from the host, and then a second copy if parameters are copied out of the buffer.
+        """
+        sizes, segment = self._sizes[residency.bucket], self._segment_of
         if sizes.is_unpacked:
-            changes[segment[stay.first]] += sizes.flat_bytes
-            changes[segment[stay.first + 1]] -= sizes.flat_bytes
+            changes[segment[residency.first]] += sizes.flat_bytes
+            changes[segment[residency.first + 1]] -= sizes.flat_bytes
         if level.has_param_on_host:
-            # It goes between two ops; the second counts it, unless what is copied out, which is more, counts there.
-            changes[segment[stay.gather]] += sizes.shard_bytes
-            changes[segment[stay.first if sizes.is_unpacked else stay.first + 1]] -= sizes.shard_bytes
+            # The shard is freed between two ops and counts at the second, unless the larger second copy counts there.
+            changes[segment[residency.gather]] += sizes.shard_bytes
+            changes[segment[residency.first if sizes.is_unpacked else residency.first + 1]] -= sizes.shard_bytes
 
     def _add_reduced(
         self, changes: NDArray[np.int64], bucket: int, level: Level, end: int, *, is_replaced: bool
     ) -> None:
-        """What a gradient takes from its reduce on, which is waited for after op `end`, and at the op before it, beyond
-        a copy that goes there."""
+        """Add the bytes of the reduced gradients of a bucket, and of their packing buffer.
+
+        The reduce starts after the op that completes the gradients, and is waited for after op `end`. The buffers also
+        count at the op before the reduce, less the gathered copy that is released there if `is_replaced`.
+        """
         gradients, sizes, segment = self._facts.gradients[bucket], self._sizes[bucket], self._segment_of
         assert gradients is not None
         complete = gradients.complete
@@ -109,21 +115,21 @@ class MemoryModel:
             changes[segment[end + 1]] -= sizes.flat_grad_bytes
         new_bytes = at_once_bytes = sizes.reduced_bytes if end == complete else 0
         if sizes.is_packed:
-            whole_bytes = sum(nbytes for _, nbytes in gradients.births)
-            more_bytes = max(0, at_once_bytes - whole_bytes) if sizes.is_sharded else 0
+            unreduced_bytes = sum(nbytes for _, nbytes in gradients.births)
+            more_bytes = max(0, at_once_bytes - unreduced_bytes) if sizes.is_sharded else 0
             new_bytes = sizes.flat_grad_bytes + more_bytes
         before_bytes = max(0, new_bytes - (sizes.flat_bytes if is_replaced else 0))
         changes[segment[complete]] += before_bytes
         changes[segment[complete + 1]] -= before_bytes
 
-    def _add_absence(self, changes: NDArray[np.int64], number: int, back: int, moves: Moves) -> None:
-        """Activations that are on the device until they have left, and again from op `back` to their last use."""
-        absence, segment = self._facts.offload_intervals[number], self._segment_of
-        for birth, nbytes in absence.births:
+    def _add_offloaded(self, changes: NDArray[np.int64], number: int, prefetch: int, moves: Moves) -> None:
+        """Add the bytes of offloaded activations: until they have left, and from op `prefetch` to their last use."""
+        interval, segment = self._facts.offload_intervals[number], self._segment_of
+        for birth, nbytes in interval.births:
             changes[segment[birth]] += nbytes
-        changes[segment[moves.leave_ends[number] + 1]] -= absence.nbytes
-        changes[segment[back]] += absence.nbytes
-        for last, nbytes in absence.lasts:
+        changes[segment[moves.leave_ends[number] + 1]] -= interval.nbytes
+        changes[segment[prefetch]] += interval.nbytes
+        for last, nbytes in interval.lasts:
             changes[segment[last + 1]] -= nbytes
 
     def peak_bytes(self, levels: Sequence[Level], ahead: int) -> int:
@@ -133,8 +139,9 @@ class MemoryModel:
     def own_bytes(self) -> NDArray[np.int64]:
         """Return bytes[bucket, level, segment] of each bucket alone, gathered at use.
 
-        Exact on several ranks. On one, gradients that leave count until the next bucket's are complete, whether that
-        one's leave too or not: never more than `live_bytes`, and less where several buckets in a row stay.
+        On several ranks their sum is exact. On one rank, gradients that go to the host count until the gradients of the
+        next bucket are complete, even if those stay on the device: the sum is at most `live_bytes`, and less if the
+        gradients of several buckets in a row stay.
         """
         facts = self._facts
         changes = np.zeros((len(facts.buckets), len(Level), len(self._starts) + 1), dtype=np.int64)
@@ -151,24 +158,24 @@ class MemoryModel:
             changes[segment[first]] += sizes.flat_bytes
             changes[segment[last + 1]] -= sizes.flat_bytes
             if sizes.is_sharded:
-                self._add_opening(changes, Residency(first, first, last, i), level)
+                self._add_gather_buffers(changes, Residency(first, first, last, i), level)
 
     def _add_gradients(self, changes: NDArray[np.int64], i: int, level: Level, next_complete: int) -> None:
         bucket, gradients, segment = self._facts.buckets[i], self._facts.gradients[i], self._segment_of
         if gradients is None:
             return
         leaves = is_gathered(bucket, level)
-        whole_end = gradients.complete if self._sizes[i].is_packed else next_complete
+        unreduced_end = gradients.complete if self._sizes[i].is_packed else next_complete
         for birth, nbytes in gradients.births:
             changes[segment[birth]] += nbytes
             if leaves or bucket.is_packed:
-                changes[segment[whole_end + 1]] -= nbytes
+                changes[segment[unreduced_end + 1]] -= nbytes
         if bucket.is_sharded or bucket.is_packed:
             is_replaced = any(last == gradients.complete for _, last in spans(self._facts, i, level))
             self._add_reduced(changes, i, level, next_complete, is_replaced=is_replaced)
 
     def segment_of(self, op: int) -> int:
-        """Return the segment that holds the op with index `op`; one past the last for one past the last op."""
+        """Return the segment of the op with index `op`; the number of segments if `op` is the number of ops."""
         return int(self._segment_of[op])
 
     def completed_before(self, segment: int) -> list[int]:
@@ -178,14 +185,14 @@ class MemoryModel:
         return [i for complete, i in order if complete < start]
 
     def highest_op(self, segment: int) -> int:
-        """Return the index of the op with the highest bytes in `segment`, the first of several."""
+        """Return the index of the op with the highest bytes in `segment`, the first if several ops have as many."""
         ends = [*self._starts[1:].tolist(), len(self.rest_bytes_per_op)]
         start = int(self._starts[segment])
         return start + int(self.rest_bytes_per_op[start : ends[segment]].argmax())
 
 
 class _Sizes(NamedTuple):
-    """What is asked of a bucket again and again: with many ranks it takes long to look up."""
+    """Sizes of a bucket, computed once: a bucket of many ranks sums them up at each access."""
 
     flat_bytes: int
     shard_bytes: int
@@ -209,13 +216,13 @@ class _Sizes(NamedTuple):
 
 
 def _resting_bytes(bucket: Bucket, level: Level) -> int:
-    """Bytes that are on the device during the whole step."""
+    """Return the bytes of a bucket that are on the device during the whole step."""
     param_nbytes = 0 if level.has_param_on_host else bucket.shard_nbytes() + bucket.sum_nbytes
     return param_nbytes + (0 if level.has_state_on_host else bucket.shard_state_nbytes())
 
 
 def _next_completes(facts: Facts) -> list[int]:
-    """Per bucket, the op that completes the gradients of the bucket after it; the last of the backward for the last."""
+    """Return per bucket the op that completes the gradients of the next bucket, or the last op of the backward."""
     order = sorted((grads.complete, i) for i, grads in enumerate(facts.gradients) if grads is not None)
     found = [facts.num_run - 1] * len(facts.buckets)
     for (_, i), (complete, _) in itertools.pairwise(order):
@@ -224,7 +231,7 @@ def _next_completes(facts: Facts) -> list[int]:
 
 
 def _rest(facts: Facts) -> NDArray[np.int64]:
-    """Bytes per op of everything that neither a bucket nor an absence holds."""
+    """Return the bytes per op without buckets and offloaded activations."""
     graph = facts.graph
     bucketed = {param for bucket in facts.buckets for param in bucket.params}
     trained = {
@@ -233,14 +240,14 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
         if gradients is not None
         for param in bucket.params
     }
-    names = {absence.group for absence in facts.offload_intervals}
-    away = {name for group in facts.activations if group.id in names for name in group.storages}
+    names = {interval.group for interval in facts.offload_intervals}
+    offloaded = {name for group in facts.activations if group.id in names for name in group.storages}
     changes = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     changes[0] = facts.problem.base_bytes
     ends: list[tuple[int, int]] = []
     for storage in graph.storages:
         owned = (
-            storage.id in away
+            storage.id in offloaded
             or (storage.kind is Kind.PARAM and storage.id in bucketed)
             or (storage.kind is Kind.GRAD and storage.of in trained)
         )
@@ -250,7 +257,7 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
             changes[life.last + 1] -= storage.nbytes
             ends.append((life.last, storage.nbytes))
     rest = np.cumsum(changes[:-1])
-    # What this graph holds while others run is what is left of its last forward op, and what is there at the update.
+    # While other graphs run, this graph holds the storages that outlive its last forward op, or those of its update.
     last = facts.num_forward - 1
     dying_bytes = sum(nbytes for end, nbytes in ends if end == last)
     rest[last] += max(0, facts.problem.between_bytes - dying_bytes)
@@ -269,12 +276,12 @@ def _segment_starts(facts: Facts, more_starts: Iterable[int]) -> NDArray[np.int6
         if gradients is not None:
             starts.add(gradients.complete + 1)
             starts.update(birth for birth, _ in gradients.births)
-        # What a gather and a reduce take for a moment counts at one op.
+        # The buffers of a gather and of a reduce that live between two ops count at one op.
         if bucket.is_sharded:
             starts.update(window.first + 1 for window in windows)
         if (bucket.is_sharded or bucket.is_packed) and gradients is not None:
             starts.add(gradients.complete)
-    for absence in facts.offload_intervals:
-        starts |= {absence.leave + 1, absence.first, *(birth for birth, _ in absence.births)}
-        starts.update(last + 1 for last, _ in absence.lasts)
+    for interval in facts.offload_intervals:
+        starts |= {interval.leave + 1, interval.first, *(birth for birth, _ in interval.births)}
+        starts.update(last + 1 for last, _ in interval.lasts)
     return np.array(sorted(start for start in starts if start < num_ops), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a planner may choose for the saved activations of each layer, and when offloaded ones leave and come back."""
+"""Enumerate the modes of each layer, and derive from a choice of modes its activations and offload intervals."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,49 +9,53 @@ from elixir_compile.analysis.activations import Depth, Group, activation_groups
 from elixir_compile.analysis.liveness import Liveness
 from elixir_compile.ir import Activations, GroupId, Phase, Saving, StepGraph
 
-_LEAST_SHARE = 1e-3
-"""Layers with less of all saved bytes, and groups with less of their layer's, stay."""
-_MAX_LEAVING = 3
-"""So many of a layer's groups leave or stay one by one; the others leave only with all of them."""
+_MIN_SHARE = 1e-3
+"""A layer with a smaller share of all saved bytes is always kept. A group with a smaller share of the bytes that its
+layer stores is never offloaded."""
+_MAX_OFFLOADED = 3
+"""The largest groups of a layer, so many at most, are offloaded in any combination; smaller groups only with all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """What happens to the groups of one layer."""
+    """Recompute depth and offloaded groups of a layer."""
 
     depth: Depth
     away: frozenset[GroupId]
-    """Groups that go to the host."""
+    """Offloaded groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer's groups and what may happen to them."""
+    """One layer with its groups of activations and its modes."""
 
     name: str
     groups: tuple[Group, ...]
     modes: tuple[Mode, ...]
-    """The first keeps everything."""
+    """All modes; mode 0 keeps every group."""
 
 
 def layers_of(graph: StepGraph, savings: AbstractSet[Saving]) -> tuple[Layer, ...]:
-    """Return the layers that have a choice among `savings`, in the order of their first group."""
+    """Return the layers with more than one mode under `savings`, in the order of their first group."""
     groups: dict[str, list[Group]] = {}
     for group in activation_groups(graph):
         groups.setdefault(group.layer, []).append(group)
-    total_bytes = sum(group.nbytes for own in groups.values() for group in own if not group.is_input)
+    total_bytes = sum(group.nbytes for members in groups.values() for group in members if not group.is_input)
     found: list[Layer] = []
-    for name, own in groups.items():
-        nbytes = sum(group.nbytes for group in own if not group.is_input)
-        if nbytes >= total_bytes * _LEAST_SHARE:
-            modes = tuple(dict.fromkeys(_modes(own, savings)))
+    for name, members in groups.items():
+        nbytes = sum(group.nbytes for group in members if not group.is_input)
+        if nbytes >= total_bytes * _MIN_SHARE:
+            modes = tuple(dict.fromkeys(_modes(members, savings)))
             if len(modes) > 1:
-                found.append(Layer(name=name, groups=tuple(own), modes=modes))
+                found.append(Layer(name=name, groups=tuple(members), modes=modes))
     return tuple(found)
 
 
 def activations_of(layers: Sequence[Layer], modes: Sequence[int]) -> tuple[Activations, ...]:
-    """Return what a plan says of the activations at these modes, one per layer; nothing where everything is kept."""
+    """Return the activations of a plan in which each layer has the mode with its index in `modes`.
+
+    The result is empty if every layer has mode 0.
+    """
     if not any(modes):
         return ()
     return tuple(
@@ -63,7 +67,7 @@ def activations_of(layers: Sequence[Layer], modes: Sequence[int]) -> tuple[Activ
 
 
 def saving_of(group: Group, mode: Mode) -> Saving | None:
-    """Return what happens to `group` in `mode`; None for an input that nothing is made from."""
+    """Return how `mode` saves `group`; None for the input of a layer if the mode does not recompute from it."""
     if group.is_input and mode.depth is not Depth.FIXED:
         return None
     if Depth.KEPT < group.depth <= mode.depth:
@@ -72,40 +76,42 @@ def saving_of(group: Group, mode: Mode) -> Saving | None:
 
 
 def mode_text(layer: Layer, mode: Mode) -> str:
-    """Return what happens to each group of `layer`, as a decision says it."""
-    said: dict[Saving, list[str]] = {}
+    """Return how `mode` saves each group of `layer`, in the words of a decision."""
+    by_saving: dict[Saving, list[str]] = {}
     for group in layer.groups:
         saving = saving_of(group, mode)
         if saving is not None:
-            said.setdefault(saving, []).append(group.id.rpartition(".")[2])
-    return ", ".join(f"{saving} {' and '.join(names)}" for saving, names in said.items())
+            by_saving.setdefault(saving, []).append(group.id.rpartition(".")[2])
+    return ", ".join(f"{saving} {' and '.join(names)}" for saving, names in by_saving.items())
 
 
 def deepest(layer: Layer, depth: Depth, *, leaves: bool) -> int:
-    """Return the mode of `layer` that recomputes as deep as it can, at most to `depth`, and keeps the rest, or, where
-    it `leaves`, sends as much of it away as can be."""
+    """Return the index of the mode of `layer` with the largest depth up to `depth`.
+
+    Of the modes with this depth it is the mode that offloads the most bytes if `leaves`, else the one without offloads.
+    """
     reached = max(mode.depth for mode in layer.modes if mode.depth <= depth)
-    own = [i for i, mode in enumerate(layer.modes) if mode.depth is reached]
+    at_depth = [i for i, mode in enumerate(layer.modes) if mode.depth is reached]
     nbytes = {group.id: group.nbytes for group in layer.groups}
-    by_bytes = sorted(own, key=lambda i: sum(nbytes[name] for name in layer.modes[i].away))
+    by_bytes = sorted(at_depth, key=lambda i: sum(nbytes[name] for name in layer.modes[i].away))
     return by_bytes[-1] if leaves else by_bytes[0]
 
 
 def _modes(groups: Sequence[Group], savings: AbstractSet[Saving]) -> Iterator[Mode]:
     depths = {Depth.KEPT} | ({group.depth for group in groups} if Saving.RECOMPUTE in savings else set())
     for depth in sorted(depths):
-        stays = Mode(depth=depth, away=frozenset())
-        yield stays
+        without_offloads = Mode(depth=depth, away=frozenset())
+        yield without_offloads
         if Saving.OFFLOAD in savings:
-            stored = [group for group in groups if saving_of(group, stays) is Saving.KEEP]
+            stored = [group for group in groups if saving_of(group, without_offloads) is Saving.KEEP]
             yield from (Mode(depth=depth, away=away) for away in _subsets(stored))
 
 
 def _subsets(stored: Sequence[Group]) -> Iterator[frozenset[GroupId]]:
-    """What may leave: any of the largest groups, or all."""
+    """Yield the sets of `stored` groups that may be offloaded: each combination of the largest, and all together."""
     total_bytes = sum(group.nbytes for group in stored)
-    worthwhile = [group for group in stored if group.nbytes >= total_bytes * _LEAST_SHARE]
-    largest = sorted(worthwhile, key=lambda group: (-group.nbytes, group.id))[:_MAX_LEAVING]
+    worthwhile = [group for group in stored if group.nbytes >= total_bytes * _MIN_SHARE]
+    largest = sorted(worthwhile, key=lambda group: (-group.nbytes, group.id))[:_MAX_OFFLOADED]
     for size in range(1, len(largest) + 1):
         for members in itertools.combinations(largest, size):
             yield frozenset(group.id for group in members)
@@ -115,14 +121,14 @@ def _subsets(stored: Sequence[Group]) -> Iterator[frozenset[GroupId]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadInterval:
-    """One group of activations that goes to the host and comes back."""
+    """The ops between which an offloaded group of activations need not be on the device."""
 
     group: GroupId
     nbytes: int
     num_copies: int
-    """Storages, each a copy of its own."""
+    """Number of storages; each is copied on its own."""
     leave: int
-    """The last op of the forward that touches any of them: they leave after it."""
+    """The last op of the forward that reads or writes any of them; their copies to the host start after it."""
     first: int
     """The first op of the backward that reads any of them."""
     births: tuple[tuple[int, int], ...]
@@ -134,10 +140,10 @@ class OffloadInterval:
 def offload_intervals(
     step: StepGraph, lives: Liveness, activations: Iterable[Activations]
 ) -> tuple[OffloadInterval, ...]:
-    """Return the absences under `activations`, in the order in which they begin."""
-    away = [group for group in activations if group.saving is Saving.OFFLOAD]
-    owner = {name: i for i, group in enumerate(away) for name in group.storages}
-    leave, first = [0] * len(away), [len(step.ops)] * len(away)
+    """Return the interval of each offloaded group of `activations` that the backward of `step` reads, by `leave`."""
+    offloaded = [group for group in activations if group.saving is Saving.OFFLOAD]
+    owner = {name: i for i, group in enumerate(offloaded) for name in group.storages}
+    leave, first = [0] * len(offloaded), [len(step.ops)] * len(offloaded)
     for i, op in enumerate(step.ops):
         for name in (*op.reads, *op.writes):
             number = owner.get(name)
@@ -150,27 +156,29 @@ def offload_intervals(
     nbytes = {storage.id: storage.nbytes for storage in step.storages}
     found = [
         _offload_interval(group, lives, nbytes, leave[number], first[number])
-        for number, group in enumerate(away)
+        for number, group in enumerate(offloaded)
         if first[number] < len(step.ops)
     ]
-    return tuple(sorted(found, key=lambda absence: (absence.leave, absence.group)))
+    return tuple(sorted(found, key=lambda interval: (interval.leave, interval.group)))
 
 
-def leave_ends(found: Sequence[OffloadInterval], num_forward: int, lag: int) -> dict[int, int]:
-    """Return, per absence, the last op at which it is still on the device: its own `leave`, or, with a `lag`, that of
-    so many later ones; all are gone when the forward ends."""
-    ends = [absence.leave for absence in found[lag:]] + [num_forward - 1] * min(lag, len(found))
+def leave_ends(intervals: Sequence[OffloadInterval], num_forward: int, lag: int) -> dict[int, int]:
+    """Return per interval, by its index, the last op at which its activations still occupy the device.
+
+    It is the `leave` of the interval that comes `lag` later, or the last forward op if there is none.
+    """
+    ends = [interval.leave for interval in intervals[lag:]] + [num_forward - 1] * min(lag, len(intervals))
     return dict(enumerate(ends))
 
 
 def _offload_interval(group: Activations, lives: Liveness, nbytes: dict, leave: int, first: int) -> OffloadInterval:
-    own = [(lives.lives[name], nbytes[name]) for name in group.storages if name in lives.lives]
+    storages = [(lives.lives[name], nbytes[name]) for name in group.storages if name in lives.lives]
     return OffloadInterval(
         group=group.id,
-        nbytes=sum(size for _, size in own),
-        num_copies=len(own),
+        nbytes=sum(size for _, size in storages),
+        num_copies=len(storages),
         leave=leave,
         first=first,
-        births=tuple((life.first, size) for life, size in own),
-        lasts=tuple((life.last, size) for life, size in own),
+        births=tuple((life.first, size) for life, size in storages),
+        lasts=tuple((life.last, size) for life, size in storages),
     )

@@ -1,17 +1,19 @@
-"""What each mode of each layer takes, counted in the ops of the step with everything kept.
+"""Count the bytes and the seconds of each mode of each layer, by the ops of the step with every activation kept.
 
-Recomputing adds ops, so steps of different modes differ; but every op that is added stands right before one that is
-always there, its slot. Bytes and seconds by slot can be added up over layers:
+Recomputation adds ops, so steps of different modes have different ops. But each added op runs right before an op of the
+step with every activation kept; the index of that op is its slot. Bytes and seconds by slot add up over layers:
 
     live bytes at slot i  =  rest[i] + sum over layers of bytes[layer, mode][i]
 
-One step per depth is enough, with all layers recomputed to it: what a layer makes again comes from that layer, and what
-leaves is taken off after. Within a slot the highest bytes of the layer count, its repeated ops one after another.
+One step per depth is enough, with all layers recomputed to the depth, because a layer recomputes only its own
+activations. The bytes of offloaded groups are subtracted afterwards. Within a slot the repeated ops of a layer run one
+after another, and the highest of their bytes counts.
 
-Seconds must not be more than a layer adds whatever the others do, or no path with them is a lower bound. Where two
-layers are recomputed, the second may have to make its input again too, and an op that is always there may fuse with
-less: neither counts. Layers that add what no other does, as the first and the last, are looked at alone besides: beside
-a neighbour that is recomputed too, their ops may fuse otherwise.
+The seconds of a layer must not depend on the modes of other layers, or a path with them is no lower bound. If two
+layers in a row are recomputed, the second may recompute its input too, and an op between them may be fused with fewer
+ops: neither counts. Layers that add other seconds than all others, such as the first and the last, are also counted
+with that layer alone recomputed, because beside a recomputed neighbour their ops may fuse differently. The fewer
+seconds are taken.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,19 +32,19 @@ from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepe
 from elixir_compile.simulate import op_seconds
 
 _Added = tuple[tuple[int, float], ...]
-"""(slot, seconds) of compute that a layer adds."""
-_MOST_ALONE, _MANY_OPS = 4, 6000
-"""So many layers are looked at alone at each depth, and one where a step has more ops than these: each takes 0.1 s for
-3,000 ops."""
+"""(slot, seconds) of compute added by a layer."""
+_MAX_ALONE, _MANY_OPS = 4, 6000
+"""So many layers at most are counted alone at each depth, or one layer of a step with more ops than `_MANY_OPS`: each
+count takes 0.1 s for 3,000 ops."""
 _CLOSE = 3
-"""Layers with fewer than so many between them may change what each other adds: a neighbour makes the other's input, and
-an op between them may fuse with either."""
+"""Layers whose numbers differ by no more than this may change the seconds that the other adds: one layer makes the
+input of the next, and an op between two layers may fuse with either."""
 _MOVABLE = (Kind.TEMP, Kind.SAVED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
-    """A group that leaves after one slot and is back before another."""
+    """The offload interval of a group, its ends as slots."""
 
     group: GroupId
     nbytes: int
@@ -53,12 +55,12 @@ class Trip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What one mode of one layer takes."""
+    """Bytes and seconds of a layer in a mode."""
 
     nbytes: NDArray[np.int64]
-    """On the device, by slot."""
+    """Device bytes by slot."""
     added_s: _Added
-    """(slot, seconds) of compute on top of what it takes with everything kept."""
+    """(slot, seconds) of compute beyond the seconds of the layer with every activation kept."""
     trips: tuple[Trip, ...]
 
     @property
@@ -67,20 +69,20 @@ class Profile:
 
 
 def profiles(problem: Problem, layers: Sequence[Layer]) -> tuple[tuple[Profile, ...], ...]:
-    """Return the profile of every mode of every layer."""
+    """Return the profile of each mode of each of `layers`, in their order."""
     if not layers:
         return ()
     base = as_run(problem.graph)
     index = {op.id: i for i, op in enumerate(base.ops)}
     kept_s = dict(zip(index, op_seconds(problem.graph, problem.cluster, problem.measured), strict=True))
     depths = sorted({mode.depth for layer in layers for mode in layer.modes})
-    counts = {depth: _Count(problem, layers, depth, index, kept_s) for depth in depths}
+    steps = {depth: _RecomputedStep(problem, layers, depth, index, kept_s) for depth in depths}
     return tuple(
-        tuple(_profile(counts[mode.depth], number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
+        tuple(_profile(steps[mode.depth], number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
     )
 
 
-class _Count:
+class _RecomputedStep:
     """The step with every layer recomputed to one depth, its bytes and seconds by layer and slot."""
 
     def __init__(
@@ -110,14 +112,14 @@ class _Count:
         self.nbytes = self._bytes_by_layer(len(layers), owner, len(index))
         seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
         self.added_s = self._added_s(len(layers), seconds, kept_s)
-        totals_s = [round(sum(seconds for _, seconds in own), 12) for own in self.added_s]
+        totals_s = [round(_total_s(added), 12) for added in self.added_s]
         unlike = [i for i, total_s in enumerate(totals_s) if total_s > 0.0 and totals_s.count(total_s) == 1]
-        most = _MOST_ALONE if len(graph.ops) <= _MANY_OPS else 1
-        chosen = (*unlike[: most - 1], *unlike[most - 1 :][-1:]) if depth is not Depth.KEPT else ()
+        max_alone = _MAX_ALONE if len(graph.ops) <= _MANY_OPS else 1
+        chosen = (*unlike[: max_alone - 1], *unlike[max_alone - 1 :][-1:]) if depth is not Depth.KEPT else ()
         for apart in _far_apart(chosen):
             alone = self._added_alone(problem, {i: layers[i] for i in apart}, depth, index, kept_s)
-            for i, own in alone.items():
-                self.added_s[i] = min(self.added_s[i], own, key=lambda one: sum(seconds for _, seconds in one))
+            for i, added in alone.items():
+                self.added_s[i] = min(self.added_s[i], added, key=_total_s)
         self.trips = self._trips(layers, depth)
 
     def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int], num_slots: int) -> NDArray[np.int64]:
@@ -131,7 +133,10 @@ class _Count:
         return np.maximum.reduceat(np.cumsum(changes[:, :-1], axis=1), starts, axis=1)
 
     def _added_s(self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]) -> list[_Added]:
-        """(slot, seconds) of what each layer's ops take more than with everything kept."""
+        """Return (slot, seconds) by which the ops of each layer take longer than with every activation kept.
+
+        An op that takes longer counts only if it also runs again with its layer alone recomputed.
+        """
         found: list[dict[int, float]] = [{} for _ in range(num_layers)]
         owners = self._owner_of_ops()
         for i, op in enumerate(self._step.ops):
@@ -141,7 +146,7 @@ class _Count:
                 continue
             slot = int(self._slot_of[i])
             found[layer][slot] = found[layer].get(slot, 0.0) + more_s
-        return [tuple(own.items()) for own in found]
+        return [tuple(by_slot.items()) for by_slot in found]
 
     def _added_alone(
         self,
@@ -151,11 +156,13 @@ class _Count:
         index: Mapping[OpId, int],
         kept_s: Mapping[OpId, float],
     ) -> dict[int, _Added]:
-        """(slot, seconds) that the step takes more than with everything kept if only the layers `apart`, which are so
-        far from each other that what one adds has nothing to do with the others, are recomputed to `depth`."""
+        """Return (slot, seconds) by which the step takes longer with only the layers `apart` recomputed to `depth`.
+
+        The layers, by number, are so far from each other that each op belongs to the nearest of them.
+        """
         graph = problem.graph
         activations = activations_of(
-            list(apart.values()), [deepest(own, depth, leaves=False) for own in apart.values()]
+            list(apart.values()), [deepest(layer, depth, leaves=False) for layer in apart.values()]
         )
         step = as_run(graph, activations)
         seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
@@ -169,11 +176,14 @@ class _Count:
             more_s = op_s - kept_s.get(op.id, 0.0)
             if more_s:
                 found[near][slot] = found[near].get(slot, 0.0) + more_s
-        return {number: tuple(own.items()) for number, own in found.items()}
+        return {number: tuple(by_slot.items()) for number, by_slot in found.items()}
 
     def _owner_of_ops(self) -> list[int | None]:
-        """The layer, by its number, that what each op takes more or less is due to: an op outside of all layers takes
-        less for the sake of the next layer, which it makes the input of."""
+        """Return the number of the layer to which the added seconds of each op are attributed.
+
+        A repeated op belongs to the layer for which it runs again. An op outside of all layers belongs to the next
+        layer, whose input it makes.
+        """
         found: list[int | None] = []
         owner: int | None = None
         for op in reversed(self._step.ops):
@@ -182,31 +192,35 @@ class _Count:
         return found[::-1]
 
     def _trips(self, layers: Sequence[Layer], depth: Depth) -> Mapping[GroupId, Trip]:
-        """The trip of every group that could go on one at this depth."""
-        away = frozenset(group.id for layer in layers for group in layer.groups)
-        could = [
+        """Return the offload interval, in slots, of each group that is stored at `depth`."""
+        all_groups = frozenset(group.id for layer in layers for group in layer.groups)
+        stored = [
             Activations(id=group.id, storages=group.storages, nbytes=group.nbytes, saving=Saving.OFFLOAD)
             for layer in layers
             for group in layer.groups
-            if saving_of(group, Mode(depth=depth, away=away)) is Saving.OFFLOAD
+            if saving_of(group, Mode(depth=depth, away=all_groups)) is Saving.OFFLOAD
         ]
         return {
-            absence.group: Trip(
-                group=absence.group,
-                nbytes=absence.nbytes,
-                num_copies=absence.num_copies,
-                leave=int(self._slot_of[absence.leave]),
-                first=int(self._slot_of[absence.first]),
+            interval.group: Trip(
+                group=interval.group,
+                nbytes=interval.nbytes,
+                num_copies=interval.num_copies,
+                leave=int(self._slot_of[interval.leave]),
+                first=int(self._slot_of[interval.first]),
             )
-            for absence in offload_intervals(self._step, self._lives, could)
+            for interval in offload_intervals(self._step, self._lives, stored)
         }
 
 
+def _total_s(added: _Added) -> float:
+    return sum(seconds for _, seconds in added)
+
+
 def _far_apart(numbers: Sequence[int]) -> list[list[int]]:
-    """Return `numbers` of layers in groups of which none has two that are close to one another."""
+    """Split the `numbers` of layers into groups in which every two differ by more than `_CLOSE`."""
     groups: list[list[int]] = []
     for number in numbers:
-        group = next((own for own in groups if all(abs(number - other) > _CLOSE for other in own)), None)
+        group = next((members for members in groups if all(abs(number - other) > _CLOSE for other in members)), None)
         if group is None:
             groups.append([number])
         else:
@@ -215,21 +229,21 @@ def _far_apart(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _repeated_alone(graph: StepGraph, layers: Sequence[Layer], depth: Depth) -> list[frozenset[OpId]]:
-    """By layer, the ops that run again where it alone is recomputed to `depth`."""
+    """Return, for each layer, the ops that run again if it alone is recomputed to `depth`."""
     alone = [activations_of([layer], [deepest(layer, depth, leaves=False)]) for layer in layers]
     return [frozenset(repeated_op(repeat.op) for repeat in found) for found in repeats_each(graph, alone)]
 
 
-def _profile(count: _Count, number: int, mode: Mode) -> Profile:
-    nbytes = count.nbytes[number].copy()
-    trips = tuple(count.trips[group] for group in sorted(mode.away) if group in count.trips)
+def _profile(step: _RecomputedStep, number: int, mode: Mode) -> Profile:
+    nbytes = step.nbytes[number].copy()
+    trips = tuple(step.trips[group] for group in sorted(mode.away) if group in step.trips)
     for trip in trips:
         nbytes[trip.leave + 1 : trip.first] -= trip.nbytes
-    return Profile(nbytes=nbytes, added_s=count.added_s[number], trips=trips)
+    return Profile(nbytes=nbytes, added_s=step.added_s[number], trips=trips)
 
 
 def _slots(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:
-    """The slot of every op: its own index with everything kept, or that of the next op that has one."""
+    """Return the slot of each op: its `index` with every activation kept, or the slot of the next op if it has none."""
     slots = np.zeros(len(step.ops), dtype=np.int64)
     at = len(index) - 1
     for i in reversed(range(len(step.ops))):
@@ -241,7 +255,10 @@ def _slots(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:
 def _owners(
     step: StepGraph, layers: Sequence[Layer], number: Mapping[str, int], activations: Sequence[Activations]
 ) -> dict[StorageId, int]:
-    """The layer, by its number, that decides about each storage of the step without repeated ops."""
+    """Return the number of the layer to which each storage belongs that no repeated op writes.
+
+    It is the layer whose groups hold the storage, else the layer of the first op that writes it.
+    """
     owner: dict[StorageId, int] = {}
     for op in reversed(step.ops):
         layer = number.get(layer_of(op.module))
@@ -249,15 +266,15 @@ def _owners(
             owner.update(dict.fromkeys(op.writes, layer))
     chosen = {group.id for group in activations}
     for i, layer in enumerate(layers):
-        own = [group for group in layer.groups if not group.is_input or group.id in chosen]
-        owner.update({name: i for group in own for name in group.storages})
+        groups = [group for group in layer.groups if not group.is_input or group.id in chosen]
+        owner.update({name: i for group in groups for name in group.storages})
     return owner
 
 
 def _repeated_by(
     layers: Sequence[Layer], found: Sequence[Repeat], makes: Mapping[OpId, Sequence[StorageId]]
 ) -> Mapping[OpId, int]:
-    """The layer for whose sake each repeated op runs: that of the next activation that is made again."""
+    """Return the number of the layer for which each repeated op runs: the layer of the next recomputed activation."""
     layer_of_storage = {name: i for i, layer in enumerate(layers) for group in layer.groups for name in group.storages}
     layer_of_op: dict[OpId, int] = {}
     waiting: list[OpId] = []

@@ -1,13 +1,13 @@
-"""When gathered copies are on the device: a stay lasts from a bucket's gather to its release, or from the prefetch of
-activations to their last use.
+"""Derive from levels and a prefetch distance the residencies: the ops between which gathered copies and prefetched
+activations are on the device.
 
     op        0    1    2    3    4    5
     b1        g~~~~w====r                      gathered before op 0, awaited before op 1, released after op 2
-    b2             g~~~~~~~~~w====r            gathered one window ahead: where the window of b1 begins
+    b2             g~~~~~~~~~w====r            gathered one window ahead: when the window of b1 begins
 
-A gather is issued where the window `ahead` windows earlier begins, in its own phase, not before the release of the
-bucket's previous stay, and not before a gather that is needed earlier: lanes are first in, first out. `ahead` 0 gathers
-right before the wait.
+A gather is issued when the window `ahead` windows earlier begins, but not before its own phase begins, not before the
+previous copy of the bucket is released, and not before a gather that is needed earlier, because lanes are first in,
+first out. If `ahead` is 0, it is issued right before the wait.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ from elixir_compile.search.space.modes import leave_ends
 
 
 class Residency(NamedTuple):
-    """Op indices of one gathered copy. A tuple, because the search makes hundreds of thousands of them."""
+    """Op indices of one gathered copy or one prefetch. A tuple, because a search makes hundreds of thousands."""
 
     gather: int
     """Gathered before this op."""
@@ -29,35 +29,36 @@ class Residency(NamedTuple):
     last: int
     """Released after this op."""
     bucket: int
-    """Index of the bucket; from the number of buckets on, of the absence that ends."""
+    """Index of the bucket, or the number of buckets plus the index of the offload interval that ends."""
 
 
 class Moves(NamedTuple):
-    """When things are on the device: what is gathered or comes back, by first op, and what is on its way out: gradients
-    (`gradient_ends`) and activations (`leave_ends`)."""
+    """The times of all transfers of a step, as op indices."""
 
     residencies: tuple[Residency, ...]
+    """Sorted by first op."""
     grad_ends: Mapping[int, int]
+    """Per bucket whose gradients leave: the last op at which they occupy the device (`gradient_ends`)."""
     leave_ends: Mapping[int, int]
-    """Last op at which each absence's activations are still on the device."""
+    """Per offload interval: the last op at which its activations still occupy the device."""
     streamed: frozenset[int] = frozenset()
-    """Buckets whose state passes the device for the update."""
+    """Buckets with a streamed update."""
 
 
 def moves_at_use(facts: Facts, levels: Sequence[Level], ahead: int = 0) -> Moves:
-    """Return the moves with every gather `ahead` windows early and gradients waited for soonest."""
+    """Return the moves with every gather `ahead` windows early, and waits for gradients as early as possible."""
     ends = leave_ends(facts.offload_intervals, facts.num_forward, 0)
     streamed = frozenset(i for i in facts.streamed if levels[i].has_state_on_host)
     return Moves(tuple(residencies(facts, levels, ahead)), gradient_ends(facts, levels), ends, streamed)
 
 
 def residencies(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Residency]:
-    """Return every stay at these levels, by first op, each gathered `ahead` windows early."""
+    """Return every residency at these levels, by first op, each gathered `ahead` windows early."""
     unplaced = [
         (first, bucket, last) for bucket, level in enumerate(levels) for first, last in spans(facts, bucket, level)
     ]
-    for number, absence in enumerate(facts.offload_intervals, start=len(facts.buckets)):
-        unplaced.append((absence.first, number, max(last for last, _ in absence.lasts)))
+    for number, interval in enumerate(facts.offload_intervals, start=len(facts.buckets)):
+        unplaced.append((interval.first, number, max(last for last, _ in interval.lasts)))
     unplaced.sort()
     firsts: dict[int, list[int]] = {}
     issued: dict[int, int] = {}
@@ -82,12 +83,12 @@ def residencies(facts: Facts, levels: Sequence[Level], ahead: int) -> list[Resid
 
 def num_ahead(placed: Sequence[Residency]) -> list[int]:
     """Return how many windows each of `placed`, sorted by first op, is gathered early."""
-    firsts = [stay.first for stay in placed]
-    return [bisect_left(firsts, stay.first) - bisect_left(firsts, stay.gather) for stay in placed]
+    firsts = [residency.first for residency in placed]
+    return [bisect_left(firsts, residency.first) - bisect_left(firsts, residency.gather) for residency in placed]
 
 
 def spans(facts: Facts, bucket: int, level: Level) -> list[tuple[int, int]]:
-    """Return the first and the last op of each gathered copy of one bucket."""
+    """Return the first and the last op of each gathered copy of a bucket."""
     windows = facts.windows[bucket]
     if not windows or not is_gathered(facts.buckets[bucket], level):
         return []
@@ -97,10 +98,10 @@ def spans(facts: Facts, bucket: int, level: Level) -> list[tuple[int, int]]:
 
 
 def gradient_ends(facts: Facts, levels: Sequence[Level], lag: int = 1) -> dict[int, int]:
-    """Return, per bucket whose gradients leave or are shared out, the last op at which they are whole on the device.
+    """Return the last op at which unreduced gradients occupy the device, per bucket that reduces or offloads them.
 
-    They leave while those of the next `lag` such buckets are produced: until the op that completes the last of them,
-    or the last of the backward. The keys are in the order in which gradients leave.
+    It is the op that completes the gradients of the bucket that comes `lag` later among these buckets, or the last op
+    of the backward if there is none. The keys are in the order in which gradients leave.
     """
     order = sorted(
         (gradients.complete, bucket)

@@ -10,7 +10,7 @@ from elixir_compile.search.space.facts import gather_facts
 from tests.pure.search.test_best import instances, random_answer
 
 
-def test_a_decision_names_what_it_saves_at_the_peak_or_elsewhere() -> None:
+def test_a_decision_names_the_bytes_saved_at_the_peak_or_elsewhere() -> None:
     num_at_peak = num_elsewhere = 0
     for seed, problem in instances(20):
         evaluator = Evaluator(gather_facts(problem))

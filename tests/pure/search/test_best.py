@@ -137,14 +137,14 @@ def assert_as_good_as_brute_force(problem: Problem, what: str) -> float:
 
 
 def tried_s(problem: Problem) -> float:
-    """Seconds of the best of all answers."""
+    """Return the seconds of the best of all candidates."""
     best = place_exhaustively(Evaluator(gather_facts(problem)))
     assert best is not None
     return best.step_s
 
 
 @pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.slow)])
-def test_it_equals_brute_force_on_random_instances(count: int) -> None:
+def test_the_plan_equals_brute_force_on_random_instances(count: int) -> None:
     for seed, problem in instances(count):
         assert_as_good_as_brute_force(problem, f"seed {seed}")
 
@@ -170,7 +170,7 @@ def test_the_bound_holds_for_1000_random_plans() -> None:
     assert num_plans == 1000
 
 
-def test_the_count_of_memory_by_rows_is_never_too_high() -> None:
+def test_memory_rows_never_count_more_bytes_than_the_exact_count() -> None:
     """Rows that counted a byte too many would cut off plans that fit; on several ranks they are exact."""
     for seed, problem in instances(20, num_layers=8):
         evaluator = Evaluator(gather_facts(problem))
@@ -203,7 +203,7 @@ def test_more_memory_or_bandwidth_is_never_slower() -> None:
         assert tried_s(replace(problem, cluster=Cluster(nodes=(faster,)))) <= before_s * (1 + 1e-9)
 
 
-def test_it_is_never_slower_than_a_rule_and_says_what_holds_it_up() -> None:
+def test_the_plan_is_never_slower_than_a_rule_and_names_its_binding_limits() -> None:
     num_rules = 0
     for _, problem in instances(12, num_layers=8):
         made = plan(problem, timeout_s=QUICK_S)
@@ -222,7 +222,7 @@ def test_it_is_never_slower_than_a_rule_and_says_what_holds_it_up() -> None:
     assert num_rules > 12
 
 
-def test_what_need_not_move_stays() -> None:
+def test_no_more_state_moves_than_the_budget_requires() -> None:
     """On a CPU state on the host is updated as fast as anywhere: only as much leaves as the budget asks for."""
     layers = [Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=8) for i in range(12)]
     problem = problem_of(chain(layers), profile_for("cpu", GIB, GIB, "cpu"))
@@ -231,7 +231,7 @@ def test_what_need_not_move_stays() -> None:
     assert sum(placement.optim is Tier.HOST for placement in made.placements) == 1
 
 
-def test_time_up_gives_the_best_so_far_with_an_honest_gap() -> None:
+def test_a_timeout_returns_the_best_plan_so_far_with_a_valid_bound() -> None:
     for _, problem in instances(3, num_layers=12):
         made = plan(problem, timeout_s=1e-6)
         verify(problem.graph, made)
@@ -245,7 +245,7 @@ def test_the_paper_keeps_gathered_copies_first_on_one_gpu_and_state_first_on_mor
     assert [gathers_first(n, paper_rates(n)) for n in (1, 2, 4, 8)] == [True, False, False, False]
 
 
-def test_rules_do_what_their_names_say() -> None:
+def test_each_rule_places_buckets_as_its_name_says() -> None:
     problem = problem_of(
         chain([Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=8) for i in range(6)])
     )
@@ -265,7 +265,7 @@ def test_rules_do_what_their_names_say() -> None:
     assert Level.KEPT not in RULES["elixir"](least_judge)
 
 
-def test_a_rule_that_does_not_fit_names_what_it_needs() -> None:
+def test_a_rule_that_does_not_fit_names_the_bytes_it_needs() -> None:
     problem = next(problem for _, problem in instances(1))
     with pytest.raises(NoFeasiblePlan) as caught:
         plan(replace(problem, budget_bytes=1), "zero_offload")
@@ -273,7 +273,7 @@ def test_a_rule_that_does_not_fit_names_what_it_needs() -> None:
     assert math.isfinite(caught.value.needed_bytes)
 
 
-def test_what_fits_moves_only_if_asked_and_for_a_step_that_is_shorter_by_more_than_a_percent() -> None:
+def test_a_plan_that_fits_moves_only_if_asked_and_for_a_step_shorter_by_more_than_a_percent() -> None:
     """With all the memory a plan that may move is within 1 % of the best that less memory has: memory is monotone."""
     num_moved = num_stayed = 0
     for _, problem in instances(8):

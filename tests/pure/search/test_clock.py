@@ -39,7 +39,7 @@ def test_a_busy_machine_ends_no_search_early_and_no_search_runs_for_more_than_fo
     assert end.is_over
 
 
-def test_a_solver_is_told_seconds_of_the_wall(seconds: Seconds) -> None:
+def test_the_time_limit_of_a_solver_is_wall_time(seconds: Seconds) -> None:
     end = Clock().until(10.0)
     seconds.own_s, seconds.wall_s = 104.0, 104.0
     assert end.wall_s == pytest.approx(6.0)

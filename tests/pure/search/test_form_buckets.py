@@ -55,20 +55,20 @@ def test_a_bucket_ends_with_a_layer_once_it_is_large_enough() -> None:
     assert names(made) == ["p0_0 p1_0", "p2_0 p2_1", "p3_0"]
 
 
-def test_bounds_hold_for_a_model_that_is_large_enough() -> None:
+def test_buckets_of_a_large_model_keep_the_size_limits() -> None:
     """Twenty layers of 100 bytes, at least 120 and at most 250: two layers each."""
     graph = chain(layers(*[[25]] * 20))
     made = form_buckets(problem(graph, min_bytes=120, max_bytes=250))
     assert [bucket.nbytes for bucket in made] == [200] * 10
 
 
-def test_a_tensor_above_the_maximum_travels_alone() -> None:
+def test_a_parameter_above_the_maximum_has_a_bucket_of_its_own() -> None:
     graph = chain(layers(*[[25]] * 10, [25, 250, 25], *[[25]] * 10))
     made = form_buckets(problem(graph, min_bytes=150, max_bytes=400))
     assert "p10_1" in names(made)
 
 
-def test_a_tied_embedding_travels_alone() -> None:
+def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
     tied = Layer(module="embed", params=(("embed", 50), ("pos", 5)), frozen=False, act_numel=8)
     head = Layer(module="head", params=(("embed", 50),), frozen=False, act_numel=8)
     graph = chain([tied, *layers(*[[50]] * 12), head])

@@ -32,7 +32,7 @@ def scarce(cluster: Cluster, share: float) -> Cluster:
     return Cluster(nodes=(replace(node, host=host, h2d=h2d, d2h=d2h),))
 
 
-def test_the_rate_is_what_was_measured_at_once() -> None:
+def test_the_rate_of_host_memory_is_measured_with_an_update_beside_copies_both_ways() -> None:
     """Alone the update moves 28 GB/s and each link 10; together 21 and 2 x 5, so memory carries 31 GB/s."""
     cluster = on(A100, host_per_s=1e9, link_bytes_per_s=10e9)
     node = cluster.nodes[0]
@@ -83,7 +83,7 @@ def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_memory")
 @pytest.mark.parametrize("update", list(Update))
-def test_the_bound_is_no_longer_than_a_step_that_is_played(update: Update) -> None:
+def test_the_bound_is_at_most_every_simulated_step(update: Update) -> None:
     num_binding = 0
     for seed in range(40):
         draw = random.Random(seed)
@@ -96,7 +96,7 @@ def test_the_bound_is_no_longer_than_a_step_that_is_played(update: Update) -> No
             streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
             x = program.vector(answer, streamed)
             lower_s = program.lower_s(x)
-            num_binding += any(phase.longest_s(x) >= lower_s for phase in program.whole)
+            num_binding += any(phase.longest_s(x) >= lower_s for phase in program.whole_step)
             for ahead in (0, 2):
                 moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)
                 assert lower_s <= here.played(levels, moves).step_s * (1 + 1e-9), f"seed {seed}"

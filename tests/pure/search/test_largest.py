@@ -40,7 +40,7 @@ def planned(problem: Problem) -> Plan | None:
 
 @given(st.integers(0, 400_000), st.sampled_from([1 << 30, 60_000, 30_000]))
 @settings(max_examples=25)
-def test_it_has_a_plan_and_one_more_has_none(budget_bytes: int, host_budget_bytes: int) -> None:
+def test_the_largest_batch_has_a_plan_and_the_next_has_none(budget_bytes: int, host_budget_bytes: int) -> None:
     def problem_at(batch: int) -> Problem:
         return problem_of(graph_at(GRAPH, {"s0": batch}), budget_bytes, host_budget_bytes)
 
@@ -72,7 +72,7 @@ def test_the_floor_is_the_smallest_budget_with_a_plan(batch: int) -> None:
     assert found.prediction.device_peak_bytes == needed_bytes
 
 
-def test_no_batch_fits_where_the_parameters_do_not() -> None:
+def test_no_batch_fits_if_the_parameters_do_not() -> None:
     largest_param = max(s.nbytes for s in GRAPH.storages if s.kind is Kind.PARAM)
     assert largest_feasible(lambda batch: problem_of(graph_at(GRAPH, {"s0": batch}), largest_param)) == 0
 

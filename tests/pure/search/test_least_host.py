@@ -66,7 +66,7 @@ def check_host(problem: Problem, planner: Planner) -> None:
     st.sampled_from(["greedy", "greedy", "zero3_offload"]),
 )
 @settings(max_examples=12)
-def test_the_named_host_bytes_are_enough_and_the_least(
+def test_the_named_host_bytes_are_enough_and_the_fewest(
     seed: int, num_ranks: int, staging_bytes: int | None, planner: Planner
 ) -> None:
     """`staging_bytes` are the buffers of the disk, if there is one."""
@@ -93,7 +93,7 @@ def test_buffers_of_the_disk_that_are_larger_than_all_state_leave_state_in_memor
     assert with_disk.needed_bytes == refusal(replace(problem, disk=False), "greedy").needed_bytes
 
 
-def test_a_disk_is_suggested_only_where_it_would_do() -> None:
+def test_a_disk_is_suggested_only_if_it_gives_a_plan() -> None:
     problem = replace(short_problem(0, 1, disk=False), hybrid=True)
     with disk_staging(300):
         enough = refusal(replace(problem, disk=True), "greedy").needed_bytes - problem.host_base_bytes
@@ -105,7 +105,7 @@ def test_a_disk_is_suggested_only_where_it_would_do() -> None:
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 2]), st.booleans())
 @settings(max_examples=12)
-def test_the_named_device_bytes_are_enough_and_the_least(seed: int, num_ranks: int, disk: bool) -> None:
+def test_the_named_device_bytes_are_enough_and_the_fewest(seed: int, num_ranks: int, disk: bool) -> None:
     problem = replace(short_problem(seed, num_ranks, disk=disk), host_budget_bytes=1 << 40, budget_bytes=1)
     error = refusal(problem, "milp")
     assume(error.memory == "device")

@@ -92,7 +92,7 @@ def test_a_cast_weight_may_stay_resident_if_its_cast_may_be_made_again() -> None
 
 @given(SEEDS, SHARES)
 @settings(max_examples=25)
-def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float) -> None:
+def test_every_planner_finds_a_plan_if_levels_depend_on_modes(seed: int, share: float) -> None:
     problem = between(cast_problem(seed), share)
     made = plan(problem, timeout_s=0.1)
     verify(problem.graph, made)
@@ -110,7 +110,7 @@ def test_every_planner_answers_if_levels_depend_on_modes(seed: int, share: float
 
 @given(SEEDS)
 @settings(max_examples=25)
-def test_any_answer_has_a_place_in_the_program_and_is_bounded_by_it(seed: int) -> None:
+def test_any_candidate_is_a_vector_of_the_program_and_is_bounded_by_it(seed: int) -> None:
     evaluator = Evaluator(gather_facts(cast_problem(seed)))
     program = Program(evaluator, reference_s=1.0)
     draw = random.Random(seed)
@@ -136,12 +136,14 @@ def test_whole_solutions_that_do_not_fit_end_the_search_of_them(monkeypatch: pyt
     """At the least budget the rows count a cast that is made again for too little: 150 solves, none of which fit."""
     num_solves = 0
 
-    def solve_whole(*arguments: Any, **named: Any) -> Solution | None:
+    solve_integral = solver.solve_integral
+
+    def counted(*arguments: Any, **named: Any) -> Solution | None:
         nonlocal num_solves
         num_solves += 1
-        return solver.solve_whole(*arguments, **named)
+        return solve_integral(*arguments, **named)
 
-    monkeypatch.setattr(solver, "solve_whole", solve_whole)
+    monkeypatch.setattr(solver, "solve_integral", counted)
     made = plan(between(cast_problem(6), 0.0))
     assert made.bound_s is not None
     assert 24 <= num_solves < 40

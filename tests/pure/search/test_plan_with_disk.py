@@ -56,14 +56,14 @@ def test_the_problem_has_state_on_the_host() -> None:
     assert sum(placement.optim is Tier.HOST for placement in IN_MEMORY.placements) > 2
 
 
-def test_nothing_goes_to_disk_where_the_host_holds_all() -> None:
+def test_nothing_goes_to_disk_if_the_host_holds_all() -> None:
     found = plan(short_of(0), "greedy")
     assert on_disk(found) == []
     assert found == IN_MEMORY
 
 
 @pytest.mark.parametrize("planner", ["greedy", "milp", "zero_offload"])
-def test_the_latest_state_goes_where_the_host_is_one_byte_short(planner: Planner) -> None:
+def test_the_state_needed_last_goes_to_disk_if_the_host_is_a_byte_short(planner: Planner) -> None:
     all_in_memory = plan(PROBLEM, planner, timeout_s=1.0) if planner != "zero_offload" else None
     if all_in_memory is None:
         problem = replace(PROBLEM, budget_bytes=2 * PROBLEM.budget_bytes)
@@ -128,7 +128,7 @@ def test_a_slower_disk_is_never_faster() -> None:
     assert steps[0] < steps[-1]
 
 
-def test_what_is_on_disk_stays_there() -> None:
+def test_state_on_disk_stays_on_disk() -> None:
     first = plan(short_of(1), "greedy")
     assert on_disk(first)
     again = replace(short_of(0), buckets=first.buckets, placements=first.placements)
@@ -137,14 +137,14 @@ def test_what_is_on_disk_stays_there() -> None:
     assert on_disk(plan(inference, "greedy")) == on_disk(first)
 
 
-def test_what_is_on_disk_stays_there_where_no_more_may_go() -> None:
+def test_state_on_disk_stays_on_disk_if_no_more_may_go() -> None:
     """As where one optimizer of two cannot keep its state on disk; what is there takes no memory of the host."""
     first = plan(short_of(STATE_BYTES // 2), "greedy")
     closed = replace(short_of(STATE_BYTES // 2), buckets=first.buckets, placements=first.placements, disk=False)
     again = plan(closed, "greedy")
     assert on_disk(again) == on_disk(first) != []
     assert host_bytes(again) <= closed.host_budget_bytes
-    assert "it is there since an earlier plan" in explain(again, on_disk(again)[0])
+    assert "it is on disk since an earlier plan" in explain(again, on_disk(again)[0])
 
 
 def test_another_graph_with_state_on_disk_changes_nothing() -> None:
@@ -154,7 +154,7 @@ def test_another_graph_with_state_on_disk_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("held_bytes", [0, 1000])
-def test_without_a_disk_the_error_says_that_one_would_do(held_bytes: int) -> None:
+def test_without_a_disk_the_error_says_that_a_disk_would_help(held_bytes: int) -> None:
     short = replace(short_of(1), disk=False)
     short = replace(short, host_budget_bytes=short.host_budget_bytes - held_bytes, host_base_bytes=held_bytes)
     with pytest.raises(NoFeasiblePlan, match="disk_path=<folder>") as caught:
@@ -177,7 +177,7 @@ def test_bytes_over_rates() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_what_is_read_from_the_disk_takes_room_too(share: float) -> None:
+def test_staging_buffers_of_the_disk_take_host_memory(share: float) -> None:
     staging_bytes = int(share * STATE_BYTES)
     with disk_staging(staging_bytes):
         found = plan(short_of(1), "greedy")

@@ -91,7 +91,7 @@ SHARES = st.sampled_from([0.0, 0.3, 0.7, 0.95])
 
 @given(problems(), SHARES)
 @settings(max_examples=60)
-def test_a_plan_verifies_fits_and_says_what_it_needs(problem: Problem, share: float) -> None:
+def test_a_plan_verifies_fits_and_predicts_its_peaks(problem: Problem, share: float) -> None:
     problem = between(problem, share)
     made = plan(problem, timeout_s=QUICK_S)
     verify(problem.graph, made)
@@ -104,7 +104,7 @@ def test_a_plan_verifies_fits_and_says_what_it_needs(problem: Problem, share: fl
 
 @given(problems(clusters=["cpu", "cuda"]))
 @settings(max_examples=40)
-def test_nothing_moves_when_everything_fits(problem: Problem) -> None:
+def test_nothing_moves_if_everything_fits(problem: Problem) -> None:
     made = plan(problem)
     assert {action.verb for action in made.schedules[0].actions}.isdisjoint(MOVES)
     assert {(home.param, home.optim) for home in made.placements} <= {(Tier.DEVICE, Tier.DEVICE)}
@@ -122,7 +122,7 @@ def test_nothing_moves_when_everything_fits(problem: Problem) -> None:
 
 @given(problems())
 @settings(max_examples=60)
-def test_the_error_names_the_smallest_budget_that_would_do(problem: Problem) -> None:
+def test_the_error_names_the_smallest_budget_with_a_plan(problem: Problem) -> None:
     needed = needed_bytes(problem)
     made = plan(replace(problem, budget_bytes=needed), timeout_s=QUICK_S)
     assert made.prediction.device_peak_bytes == needed
@@ -200,7 +200,7 @@ def test_greedy_fills_the_budget_instead_of_moving_everything() -> None:
     assert "device short by 100 B" in made.decisions[0].because
 
 
-def test_more_memory_is_never_slower_where_nothing_overlaps() -> None:
+def test_more_memory_is_never_slower_if_nothing_overlaps() -> None:
     """Each byte moved then costs time: the step is compute plus every transfer."""
     problem = problem_of(chain_of(8), CLUSTERS["cpu"], hybrid=False)
     times_s = [plan(between(problem, share)).prediction.step_s for share in (0, 0.25, 0.5, 0.75, 1)]
@@ -208,7 +208,7 @@ def test_more_memory_is_never_slower_where_nothing_overlaps() -> None:
     assert times_s[0] > times_s[-1]
 
 
-def test_state_leaves_its_parameters_only_where_the_hybrid_optimizer_owns_them() -> None:
+def test_state_leaves_its_parameters_only_if_the_hybrid_optimizer_owns_them() -> None:
     for hybrid in (True, False):
         homes = set()
         for share in (0.3, 0.5, 0.7, 0.9):
@@ -217,7 +217,7 @@ def test_state_leaves_its_parameters_only_where_the_hybrid_optimizer_owns_them()
         assert ((Tier.DEVICE, Tier.HOST) in homes) == hybrid
 
 
-def test_keep_all_moves_nothing_or_says_what_it_needs() -> None:
+def test_keep_all_moves_nothing_or_names_the_bytes_it_needs() -> None:
     problem = problem_of(chain_of(4))
     keep = plan(problem, "keep_all").prediction.device_peak_bytes
     assert plan(replace(problem, budget_bytes=keep), "keep_all").prediction.device_peak_bytes == keep
@@ -226,7 +226,7 @@ def test_keep_all_moves_nothing_or_says_what_it_needs() -> None:
     assert caught.value.needed_bytes == keep
 
 
-def test_host_memory_is_a_hard_constraint_and_the_error_names_what_would_do() -> None:
+def test_host_memory_is_a_hard_constraint_and_the_error_names_enough_bytes() -> None:
     problem = between(problem_of(chain_of(8)), 0.2)
     with pytest.raises(NoFeasiblePlan) as caught:
         plan(replace(problem, host_budget_bytes=0))
@@ -237,13 +237,13 @@ def test_host_memory_is_a_hard_constraint_and_the_error_names_what_would_do() ->
 
 
 def crowded() -> Problem:
-    """The activations that have to leave are more than the host has room for, whatever stays with them."""
+    """The activations that have to be offloaded need more than the host budget at any levels."""
     layers = [Layer(module=f"h.{i}", params=(("p", 1),), frozen=False, act_numel=1) for i in range(6)]
     return problem_of(chain(layers, dtype="bfloat16"), hybrid=False)
 
 
 def outgrown() -> Problem:
-    """The answer of the least depth that the host has room for needs more of the device than there is."""
+    """The candidate with the smallest depth that fits the host needs more than the device budget."""
     layers = [
         Layer(module=f"h.{i}", params=(("p", 1),), frozen=False, act_numel=size) for i, size in enumerate((1, 1, 50))
     ]
@@ -298,8 +298,8 @@ def test_a_tied_embedding_is_gathered_for_each_window() -> None:
     assert gathers.count(embed) == 4
 
 
-def test_exhaustive_refuses_what_would_take_too_long() -> None:
-    with pytest.raises(InvalidOption, match="too many to try"):
+def test_exhaustive_refuses_a_problem_with_too_many_candidates() -> None:
+    with pytest.raises(InvalidOption, match="candidates: too many"):
         plan(problem_of(chain_of(12)), "exhaustive")
 
 

@@ -8,7 +8,7 @@ from elixir_compile.search.clock import deadline_in
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.pricing import bound_of, priced
 from elixir_compile.search.formulation.program import SCALE, Program
-from elixir_compile.search.formulation.solver import matrix_of, rounded, solve_whole
+from elixir_compile.search.formulation.solver import matrix_of, rounded, solve_integral
 from elixir_compile.search.heuristics.rules import place_exhaustively
 from elixir_compile.search.heuristics.uniform_modes import leanest
 from elixir_compile.search.space.facts import gather_facts
@@ -32,9 +32,9 @@ def test_the_bound_is_below_every_step_and_every_whole_optimum() -> None:
         best = place_exhaustively(evaluator)
         assert best is not None
         assert 0 < program.seconds(found.bound) <= best.step_s, f"seed {seed}"
-        whole = solve_whole(program, limit_s=10, gap=0.0)
-        assert whole is not None
-        assert found.bound <= whole.bound + 1e-4 * SCALE, f"seed {seed}"
+        integral = solve_integral(program, limit_s=10, gap=0.0)
+        assert integral is not None
+        assert found.bound <= integral.bound + 1e-4 * SCALE, f"seed {seed}"
 
 
 def test_any_multipliers_make_a_bound() -> None:

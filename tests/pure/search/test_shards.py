@@ -184,7 +184,7 @@ def real_peak_bytes(graph: StepGraph, made: Plan) -> int:
 
 @given(shared_problems(fewest=2), st.integers(0, 2**32), st.booleans())
 @settings(max_examples=60)
-def test_the_count_is_never_below_what_is_there(problem: Problem, seed: int, is_spread: bool) -> None:
+def test_the_count_is_never_below_the_actual_bytes(problem: Problem, seed: int, is_spread: bool) -> None:
     evaluator, draft = drawn(replace(problem, savings=frozenset({Saving.KEEP})), seed, is_spread=is_spread)
     made = write_out(evaluator, draft)
     assert real_peak_bytes(problem.graph, made) <= made.prediction.device_peak_bytes
@@ -210,7 +210,7 @@ def at_use(problem: Problem, evaluator: Evaluator, level: Level) -> Mapping[Kind
     return plan_timeline(problem.graph, made).live_bytes_by_kind
 
 
-def test_what_a_bucket_of_two_parameters_takes_and_when() -> None:
+def test_the_bytes_of_a_bucket_of_two_parameters_at_each_op() -> None:
     """Ops 0 and 9 read layer 0, ops 2 and 6 layer 1: 72 bytes are gathered and 72 copied out right before each.
 
     Ops 4 and 5 write the gradients of layer 1, 40 and 24 bytes; behind op 5 they are packed into 72, which counts at
@@ -254,7 +254,7 @@ def test_gradients_of_16_bits_that_are_reduced_in_fp32() -> None:
     assert live[Kind.GRAD] == (0, 0, 24 + 48, 48 + 24 + 12 + 24, 48 + 24 + 24, 24 + 24)
 
 
-def test_one_parameter_is_used_where_it_was_gathered() -> None:
+def test_a_single_parameter_is_used_in_the_gathered_buffer() -> None:
     """20 elements on 2 ranks: 80 bytes, in shards of 40. Behind op 2 its gradient is reduced where it is, and waited
     for behind op 3, the last: whole and shard count there, 80 + 40. A shard from the host counts at the op that its
     gather is for."""
@@ -271,7 +271,7 @@ def test_one_parameter_is_used_where_it_was_gathered() -> None:
     assert live[Kind.GRAD] == (0, 0, 80, 80 + 40, 0)
 
 
-def test_what_is_told_of_shards_adds_up_in_buckets() -> None:
+def test_the_given_shards_of_parameters_add_up_in_buckets() -> None:
     problem, evaluator = pair_of_layers()
     assert form_buckets(problem) == evaluator.facts.buckets
     bucket = evaluator.facts.buckets[0]
@@ -314,7 +314,7 @@ def test_two_copies_of_each_part_cost_an_all_reduce_of_it() -> None:
         replace(problem, num_copies=4)
 
 
-def test_copies_that_stay_are_left_between_forward_and_backward() -> None:
+def test_resident_copies_are_live_between_forward_and_backward() -> None:
     problem, _ = pair_of_layers()
     made = plan(problem)
     assert all(home.resident for home in made.placements)
@@ -325,7 +325,7 @@ def test_copies_that_stay_are_left_between_forward_and_backward() -> None:
 
 @given(shared_problems(fewest=2))
 @settings(max_examples=15)
-def test_the_error_names_a_budget_that_does(problem: Problem) -> None:
+def test_the_error_names_a_budget_with_a_plan(problem: Problem) -> None:
     needed = needed_bytes(problem)
     assert plan(replace(problem, budget_bytes=needed), "greedy").prediction.device_peak_bytes == needed
     with pytest.raises(NoFeasiblePlan):
@@ -356,7 +356,7 @@ def uneven_instance(seed: int) -> Problem:
 
 
 def test_the_search_is_as_good_as_trying_everything() -> None:
-    """Its rows count to the byte, so that no plan that fits is cut off; its answer is the best of all."""
+    """Its rows count to the byte, so that no plan that fits is cut off; its plan is the best of all."""
     num_unpacked = 0
     for seed in range(6):
         problem = uneven_instance(seed)

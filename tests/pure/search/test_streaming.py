@@ -106,7 +106,7 @@ def test_a_slow_host_behind_a_fast_link_streams_and_a_fast_one_does_not() -> Non
     assert shares[1] < 1.0
 
 
-def test_where_device_and_host_are_one_memory_nothing_is_streamed() -> None:
+def test_nothing_is_streamed_if_device_and_host_are_one_memory() -> None:
     problem = replace(layers_of(NUM_LAYERS, 1000, 8), cluster=profile_for("cpu", GIB, GIB, "cpu"))
     kept = plan(problem, "keep_all").prediction.device_peak_bytes
     made = plan(replace(problem, budget_bytes=kept * 2 // 3), timeout_s=2.0)
@@ -114,7 +114,7 @@ def test_where_device_and_host_are_one_memory_nothing_is_streamed() -> None:
     assert not any(home.streamed for home in made.placements)
 
 
-def test_what_is_streamed_stays_so_and_takes_room_for_one_bucket() -> None:
+def test_streamed_updates_in_force_stay_streamed_with_device_memory_for_one_bucket() -> None:
     problem = layers_of(NUM_LAYERS, NUMEL, 8)
     problem = replace(problem, cluster=on(preset("gh200"), host_per_s=0.2e9, link_bytes_per_s=50e9))
     problem = replace(problem, budget_bytes=NUM_LAYERS * NUMEL * 4 + NUMEL * 12 + 10**6)

@@ -19,7 +19,7 @@ def test_the_host_updates_across_steps_and_the_device_after_the_backward() -> No
 
 
 @pytest.mark.parametrize("update", list(Update))
-def test_what_is_asked_for_is_done(update: Update) -> None:
+def test_the_requested_update_time_is_planned(update: Update) -> None:
     assert plan(replace(TIGHT, update=update), "greedy").update is update
 
 

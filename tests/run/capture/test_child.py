@@ -18,14 +18,14 @@ def may_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @can_fork
-def test_the_work_is_done_by_another_process(may_fork: None) -> None:
+def test_beside_runs_the_function_in_a_child_process(may_fork: None) -> None:
     with beside(os.getpid) as result:
         assert result() != os.getpid()
 
 
 @can_fork
 @pytest.mark.parametrize("is_hanging", [False, True], ids=["fails", "hangs"])
-def test_what_the_child_cannot_do_is_done_here(
+def test_if_the_child_fails_or_hangs_the_parent_does_the_work(
     is_hanging: bool, may_fork: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(few_layers, "_PATIENCE_S", 0.2)
@@ -44,7 +44,7 @@ def test_what_the_child_cannot_do_is_done_here(
 
 
 @can_fork
-def test_the_child_ends_with_an_error_here(may_fork: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_the_parent_ends_the_child(may_fork: None, monkeypatch: pytest.MonkeyPatch) -> None:
     children: list[int] = []
     fork = os.fork
     monkeypatch.setattr(os, "fork", lambda: children.append(fork()) or children[-1])
@@ -59,7 +59,7 @@ def test_the_child_ends_with_an_error_here(may_fork: None, monkeypatch: pytest.M
         os.waitpid(children[0], 0)
 
 
-def test_without_a_second_core_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_second_core_there_is_no_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_layers, "_may_fork", lambda: False)
     with beside(os.getpid) as result:
         assert result() == os.getpid()

@@ -69,13 +69,13 @@ def compiled_steps(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss_and_gradients_are_those_of_the_whole_loss(loss: Loss) -> None:
+def test_loss_and_gradients_equal_the_unchunked_loss(loss: Loss) -> None:
     whole, chunked = compiled_steps(Model(loss), *inputs())
     assert off_by(chunked, whole) < (BF16 if loss.__name__ == "autocast" else FP32)
 
 
 @pytest.mark.parametrize("loss", [plain, by_module, shifted_labels, sliced_rows])
-def test_sixteen_bit_models_round_as_the_whole_loss_does(loss: Loss) -> None:
+def test_16_bit_models_round_as_with_the_unchunked_loss(loss: Loss) -> None:
     whole, chunked = compiled_steps(Model(loss).to(torch.bfloat16), *inputs(torch.bfloat16))
     assert off_by(chunked, whole) < BF16
     if loss is shifted_labels:  # the only one that upcasts: the others may round their loss to the next bf16
@@ -89,12 +89,12 @@ def test_inductor_gives_the_same(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 7, TOKENS, TOKENS + 5])
-def test_any_number_of_chunks(num_chunks: int) -> None:
+def test_the_loss_is_correct_for_any_number_of_chunks(num_chunks: int) -> None:
     whole, chunked = compiled_steps(Model(plain, bias=False), *inputs(), num_chunks=num_chunks)
     assert off_by(chunked, whole) < FP32
 
 
-def test_the_graph_runs_op_by_op_too() -> None:
+def test_the_chunked_graph_runs_op_by_op_too() -> None:
     model = Model(plain)
     gm, examples, _ = dynamo_graph(model, *inputs())
     whole = step(gm, model, *examples)
@@ -118,7 +118,7 @@ def test_one_compilation_serves_every_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["head.weight", "body"])
-def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+def test_frozen_operands_of_the_loss_get_no_gradient(frozen: str) -> None:
     model = Model(plain)
     model.body.requires_grad_(frozen != "body")
     model.head.weight.requires_grad_(frozen != "head.weight")
@@ -134,7 +134,7 @@ def test_tokens_that_are_all_ignored_give_no_gradient() -> None:
         assert all(not grad.any() for grad in values[1:])
 
 
-def test_without_gradients_the_loss_is_split_too() -> None:
+def test_the_loss_is_chunked_without_gradients_too() -> None:
     model, args = Model(plain), inputs()
     with torch.no_grad():
         run = torch.compile(model, backend=BACKENDS["aot_eager"](4), fullgraph=True)
@@ -177,7 +177,7 @@ def test_the_peak_falls_by_more_than_the_logits(inner: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", BACKENDS)
-def test_the_peak_with_128k_classes_falls_by_half_of_the_logits_at_least(inner: str) -> None:
+def test_the_peak_with_128k_classes_falls_by_half_of_the_logits(inner: str) -> None:
     sizes = (2048, 256, 131072)
     logits_bytes = 2048 * 131072 * 4
     assert peak_bytes(inner, 0, *sizes) - peak_bytes(inner, 8, *sizes) >= logits_bytes // 2

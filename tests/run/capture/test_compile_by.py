@@ -23,7 +23,7 @@ def num_compiled(run: Run) -> int:
     return sum(len(compiler._compiled) for compiler in regions)
 
 
-def test_layers_apart_are_the_same_bits_and_equal_ones_are_compiled_once() -> None:
+def test_compiling_by_layer_keeps_bits_and_compiles_equal_layers_once() -> None:
     model, batches = seeded(Stack, num_blocks=6), vectors(3)
     expected = by_torch(model).train(batches)
     whole = by_elixir(model).train(batches)
@@ -35,7 +35,7 @@ def test_layers_apart_are_the_same_bits_and_equal_ones_are_compiled_once() -> No
     assert num_compiled(apart) <= 7
 
 
-def test_under_a_budget_layers_apart_are_the_same_bits() -> None:
+def test_compiling_by_layer_under_a_budget_keeps_bits() -> None:
     model, batches = seeded(Stack, num_blocks=6), vectors(3)
     options = {"activations": "keep", "compile_by": "layer"}
     expected = by_torch(model).train(batches)

@@ -101,7 +101,7 @@ def num_tensors(model: nn.Module) -> int:
         pytest.param("t5", "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_it_is_the_step_that_a_capture_of_all_layers_gives(kind: str, inner: str, captures: Captures) -> None:
+def test_a_step_from_few_layers_equals_the_capture_of_all_layers(kind: str, inner: str, captures: Captures) -> None:
     model, options = configured(kind), parse_options({"inner": inner})
     written = capture_model(model, inputs(), options=options, least_layers=LAYERS)
     assert captures.asked == [num_tensors(model.model(few)) for few in (2, 3, 4)]
@@ -122,7 +122,7 @@ def test_plans_are_equal_byte_for_byte(hardware: str, captures: Captures) -> Non
     assert first == second
 
 
-def test_a_writer_that_is_broken_is_found_and_all_layers_are_captured(
+def test_a_wrong_step_from_few_layers_is_detected_and_not_used(
     captures: Captures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = Law._repeated
@@ -169,9 +169,7 @@ def test_stacks_of_different_depth_are_captured_whole(monkeypatch: pytest.Monkey
     assert asked_first(t5, monkeypatch, least_layers=LAYERS) == num_tensors(t5.model())
 
 
-def test_the_command_line_captures_few_layers_of_a_name_and_of_a_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_captures_few_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few: list[int] = []
 
     def capture(model: nn.Module, *args: object, **kwargs: object) -> Capture:
@@ -237,7 +235,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Layer(number) for number in range(layers))
 
 
-def test_attributes_in_which_layers_differ_are_hidden_from_the_trace() -> None:
+def test_attributes_that_differ_between_layers_are_hidden() -> None:
     few, whole = Stack(3), Stack(9)
     whole.layers[5].scale = 2.0
     hide_unlike(few, whole, few_layers=3, layers=9)

@@ -85,7 +85,7 @@ def differs(rank: int, world_size: int, how: str, first: int) -> list[object]:
 
 
 @pytest.mark.parametrize(("how", "first"), [("break", 0), ("break", 1), ("two forwards", 1)])
-def test_what_one_rank_alone_does_is_named_at_once(how: str, first: int, tmp_path: Path) -> None:
+def test_a_call_on_one_rank_alone_is_named_at_once(how: str, first: int, tmp_path: Path) -> None:
     for step, odd, said, waited_s in spawn(differs, 2, how, first, folder=tmp_path, timeout_s=TIMEOUT_S):
         assert (step, odd) == (first, [1])
         assert "rank 0 begins the backward of Layers" in said
@@ -98,5 +98,5 @@ def test_what_one_rank_alone_does_is_named_at_once(how: str, first: int, tmp_pat
         assert waited_s < TIMEOUT_S / 2
 
 
-def test_a_break_on_all_ranks_is_none_of_their_business(tmp_path: Path) -> None:
+def test_a_graph_break_on_all_ranks_raises_no_error(tmp_path: Path) -> None:
     assert spawn(differs, 2, "all break", 1, folder=tmp_path) == [[NUM_STEPS, [], "", 0.0]] * 2

@@ -40,7 +40,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_the_set_that_inductor_takes_is_taken_and_those_behind_it_are_not_tried(tried: list[str]) -> None:
+def test_the_best_instruction_set_is_found_without_trying_the_rest(tried: list[str]) -> None:
     usual = cpu_vec_isa.pick_vec_isa()
     assert tried == ["avx512 avx512_vnni", "avx512", "avx2"]
     tried.clear()
@@ -49,7 +49,7 @@ def test_the_set_that_inductor_takes_is_taken_and_those_behind_it_are_not_tried(
     assert tried == ["avx512 avx512_vnni", "avx512"]
 
 
-def test_a_set_that_the_user_asks_for_is_found(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_set_named_by_the_user_is_picked(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with config.patch({"cpp.simdlen": 256}), best_instructions_only():
         assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
@@ -57,7 +57,7 @@ def test_a_set_that_the_user_asks_for_is_found(tried: list[str], monkeypatch: py
         assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
 
 
-def test_without_any_set_that_works_there_is_none(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_instruction_set_works_none_is_picked(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [])
     with best_instructions_only():
         assert cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.invalid_vec_isa

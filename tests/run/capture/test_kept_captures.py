@@ -118,7 +118,7 @@ def key(**changes: Any) -> str | None:
         {"chunks": CHUNKS},
     ],
 )
-def test_what_changes_a_capture_changes_its_key(changes: dict[str, Any]) -> None:
+def test_options_that_change_a_capture_change_its_key(changes: dict[str, Any]) -> None:
     assert key(**changes) != key()
     assert key(model="Llama-7B", options=Options(device_memory=1, search_timeout=1.0)) == key()
 
@@ -140,7 +140,7 @@ def other_environment(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("change", [other_torch, other_transformers, other_source, other_environment])
-def test_an_update_of_what_captures_changes_the_key(
+def test_other_versions_of_the_software_change_the_key(
     change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = key()

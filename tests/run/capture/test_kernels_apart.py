@@ -44,7 +44,7 @@ def test_a_repeated_op_shares_no_kernel_with_a_gradient(repeated: tuple[str, ...
     torch.testing.assert_close(back, product * h.cos())
 
 
-def test_what_one_kernel_reads_last_is_gone_when_the_next_one_writes() -> None:
+def test_a_value_is_freed_between_two_kernels_if_it_dies_there() -> None:
     with FakeTensorMode():
         fakes = torch.empty(512, 512), torch.empty(512, 1)
     graph = fx.Graph()
@@ -65,7 +65,7 @@ def test_what_one_kernel_reads_last_is_gone_when_the_next_one_writes() -> None:
     assert one_bytes <= peak_bytes({}, (), compat.cpu_allocations(profiler)) < 1.1 * one_bytes
 
 
-def test_what_is_dead_does_not_wait_for_a_value_of_its_size() -> None:
+def test_dead_memory_is_freed_and_not_kept_for_reuse() -> None:
     """A small product, a large one, a small one; each is gone before the next. Inductor would keep the memory of the
     first for the third, as an input that died since seems to leave room for it."""
     sizes = {"left": 256, "right": 256, "other": 256, "large": 512}

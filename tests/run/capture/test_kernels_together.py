@@ -58,7 +58,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_kernels_share_a_unit_and_helpers_of_one_name_stay_apart(runs: list[str]) -> None:
+def test_helpers_of_the_same_name_can_share_a_unit(runs: list[str]) -> None:
     scope = scope_of(Kernels(), k1=source_that_adds(1), k2=source_that_adds(2), k3=source_that_adds(3))
     assert added(scope) == {"k1": 1, "k2": 2, "k3": 3}
     assert len(runs) == 1
@@ -101,7 +101,7 @@ def test_kernels_that_do_not_compile_together_are_compiled_alone(runs: list[str]
     assert len(runs) == 3
 
 
-def test_a_later_process_finds_each_kernel_whatever_it_was_compiled_with(runs: list[str]) -> None:
+def test_a_later_process_finds_each_kernel_of_a_shared_library(runs: list[str]) -> None:
     one, two, three = (source_that_adds(amount) for amount in (1, 2, 3))
     assert added(scope_of(Kernels(), a=one, b=two)) == {"a": 1, "b": 2}
     runs.clear()
@@ -125,7 +125,7 @@ def test_a_kernel_whose_library_is_gone_is_compiled_again(runs: list[str]) -> No
     assert libraries.known_place(key) == place
 
 
-def test_nobody_waits_for_a_kernel_before_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_does_not_wait_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on, usual = threading.Event(), cpp_builder.run_compile_cmd
 
     def run(command: str, cwd: str) -> None:

@@ -65,7 +65,7 @@ def two_steps(model: nn.Module) -> torch.Tensor:
     return loss.detach()
 
 
-def test_a_loss_that_fits_stays_whole() -> None:
+def test_a_loss_that_fits_is_not_chunked() -> None:
     _, plan = trained(Head(), {})
     assert plan.loss_chunks == 1
     assert "loss" not in {decision.subject for decision in plan.decisions}
@@ -122,7 +122,7 @@ def pressed(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any]:
     return model, compiled
 
 
-def test_a_second_capture_that_fails_takes_no_place(
+def test_if_the_chunked_capture_fails_the_first_capture_stays(
     pressed: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, compiled = pressed
@@ -138,7 +138,7 @@ def test_a_second_capture_that_fails_takes_no_place(
     assert elixir.compilations(model) == before
 
 
-def test_a_second_capture_with_its_loss_in_chunks_takes_the_place_of_the_first(
+def test_a_capture_with_a_chunked_loss_replaces_the_first_capture(
     pressed: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, compiled = pressed
@@ -159,13 +159,13 @@ def test_planning_without_training_takes_the_same_decision() -> None:
     assert elixir.plan(Head(), inputs(), options=OPTIONS).loss_chunks == 1
 
 
-def test_nothing_is_computed_twice_where_the_user_forbids_it() -> None:
+def test_activations_keep_refuses_a_budget_that_needs_chunks() -> None:
     with pytest.raises(NoFeasiblePlan) as caught:
         trained(Head(), {"device_memory": LOGITS_BYTES * 3 // 2, "activations": "keep"})
     assert caught.value.needed_bytes > LOGITS_BYTES * 3 // 2
 
 
-def test_a_budget_below_that_of_the_chunked_loss_names_what_is_needed() -> None:
+def test_a_budget_below_the_chunked_loss_names_the_bytes_needed() -> None:
     with pytest.raises(NoFeasiblePlan) as caught:
         trained(Head(), {"device_memory": MIB})
     needed = caught.value.needed_bytes

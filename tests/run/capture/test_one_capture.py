@@ -53,7 +53,7 @@ def test_four_steps_are_one_capture(is_tight: bool) -> None:
         assert_offloads(got)
 
 
-def test_no_check_of_dynamo_is_about_the_device_of_a_parameter() -> None:
+def test_no_guard_of_dynamo_checks_the_device_of_a_parameter() -> None:
     batch = torch.randint(0, 128, (2, 8))
     torch._dynamo.reset()
     model = seeded(Tied)
@@ -64,7 +64,7 @@ def test_no_check_of_dynamo_is_about_the_device_of_a_parameter() -> None:
     assert not any("TENSOR_MATCH" in line for line in checks)
 
 
-def test_freezing_needs_no_capture_and_thawing_one_and_no_step_is_lost() -> None:
+def test_freezing_needs_no_capture_and_thawing_needs_one() -> None:
     model, batches = seeded(Stack, num_blocks=2), vectors(8)
     model.blocks[0].requires_grad_(False)
     runs = runs_of(model, batches[0], is_tight=True)
@@ -84,7 +84,7 @@ def test_freezing_needs_no_capture_and_thawing_one_and_no_step_is_lost() -> None
     assert [*captures, captures_of(runs[1].model)] == [1, 1, 2]
 
 
-def test_evaluation_is_a_capture_of_its_own_and_training_goes_on_with_the_first() -> None:
+def test_evaluation_is_captured_apart_and_training_keeps_its_capture() -> None:
     model, batches = seeded(Stack, num_blocks=2), vectors(4)
     runs = runs_of(model, batches[0], is_tight=True)
     seen: list[float] = []
@@ -111,7 +111,7 @@ def test_a_model_that_is_evaluated_first_trains_as_torch_does() -> None:
     assert [record.is_inference for record in executor_of(runs[1].model).compilations] == [True, False]
 
 
-def test_a_second_model_of_the_class_is_prepared_by_a_capture_of_its_own() -> None:
+def test_a_second_model_of_a_class_has_a_capture_of_its_own() -> None:
     first, second = seeded(Stack, num_blocks=2), Stack(num_blocks=2)
     batches = vectors()
     runs = by_torch(first), by_elixir_unprepared(first)
@@ -149,7 +149,7 @@ def test_a_model_with_a_graph_break_is_captured_once_per_graph() -> None:
     assert captures_of(got.model) == 2
 
 
-def test_tensors_that_nothing_places_stay_where_they_are() -> None:
+def test_buffers_on_meta_stay_on_meta() -> None:
     model, batches = seeded(Stack, num_blocks=2), vectors()
     model.register_buffer("elsewhere", torch.ones(3, device="meta"), persistent=False)
     expected, got = by_torch(model), by_elixir_unprepared(model)

@@ -125,11 +125,11 @@ def assert_steps_equal(model: nn.Module, *, is_prepared: bool) -> None:
         ReadsForNothing,
     ],
 )
-def test_steps_are_those_of_torch(kind: type[nn.Module], is_prepared: bool) -> None:
+def test_steps_with_parameter_inputs_equal_steps_of_torch(kind: type[nn.Module], is_prepared: bool) -> None:
     assert_steps_equal(kind(), is_prepared=is_prepared)
 
 
-def test_code_that_reads_no_parameter_is_compiled_for_the_handles_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_without_parameters_is_compiled_for_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[torch.Size, torch.Size]] = []
     lower_plain = RegionCompiler.lower_plain
 
@@ -149,9 +149,7 @@ def test_code_that_reads_no_parameter_is_compiled_for_the_handles_that_it_gets(m
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("kind", [Plain, Checkpointed])
-def test_a_parameter_on_the_host_has_the_gradient_of_each_of_its_reads(
-    kind: type[nn.Module], is_prepared: bool
-) -> None:
+def test_a_host_parameter_gets_the_gradient_of_each_of_its_reads(kind: type[nn.Module], is_prepared: bool) -> None:
     model, x = kind(), torch.randn(2, 3)
     expected = copy.deepcopy(model)
     with pytest.raises(elixir.NoFeasiblePlan) as refused:
@@ -184,7 +182,7 @@ def test_no_gather_is_traced(monkeypatch: pytest.MonkeyPatch, is_prepared: bool)
     assert not [node for node in graph.nodes if node.target in (GATHER, REDUCE)]
 
 
-def test_only_what_an_output_looks_at_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_parameters_in_memory_of_an_output_stay_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     (graph,) = joints_of(monkeypatch, HandsOutViews(), is_prepared=False)
     sizes = {tuple(node.args[1]) for node in graph.find_nodes(op="call_function", target=GATHER)}
     assert sizes == {(3, 4)}

@@ -35,7 +35,7 @@ def num_alive(made: list[weakref.ref[Programs]]) -> int:
     return sum(programs() is not None for programs in made)
 
 
-def test_programs_go_with_the_last_forward_that_needs_them(
+def test_programs_are_freed_with_the_last_forward_that_needs_them(
     made: list[weakref.ref[Programs]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every forward beside more of them is planned anew."""

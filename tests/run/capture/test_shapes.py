@@ -31,7 +31,7 @@ def num_parameters(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_a_named_shape_has_as_many_parameters_as_were_published(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_shape_has_the_published_number_of_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are alike: models of one and of two say what one of all layers has, which would take seconds to make."""
     shape = model_named(name)
     one, two = (num_parameters(with_layers(shape, count), monkeypatch) for count in (1, 2))
@@ -41,7 +41,7 @@ def test_a_named_shape_has_as_many_parameters_as_were_published(name: str, monke
     assert total == pytest.approx(shape.num_parameters, rel=1e-3 if name in PAPER else 0.01)
 
 
-def test_names_are_found_in_any_case_and_unknown_ones_suggest_the_nearest() -> None:
+def test_names_ignore_case_and_unknown_names_suggest_the_nearest() -> None:
     assert {model_named(name.upper()).name for name in model_names()} == set(model_names())
     for wrong, right in {"qwen3-8": "qwen3-8b", "gemma3-27b": "gemma-3-27b", "mixtral-8x7": "mixtral-8x7b"}.items():
         with pytest.raises(UnknownModel, match=f"Did you mean '?{right}"):

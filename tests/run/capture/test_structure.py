@@ -140,7 +140,7 @@ class Normalized(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Twice, Checkpointed, Normalized])
-def test_trains_as_torch_does(make: type[nn.Module]) -> None:
+def test_models_of_each_structure_train_as_in_torch(make: type[nn.Module]) -> None:
     model, batches = seeded(make), vectors()
     expected = by_torch(model).train(batches)
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)

@@ -71,7 +71,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_captures_other_threads_and_torchscript_see_the_flag_as_before() -> None:
+def test_captures_and_torchscript_still_see_the_capture_flag() -> None:
     with compat.outside_captures():
         assert not torch.compiler.is_compiling()
     seen: list[bool] = []

@@ -36,7 +36,7 @@ def test_ratios_equal_the_saved_table(grid: Any, number: int) -> None:
     capture = grid.capture_of(model.model, model.batch, model.layers)
     by_case = {json.dumps(row["case"], sort_keys=True): row for row in saved("planner_small")["rows"]}
     for case in grid.SMALL[2 * number : 2 * number + 2]:
-        row = grid.solve(case, grid.asked(case, capture))
+        row = grid.solve(case, grid.problem_from(case, capture))
         assert not grid.failures(row), case.name
         before = by_case[json.dumps(asdict(case), sort_keys=True)]
         assert row.gap == pytest.approx(before["gap"], abs=2e-3), case.name

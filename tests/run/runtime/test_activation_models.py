@@ -129,7 +129,7 @@ def test_activations_a_policy_must_save_are_not_recomputed(monkeypatch: pytest.M
 
 def test_a_plan_in_one_graph_is_refused_where_shapes_depend_on_data() -> None:
     model, (batch, *_) = routed(breaks=True)
-    with pytest.raises(elixir.UnsupportedModel, match="depends on what tensors hold"):
+    with pytest.raises(elixir.UnsupportedModel, match="depends on the elements of a tensor"):
         elixir.plan(model, (batch,), options=OPTIONS)
 
 

@@ -72,7 +72,7 @@ def test_hooks_on_an_autograd_node_that_a_move_would_lose_are_refused(is_held: b
     param = torch.nn.Parameter(torch.ones(4, device="meta"))  # a device apart from the host
     slot = executor.add_slot("weight", param)
     node = param.expand_as(param).grad_fn.next_functions[0][0] if is_held else None
-    slot.meet_node()
+    slot.find_node()
     with pytest.raises(elixir.UnsupportedModel, match=r"weight .* another autograd node") if is_held else nullcontext():
         check_move([slot], [slot], executor.sites)
     del node

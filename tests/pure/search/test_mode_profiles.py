@@ -1,4 +1,4 @@
-"""What a layer adds alone, counted for several layers in one step."""
+"""The seconds that a layer adds alone, counted for several layers in one step."""
 
 import random
 
@@ -14,14 +14,14 @@ from tests.pure.search.test_planner import problem_of
 
 def test_layers_far_apart_in_one_step_add_what_each_adds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     num_steps = 0
-    added_alone = profiles_module._Count._added_alone
+    added_alone = profiles_module._RecomputedStep._added_alone
 
-    def counted(self: profiles_module._Count, *arguments: object) -> object:
+    def counted(self: profiles_module._RecomputedStep, *arguments: object) -> object:
         nonlocal num_steps
         num_steps += 1
         return added_alone(self, *arguments)  # pyright: ignore[reportArgumentType] (handed on)
 
-    monkeypatch.setattr(profiles_module._Count, "_added_alone", counted)
+    monkeypatch.setattr(profiles_module._RecomputedStep, "_added_alone", counted)
     num_shared = 0
     for seed in range(4):
         draw = random.Random(seed)
