@@ -1,4 +1,7 @@
-"""Tensors by key to a folder and back, by torch.distributed.checkpoint (DCP), each rank its own parts."""
+"""Write tensors by key to a folder and read them back, each rank its own parts.
+
+The format is that of torch.distributed.checkpoint (DCP).
+"""
 
 import json
 import os
@@ -32,17 +35,18 @@ from elixir_compile.ops.shards import is_dtensor, own_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a part lies in its tensor."""
+    """The position of a part in the full tensor."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
 
 
 def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
-    """Leave in `sources` what this rank writes of them, plain tensors; return the places of those that are parts.
+    """Remove from `sources` the tensors of other ranks, and return the places of the remaining parts.
 
-    Every rank has the same keys in the same order.
+    DTensors in `sources` become plain tensors: this rank's part. The first rank writes all tensors
+    without a mesh. Every rank must pass the same keys in the same order.
     """
     places: dict[str, Place] = {}
     num_shared = 0
@@ -63,7 +67,10 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
 
 
 def _writes(like: torch.Tensor, number: int) -> bool:
-    """Return whether this rank writes its part of `like`, the `number`-th tensor that ranks share."""
+    """Return whether this rank writes its part of `like`, the DTensor with index `number`.
+
+    Ranks that have copies of the same part take turns by `number`.
+    """
     mesh = like.device_mesh
     coordinate = mesh.get_coordinate()
     if not like.numel():
@@ -93,22 +100,24 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
 }
-"""What a `.metadata` file may name, besides the dtypes of torch."""
+"""The classes and functions that a `.metadata` file may name, besides the dtypes of torch."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that loads the names in `_KNOWN` and the dtypes of torch, and refuses every other name."""
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _KNOWN and not is_dtype:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is nothing of a checkpoint")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint contains")
         return super().find_class(module, name)
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer, with checksums, and without the path in what it writes: the folder will be renamed."""
+    """DCP's writer with checksums, and without the path of the folder in its metadata: the folder is renamed later."""
 
     def __init__(self, folder: Path) -> None:
-        # Nothing is copied ahead: the planner brings tensors to the host, one at a time.
+        # No copies ahead of the write: the planner copies one tensor at a time to the host.
         super().__init__(folder, per_thread_copy_ahead=0)
         self.summed = SummedFileSystem()
         self.fs = self.summed
@@ -118,7 +127,10 @@ class _Writer(FileSystemWriter):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner; a tensor is brought to the host when it is its turn, and its copy is gone when the next is."""
+    """DCP's planner, changed to copy each tensor to the host alone and to free the copy before the next tensor.
+
+    If `is_spent`, each source is removed from `sources` and freed after it is written.
+    """
 
     def __init__(self, sources: Sources, *, is_spent: bool) -> None:
         super().__init__(flatten_state_dict=False)
@@ -127,14 +139,14 @@ class _SavePlanner(DefaultSavePlanner):
         self._copy: torch.Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        # The writer keeps every tensor of a file until the file is done (`tensor_dict` in torch 2.13), so what is
-        # written is emptied under its hands.
+        # The writer keeps every tensor of a file until the file is done (`tensor_dict` in torch 2.13). The previous
+        # tensor is written by now, so its storage can be emptied.
         if self._copy is not None:
             self._copy.untyped_storage().resize_(0)
         source = self._sources.pop(index.fqn) if self._is_spent else self._sources[index.fqn]
         given = source.read() if isinstance(source, Deferred) else source.detach()
         tensor = given.cpu().contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # or the writer would copy it, and keep that
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # the writer would clone it, and keep the clone
             tensor = tensor.clone()
         is_own = self._is_spent or isinstance(source, Deferred) or tensor.data_ptr() != given.data_ptr()
         self._copy = tensor if is_own else None
@@ -142,7 +154,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _OpenFiles(FileSystem):
-    """Files of a folder that is held open, by their names relative to it; they are read only."""
+    """DCP's file system over an open folder: files by names relative to the folder, for reading only."""
 
     def __init__(self, folder: OpenFolder) -> None:
         super().__init__()
@@ -150,15 +162,15 @@ class _OpenFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: "str | os.PathLike[str]", mode: str) -> Iterator[BinaryIO]:
-        """Open a file to read, `mode` "rb"."""
+        """Open a file for reading; `mode` is "rb"."""
         with self._folder.open(os.fspath(path)) as stream:
             yield stream
 
 
 class Reader(FileSystemReader):
-    """DCP's reader of the folder `name` in the open `folder`, which reads its metadata once.
+    """DCP's reader for the sub-folder `name` of the open `folder`; it reads the metadata once.
 
-    Raises pickle.UnpicklingError if that is no metadata. `folder` must stay open while tensors are read.
+    `folder` must stay open while tensors are read. Raises pickle.UnpicklingError if the file holds no metadata.
     """
 
     def __init__(self, folder: OpenFolder, name: str) -> None:
@@ -171,12 +183,12 @@ class Reader(FileSystemReader):
         self.metadata = found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what was read."""
+        """Return the metadata, which was read when this reader was made."""
         return self.metadata
 
     @property
     def forms(self) -> Mapping[str, torch.Tensor]:
-        """By key a tensor on `meta`, of the shape and dtype that are stored."""
+        """By key, a tensor on `meta` with the stored shape and dtype."""
         return {
             key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
             for key, stored in self.metadata.state_dict_metadata.items()
@@ -184,7 +196,7 @@ class Reader(FileSystemReader):
         }
 
     def key_at(self, file: str, byte: int) -> str:
-        """Return the key of the first tensor that ends behind `byte` of `file`, or ''."""
+        """Return the key of the tensor at `byte` of `file`, or of the next tensor, or '' behind the last tensor."""
         ends = [
             (place.offset + place.length, index.fqn)
             for index, place in self.metadata.storage_data.items()
@@ -193,18 +205,18 @@ class Reader(FileSystemReader):
         return min(ends)[1] if ends else ""
 
     def new(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return by key new host memory for the whole tensors under `keys`."""
+        """Return uninitialised tensors in host memory, by key, with the stored full shapes and dtypes."""
         forms = self.forms
         return {key: torch.empty(forms[key].shape, dtype=forms[key].dtype, device="cpu") for key in keys}
 
     def fresh(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors under `keys`, in new memory of the host."""
+        """Return the stored tensors under `keys`, in new host memory."""
         tensors = self.new(keys)
         self.read_into(tensors)
         return tensors
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill the tensors `targets`, in place, wherever they are; of DTensors this rank's parts."""
+        """Read the stored tensors into `targets` in place, on any device; of a DTensor, this rank's part."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(targets), self.metadata, is_coordinator=True)
         self.set_up_storage_reader(self.metadata, is_coordinator=True)
@@ -216,28 +228,28 @@ class Reader(FileSystemReader):
 def write(
     folder: Path, sources: Sources, *, is_spent: bool, places: Mapping[str, Place] | None = None, rank: int = 0
 ) -> tuple[str, Mapping[str, FileRecord]]:
-    """Write `sources` to the file of `rank` in `folder`, synced to the disk; return what `finish` needs of every rank,
-    and the records of the files.
+    """Write `sources` to the file of `rank` in `folder` and sync it to the disk.
 
-    Those in `places` are parts of tensors. One tensor at a time is copied, where it is not in host memory; with
-    `is_spent`, sources are taken away and their memory is freed as they are written. OSError for what the system
-    refuses.
+    Returns a text for `finish`, which needs the text of every rank, and the records of the files by name. A source
+    whose key is in `places` is a part of a tensor. A tensor that is not in host memory is copied there, one at a time.
+    If `is_spent`, each source is removed and its memory freed after it is written. Raises OSError if a write fails.
     """
     writer, planner = _Writer(folder), _SavePlanner(sources, is_spent=is_spent)
     likes = {key: source.like if isinstance(source, Deferred) else source for key, source in sources.items()}
     items = {key: _item(key, like, (places or {}).get(key)) for key, like in likes.items()}
     writer.set_up_storage_writer(is_coordinator=True)
     local = writer.prepare_local_plan(SavePlan(list(items.values())))
-    # Files are named by the place of a plan among those of all ranks.
+    # DCP names a file by the index of its plan in this list, so `rank` empty plans come first.
     plan = writer.prepare_global_plan([*[SavePlan([])] * rank, local])[-1]
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     return json.dumps([_as_values(items[found.index.fqn], found) for found in results]), writer.summed.records
 
 
 def finish(folder: Path, written: Iterable[str]) -> Mapping[str, FileRecord]:
-    """Write the metadata of what all ranks have `written`, synced to the disk; return the record of that file.
+    """Write the metadata file for the tensors of all ranks and sync it to the disk; return its record by name.
 
-    Raises ValueError where the parts of a tensor are not all of it.
+    `written` holds the text that `write` returned on each rank. Raises ValueError if the parts of a tensor do not cover
+    it.
     """
     plans: list[SavePlan] = []
     results: list[list[WriteResult]] = []
@@ -265,7 +277,7 @@ def _write_item(key: str, dtype: torch.dtype, place: Place, sizes: Sequence[int]
 
 
 def _as_values(item: WriteItem, result: WriteResult) -> list[object]:
-    """Return what was written as JSON can hold it."""
+    """Return `item` and `result` as values that JSON can hold; `_from_values` is the inverse."""
     data, stored = item.tensor_data, result.storage_data
     where = [stored.relative_path, stored.offset, stored.length, result.size_in_bytes]
     dtype = str(data.properties.dtype).removeprefix("torch.")

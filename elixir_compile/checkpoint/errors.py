@@ -2,11 +2,11 @@
 
 ```text
 ElixirError
-└── _CheckpointError                        a folder that is no checkpoint for what is at hand
-    ├── NotACheckpoint     (OSError)        there is nothing at the path, or something else
-    ├── CheckpointCorrupted (OSError)       a file is not what was written
-    ├── CheckpointMismatch (ValueError)     it was saved of another model, optimizer or scheduler
-    └── NotSavable         (ValueError)     a value that a checkpoint cannot hold
+└── _CheckpointError                        a checkpoint that cannot be loaded or saved
+    ├── NotACheckpoint     (OSError)        nothing at the path, or something that is no checkpoint
+    ├── CheckpointCorrupted (OSError)       a file is damaged, cut off or missing
+    ├── CheckpointMismatch (ValueError)     saved from another model, optimizer or scheduler
+    └── NotSavable         (ValueError)     a value of a type that a checkpoint cannot hold
 ```
 """
 
@@ -17,20 +17,20 @@ from collections.abc import Sequence
 from elixir_compile.errors import ElixirError
 
 _MOST_SHOWN = 8
-"""Differences that the text of an error lists."""
+"""The number of differences that the text of an error lists."""
 
 
 class _CheckpointError(ElixirError):
-    """Something wrong with the checkpoint at `path`."""
+    """An error about the checkpoint at `path`."""
 
     def __init__(self, path: str, *facts: object) -> None:
-        super().__init__()  # OSError would read its arguments as a number, a text and a file name
+        super().__init__()  # OSError would take arguments for an error number, a text and a file name
         self.args = (path, *facts)
         self.path = path
 
 
 class NotACheckpoint(_CheckpointError, OSError):
-    """There is no checkpoint at `path`; `because` says what is there."""
+    """There is no checkpoint at `path`; `because` describes the content of `path`."""
 
     def __init__(self, path: str, because: str) -> None:
         super().__init__(path, because)
@@ -41,7 +41,7 @@ class NotACheckpoint(_CheckpointError, OSError):
 
 
 class CheckpointCorrupted(_CheckpointError, OSError):
-    """File `file` of the checkpoint at `path` is not what was written; `key` is the first value that is lost, or ''."""
+    """The file `file` of the checkpoint at `path` is damaged; `key` is the first lost value, or '' if unknown."""
 
     def __init__(self, path: str, file: str, key: str, because: str) -> None:
         super().__init__(path, file, key, because)
@@ -58,7 +58,7 @@ class CheckpointCorrupted(_CheckpointError, OSError):
 
 
 class CheckpointMismatch(_CheckpointError, ValueError):
-    """The checkpoint at `path` was saved of another `what`; `differences` says one by one how."""
+    """The checkpoint at `path` was saved from another `what` (model, optimizer, scheduler); `differences` lists why."""
 
     def __init__(self, path: str, what: str, differences: Sequence[str]) -> None:
         super().__init__(path, what, tuple(differences))
@@ -69,7 +69,7 @@ class CheckpointMismatch(_CheckpointError, ValueError):
         more = len(self.differences) - _MOST_SHOWN
         listed = "".join(f"\n  {difference}" for difference in self.differences[:_MOST_SHOWN])
         rest = f"\n  and {more} more" if more > 0 else ""
-        return f"checkpoint {self.path} is of another {self.what}; nothing was loaded:{listed}{rest}"
+        return f"checkpoint {self.path} was saved from another {self.what}; nothing was loaded:{listed}{rest}"
 
 
 class NotSavable(_CheckpointError, ValueError):

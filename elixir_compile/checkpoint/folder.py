@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: it appears whole or not at all, and is held open while it is read."""
+"""The folder of a checkpoint: written under another name, renamed when complete, held open while it is read."""
 
 import fcntl
 import os
@@ -18,9 +18,10 @@ MANIFEST_FILE = "manifest.json"
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder, which takes the place of `path` at the end; on an error `path` stays what it was.
+    """Yield an empty folder beside `path`, and rename it to `path` at the end of the block.
 
-    Raises NotACheckpoint if `path` is something else, which is left alone.
+    If the block raises, the folder is removed and `path` is unchanged. Raises NotACheckpoint if `path` exists and is
+    neither a checkpoint nor an empty folder.
     """
     path = resolved(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,9 +37,10 @@ def new_folder(path: Path) -> Iterator[Path]:
                 _require_replaceable(path)
                 _replace(path, folder)
         finally:
-            # Gone already if it was renamed.
+            # After the rename there is no folder of this name.
             shutil.rmtree(folder, ignore_errors=True)
-            # Before what is left over is removed: a save that has replaced this one in the meantime removes it.
+            # Unlocked before `remove_left_over`: another save may have replaced this checkpoint by now, and its
+            # removal skips locked folders.
             unlock(lock)
         remove_left_over(path)
     finally:
@@ -46,7 +48,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` last."""
+    """Sync the directory entries of `folder` to the disk."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -55,24 +57,24 @@ def sync_folder(folder: Path) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """Return `path` without links: a link to a checkpoint stays, and what it points to is replaced."""
+    """Return `path` with symbolic links resolved, so that a save replaces the target of a link and keeps the link."""
     return Path(os.path.realpath(path))
 
 
 def previous_of(path: Path) -> Path:
-    """Return where the checkpoint at `path`, which is resolved, is while it is being replaced."""
+    """Return the path to which a save moves the old checkpoint of `path` (resolved) for the moment of replacement."""
     return path.with_name(f".{path.name}.previous")
 
 
 def remove_left_over(path: Path) -> None:
-    """Remove the folders beside `path`, which is resolved, that were replaced or never finished and nobody has open."""
+    """Remove the replaced and the unfinished checkpoints of `path` (resolved) that no process has locked."""
     for entry in list(os.scandir(path.parent)):
         if not entry.name.startswith((_prefix(path, "saving"), _prefix(path, "old"))):
             continue
         try:
             lock = os.open(entry.path, os.O_RDONLY)
         except FileNotFoundError:
-            continue  # another process was first
+            continue  # another process removed it first
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -84,8 +86,8 @@ def remove_left_over(path: Path) -> None:
 
 
 def unlock(lock: int) -> None:
-    """Let go of the lock that the open file `lock` may have."""
-    # A process that was forked in the meantime has the file open too, so closing it here would not do.
+    """Release the lock of the open file `lock`, if it has one."""
+    # Closing the file is not enough: a process that was forked since has the file open too, and the lock with it.
     fcntl.flock(lock, fcntl.LOCK_UN)
 
 
@@ -99,7 +101,7 @@ def _beside(path: Path, what: str) -> Path:
 
 @contextmanager
 def _only_save_in(parent: Path) -> Iterator[None]:
-    """Wait until no other process replaces a checkpoint in `parent`, and let none begin in the block."""
+    """Hold a lock during the block, so that no other process replaces a checkpoint in the folder `parent`."""
     lock = os.open(parent, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -113,14 +115,14 @@ def _only_save_in(parent: Path) -> Iterator[None]:
 
 def _require_replaceable(path: Path) -> None:
     if path.exists() and not (path.is_dir() and ((path / MANIFEST_FILE).is_file() or not any(path.iterdir()))):
-        raise NotACheckpoint(str(path), "it is something else, and is not overwritten")
+        raise NotACheckpoint(str(path), "it holds something else, which is not overwritten")
 
 
 def _locked_folder(path: Path) -> tuple[Path, int]:
     while True:
         folder = _beside(path, "saving")
         folder.mkdir()
-        # Before it is locked, another save may take it for one that was left over.
+        # Until this folder is locked, another save may remove it as left over; then try again.
         try:
             lock = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
@@ -134,7 +136,7 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
 def _replace(path: Path, folder: Path) -> None:
     previous = previous_of(path)
     if path.exists():
-        if previous.exists():  # a save was killed before it could move it away
+        if previous.exists():  # left by a save that was killed during the replacement
             os.rename(previous, _beside(path, "old"))
         os.rename(path, previous)
     os.rename(folder, path)
@@ -148,10 +150,10 @@ _PAUSE_S = 0.002
 
 
 class OpenFolder:
-    """The folder that `path` led to when it was opened; it stays open until `close`."""
+    """A folder that is open: its files can be read until `close`, even if another folder takes its path."""
 
     def __init__(self, path: Path, base: Path) -> None:
-        """`base` is the path of the checkpoint, which is `path` unless a save is replacing it or was killed.
+        """`base` is the path of the checkpoint; `path` is `base`, or `previous_of(base)` during a replacement.
 
         Raises OSError if there is no folder at `path`.
         """
@@ -169,7 +171,7 @@ class OpenFolder:
         return str(self.path)
 
     def lock(self) -> bool:
-        """Keep the folder from being removed; return False if it is being removed right now."""
+        """Lock the folder against removal; return False if another process is removing it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -179,11 +181,11 @@ class OpenFolder:
         return True
 
     def open(self, name: str) -> BinaryIO:
-        """Open the file `name` of the folder; OSError if that fails."""
+        """Open the file `name` of the folder for reading. Raises OSError."""
         return open(name, "rb", opener=partial(os.open, dir_fd=self._file))
 
     def has(self, name: str) -> bool:
-        """Whether the folder has a file `name`."""
+        """Return whether the folder has a file `name`."""
         try:
             os.stat(name, dir_fd=self._file)
         except OSError:
@@ -191,34 +193,34 @@ class OpenFolder:
         return True
 
     def is_there(self) -> bool:
-        """Whether `path` still leads to this folder: no save has taken its place."""
+        """Return whether this folder is still at `path`: no save has replaced it."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Let go of the folder; it is removed if a save has taken its place and nobody else reads it."""
+        """Close the folder, and remove it if a save has replaced it and no other process reads it."""
         with suppress(OSError):  # a file system without locks
             unlock(self._file)
-        # A save from now on removes the folder itself.
+        # A save that replaces this folder from now on finds it unlocked and removes it.
         is_replaced = not self.is_there()
         os.close(self._file)
         if is_replaced:
-            with suppress(OSError):  # this process may not write there: the next save removes it
+            with suppress(OSError):  # no permission to write there: the next save removes the folder
                 remove_left_over(self._base)
 
 
 def open_checkpoint(path: Path) -> OpenFolder:
-    """Open the checkpoint at `path`; NotACheckpoint if there is none.
+    """Open the checkpoint at `path`. Raises NotACheckpoint if there is none.
 
-    Takes at most 0.1 s, whatever other processes save to `path` in the meantime.
+    Takes at most about 0.1 s, even if other processes keep saving to `path`.
     """
     base = resolved(path)
     for num_left in reversed(range(_NUM_TRIES)):
         found = _opened(base, base) or _opened(previous_of(base), base)
         if found is not None:
-            # The last time even without a lock: a process that is stopped may hold it forever.
+            # The last try does without the lock: a stopped process may hold the lock forever.
             is_locked = found.lock() or not num_left
             if is_locked and found.has(MANIFEST_FILE):
                 return found
@@ -226,7 +228,7 @@ def open_checkpoint(path: Path) -> OpenFolder:
             found.close()
             if is_other:
                 raise NotACheckpoint(str(base), f"it has no {MANIFEST_FILE}")
-        # Between looking for one and looking for the other a save may have ended: then there is one now.
+        # A save may have ended between the look at `base` and the look at `previous_of(base)`: look again.
         time.sleep(_PAUSE_S)
         base = resolved(path)
     raise NotACheckpoint(str(base), "there is nothing")
@@ -238,5 +240,5 @@ def _opened(path: Path, base: Path) -> OpenFolder | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        because = "it is no folder" if path.is_file() else f"it cannot be opened ({error.strerror})"
+        because = "it is a file" if path.is_file() else f"it cannot be opened ({error.strerror})"
         raise NotACheckpoint(str(path), because) from error

@@ -1,8 +1,8 @@
 """A model as plain tensors: `full_state_dict`, and a checkpoint as one safetensors file with Hugging Face's keys.
 
-A safetensors file is 8 bytes that say how long the header is, the header, JSON that says of each tensor its dtype,
-shape and place, and the bytes of the tensors (https://huggingface.co/docs/safetensors). It is written here, one tensor
-in memory at a time: the library's own `save_file` takes all of them at once.
+A safetensors file (https://huggingface.co/docs/safetensors) has three parts: the length of the header in 8 bytes; the
+header, JSON with the dtype, shape and byte range of each tensor; the bytes of the tensors. This module writes the file
+itself with one tensor in memory at a time, because the library's `save_file` needs all tensors at once.
 """
 
 import json
@@ -22,12 +22,12 @@ from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import sync_folder
 from elixir_compile.checkpoint.manifest import open_verified
 from elixir_compile.checkpoint.model_state import memory_of, model_state
-from elixir_compile.checkpoint.rank_group import rank_group_of, turn
+from elixir_compile.checkpoint.rank_group import checkpoint_lock, rank_group_of
 from elixir_compile.checkpoint.values import key_of
 from elixir_compile.errors import DiskFailed
 from elixir_compile.ops.shards import full_tensor, is_dtensor
 
-_NAMES = {
+_FORMAT_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -45,25 +45,30 @@ _NAMES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
-"""What the format calls them."""
+"""The name of each dtype in the safetensors format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What a safetensors file holds."""
+    """Facts about a safetensors file written by `export`."""
 
     num_tensors: int
     nbytes: int
-    """Of the file."""
+    """Size of the file, header included."""
     tied: Mapping[str, str]
-    """Names that are not in the file, and the one in it that has their tensor, as `save_pretrained` leaves them out."""
+    """By name left out of the file, the name in the file of the same, tied tensor. `save_pretrained` does the same."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers by the keys of `model.state_dict()`, whole and on the CPU.
+    """Return the parameters and buffers of `model` as full tensors on the CPU, by the keys of `model.state_dict()`.
 
-    What lives in host memory is not copied: it changes when training goes on. What is tied stays tied. Where several
-    ranks have the model, all of them call this at once; the first gets the tensors, the others an empty dict.
+    A tensor whose home is the host is not copied, so it changes when training goes on. Tied tensors stay tied. If
+    several ranks share the model, all of them call this at once; the first rank gets the tensors, the others get an
+    empty dict.
+
+    Example:
+        weights = elixir.full_state_dict(compiled)
+        assert weights.keys() == model.state_dict().keys()
     """
     model = compat.undo_compile(model)
     is_first = rank_group_of(model, "gathers the full state dict").is_first
@@ -80,13 +85,19 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def export(source: "nn.Module | str | os.PathLike[str]", out: "str | os.PathLike[str]") -> Export:
-    """Write the weights of `source`, a model or a checkpoint of one, to the safetensors file `out`, which appears whole
-    or not at all.
+    """Write the weights of `source`, a model or the path of a checkpoint, to the safetensors file `out`.
 
-    One tensor at a time is in memory. Where several ranks have the model, all of them call this at once and the first
-    writes; a checkpoint is read by one process, whatever saved it.
+    The file is written under a temporary name and renamed, so `out` is never incomplete. At most one tensor is copied
+    at a time. If several ranks share the model, all of them call this at once and the first rank writes. One process
+    exports a checkpoint, whichever number of ranks saved it.
 
     Raises NotACheckpoint, CheckpointCorrupted, NotSavable for a dtype that the format does not have, and DiskFailed.
+
+    Example:
+        elixir.export(model, "model.safetensors")  # the weights of the model as they are now
+        elixir.save("run/latest", model)
+        written = elixir.export("run/latest", "saved.safetensors")  # the weights of a checkpoint
+        assert written.num_tensors == len(model.state_dict())
     """
     if isinstance(source, nn.Module):
         return _export_model(compat.undo_compile(source), Path(out))
@@ -106,10 +117,12 @@ def _export_checkpoint(checkpoint: Path, out: Path) -> Export:
 def _export_model(model: nn.Module, out: Path) -> Export:
     state = _tensors(model)
     kept, tied = _kept({name: memory_of(value) if value.numel() else name for name, value in state.items()})
-    with turn:
+    with checkpoint_lock:
         group = rank_group_of(model, "exports the model")
-        (header, order), headers = group.step(
-            "what is exported", lambda: _header(out, {name: state[name] for name in kept}), lambda made: str(made[0])
+        (header, order), headers = group.run_on_all(
+            "the header of the file",
+            lambda: _header(out, {name: state[name] for name in kept}),
+            lambda made: str(made[0]),
         )
         group.require_same([{"the names, dtypes and shapes of tensors": zlib.crc32(text.encode())} for text in headers])
         tensors = (_on_host(state[name]) for name in order)
@@ -118,10 +131,10 @@ def _export_model(model: nn.Module, out: Path) -> Export:
             try:
                 return _write(out, header, tensors) if group.is_first else 0
             finally:
-                for _ in tensors:  # what this rank does not write: the others gather it with this one
+                for _ in tensors:  # every rank must take part in the gathers of the remaining tensors
                     pass
 
-        _, sizes = group.step("the file", write, str)
+        _, sizes = group.run_on_all("the file", write, str)
     return Export(num_tensors=len(order), nbytes=int(sizes[0]), tied=tied)
 
 
@@ -130,7 +143,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` whole and on the CPU; every rank calls this at once for one that they share."""
+    """Return the full tensor of `tensor` on the CPU; all ranks call this at once if `tensor` is a DTensor."""
     if not is_dtensor(tensor):
         return tensor.cpu()
     return full_tensor(tensor, torch.device(tensor.device_mesh.device_type)).cpu()
@@ -156,8 +169,10 @@ def _write(out: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _kept(owners: Mapping[str, Hashable]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the owner of each name that is kept, and of the tied names, which have the owner of an earlier one, that
-    one; a name whose owner is None is of no tensor."""
+    """Return (owner by kept name, kept name by tied name) for the owners of all names.
+
+    Names with equal owners are tied: the first name is kept. A name with the owner None names no tensor and is dropped.
+    """
     first: dict[Hashable, str] = {}
     tied: dict[str, str] = {}
     for name, owner in owners.items():
@@ -167,18 +182,21 @@ def _kept(owners: Mapping[str, Hashable]) -> tuple[dict[str, Any], dict[str, str
 
 
 def _header(out: Path, forms: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
-    """Return the beginning of the file and the names of its tensors, in order."""
-    # By falling alignment, so that each tensor begins at a multiple of the size of its elements.
+    """Return the length and header of the file as bytes, and the names of its tensors in the order of their bytes.
+
+    Raises NotSavable for a dtype that the format does not have.
+    """
+    # Largest elements first, so that each tensor begins at a multiple of its element size.
     order = sorted(forms, key=lambda name: (-forms[name].element_size(), name))
-    # Hugging Face's loaders refuse a file that does not say which library its tensors are of.
+    # Hugging Face's loaders refuse a file whose metadata does not name the library of its tensors.
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end_bytes = 0
     for name in order:
         form = forms[name]
-        if form.dtype not in _NAMES:
+        if form.dtype not in _FORMAT_NAMES:
             raise NotSavable(str(out), name, f"a tensor of {form.dtype}, which safetensors files do not have")
         start_bytes, end_bytes = end_bytes, end_bytes + form.nbytes
-        dtype, shape = _NAMES[form.dtype], list(form.shape)
+        dtype, shape = _FORMAT_NAMES[form.dtype], list(form.shape)
         fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start_bytes, end_bytes]}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

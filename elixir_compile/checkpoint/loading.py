@@ -1,12 +1,12 @@
-"""`load`: a checkpoint into a model, an optimizer and a scheduler.
+"""`load`: read a checkpoint into a model, an optimizer and a scheduler.
 
 ```text
-  1  every byte of every file is compared with its checksum
-  2  the model, the optimizer and the scheduler are compared with what was saved
-  3  state is read into new host memory, parameters and buffers into themselves, where they are
+  1  compare every byte of every file with its checksum
+  2  compare the model, the optimizer and the scheduler with the saved ones
+  3  read optimizer state into new host memory, and parameters and buffers in place
 ```
 
-What is wrong raises in 1 or 2, when nothing was changed yet.
+A damaged or unfit checkpoint raises in 1 or 2, before anything is changed.
 """
 
 import os
@@ -26,26 +26,26 @@ from elixir_compile.checkpoint.manifest import Manifest, Verified, open_verified
 from elixir_compile.checkpoint.model_state import fill_rest, model_differences, model_state, model_targets
 from elixir_compile.checkpoint.optimizer_state import fill_optimizer, optimizer_differences, optimizer_targets
 from elixir_compile.checkpoint.random_state import set_random_state
-from elixir_compile.checkpoint.rank_group import RankGroup, rank_group_of, turn
+from elixir_compile.checkpoint.rank_group import RankGroup, checkpoint_lock, rank_group_of
 from elixir_compile.checkpoint.values import from_plain, tensor_keys
 from elixir_compile.errors import DiskFailed, NotPrepared
 
 _NUM_TRIES = 8
-"""How often several ranks look until all of them have found the same checkpoint while others are saved."""
+"""How often ranks open the path until all of them have the same checkpoint, while another process saves there."""
 
 _Parts = tuple[nn.Module, torch.optim.Optimizer | None, Any]
-"""A model, an optimizer and a scheduler, or None for one that is not loaded."""
+"""A model, an optimizer and a scheduler; None for an optimizer or scheduler that is not loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint says of itself."""
+    """The step, the extra values and the versions that a checkpoint holds."""
 
     step: int
     extra: Mapping[str, Any]
-    """What `save` was given."""
+    """The argument `extra` of `save`."""
     versions: Mapping[str, str]
-    """Of Python, torch and this package, when it was saved."""
+    """The versions of `python`, `torch` and `elixir_compile` that saved the checkpoint."""
 
 
 def load(
@@ -54,55 +54,62 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
 ) -> Checkpoint:
-    """Load the checkpoint at `path` in place, the states of the random number generators too; return its step and
-    `extra`.
+    """Load the checkpoint at `path` into `model`, `optimizer` and `scheduler` in place; return its step and `extra`.
 
-    Before or after the first forward of a compiled model, under any plan. Without `optimizer` or `scheduler`, what was
-    saved of them is left where it is. Raises NotACheckpoint, CheckpointCorrupted and CheckpointMismatch; nothing was
-    changed then. While another process saves to `path`, the checkpoint that was there at the beginning is loaded.
-    Raises DiskFailed if the disk fails, or a machine that locks do not reach removes the files, between the
-    comparison and the reading; then a part may be loaded.
+    The states of the random number generators are loaded too. `load` works before or after the first forward of a
+    compiled model, under any plan. If `optimizer` or `scheduler` is None, its saved state is not read. If another
+    process saves to `path` meanwhile, the checkpoint that was there at the beginning is loaded.
 
-    Where several ranks have the model, all of them call this at once, as many as saved it or not; each reads its parts.
-    What is wrong on one rank is raised on all. A rank that did not save keeps its random numbers.
+    Raises NotACheckpoint, CheckpointCorrupted or CheckpointMismatch before anything is changed. Raises DiskFailed if a
+    read fails after all bytes were compared, for example because another machine, which file locks do not reach,
+    removed the files; then a part of the model may be loaded.
+
+    If several ranks share the model, all of them call `load` at once, and each reads its parts. Their number may differ
+    from the number of ranks that saved. An error on one rank is raised on all. A rank whose number did not save keeps
+    its random number generators.
+
+    Example:
+        elixir.save("run/latest", model, optimizer, step=3, extra={"epoch": 1})
+        checkpoint = elixir.load("run/latest", model, optimizer)
+        assert (checkpoint.step, checkpoint.extra["epoch"]) == (3, 1)
     """
     model = compat.undo_compile(model)
-    with turn, ExitStack() as held:
+    with checkpoint_lock, ExitStack() as held:
         group = rank_group_of(model, "loads a checkpoint")
-        found = _look_on_all_ranks(Path(path), (model, optimizer, scheduler), group, held)
-        if torch.cuda.is_initialized():  # copies of the last step may still read the parameters on the host
+        found = _open_on_all_ranks(Path(path), (model, optimizer, scheduler), group, held)
+        if torch.cuda.is_initialized():  # copies of the last step from the host may still be running
             torch.cuda.synchronize()
-        tensors, _ = group.step("tensors read", lambda: _fill(found, (model, optimizer, scheduler), group))
+        tensors, _ = group.run_on_all("tensors read", lambda: _fill(found, (model, optimizer, scheduler), group))
     extra = from_plain(found.plain["extra"], tensors)
     return Checkpoint(step=found.manifest.step, extra=extra, versions=found.manifest.versions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A checkpoint that is whole, and is one of the model and the optimizer at hand."""
+    """An open checkpoint whose bytes are verified and that fits the model, the optimizer and the scheduler."""
 
     folder: Path
     manifest: Manifest
     reader: Reader
     plain: Any
-    """What is no tensor."""
+    """The content of `state.json`: everything but tensors."""
     state: Mapping[str, Any]
-    """Of the model."""
+    """The state dict of the model to fill."""
 
 
-def _look_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitStack) -> _Found:
-    """Return what is at `path`, the same checkpoint on all ranks; `held` keeps it open.
+def _open_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitStack) -> _Found:
+    """Open and check the checkpoint at `path`, the same checkpoint on all ranks; `held` keeps its folder open.
 
-    RanksDiffer if the ranks find different ones again and again, as at paths on different disks.
+    Raises RanksDiffer if the ranks open different checkpoints in every try, as with a path on different disks.
     """
     for num_left in reversed(range(_NUM_TRIES)):
 
-        def look(is_last_try: bool = num_left == 0) -> _Found | None:
+        def open_and_compare(is_last_try: bool = num_left == 0) -> _Found | None:
             verified = open_verified(path, held, rank=group.rank, num_ranks=group.num_ranks, is_last_try=is_last_try)
             return None if verified is None else _compared(verified, parts)
 
-        found, crc32s = group.step("what is loaded", look, _crc32_text)
-        # A save may have replaced the checkpoint between the moments in which two ranks opened it.
+        found, crc32s = group.run_on_all("the checkpoint to load", open_and_compare, _crc32_text)
+        # A save may have replaced the checkpoint after one rank opened it and before another did: try again.
         if found is not None and len(set(crc32s)) == 1:
             return found
     group.require_same([{"the checkpoint, by its checksum": crc32} for crc32 in crc32s])
@@ -114,7 +121,7 @@ def _crc32_text(found: _Found | None) -> str:
 
 
 def _compared(verified: Verified, parts: _Parts) -> _Found:
-    """Return `verified`; CheckpointMismatch if it is of another model, optimizer or scheduler than `parts`."""
+    """Compare `verified` with `parts`. Raises CheckpointMismatch if it was saved from other parts."""
     model, optimizer, scheduler = parts
     folder, plain = verified.folder.path, verified.plain
     state = _readable_state(model)
@@ -127,7 +134,7 @@ def _compared(verified: Verified, parts: _Parts) -> _Found:
 
 
 def _fill(found: _Found, parts: _Parts, group: RankGroup) -> Mapping[str, torch.Tensor]:
-    """Read the checkpoint into `parts` and the random number generators; return what was read into new memory."""
+    """Read `found` into `parts` and the random number generators; return the tensors in new host memory, by key."""
     model, optimizer, scheduler = parts
     plain, reader, rank = found.plain, found.reader, str(group.rank)
     targets = model_targets(model, found.state, plain["model"])
@@ -140,7 +147,7 @@ def _fill(found: _Found, parts: _Parts, group: RankGroup) -> Mapping[str, torch.
     try:
         reader.read_into(tensors)
         reader.read_into(targets.in_place)
-    except OSError as error:  # the disk, or another machine that removed the files, which locks may not reach
+    except OSError as error:  # the disk failed, or another machine, which locks may not reach, removed the files
         because = f"{error.strerror or error}, after every byte had been read once; the model may hold a part of it"
         raise DiskFailed(str(found.folder), "load", because, error.errno or 0) from error
     fill_rest(model, targets, tensors)

@@ -1,9 +1,9 @@
-"""What a checkpoint is and which files it has, `manifest.json`: written last, read first.
+"""`manifest.json`, the list of the files of a checkpoint with their checksums: written last, read first.
 
 ```text
-  manifest.json     this
-  state.json        what is no tensor: param groups, scheduler, random states, `extra`; see `values`
-  tensors/          every tensor, by torch.distributed.checkpoint
+  manifest.json     step, versions, and the length and checksums of every other file
+  state.json        param groups, scheduler, random states, `extra`: everything but tensors; see `values`
+  tensors/          every tensor, in the format of torch.distributed.checkpoint
 ```
 """
 
@@ -32,21 +32,21 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint in short."""
+    """The content of `manifest.json`."""
 
     step: int
     num_ranks: int
-    """Processes that wrote it."""
+    """The number of processes that wrote the checkpoint."""
     versions: Mapping[str, str]
-    """Of Python, torch and this package, when it was written."""
+    """The versions of `python`, `torch` and `elixir_compile` that wrote the checkpoint."""
     files: Mapping[str, FileRecord]
-    """By name, relative to the folder."""
+    """By path relative to the folder of the checkpoint."""
     crc32: int = 0
-    """Of this file, were this number 0."""
+    """Checksum of this file with 0 in place of this number."""
 
 
 def write_text(path: Path, text: str) -> FileRecord:
-    """Write a new file, synced to the disk, and return its record."""
+    """Write `text` to the new file `path`, sync it to the disk, and return its record."""
     summed = SummedFileSystem()
     with summed.create_stream(path, "wb") as stream:
         stream.write(text.encode())
@@ -56,14 +56,14 @@ def write_text(path: Path, text: str) -> FileRecord:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest` to its file."""
+    """Write `manifest` with its checksum to the folder `folder`."""
     form = _form(folder)
     crc32 = zlib.crc32(to_json(form, replace(manifest, crc32=0)).encode())
     write_text(folder / MANIFEST_FILE, to_json(form, replace(manifest, crc32=crc32)))
 
 
 def read_manifest(folder: OpenFolder) -> Manifest:
-    """Return the manifest of `folder`; CheckpointCorrupted if it is damaged or of another format."""
+    """Return the manifest of `folder`. Raises CheckpointCorrupted if it is damaged or has another format."""
     form = _form(folder.path)
     try:
         with folder.open(MANIFEST_FILE) as file:
@@ -77,24 +77,24 @@ def read_manifest(folder: OpenFolder) -> Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A checkpoint of which every byte is as it was written."""
+    """An open checkpoint whose bytes all agree with their checksums."""
 
     folder: OpenFolder
     """Must stay open while `reader` reads."""
     manifest: Manifest
     reader: Reader
     plain: Any
-    """What is no tensor."""
+    """The content of `state.json`."""
 
 
 def open_verified(
     path: Path, held: ExitStack, *, rank: int = 0, num_ranks: int = 1, is_last_try: bool = False
 ) -> Verified | None:
-    """Return the checkpoint at `path`, once every byte of every file is as it was written; `held` keeps it open.
+    """Open the checkpoint at `path` and compare its files with their checksums; `held` keeps the folder open.
 
-    Of several ranks each compares its share of the files with tensors. Raises NotACheckpoint, and CheckpointCorrupted,
-    which names the file and the first value that is lost. Returns None in place of CheckpointCorrupted if another
-    checkpoint has taken its place meanwhile, except for `is_last_try`: locks may not reach who removed its files.
+    Each of several ranks compares its share of the files with tensors. Raises NotACheckpoint, and CheckpointCorrupted
+    with the file and the first lost value. If another save replaced the checkpoint meanwhile, damage may be due to
+    files removed by a machine that locks do not reach: then this returns None, unless `is_last_try`.
     """
     held.close()
     folder = held.enter_context(open_checkpoint(path))
@@ -109,7 +109,7 @@ def open_verified(
 
 
 def _verified(folder: OpenFolder, manifest: Manifest, rank: int, num_ranks: int) -> tuple[Reader, Any]:
-    """Return a reader of the tensors and what `state.json` holds."""
+    """Compare the files of `folder` with `manifest`; return a reader of the tensors and the content of `state.json`."""
     large = sorted(name for name in manifest.files if name.endswith(".distcp"))
     last = [*(manifest.files.keys() - set(large)), *large[rank::num_ranks]]
     reader = state = None
@@ -159,7 +159,7 @@ def _reader(folder: OpenFolder) -> Reader:
 
 def _form(folder: Path) -> Form:
     def error(field: str, expected: str, got: object) -> ElixirError:
-        because = f"is not what a manifest holds: {field}: expected {expected}, got {got!r}"
+        because = f"is not a valid manifest: {field}: expected {expected}, got {got!r}"
         return CheckpointCorrupted(str(folder), MANIFEST_FILE, "", because)
 
     return Form(what="checkpoint", version=_FORMAT, error=error)

@@ -1,4 +1,4 @@
-"""A model's parameters and buffers by the keys of its `state_dict()`; what is tied is one tensor under several."""
+"""A model's parameters and buffers by the keys of its `state_dict()`; tied tensors are saved once."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +15,15 @@ _KEY = "model"
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of `model`, by the names that it has uncompiled."""
+    """Return the state dict of `model` with the keys of the uncompiled model."""
     return {compat.uncompiled_name(name): value for name, value in model.state_dict().items()}
 
 
-def model_plain(state: Mapping[str, Any], aside: Sources) -> dict[str, Any]:
-    """Return what JSON holds of `state`, that of a model; each tensor is put aside once, under its first key."""
+def model_plain(state: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
+    """Return `state`, the state dict of a model, as JSON can hold it, and put each tensor in `sources` once.
+
+    Tied tensors stand under the key of the first name.
+    """
     first: dict[object, str] = {}
     plain: dict[str, Any] = {}
     for name, value in state.items():
@@ -30,14 +33,17 @@ def model_plain(state: Mapping[str, Any], aside: Sources) -> dict[str, Any]:
             if known != key:
                 plain[name] = tensor_at(known)
                 continue
-        plain[name] = to_plain(value, key, aside)
+        plain[name] = to_plain(value, key, sources)
     return plain
 
 
 def model_differences(
     state: Mapping[str, Any], plain: Mapping[str, Any], forms: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Yield how the model with the state `state` differs from the one that was saved as `plain`."""
+    """Yield each difference between the state dict `state` and the saved one `plain`, as a text.
+
+    `forms` holds by key a tensor with the saved shape and dtype.
+    """
     for name in state.keys() | plain.keys():
         if name not in plain:
             yield f"{name}: only in the model"
@@ -58,36 +64,36 @@ def model_differences(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTargets:
-    """Where what was saved goes."""
+    """The places in a model for the saved values."""
 
     in_place: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By key of the checkpoint, a parameter or buffer that is filled where it is."""
-    again: list[tuple[torch.Tensor, str]] = field(default_factory=list)
-    """Parameters that were tied when saved and are not now, and the key of what they get."""
+    """By key of the checkpoint, a parameter or buffer that is filled in place."""
+    untied: list[tuple[torch.Tensor, str]] = field(default_factory=list)
+    """Parameters that were tied when saved and are not now, each with the key of its saved tensor."""
     rest: dict[str, Any] = field(default_factory=dict)
-    """By name, what only `load_state_dict` can take."""
+    """By name, the saved values that must go through `load_state_dict`, as JSON can hold them."""
 
 
 def model_targets(model: nn.Module, state: Mapping[str, Any], plain: Mapping[str, Any]) -> ModelTargets:
-    """Return the targets in `model`, whose state `state` does not differ from `plain`."""
+    """Return the targets in `model` for the saved state `plain`; `state` is the state dict of `model`."""
     own = {memory_of(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())}
     targets = ModelTargets()
     for name, value in state.items():
         key = key_of(plain[name])
-        # A state dict may hold copies, made by hooks or modules of their own: to fill one would change nothing.
+        # A state dict may hold copies, made by hooks or by a module's own code: filling a copy would change nothing.
         if key is None or memory_of(value) not in own:
             targets.rest[name] = plain[name]
         elif key not in targets.in_place:
             targets.in_place[key] = value
         elif memory_of(targets.in_place[key]) != memory_of(value):
-            targets.again.append((value, key))
+            targets.untied.append((value, key))
     return targets
 
 
 @torch.no_grad()
 def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give `model` what was not read in place; `tensors` holds those of `targets.rest`."""
-    for target, key in targets.again:
+    """Fill the `untied` and `rest` targets of `model`; `tensors` holds the tensors of `targets.rest` by key."""
+    for target, key in targets.untied:
         target.copy_(targets.in_place[key])
     if targets.rest:
         own = {compat.uncompiled_name(name): name for name in model.state_dict()}
@@ -96,9 +102,9 @@ def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, tor
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """Return what two tensors have in common that are one, tied."""
+    """Return a key of memory, dtype, shape and strides: two tensors are tied if their keys are equal."""
     own = own_part(tensor)
-    # No address: a part without elements has none, and two of them are not tied.
+    # Not the address: parts without elements all have the address 0, and are not tied.
     place = compat.storage_key(own), own.storage_offset()
     return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 

@@ -1,7 +1,7 @@
-"""An optimizer's state and param groups, by the names of the parameters; loads into any order of them.
+"""An optimizer's state and param groups by the names of the parameters, so their order may differ when loaded.
 
-A group's hyperparameters are those that were saved. How the update is computed (`foreach`, `fused`, ...) is no training
-state and stays what it is, so `HybridAdamW` and every form of `torch.optim.AdamW` load each other's.
+Loading sets the hyperparameters of each group to the saved values, but for the flags that choose an implementation
+(`foreach`, `fused`, ...). So `HybridAdamW` and every form of `torch.optim.AdamW` load each other's state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,23 +18,23 @@ from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.master_adamw import with_joined_master
 
 OPTIMIZER_KEY = "optimizer."
-"""How the keys of its tensors begin."""
-_LOW = REST_NAMES[torch.bfloat16]
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""The prefix of the keys of an optimizer's tensors."""
+_LOW_HALF = REST_NAMES[torch.bfloat16]
+_IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, aside: Sources) -> dict[str, Any]:
-    """Return what JSON holds of `optimizer`; every queued update is waited for.
+def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources: Sources) -> dict[str, Any]:
+    """Return the state of `optimizer` as JSON can hold it, and put its tensors in `sources`; wait for queued updates.
 
-    Raises UnsupportedModel for a parameter that `model` has no name for.
+    Raises UnsupportedModel if a parameter of `optimizer` does not belong to `model`.
     """
     names = _names(model, optimizer)
     groups = [
-        to_plain(_hyperparameters(group), f"{OPTIMIZER_KEY}groups.{number}", aside) | {"params": own}
+        to_plain(_hyperparameters(group), f"{OPTIMIZER_KEY}groups.{number}", sources) | {"params": own}
         for number, (group, own) in enumerate(zip(optimizer.param_groups, names, strict=True))
     ]
     states = {
-        name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", aside)
+        name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", sources)
         for name, state in _states(optimizer, [name for own in names for name in own])
     }
     return {
@@ -48,7 +48,7 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, aside: S
 def optimizer_differences(
     model: nn.Module, optimizer: torch.optim.Optimizer, plain: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Yield how `optimizer` differs from the one that was saved as `plain`, in what loading does not change."""
+    """Yield each difference between `optimizer` and the saved one `plain` that loading cannot resolve, as a text."""
     if plain is None:
         yield "the checkpoint holds no optimizer; leave `optimizer` out"
         return
@@ -69,8 +69,11 @@ def optimizer_differences(
 def optimizer_targets(
     model: nn.Module, optimizer: torch.optim.Optimizer, plain: Mapping[str, Any], forms: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return by key new host memory for the tensors of what was saved as `plain`, which have `forms`: of a statistic of
-    a parameter that ranks share, this rank's part."""
+    """Return uninitialised tensors in host memory, by key, for the tensors of the saved optimizer `plain`.
+
+    `forms` holds by key a tensor with the saved shape and dtype. The statistics of a DTensor parameter become DTensors
+    with this rank's part.
+    """
     like: dict[str, torch.Tensor] = {}
     for own, group in zip(_names(model, optimizer), optimizer.param_groups, strict=True):
         for name, param in zip(own, group["params"], strict=True):
@@ -78,7 +81,7 @@ def optimizer_targets(
     found: dict[str, torch.Tensor] = {}
     for key, form in ((key, forms[key]) for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]):
         param = like.get(key)
-        is_count = form.ndim == 0 and key.endswith(".step")  # beside a parameter of one element
+        is_count = form.ndim == 0 and key.endswith(".step")  # never a part, even if the parameter has shape ()
         is_part = param is not None and is_dtensor(param) and form.shape == param.shape and not is_count
         shape = own_part(param).shape if is_part else form.shape
         new = torch.empty(shape, dtype=form.dtype, device="cpu")
@@ -92,7 +95,7 @@ def fill_optimizer(
     plain: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Load what was saved as `plain` into `optimizer`."""
+    """Load the saved optimizer `plain` into `optimizer`; `tensors` holds its tensors by key."""
     states: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     for own, group, saved in zip(_names(model, optimizer), optimizer.param_groups, plain["groups"], strict=True):
@@ -101,19 +104,19 @@ def fill_optimizer(
             if name in plain["states"]:
                 states[index] = from_plain(plain["states"][name], tensors)
         loaded = from_plain({name: value for name, value in saved.items() if name != "params"}, tensors)
-        kept = {name: value for name, value in group.items() if name in _HOW}
+        kept = {name: value for name, value in group.items() if name in _IMPLEMENTATION_FLAGS}
         groups.append({**loaded, **kept, "params": list(range(first, first + len(own)))})
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the state by name of the parameter, of those that have one."""
+    """Yield (name of the parameter, its state) for each parameter with state."""
     states = optimizer.state
     if all(isinstance(state, dict) for state in states.values()):
         for index, state in optimizer.state_dict()["state"].items():
             yield names[index], state
         return
-    # State that is somewhere else is read from there when it is asked for, so it is asked for one by one.
+    # State on disk or on the device is read at each access, so each statistic is read when it is written.
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for name, param in zip(names, params, strict=True):
         if param in states:
@@ -121,8 +124,8 @@ def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tupl
 
 
 def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple[str, Any]:
-    """Return what a checkpoint has of one `kind` of state, and how it calls that."""
-    if kind == _LOW:  # changes with the parameter, which has the other half
+    """Return the name and the value under which a checkpoint holds the statistic `kind` of `param`."""
+    if kind == _LOW_HALF:  # a checkpoint holds the full master: the parameter has the other half
         form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
         like = _as_of(form, param)
         return "master", Deferred(like=like, read=lambda: with_joined_master({kind: state[kind]}, param)["master"])
@@ -135,13 +138,13 @@ def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple
 
 
 def _as_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return `value`, a statistic, as a part of one where `param` is part of a parameter."""
+    """Return the statistic `value` of `param`, as a DTensor if `param` is a DTensor and `value` is this rank's part."""
     is_part = is_dtensor(param) and not is_dtensor(value) and value.shape == own_part(param).shape
     return as_dtensor(value, param) if is_part else value
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the parameters, group by group."""
+    """Return the names of the parameters, group by group. Raises UnsupportedModel for a parameter without a name."""
     by_id = {id(param): compat.uncompiled_name(name) for name, param in model.named_parameters()}
     names: list[list[str]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -150,15 +153,15 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]
             if id(param) not in by_id:
                 raise UnsupportedModel(
                     f"parameter {index} of param group {number}",
-                    "it is none of the model's, so it has no name in a checkpoint. Pass the model that it belongs to",
+                    "it is not in the model, so it has no name in a checkpoint. Pass the model that contains it",
                 )
             names[-1].append(by_id[id(param)])
     return names
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params" and name not in _HOW}
+    return {name: value for name, value in group.items() if name != "params" and name not in _IMPLEMENTATION_FLAGS}
 
 
 def _hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    return sorted(optimizer.defaults.keys() - _HOW)
+    return sorted(optimizer.defaults.keys() - _IMPLEMENTATION_FLAGS)

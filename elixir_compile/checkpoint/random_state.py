@@ -12,7 +12,7 @@ from elixir_compile.errors import ElixirWarning
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states; CUDA's where it was used, numpy's where it was imported."""
+    """Return the states by generator; CUDA's only if CUDA was used, numpy's only if numpy was imported."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -24,23 +24,23 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Let the generators go on from `state`; a warning where it is of more CUDA devices than there are."""
+    """Set the generators to `state`. Warns if `state` has more CUDA devices than this machine."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    of_devices = state.get("cuda", [])
+    cuda_states = state.get("cuda", [])
     num_devices = torch.cuda.device_count()
-    if len(of_devices) > num_devices:
+    if len(cuda_states) > num_devices:
         warnings.warn(
             ElixirWarning(
-                f"the checkpoint has random states of {len(of_devices)} CUDA devices and there are {num_devices}: "
-                "dropout goes on with other numbers."
+                f"the checkpoint has random states of {len(cuda_states)} CUDA devices, and this machine has "
+                f"{num_devices}: dropout continues with other random numbers."
             ),
             stacklevel=3,
         )
-    for index, of_device in enumerate(of_devices[:num_devices]):
-        torch.cuda.set_rng_state(of_device, index)
+    for index, cuda_state in enumerate(cuda_states[:num_devices]):
+        torch.cuda.set_rng_state(cuda_state, index)
     if "numpy" in state:
-        import numpy as np  # only where the run that saved had imported it
+        import numpy as np  # only if the process that saved had imported numpy
 
         keys, *rest = state["numpy"]
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))

@@ -1,4 +1,4 @@
-"""Steps that every rank takes at once: what fails on one is raised on all of them, in that step.
+"""Run the parts of a save or load on all ranks at once; an error on one rank is raised on all ranks.
 
 ```text
   rank 0   make the folder ----+   write own parts ----+   metadata, manifest, rename ----+   done
@@ -6,8 +6,8 @@
                             exchange                exchange                           exchange
 ```
 
-A rank that dies or is silent is a PeerFailed on the others, within the timeout of the process group. One process alone
-takes the same steps, and nothing is sent.
+If a rank dies or is silent, the other ranks raise PeerFailed within the timeout of the process group. A single process
+runs the same code and sends nothing.
 """
 
 import threading
@@ -25,8 +25,8 @@ from elixir_compile.runtime.distributed.errors import RanksDiffer, ranks_text
 
 _Made = TypeVar("_Made")
 
-turn = threading.Lock()
-"""Held from a snapshot until it is written, and during a load: whatever ranks exchange, they do in the same order."""
+checkpoint_lock = threading.Lock()
+"""Held during a load or export, and from a snapshot until it is written, so all ranks exchange in the same order."""
 
 _CARRIED: Carried = {
     NotACheckpoint: attrgetter("path", "because"),
@@ -36,11 +36,11 @@ _CARRIED: Carried = {
     DiskFull: attrgetter("path", "label", "needed_bytes", "free_bytes", "because"),
     DiskFailed: attrgetter("path", "operation", "because"),
 }
-"""Errors that are about the checkpoint, so they are the same on every rank, and the facts they are made of."""
+"""The errors that every rank raises with the same class and text, and the facts to build each from."""
 
 
 class RankGroup:
-    """The ranks that save or load one model; this process alone where there are no others."""
+    """The ranks with parts of one model, which save and load together; this process alone without a mesh."""
 
     def __init__(self, control: ControlChannel) -> None:
         self._control = control
@@ -49,22 +49,22 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that does what only one does."""
+        """Whether this is the first rank, which writes the files that a checkpoint has once."""
         return self.rank == 0
 
-    def step(
+    def run_on_all(
         self, what: str, act: Callable[[], _Made], text_of: Callable[[_Made], str] = lambda made: ""
     ) -> tuple[_Made, tuple[str, ...]]:
-        """Return what `act` returns, and the text of it from every rank.
+        """Call `act` on every rank; return its result, and `text_of` the result from every rank.
 
-        Where it fails on any rank, all of them raise: an error of the checkpoint as it is, another as PeerFailed on
-        the ranks that did not fail.
+        `what` names the work in errors. If `act` raises on any rank, all ranks raise: an error about the checkpoint
+        with its class, any other error as PeerFailed on the ranks that did not fail.
         """
         return self._control.run_on_all_ranks(what, act, text_of, _CARRIED)
 
-    def first(self, what: str, act: Callable[[], str]) -> str:
-        """Let the first rank alone `act`, and return on all ranks what that returned."""
-        _, texts = self.step(what, act if self.is_first else str, str)
+    def run_on_first(self, what: str, act: Callable[[], str]) -> str:
+        """Call `act` on the first rank only, and return its result on all ranks."""
+        _, texts = self.run_on_all(what, act if self.is_first else str, str)
         return texts[0]
 
     def require_same(self, facts: Sequence[dict[str, object]]) -> None:
@@ -73,19 +73,19 @@ class RankGroup:
         odd = [place for place, own in enumerate(facts) if own != usual]
         if not odd:
             return
-        told = [
+        differences = [
             f"{name}: {value} on {ranks_text(ranks[:1])}, {facts[place].get(name)} on {ranks_text([ranks[place]])}"
             for place in odd
             for name, value in usual.items()
             if facts[place].get(name) != value
         ]
-        raise RanksDiffer([ranks[place] for place in odd], told)
+        raise RanksDiffer([ranks[place] for place in odd], differences)
 
 
 def rank_group_of(model: nn.Module, doing: str) -> RankGroup:
-    """Return the ranks that have `model`; all of them must ask at once, where there are several.
+    """Return the group of ranks with parts of `model`; several ranks all call this at once.
 
-    In the main thread, where training is, RanksDiffer where one goes on with that; it tells what this rank is `doing`.
+    In the main thread, ranks first exchange what each is `doing`. Raises RanksDiffer if a rank trains instead.
     """
     executor = executor_of(model)
     ranks = None if executor is None else executor.ranks

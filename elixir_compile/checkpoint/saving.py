@@ -1,9 +1,9 @@
-"""`save`: the state of a training run to a folder, now or beside the training.
+"""`save`: write the state of a training run to a folder, before it returns or in a thread beside the training.
 
 ```text
-  asynchronous=False   every tensor goes from where it is to its file; one copy of one tensor at most
-  asynchronous=True    a snapshot on the host, as large as the checkpoint, then the training goes on; a thread writes,
-                       and frees each tensor once it is written
+  asynchronous=False   each tensor is written from its own memory; at most one tensor is copied at a time
+  asynchronous=True    all tensors are copied to host memory (the snapshot, as large as the checkpoint) and `save`
+                       returns; a thread writes the snapshot and frees each tensor after it is written
 ```
 """
 
@@ -33,9 +33,9 @@ from elixir_compile.checkpoint.manifest import STATE_FILE, TENSORS_FOLDER, Manif
 from elixir_compile.checkpoint.model_state import model_plain, model_state
 from elixir_compile.checkpoint.optimizer_state import optimizer_plain
 from elixir_compile.checkpoint.random_state import random_state
-from elixir_compile.checkpoint.rank_group import RankGroup, rank_group_of, turn
+from elixir_compile.checkpoint.rank_group import RankGroup, checkpoint_lock, rank_group_of
 from elixir_compile.checkpoint.sums import FileRecord
-from elixir_compile.checkpoint.values import Deferred, Sources, Unfit, to_plain
+from elixir_compile.checkpoint.values import Deferred, Sources, UnsupportedValue, to_plain
 from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
 
 _log = logging.getLogger(__name__)
@@ -43,49 +43,51 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """What this rank saves, in memory."""
+    """The state that this rank saves."""
 
     target: Path
     step: int
     plain: Mapping[str, Any]
-    """What the first rank writes of what is no tensor, without the random states, which each rank has."""
+    """All values but tensors and random states, as JSON can hold them; the first rank writes them."""
     random: Mapping[str, Any]
+    """The states of the random number generators of this rank, as JSON can hold them."""
     sources: Sources
-    """What this rank writes."""
+    """The tensors that this rank writes."""
     places: Mapping[str, Place]
+    """By key, the position in the full tensor of each source that is a part of a tensor."""
     crc32: int
-    """Of what must be equal on all ranks: names, shapes, dtypes and hyperparameters."""
+    """Checksum of the values that must be equal on all ranks: names, shapes, dtypes and hyperparameters."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
+        """Total bytes of `sources`."""
         tensors = (source.like if isinstance(source, Deferred) else source for source in self.sources.values())
         return sum(tensor.nbytes for tensor in tensors)
 
 
 class SaveHandle:
-    """A save that is under way or done."""
+    """A running or finished save."""
 
     def __init__(self, path: str, snapshot_bytes: int) -> None:
         self.path = path
         self.snapshot_bytes = snapshot_bytes
-        """Host memory that the snapshot took; 0 without one."""
+        """Bytes of host memory that the snapshot took; 0 if `save` made no snapshot."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether the checkpoint is there, or failed."""
+        """Whether the save has ended, with a checkpoint or with an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return once the checkpoint is there; raises what failed."""
+        """Wait until the checkpoint is in its place; raise the error of the save if it failed."""
         if self._thread is not None:
             self._thread.join()
         if self._failure is not None:
             raise self._failure
 
-    def _begin(self, work: Callable[[], None]) -> None:
+    def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 work()
@@ -93,7 +95,7 @@ class SaveHandle:
                 self._failure = error
                 _log.error("the checkpoint %s was not saved: %s", self.path, error)
             finally:
-                turn.release()
+                checkpoint_lock.release()
 
         # Not a daemon: a program that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=run, name="elixir-save")
@@ -110,45 +112,54 @@ def save(
     asynchronous: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
-    """Save a training run to the folder `path`, which is replaced when the new one is whole and on the disk.
+    """Save a training run to the folder `path`.
 
-    Saved are parameters and buffers, the optimizer, the scheduler, `step`, the states of the random number generators
-    and `extra`: tensors, numbers, texts, and lists, tuples and dicts of them. Call it between steps. With
-    `asynchronous` it returns once all is copied to host memory, and `wait()` on the handle returns when all is written.
-    A save that is called while another is being written waits for it.
+    A checkpoint holds the parameters and buffers of `model`, the optimizer, the scheduler, `step`, the states of the
+    random number generators, and `extra`: tensors, numbers, texts, and lists, tuples and dicts of them. Call `save`
+    between steps. A checkpoint at `path` is replaced after the new checkpoint is complete and synced to the disk.
 
-    Where several ranks have the model, all of them call this at once. Each writes its parts; the scheduler, `extra` and
-    what else is no part are the first rank's.
+    If `asynchronous`, `save` returns after it copied all state to host memory, and `wait()` on the returned handle
+    returns after the checkpoint is written. A save waits for an earlier save that is still being written.
 
-    Raises NotACheckpoint where `path` is something else, NotSavable, and DiskFull and DiskFailed; `path` is then what
-    it was. What fails on one rank is raised on all; a rank that died or does other things is a PeerFailed or a
-    RanksDiffer on the others.
+    If several ranks share the model, all of them call `save` at once. Each rank writes its parts; the first rank writes
+    the scheduler, `extra` and all other values without parts.
+
+    Raises NotACheckpoint if `path` is something else than a checkpoint, NotSavable for a value of an unsupported type,
+    DiskFull or DiskFailed. `path` is then unchanged. An error on one rank is raised on all ranks. If a rank dies, the
+    others raise PeerFailed; if a rank does something else, they raise RanksDiffer.
+
+    Example:
+        compiled(batch).backward()
+        optimizer.step()
+        elixir.save("run/latest", model, optimizer, step=1, extra={"epoch": 0})
+        handle = elixir.save("run/beside", model, optimizer, step=1, asynchronous=True)
+        handle.wait()  # training may go on before this line
     """
     target = Path(path)
     model = compat.undo_compile(model)
-    turn.acquire()
+    checkpoint_lock.acquire()
     is_handed_over = False
     try:
         group = rank_group_of(model, "saves a checkpoint")
 
-        def state() -> _State:
+        def collect() -> _State:
             return _state_of(target, (model, optimizer, scheduler), step, extra, group)
 
-        own, texts = group.step("what is saved", state, lambda made: _facts_text(made, asynchronous))
+        state, texts = group.run_on_all("the state to save", collect, lambda state: _facts_text(state, asynchronous))
         facts = [json.loads(text) for text in texts]
         group.require_same([fact["same"] for fact in facts])
-        group.first("room on the disk", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
-        handle = SaveHandle(str(target), own.nbytes if asynchronous else 0)
+        group.run_on_first("the free disk space", lambda: _require_room(target, sum(fact["nbytes"] for fact in facts)))
+        handle = SaveHandle(str(target), state.nbytes if asynchronous else 0)
         randoms = [fact["random"] for fact in facts]
         if asynchronous:
-            group.step("snapshots", lambda: _copy_to_host(own.sources))
-            handle._begin(lambda: _write(own, randoms, group, is_spent=True))
+            group.run_on_all("snapshots", lambda: _copy_to_host(state.sources))
+            handle._start(lambda: _write(state, randoms, group, is_spent=True))
             is_handed_over = True
         else:
-            _write(own, randoms, group, is_spent=False)
+            _write(state, randoms, group, is_spent=False)
     finally:
         if not is_handed_over:
-            turn.release()
+            checkpoint_lock.release()
     return handle
 
 
@@ -163,7 +174,7 @@ def _state_of(
     shared: Sources = {}
     own: Sources = {}
     rest: Sources = {}
-    if torch.cuda.is_initialized():  # copies of the last step may still be on their way to the host
+    if torch.cuda.is_initialized():  # copies of the last step to the host may still be running
         torch.cuda.synchronize()
     try:
         plain = {
@@ -173,8 +184,8 @@ def _state_of(
             "extra": to_plain(dict(extra or {}), "extra", rest),
         }
         random = to_plain(random_state(), f"random.{group.rank}", own)
-    except Unfit as unfit:
-        raise NotSavable(str(target), unfit.key, unfit.kind) from None
+    except UnsupportedValue as error:
+        raise NotSavable(str(target), error.key, error.kind) from None
     crc32 = zlib.crc32(repr((plain["model"], plain["optimizer"], _forms(shared))).encode())
     places = keep_own(shared, is_first=group.is_first)
     sources = {**shared, **(rest if group.is_first else {}), **own}
@@ -187,7 +198,7 @@ def _forms(sources: Sources) -> list[object]:
 
 
 def _facts_text(state: _State, asynchronous: bool) -> str:
-    """Return what the other ranks must know of `state`."""
+    """Return the facts about `state` that all ranks exchange, as JSON: what must be equal, bytes, random states."""
     same = {"path": str(state.target), "step": state.step, "asynchronous": asynchronous}
     same["names, shapes and hyperparameters, by their checksum"] = state.crc32
     return json.dumps({"same": same, "nbytes": state.nbytes, "random": state.random})
@@ -201,7 +212,7 @@ def _scheduler_plain(scheduler: Any, sources: Sources) -> dict[str, Any]:
 def _copy_to_host(sources: Sources) -> None:
     for key, source in sources.items():
         tensor = source.read() if isinstance(source, Deferred) else source.detach()
-        # Contiguous, as it is written: a copy of a copy would be memory that `snapshot_bytes` does not count.
+        # The writer makes a copy of a tensor that is not contiguous, and `snapshot_bytes` would not count this copy.
         sources[key] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -214,14 +225,18 @@ def _require_room(target: Path, needed_bytes: int) -> str:
 
 
 def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent: bool) -> None:
-    """Write the checkpoint, with the other ranks: it is in its place when this returns, and not when it raises."""
+    """Write the checkpoint together with the other ranks.
+
+    The checkpoint is in its place if this returns, and is not if it raises. If `is_spent`, memory is freed tensor by
+    tensor. `randoms` holds the random states of all ranks, in order.
+    """
     with ExitStack() as stack:
 
         def begin() -> str:
             with _disk_failures(state.target):
                 return str(stack.enter_context(new_folder(state.target)))
 
-        folder = Path(group.first("the folder", begin))
+        folder = Path(group.run_on_first("the folder", begin))
 
         def write() -> tuple[str, Mapping[str, FileRecord]]:
             with _disk_failures(state.target):
@@ -234,7 +249,7 @@ def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent:
                     rank=group.rank,
                 )
 
-        _, written = group.step("tensors written", write, _written_text)
+        _, written = group.run_on_all("tensors written", write, _written_text)
 
         def finish() -> str:
             with _disk_failures(state.target):
@@ -242,7 +257,7 @@ def _write(state: _State, randoms: Sequence[Any], group: RankGroup, *, is_spent:
                 stack.close()
             return ""
 
-        group.first("the manifest", finish)
+        group.run_on_first("the manifest", finish)
 
 
 def _written_text(written: tuple[str, Mapping[str, FileRecord]]) -> str:
@@ -257,16 +272,18 @@ def _require_seen(folder: Path, target: Path) -> None:
 
 
 def _finish(folder: Path, state: _State, randoms: Sequence[Any], written: Sequence[Any]) -> None:
-    """Write what is there once in a checkpoint; the manifest is the last."""
+    """Write the files that a checkpoint has once: the index of the tensors, `state.json` and, last, the manifest.
+
+    `written` holds the result of each rank's `_written_text`, in order.
+    """
     tensors = folder / TENSORS_FOLDER
     records = {
         name: FileRecord(nbytes=record["nbytes"], crc32s=tuple(record["crc32s"]))
-        for own in written
-        for name, record in own["files"].items()
-    } | dict(dcp.finish(tensors, [own["tensors"] for own in written]))
+        for rank_result in written
+        for name, record in rank_result["files"].items()
+    } | dict(dcp.finish(tensors, [rank_result["tensors"] for rank_result in written]))
     sync_folder(tensors)
     files = {f"{TENSORS_FOLDER}/{name}": record for name, record in records.items()}
-    # By rank: each has its own.
     plain = {**state.plain, "random": {str(rank): random for rank, random in enumerate(randoms)}}
     files[STATE_FILE] = write_text(folder / STATE_FILE, json.dumps(plain, allow_nan=False))
     write_manifest(folder, Manifest(step=state.step, num_ranks=len(written), versions=_versions(), files=files))
@@ -285,6 +302,6 @@ def _disk_failures(target: Path) -> Iterator[None]:
 def _versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # a public name, underscores and all
+        "torch": str(torch.__version__),  # public, despite the underscores
         "elixir_compile": version("elixir-compile"),
     }

@@ -1,6 +1,6 @@
-"""Checksums of files, taken while they are written.
+"""Checksums of files, computed while the files are written.
 
-Every `BLOCK_BYTES` of a file have a CRC-32 of their own, so a damaged place is found, and with it what lies there.
+Each block of `BLOCK_BYTES` has its own CRC-32, so an error can name the damaged block and the tensor in it.
 """
 
 import io
@@ -19,14 +19,14 @@ BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """How long a file is and the CRC-32 of each of its blocks, the last of which may be shorter."""
+    """The length of a file in bytes and the CRC-32 of each block; the last block may be shorter."""
 
     nbytes: int
     crc32s: tuple[int, ...]
 
 
 class BlockSums:
-    """The checksums of bytes that arrive in pieces."""
+    """Computes the record of a file from its bytes, piece by piece."""
 
     def __init__(self) -> None:
         self._nbytes = 0
@@ -34,24 +34,24 @@ class BlockSums:
         self._crc32 = 0
 
     def add(self, data: memoryview) -> None:
-        """Go on with `data`."""
+        """Add `data` behind the bytes so far."""
         while data:
-            room = BLOCK_BYTES - self._nbytes % BLOCK_BYTES
-            self._crc32 = zlib.crc32(data[:room], self._crc32)
-            self._nbytes += min(room, len(data))
-            data = data[room:]
+            left_bytes = BLOCK_BYTES - self._nbytes % BLOCK_BYTES
+            self._crc32 = zlib.crc32(data[:left_bytes], self._crc32)
+            self._nbytes += min(left_bytes, len(data))
+            data = data[left_bytes:]
             if self._nbytes % BLOCK_BYTES == 0:
                 self._done.append(self._crc32)
                 self._crc32 = 0
 
     def record(self) -> FileRecord:
-        """Return what was added so far."""
+        """Return the record of the bytes so far."""
         last = (self._crc32,) if self._nbytes % BLOCK_BYTES else ()
         return FileRecord(nbytes=self._nbytes, crc32s=(*self._done, *last))
 
 
 class _SummedFile(io.FileIO):
-    """A new file that sums what reaches it."""
+    """A new file that passes each write on to a BlockSums."""
 
     def __init__(self, path: "str | os.PathLike[str]", sums: BlockSums) -> None:
         super().__init__(path, "wb")
@@ -64,7 +64,10 @@ class _SummedFile(io.FileIO):
 
 
 class SummedFileSystem(FileSystem):
-    """Files of one folder; `records` holds those that were written, by name. Nothing is written but from the start."""
+    """DCP's file system, which collects in `records` the record of each written file by file name.
+
+    Files are only written from beginning to end, never in place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,22 +75,22 @@ class SummedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: "str | os.PathLike[str]", mode: str) -> Iterator[io.IOBase]:
-        """Open a file to write, `mode` "wb", with checksums."""
+        """Open a new file for writing with checksums; `mode` is "wb"."""
         sums = BlockSums()
         with io.BufferedWriter(_SummedFile(path, sums)) as stream:
             yield stream
         self.records[Path(path).name] = sums.record()
 
     def rename(self, path: "str | os.PathLike[str]", new_path: "str | os.PathLike[str]") -> None:
-        """Give a file that was written another name."""
+        """Rename a written file, and its record."""
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
 def first_damage(file: BinaryIO, record: FileRecord) -> tuple[int, str] | None:
-    """Return the first byte of `file` that is not what was written, and what is wrong; None for a whole file.
+    """Return (offset in bytes, text) of the first damage in `file` against `record`; None if there is no damage.
 
-    A file that cannot be read raises OSError.
+    Raises OSError if the file cannot be read.
     """
     nbytes = os.fstat(file.fileno()).st_size
     if nbytes != record.nbytes:

@@ -1,12 +1,12 @@
-"""Nested Python values as JSON and back, with the tensors in them put aside: no pickle, and nothing is rounded.
+"""Convert nested Python values to JSON and back without pickle and without rounding; tensors are kept apart by key.
 
 ```text
   {"lr": 0.1, "betas": (0.9, 0.95), "step": tensor(3.)}
   {"lr": 0.1, "betas": {"$": "tuple", "items": [0.9, 0.95]}, "step": {"$": "tensor", "key": "optimizer.step"}}
 ```
 
-A value keeps its type: None, bool, int, float (infinities and NaN too), complex, str, bytes, list, tuple, dict with any
-such keys, Counter, torch.dtype and torch.device. An OrderedDict and a defaultdict come back as a dict.
+These types come back unchanged: None, bool, int, float with infinities and NaN, complex, str, bytes, list, tuple, dict
+with keys of these types, Counter, torch.dtype and torch.device. An OrderedDict or a defaultdict comes back as a dict.
 """
 
 import math
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 _KIND = "$"
-"""The field that says what an object in the JSON stands for."""
+"""The field of a JSON object that holds the type of its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
-    """A tensor that is read when it is written; `like` has its shape and dtype and no memory."""
+    """A tensor that is read only when it is written; `like` has its shape and dtype, on `meta`."""
 
     like: torch.Tensor
     read: Callable[[], torch.Tensor]
@@ -33,8 +33,8 @@ Sources = MutableMapping[str, "torch.Tensor | Deferred"]
 """Tensors by key."""
 
 
-class Unfit(Exception):  # noqa: N818 - never leaves this package
-    """A value of no known kind, on its way to whoever knows the path of the checkpoint."""
+class UnsupportedValue(Exception):  # noqa: N818 - never leaves this package
+    """The value at `key` has an unsupported type; `save`, which knows the path, raises NotSavable instead."""
 
     def __init__(self, key: str, kind: str) -> None:
         super().__init__(key, kind)
@@ -42,13 +42,13 @@ class Unfit(Exception):  # noqa: N818 - never leaves this package
         self.kind = kind
 
 
-def to_plain(value: Any, key: str, aside: Sources) -> Any:
-    """Return `value` as what JSON can hold; tensors go to `aside`, under `key` and where in the value they are.
+def to_plain(value: Any, key: str, sources: Sources) -> Any:
+    """Return `value` as JSON can hold it, and put its tensors in `sources`, by `key` and their path in the value.
 
-    Raises Unfit for a value of no known kind.
+    Raises UnsupportedValue for a value of an unsupported type.
     """
     if isinstance(value, torch.Tensor | Deferred):
-        aside[key] = value
+        sources[key] = value
         return tensor_at(key)
     if value is None or isinstance(value, bool | str):
         return value
@@ -56,41 +56,41 @@ def to_plain(value: Any, key: str, aside: Sources) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_KIND: "float", "text": repr(float(value))}
-    return _object_to_plain(value, key, aside)
+    return _object_to_plain(value, key, sources)
 
 
-def _object_to_plain(value: Any, key: str, aside: Sources) -> Any:
+def _object_to_plain(value: Any, key: str, sources: Sources) -> Any:
     if isinstance(value, Counter):
-        return {_KIND: "counter", "items": _items_to_plain(value, key, aside)}
+        return {_KIND: "counter", "items": _items_to_plain(value, key, sources)}
     if isinstance(value, Mapping):
         if all(isinstance(name, str) for name in value) and _KIND not in value:
-            return {name: to_plain(item, f"{key}.{name}", aside) for name, item in value.items()}
-        return {_KIND: "dict", "items": _items_to_plain(value, key, aside)}
+            return {name: to_plain(item, f"{key}.{name}", sources) for name, item in value.items()}
+        return {_KIND: "dict", "items": _items_to_plain(value, key, sources)}
     if isinstance(value, tuple):
-        return {_KIND: "tuple", "items": _list_to_plain(value, key, aside)}
+        return {_KIND: "tuple", "items": _list_to_plain(value, key, sources)}
     if isinstance(value, list):
-        return _list_to_plain(value, key, aside)
+        return _list_to_plain(value, key, sources)
     if isinstance(value, complex):
         return {_KIND: "complex", "parts": [repr(value.real), repr(value.imag)]}
     if isinstance(value, bytes):
         return {_KIND: "bytes", "hex": value.hex()}
     if isinstance(value, torch.dtype | torch.device):
         return {_KIND: "torch", "name": str(value)}
-    raise Unfit(key, f"a {type(value).__module__}.{type(value).__qualname__}")
+    raise UnsupportedValue(key, f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def tensor_at(key: str) -> Mapping[str, str]:
-    """Return what stands in the JSON for the tensor under `key`."""
+    """Return the JSON object that stands for the tensor under `key`."""
     return {_KIND: "tensor", "key": key}
 
 
 def key_of(plain: Any) -> str | None:
-    """Return the key of the tensor that `plain` stands for; None for any other value."""
+    """Return the key of the tensor if `plain` stands for a tensor, else None."""
     return plain["key"] if isinstance(plain, Mapping) and plain.get(_KIND) == "tensor" else None
 
 
 def tensor_keys(plain: Any) -> Iterator[str]:
-    """Yield the keys of the tensors that `plain` stands for or holds."""
+    """Yield the keys of all tensors in `plain`, the result of `to_plain`."""
     key = key_of(plain)
     if key is not None:
         yield key
@@ -100,7 +100,7 @@ def tensor_keys(plain: Any) -> Iterator[str]:
 
 
 def from_plain(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `plain` stands for, with `tensors` by key in their places; KeyError for a missing one."""
+    """Return the value of `plain`, as the inverse of `to_plain`. Raises KeyError if `tensors` lacks a key."""
     if isinstance(plain, list):
         return [from_plain(item, tensors) for item in plain]
     if not isinstance(plain, Mapping):
@@ -111,15 +111,15 @@ def from_plain(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _READERS[kind](plain, tensors)
 
 
-def _items_to_plain(value: Mapping[Any, Any], key: str, aside: Sources) -> list[Any]:
+def _items_to_plain(value: Mapping[Any, Any], key: str, sources: Sources) -> list[Any]:
     return [
-        [to_plain(name, f"{key}.{index}.key", aside), to_plain(item, f"{key}.{index}", aside)]
+        [to_plain(name, f"{key}.{index}.key", sources), to_plain(item, f"{key}.{index}", sources)]
         for index, (name, item) in enumerate(value.items())
     ]
 
 
-def _list_to_plain(value: Iterable[Any], key: str, aside: Sources) -> list[Any]:
-    return [to_plain(item, f"{key}.{index}", aside) for index, item in enumerate(value)]
+def _list_to_plain(value: Iterable[Any], key: str, sources: Sources) -> list[Any]:
+    return [to_plain(item, f"{key}.{index}", sources) for index, item in enumerate(value)]
 
 
 def _pairs(plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:

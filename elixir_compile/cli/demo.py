@@ -1,4 +1,4 @@
-"""The demo: one model, one seed, two runs. The second has half the memory of the first and must learn the same."""
+"""`elixir-compile demo`: train a model twice from the same seed, the second time in half the memory, and compare."""
 
 import gc
 import math
@@ -23,15 +23,16 @@ BATCH = 4
 SEED = 0
 LEARNING_RATE = 3e-4
 LOSS_RTOL = 1e-5
-"""Both runs do the same arithmetic in fp32, cut into other regions: sums are taken in another order. One rounding
-(6e-8) in each weight of this model grows to less than 1e-6 of the loss in 20 steps at this learning rate."""
+"""Largest relative difference of the losses. Both runs do the same arithmetic in fp32, but their regions differ, so
+sums have another order. One rounding (6e-8) in each weight of this model grows to less than 1e-6 of the loss in 20
+steps at this learning rate."""
 MEASURED_STEPS = (1, 2, -1)
-"""The second step is the first in which a plan holds; the last is what training settles to."""
+"""Indices of the measured steps: 1 is the first step under a plan, 2 follows it, -1 is the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training run: its losses, its plan, and its last step with the highest peaks that were measured."""
+    """The losses and the plan of a training run, and the record of its last step with the highest measured peaks."""
 
     losses: tuple[float, ...]
     plan: Plan
@@ -39,7 +40,10 @@ class Run:
 
 
 def run_demo(*, text: Path | None, num_steps: int) -> int:
-    """Train twice, print both, and return the exit code: 1 when the losses differ or the budget was exceeded."""
+    """Train twice, print both runs, and return the exit code: 1 if the losses differ or the peak exceeds the budget.
+
+    `text` is a file or folder to train on; None stands for the sources of Python's standard library.
+    """
     console = Console(highlight=False, soft_wrap=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = read_text(text)
@@ -49,7 +53,7 @@ def run_demo(*, text: Path | None, num_steps: int) -> int:
         f"{len(corpus) / 1e6:.1f} MB of text"
     )
     free = _train(corpus, num_steps=num_steps, device=device, budget_bytes=None, console=console)
-    torch.compiler.reset()  # the second run must not find the first one's compiled code, nor its tensors
+    torch.compiler.reset()  # the second run must find neither compiled code nor tensors of the first run
     gc.collect()
     budget_bytes = free.record.device_peak_bytes // 2
     tight = _train(corpus, num_steps=num_steps, device=device, budget_bytes=budget_bytes, console=console)
@@ -64,10 +68,10 @@ def run_demo(*, text: Path | None, num_steps: int) -> int:
 
 
 def find_faults(free: Run, tight: Run, budget_bytes: int) -> list[str]:
-    """Return what the demo promised and did not keep, one sentence each."""
+    """Return a sentence for each broken promise of the demo: losses too far apart, a peak over the budget."""
     faults = []
     gap = _largest_gap(free, tight)
-    if not gap <= LOSS_RTOL:  # written so that a loss that is not a number fails
+    if not gap <= LOSS_RTOL:  # not `gap > LOSS_RTOL`: NaN must fail
         faults.append(f"the losses differ by {gap:.1e} of their value, allowed are {LOSS_RTOL:.0e}.")
     peak_bytes = tight.record.device_peak_bytes
     if peak_bytes > budget_bytes:
@@ -102,8 +106,8 @@ def _train(corpus: bytes, *, num_steps: int, device: str, budget_bytes: int | No
     plan = elixir.compilations(compiled)[-1].plan
     record = replace(
         records[-1],
-        device_peak_bytes=max(one.device_peak_bytes for one in records),
-        host_peak_bytes=max(one.host_peak_bytes for one in records),
+        device_peak_bytes=max(measured.device_peak_bytes for measured in records),
+        host_peak_bytes=max(measured.host_peak_bytes for measured in records),
     )
     console.print(plan_line(plan))
     console.print(measured_line(record, plan))
@@ -126,7 +130,7 @@ def _measured_steps(step: Callable[[], None], *, num_steps: int, title: str, con
 
 
 def _largest_gap(free: Run, tight: Run) -> float:
-    gaps = [abs(one - other) / abs(one) for one, other in zip(free.losses, tight.losses, strict=True)]
+    gaps = [abs(first - second) / abs(first) for first, second in zip(free.losses, tight.losses, strict=True)]
     return max(gaps) if all(map(math.isfinite, gaps)) else math.nan
 
 
@@ -135,9 +139,9 @@ def _curves(free: Run, tight: Run) -> str:
     last = len(free.losses) - 1
     shown = sorted({*range(0, last, max(last // 6, 1)), last})
     rows = [
-        (str(index + 1), f"{one:.6f}", f"{other:.6f}", f"{abs(one - other) / one:.0e}")
+        (str(index + 1), f"{first:.6f}", f"{second:.6f}", f"{abs(first - second) / first:.0e}")
         for index in shown
-        for one, other in [(free.losses[index], tight.losses[index])]
+        for first, second in [(free.losses[index], tight.losses[index])]
     ]
     curves = (("no budget", free), ("half of it", tight))
     drawn = "\n".join(f"{name:<12}{curve_text(run.losses, low, high)}" for name, run in curves)

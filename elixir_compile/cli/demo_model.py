@@ -1,4 +1,4 @@
-"""The demo's text and its model: a small GPT over bytes that knows nothing of Elixir."""
+"""The text and the model of the demo: a small GPT over bytes, in plain PyTorch."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from elixir_compile.errors import InvalidOption
 
 
 def read_text(path: Path | None) -> bytes:
-    """Return the bytes of `path`, a file or a folder of `*.py` files, or of the standard library.
+    """Return the bytes of the file `path`, or of the `*.py` files in the folder `path`.
 
-    Raises InvalidOption when there are none.
+    None stands for the folder of Python's standard library. Raises InvalidOption if there are no bytes.
     """
     place = Path(sysconfig.get_path("stdlib")) if path is None else path
     files = [place] if place.is_file() else sorted(place.glob("*.py"))
@@ -28,10 +28,10 @@ def read_text(path: Path | None) -> bytes:
 def batches(
     text: bytes, *, size: int, context: int, seed: int, device: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield endless (bytes, bytes that follow), each int64[size, context], from random places.
+    """Yield pairs (bytes, following bytes) without end, each int64[size, context], from random places of `text`.
 
-    Raises InvalidOption for a text that is too short. The text stays Python's: as a tensor on a CPU it would count as
-    device memory.
+    `text` stays a Python object, because a tensor on a CPU would count as device memory. Raises InvalidOption if `text`
+    is too short.
     """
     if len(text) <= context + 1:
         raise InvalidOption("text", f"{len(text)} bytes", f"more than {context + 1} bytes")
@@ -48,7 +48,7 @@ NUM_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How large the model is: 14.8 million parameters by default."""
+    """The dimensions of the model; the defaults give 14.8 million parameters."""
 
     num_layers: int = 6
     width: int = 448
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Predicts the next byte; returns the mean cross entropy in nats."""
+    """A GPT over bytes; `forward` returns the mean cross entropy of the following bytes in nats."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`elixir-compile diff a.json b.json`: what differs between two plans, or between a plan and what a step took."""
+"""`elixir-compile diff a.json b.json`: print the differences of two plans, or of a plan and a measured step."""
 
 import json
 from dataclasses import asdict
@@ -13,7 +13,10 @@ from elixir_compile.report.diff import diff_text, difference
 
 
 def run_diff(*, first: Path, second: Path, as_json: bool) -> int:
-    """Print the difference, and return the exit code: 1 for a file that cannot be read."""
+    """Print the difference and return the exit code: 1 if a file cannot be read.
+
+    `first` is a plan, `second` a plan or a record.
+    """
     try:
         found = difference(load_plan(first), load_plan_or_record(second))
     except ElixirError as error:

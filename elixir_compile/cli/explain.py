@@ -1,4 +1,4 @@
-"""`elixir-compile explain plan.json layers.3`: why something of a saved plan is where it is."""
+"""`elixir-compile explain plan.json layers.3`: print the decisions of a saved plan about a subject, with reasons."""
 
 import json
 from dataclasses import asdict
@@ -13,7 +13,10 @@ from elixir_compile.report.explain import answer, answer_text
 
 
 def run_explain(*, plan: Path, subject: str, as_json: bool) -> int:
-    """Print what the plan says about `subject`, and return the exit code: 1 for what cannot be read or found."""
+    """Print the plan's answer about `subject` and return the exit code: 1 if the plan or the subject is not found.
+
+    The empty `subject` stands for the whole plan.
+    """
     try:
         made = load_plan(plan)
         found = answer(made, subject)

@@ -1,4 +1,4 @@
-"""`elixir-compile export CHECKPOINT OUT.safetensors`: the model of a checkpoint as one plain file."""
+"""`elixir-compile export CHECKPOINT OUT.safetensors`: write the model of a checkpoint to a safetensors file."""
 
 import json
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from elixir_compile.units import format_bytes
 
 
 def run_export(*, checkpoint: Path, out: Path, as_json: bool) -> int:
-    """Write the file, print what it holds, and return the exit code: 1 for what cannot be read or written."""
+    """Write the file `out`, print its content, and return the exit code: 1 if a file cannot be read or written."""
     try:
         made = export(checkpoint, out)
     except ElixirError as error:

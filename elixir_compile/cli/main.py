@@ -1,4 +1,7 @@
-"""`elixir-compile`: one command per file, imported when it runs, so that `--version` and `--help` never load torch."""
+"""`elixir-compile`: the arguments of every command. Each command has a module, imported when the command runs.
+
+So `--version` and `--help` never load torch.
+"""
 
 import gc
 import os
@@ -38,11 +41,11 @@ def demo(
 ) -> None:
     """Train a byte-level GPT twice, without a budget and in half the memory, and compare.
 
-    Exits with 1 when the losses differ or the measured peak exceeds the budget.
+    Exits with 1 if the losses differ or the measured peak exceeds the budget.
     """
-    # All three are read when torch is loaded. OpenMP threads that spin while they wait make a step ten times slower on
-    # a machine that does anything else (0.3 s to 3.4 s on two cores), and no faster on a quiet one. The profiler behind
-    # the measurement reports its own start and stop on stderr.
+    # Torch reads all three variables when it is imported. Waiting OpenMP threads spin by default: on a busy machine a
+    # step then takes ten times longer (3.4 s in place of 0.3 s on two cores), on a quiet machine it gains nothing. The
+    # profiler behind `measure_step` logs its start and stop to stderr.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -58,7 +61,7 @@ def measure(
     seconds: Annotated[float, typer.Option(min=1.0, max=60.0, help="About how long to measure.")] = 30.0,
     disk_path: Annotated[Path | None, typer.Option(help="Also measure the disk that this folder is on.")] = None,
 ) -> None:
-    """Measure this machine: copies, optimizer updates, matrix products, memory. Later plans use what was found."""
+    """Measure this machine: copies, optimizer updates, matrix products, memory. Later plans use the profile."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     from elixir_compile.cli.measure import run_measure
 
@@ -73,7 +76,7 @@ def explain(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Say why things are where a saved plan has them, and what was rejected."""
+    """Print the decisions of a saved plan with their reasons, costs and rejected options."""
     from elixir_compile.cli.explain import run_explain
 
     raise typer.Exit(code=run_explain(plan=plan, subject=subject, as_json=as_json))
@@ -85,7 +88,7 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another plan, or the record of a measured step.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Show what differs between two plans, or a plan beside what a step took."""
+    """Print the differences of two plans, or each figure of a plan beside a measured step."""
     from elixir_compile.cli.diff import run_diff
 
     raise typer.Exit(code=run_diff(first=first, second=second, as_json=as_json))
@@ -93,10 +96,10 @@ def diff(
 
 _BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]
 _SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample.")]
-_DTYPE = Annotated[str, typer.Option(help="Of parameters and compute: float32, bfloat16, float16 or float64.")]
+_DTYPE = Annotated[str, typer.Option(help="Dtype of parameters and compute: float32, bfloat16, float16 or float64.")]
 _RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
 _HARDWARE = Annotated[str | None, typer.Option(help='"a100-40g", "4 x a100-40g" or a profile; else this machine.')]
-_RANKS = Annotated[int, typer.Option(min=1, help="Devices in all, of the hardware named.")]
+_RANKS = Annotated[int, typer.Option(min=1, help="Total number of devices of the hardware.")]
 _PARAM_DTYPE = Annotated[
     str | None,
     typer.Option(help="Cast fp32 parameters to bfloat16 or float16, with an fp32 master; with --dtype float32."),
@@ -117,14 +120,14 @@ def plan(
     device_memory: Annotated[str | None, typer.Option(help="Budget on the device: 36GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget on the host, per device: 200GiB.")] = None,
     disk_path: Annotated[
-        Path | None, typer.Option(help="Optimizer state may be on disk: a folder, any for a machine that is elsewhere.")
+        Path | None, typer.Option(help="Folder for optimizer state on disk; any name if the machine is elsewhere.")
     ] = None,
     param_dtype: _PARAM_DTYPE = None,
     update: Annotated[
         str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
     ] = None,
     activations: Annotated[
-        str | None, typer.Option(help="any, keep, recompute or offload: what may happen to saved activations.")
+        str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
     ] = None,
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
@@ -135,13 +138,13 @@ def plan(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     as_json: _JSON = False,
 ) -> None:
-    """Plan the training of MODEL on a machine that need not be there. Exits with 2 where no plan fits."""
+    """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
         from elixir_compile.cli.plan import run_plan
         from elixir_compile.cli.request import Request
 
-        gc.freeze()  # what modules define stays: looking at it took 0.8 of the 4 CPU seconds of these imports
+        gc.freeze()  # the collector then skips these objects, which took 0.8 of the 4 CPU seconds of the imports
 
     options = {
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
@@ -168,7 +171,7 @@ def verify(
     param_dtype: _PARAM_DTYPE = None,
     as_json: _JSON = False,
 ) -> None:
-    """Check that a saved plan is whole, and with --model that it is legal for the step of that model."""
+    """Check the file of a saved plan, and with --model also that the plan is legal for the step of this model."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
         from elixir_compile.cli.request import Request
@@ -191,15 +194,15 @@ def export(
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     as_json: _JSON = False,
 ) -> None:
-    """Write the model of a checkpoint as one safetensors file with Hugging Face's keys, a tensor at a time."""
+    """Write the model of a checkpoint as a safetensors file with Hugging Face's keys, a tensor at a time."""
     from elixir_compile.cli.export import run_export
 
     raise typer.Exit(code=run_export(checkpoint=checkpoint, out=out, as_json=as_json))
 
 
 def main() -> None:
-    """Run the command line; stdout is for what it was asked for."""
-    # HiGHS prints notes of its own, from C, on file descriptor 1, which would break the output of `--json`.
+    """Run the command line. Only the result of a command goes to stdout; all other output goes to stderr."""
+    # HiGHS prints notes from C to file descriptor 1, which would break the output of `--json`.
     own = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)

@@ -1,4 +1,4 @@
-"""`elixir-compile measure`: the machine it runs on, measured, shown, saved and remembered."""
+"""`elixir-compile measure`: measure this machine, print its profile, save it, and keep it for later plans."""
 
 import os
 import sys
@@ -20,10 +20,10 @@ from elixir_compile.units import format_bytes, format_s
 
 
 def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path: Path | None = None) -> int:
-    """Measure for about `seconds`, and the disk that `disk_path` is on; write the profile to `output` and to the cache,
-    print it; return the exit code.
+    """Measure this machine, print the profile, write it to `output` and to the cache; return the exit code.
 
-    With `as_json` the profile is all that stdout gets. Under `torchrun` every rank measures and the first one writes.
+    The measurement takes about `seconds`. If `disk_path` is a folder, its disk is measured too. If `as_json`, stdout
+    gets the JSON of the profile and nothing else. Under `torchrun` every rank measures and the first rank writes.
     """
     notes = Console(stderr=True)
     with _ranks() as (device, is_first):
@@ -37,10 +37,10 @@ def run_measure(*, output: Path | None, as_json: bool, seconds: float, disk_path
             except (DiskFailed, DiskFull) as error:
                 notes.print(f"the disk was not measured: {error}", soft_wrap=True, highlight=False)
                 return 1
-        return _tell(cluster, device, output, as_json, notes)
+        return _print_and_store(cluster, device, output, as_json, notes)
 
 
-def _tell(cluster: Cluster, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:
+def _print_and_store(cluster: Cluster, device: torch.device, output: Path | None, as_json: bool, notes: Console) -> int:
     text = cluster_to_json(cluster)
     if as_json:
         sys.stdout.write(text + "\n")
@@ -55,16 +55,18 @@ def _tell(cluster: Cluster, device: torch.device, output: Path | None, as_json: 
             notes.print(f"cannot write {output}: {error.strerror}", soft_wrap=True, highlight=False)
             exit_code = 1
     try:
-        notes.print(f"used from now on: {store_machine(cluster, device)}", soft_wrap=True, highlight=False)
-    except OSError as error:  # a read-only home is no reason to lose what was measured
-        notes.print(f"not remembered, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
+        notes.print(f"used by later plans: {store_machine(cluster, device)}", soft_wrap=True, highlight=False)
+    except OSError as error:  # a read-only home folder must not lose the measurement
+        notes.print(f"not kept for later plans, {error.filename}: {error.strerror}", soft_wrap=True, highlight=False)
     return exit_code
 
 
 @contextmanager
 def _ranks() -> Iterator[tuple[torch.device, bool]]:
-    """Give the device of this process, and whether it is the first; a process group is up where `torchrun` started
-    several."""
+    """Yield (device of this process, whether it is the first rank).
+
+    If `torchrun` started several processes, a process group exists during the block.
+    """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), True
@@ -89,7 +91,7 @@ def _progress_bar(notes: Console, *, is_shown: bool) -> Iterator[Callable[[str, 
 
 
 def machine_table(cluster: Cluster) -> Table:
-    """Return the numbers of `cluster` as a table of two columns."""
+    """Return the figures of `cluster` as a table with two columns: figure, value."""
     table = Table(title=cluster.name, show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("how much", justify="right")
@@ -132,7 +134,7 @@ def _add_link(table: Table, name: str, link: Link) -> None:
 
 
 def _count(rate: float) -> str:
-    """Return `rate` in decimal units, as links and FLOPs are sold: `18.1 G`."""
+    """Return `rate` with a decimal prefix and three digits: `18.1 G`."""
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if rate >= factor:
             return f"{rate / factor:.3g} {prefix}"

@@ -1,4 +1,4 @@
-"""`elixir-compile plan gpt2-4b --hardware a100-40g`: the plan for a machine that is elsewhere, shown and saved."""
+"""`elixir-compile plan gpt2-4b --hardware a100-40g`: search a plan for any machine, print it and save it."""
 
 import ctypes
 import os
@@ -27,14 +27,15 @@ from elixir_compile.units import format_bytes, format_s
 
 
 def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, output: Path | None, as_json: bool) -> int:
-    """Print the plan, write it to `output`, and return the exit code: 2 where none fits, 1 for other errors.
+    """Search the plan of `request`, print it, write it to `output`; return the exit code: 2 if none fits, 1 on errors.
 
-    With `as_json` the plan's own JSON is all that stdout gets. With `is_largest` it is the plan for the largest batch
-    that has one, of a step whose batch is symbolic.
+    `state_bytes` is the optimizer state per element in bytes; None stands for the state of `HybridAdamW`. If
+    `is_largest`, the batch of the captured step is symbolic and the plan is for the largest batch with a plan. If
+    `as_json`, stdout gets the JSON of the plan and nothing else.
     """
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        made, batch = _made(request, notes, state_bytes=state_bytes, is_largest=is_largest)
+        made, batch = _search(request, notes, state_bytes=state_bytes, is_largest=is_largest)
     except ElixirError as error:
         return fail(error, as_json=as_json)
     try:
@@ -52,16 +53,16 @@ def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, out
     return 0
 
 
-def _made(request: Request, notes: Console, *, state_bytes: int | None, is_largest: bool) -> tuple[Plan, int]:
-    # What is quick to refuse comes before the capture, which takes seconds.
+def _search(request: Request, notes: Console, *, state_bytes: int | None, is_largest: bool) -> tuple[Plan, int]:
+    # Options and machine are checked before the capture, which takes seconds.
     options, cluster = request.parsed_options(), request.cluster()
 
     def plan_of(capture: Capture) -> Plan:
-        with _shown(notes, "planning"), _nothing_on_stdout():
+        with _status_line(notes, "planning"), _nothing_on_stdout():
             return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes))
 
     def capture_with(chunks: Chunks | None) -> Capture:
-        with _shown(notes, f"capturing {request.model}"):
+        with _status_line(notes, f"capturing {request.model}"):
             return request.capture(dynamic=is_largest, chunks=chunks)
 
     if not is_largest:
@@ -71,32 +72,36 @@ def _made(request: Request, notes: Console, *, state_bytes: int | None, is_large
     def problem_at(size: int) -> Problem:
         return question(capture.at_batch(size), options, cluster, state_bytes_per_element=state_bytes)[0]
 
-    with _shown(notes, "looking for the largest batch"), _nothing_on_stdout():
-        # Where not even one fits, planning for one says what is missing.
+    with _status_line(notes, "looking for the largest batch"), _nothing_on_stdout():
+        # If not even a batch of 1 fits, planning it raises NoFeasiblePlan with the missing bytes.
         batch = max(largest_feasible(problem_at), 1)
     return plan_of(capture.at_batch(batch)), batch
 
 
 @contextmanager
 def _nothing_on_stdout() -> Iterator[None]:
-    """Drop what is written to stdout meanwhile: HiGHS, told to be silent, prints a line of its own in some searches,
-    which would stand before the plan's JSON."""
+    """Drop output to stdout during the block.
+
+    HiGHS prints a line in some searches, even if its output is switched off, and the JSON of the plan must be alone.
+    """
     sys.stdout.flush()
     stdout, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     try:
         yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # what C has not written yet
+        ctypes.CDLL(None).fflush(None)  # the buffer of C's stdout
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(nothing)
 
 
 @contextmanager
-def _shown(notes: Console, what: str) -> Iterator[None]:
-    """Say what takes its time, where somebody watches. Nothing moves: a thread that draws would be in the way of the
-    process that captures beside this one."""
+def _status_line(notes: Console, what: str) -> Iterator[None]:
+    """Show `what ...` on a terminal during the block.
+
+    The line does not move: a drawing thread would take time from the process that captures at the same time.
+    """
     if not notes.is_terminal:
         yield
         return
@@ -114,7 +119,7 @@ def _show(plan: Plan, largest_batch: int | None, console: Console) -> None:
 
 
 def placement_table(plan: Plan) -> Table:
-    """Return one row per placement that buckets of `plan` have: how many, their parameters and their state."""
+    """Return a table with a row per placement in `plan`: how many buckets, their parameters and state in bytes."""
     groups: dict[tuple[str, str, str], list[Bucket]] = {}
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
         copy = "stays" if placement.resident else "released"
@@ -133,7 +138,7 @@ def placement_table(plan: Plan) -> Table:
 
 
 def _figures(plan: Plan) -> list[tuple[str, str]]:
-    """Return what the plan promises, and how good it is where that is proved, by name."""
+    """Return (name, text) of the predicted figures of `plan`, and of its bound if it has a bound."""
     made = plan.prediction
     figures = [
         ("peak", f"{format_bytes(made.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}, {made.device_peak_at}"),

@@ -1,4 +1,4 @@
-"""What `plan` and `verify` say about a model and a machine -> the model, its inputs and the machine."""
+"""Turn the arguments of `plan` and `verify` into options, a machine and a captured step."""
 
 import gc
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The words of one command line, as typed."""
+    """The arguments of a command line, as typed."""
 
     model: str
     batch: int
@@ -38,14 +38,17 @@ class Request:
     hardware: str | None
     ranks: int
     options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the backend; None stands for the default."""
+    """Options of the backend by name; a value of None stands for the default."""
 
     def parsed_options(self) -> Options:
-        """Return the options; raises InvalidOption."""
+        """Return the parsed options. Raises InvalidOption."""
         return parse_options({name: value for name, value in self.options.items() if value is not None})
 
     def cluster(self) -> Cluster | None:
-        """Return the machine, None for this one; raises UnknownHardware, ProfileFileError and InvalidOption."""
+        """Return the machine to plan for, or None for this machine.
+
+        Raises UnknownHardware, ProfileFileError, or InvalidOption if `ranks` contradicts the hardware.
+        """
         if self.hardware is None or self.ranks == 1:
             if self.ranks != 1:
                 raise InvalidOption("ranks", self.ranks, "1 without --hardware: this machine is planned for alone")
@@ -59,14 +62,17 @@ class Request:
         return cluster
 
     def capture(self, *, dynamic: bool = False, chunks: Chunks | None = None) -> Capture:
-        """Return the step of the model; raises UnknownModel and UnsupportedModel."""
+        """Return the captured step of the model; its batch is symbolic if `dynamic`.
+
+        `chunks` splits the loss. Raises UnknownModel, UnsupportedModel, or InvalidOption for an unknown dtype.
+        """
         if self.dtype not in DTYPES:
             raise InvalidOption("dtype", self.dtype, "one of " + ", ".join(DTYPES))
-        # A dimension of 1 is never symbolic.
+        # Torch never makes a dimension of size 1 symbolic.
         batch = max(self.batch, 2) if dynamic else self.batch
         text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
         options = self.parsed_options()
-        with collector_off():  # transformers is imported, and models are made
+        with collector_off():  # imports of transformers and new models make many objects
             key = capture_key(self.model, text, options, dynamic=dynamic, chunks=chunks)
             capture = None if key is None else kept_capture(key)
             if capture is None:
@@ -74,10 +80,10 @@ class Request:
                 capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
                 if key is not None:
                     keep_capture(key, capture)
-            gc.freeze()  # the collector passes over what torch leaves: 5 MB a layer, and 1 s if looked at
+            gc.freeze()  # keeps the collector off torch's leftovers: 5 MB per layer, 1 s per collection
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 
 
 def _title(model: str) -> str:
-    """Return how a plan names `model`: a named shape as it is, of a path its last part."""
+    """Return the name of `model` for a plan: the name of a shape, or the last part of a path without its suffix."""
     return Path(model.rpartition(":")[0] or model).stem or model

@@ -1,4 +1,4 @@
-"""`elixir-compile verify plan.json`: whether a saved plan is whole, and legal for a model and a machine."""
+"""`elixir-compile verify plan.json`: check the file of a saved plan, and its legality for a model and a machine."""
 
 import json
 from dataclasses import replace
@@ -16,10 +16,10 @@ from elixir_compile.units import format_bytes
 
 
 def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
-    """Print what holds of the plan, and return the exit code: 0 when all that was asked does, else 1.
+    """Check the file `plan`, print the result, and return the exit code: 0 if all checks pass, else 1.
 
-    Without a `request` only the file is checked; with one, the model is captured again, and the machine is compared
-    where the request names one.
+    If `request` is None, only the file is checked. Otherwise the model is captured again and the plan is checked for
+    its step; if the request names a machine, the machine is compared too.
     """
     try:
         made = load_plan(plan)
@@ -30,12 +30,12 @@ def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
         return fail(error, as_json=as_json)
     checked = "file" if request is None else "file and graph"
     if as_json:
-        told = {"plan": made.name, "graph": made.graph, "cluster": made.cluster, "checked": checked}
-        typer.echo(json.dumps(told, indent=1))
+        fields = {"plan": made.name, "graph": made.graph, "cluster": made.cluster, "checked": checked}
+        typer.echo(json.dumps(fields, indent=1))
     else:
         typer.echo(f"{plan}: {checked} hold. {made.name} on {made.cluster}, graph {made.graph}")
         if request is None:
-            typer.echo("Whether its actions are legal depends on the graph: add --model.")
+            typer.echo("Add --model to check its actions too: they are legal for some graphs only.")
     return 0
 
 
@@ -57,7 +57,7 @@ def _require_legal(plan: Plan, request: Request) -> None:
         capture = request.capture(chunks=replace(capture.chunks, num_chunks=plan.loss_chunks))
     graph = capture.graph
     if plan.graph != fingerprint(graph) and plan.symbols:
-        graph = request.capture(dynamic=True).graph  # as --largest-batch captures it
+        graph = request.capture(dynamic=True).graph  # with a symbolic batch, as for --largest-batch
     if plan.graph != fingerprint(graph):
         raise PlanMismatch("graph", plan.graph, fingerprint(graph))
     verify(graph, plan_at(graph, plan))

@@ -77,6 +77,11 @@ def diff(first: Plan, second: Plan | Record) -> str:
     """Return a table of the differences between two plans, or of planned and measured figures.
 
     `first` is a plan. `second` is a plan, or the record of a step.
+
+    Example:
+        plan = elixir.compilations(compiled)[-1].plan
+        record = elixir.measure_step(lambda: compiled(batch).backward())
+        print(elixir.diff(plan, record))
     """
     return diff_text(difference(first, second))
 

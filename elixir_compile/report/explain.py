@@ -52,6 +52,11 @@ def explain(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> st
     of module paths (`layers.3`); without it the text is about the whole plan. With the `graph` of the plan the text
     also has the bytes at the peak, and the regions in which activations are recomputed. Raises UnknownSubject with the
     nearest names if nothing is found, and PlanMismatch if `graph` is another graph.
+
+    Example:
+        plan = elixir.compilations(compiled)[-1].plan
+        print(elixir.explain(plan))
+        print(elixir.explain(plan, "layers.1"))
     """
     return answer_text(answer(plan, subject, graph), plan.prediction.device_peak_at)
 

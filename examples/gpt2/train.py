@@ -1,4 +1,4 @@
-"""Train GPT-2 twice: without a budget, and in a share of the memory that took."""
+"""Train GPT-2 twice: without a budget, then in a share of the memory of the first run."""
 
 import argparse
 import gc
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace, *, budget_bytes: int | None) -> Record:
-    """Train for `--steps` steps, print the plan, the losses and the last step as measured, and return that step."""
+    """Train for `--steps` steps; print the plan, the losses and the record of the last step, and return the record."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = GPT2Config(n_layer=args.layers, n_embd=args.width, n_head=args.width // 64)

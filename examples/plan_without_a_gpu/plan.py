@@ -1,4 +1,4 @@
-"""Plan a GPT-2 for machines that are elsewhere, and compare the best plan with the paper's rule."""
+"""Plan a GPT-2 for machines by name, and compare the best plan with the rule of the Elixir paper."""
 
 import argparse
 
@@ -10,13 +10,13 @@ from elixir_compile.report.line import plan_line
 
 
 def main() -> None:
-    """Print two plans per machine, how good the better one is, and what differs."""
+    """Print two plans per machine with the bound of the best plan, and explain the best plan of the last machine."""
     args = arguments()
     for machine in args.machines:
         best, paper = (plan_for(args, machine, planner) for planner in ("milp", "elixir"))
         print(f"{machine}\n  best   {plan_line(best)}\n  paper  {plan_line(paper)}")
         if best.gap is not None:
-            print(f"  no plan is more than {best.gap:.2%} faster; held up by {'; '.join(best.binding)}")
+            print(f"  no plan is more than {best.gap:.2%} faster; binding: {'; '.join(best.binding)}")
     print(elixir.explain(best))
 
 

@@ -1,4 +1,4 @@
-"""Train a small GPT on several ranks: gloo where there are only CPUs, NCCL where each rank has a GPU."""
+"""Train a small GPT on several ranks: with gloo on CPUs, with NCCL if each rank has a GPU."""
 
 import argparse
 import os
@@ -35,13 +35,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="rows per rank")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--device-memory", help='budget of each rank, as "200MiB"; what is free without it')
+    parser.add_argument("--device-memory", help='budget of each rank, as "200MiB"; default: free memory')
     parser.add_argument("--inner", default="inductor", choices=["inductor", "aot_eager"])
     return parser.parse_args()
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Train, and print the plan, what each rank holds, and the losses."""
+    """Train; print the plan, the bytes of parameters on each rank, and the losses."""
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     heads = max(1, args.width // 64)
     config = GPT2Config(n_layer=args.layers, n_embd=args.width, n_head=heads, vocab_size=4096)
@@ -54,7 +54,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     compiled = torch.compile(model, backend="elixir", options=options)
     optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
 
-    generator = torch.Generator().manual_seed(distributed.get_rank())  # other rows on each rank
+    generator = torch.Generator().manual_seed(distributed.get_rank())  # each rank has its own rows
     tokens = torch.randint(0, config.vocab_size, (args.batch, args.length), generator=generator).to(device)
     for step in range(args.steps):
         loss = compiled(input_ids=tokens, labels=tokens).loss
@@ -70,19 +70,19 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def show_plan(model: torch.nn.Module, compiled: torch.nn.Module) -> None:
-    """Print the plan, which is the same on all ranks, and what each of them holds."""
+    """Print the plan, which is the same on all ranks, and the bytes of parameters on each rank."""
     say(plan_line(elixir.compilations(compiled)[-1].plan))
     own_bytes = sum(param.to_local().nbytes for param in model.parameters())
     held: list[int] = [0] * distributed.get_world_size()
     distributed.all_gather_object(held, own_bytes)
-    whole_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
-    say(f"parameters  {format_bytes(whole_bytes)}, and of them")
+    full_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    say(f"parameters  {format_bytes(full_bytes)}, of these on")
     for rank, nbytes in enumerate(held):
         say(f"  rank {rank}    {format_bytes(nbytes)}")
 
 
 def say(text: str) -> None:
-    """Print `text` once."""
+    """Print `text` on the first rank only."""
     if distributed.get_rank() == 0:
         print(text, flush=True)
 

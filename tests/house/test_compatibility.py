@@ -3,5 +3,5 @@
 from tests.run.habits.table import PAGE, page_text
 
 
-def test_the_page_of_habits_is_what_the_tests_say() -> None:
+def test_the_compatibility_page_is_generated_from_the_habits() -> None:
     assert PAGE.read_text(encoding="utf-8") == page_text(), "run `python -m tests.run.habits.table`"

@@ -33,7 +33,7 @@ def test_functions_are_short() -> None:
     assert found == []
 
 
-def test_files_have_names_that_say_something() -> None:
+def test_no_file_is_named_utils_helpers_or_common() -> None:
     assert [str(path.relative_to(ROOT)) for path in SOURCES if path.stem in VAGUE_NAMES] == []
 
 

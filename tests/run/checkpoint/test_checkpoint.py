@@ -19,7 +19,7 @@ BATCHES = rows(6)
 
 
 @pytest.mark.parametrize("num_before", [0, 1], ids=["before the first forward", "after it"])
-def test_dropout_scheduler_and_losses_go_on(tmp_path: Path, num_before: int) -> None:
+def test_a_resumed_run_has_the_same_dropout_schedule_and_losses(tmp_path: Path, num_before: int) -> None:
     first = by_elixir_noisy().train(BATCHES[:3])
     first.save(tmp_path / "run", step=3)
     first.train(BATCHES[3:])
@@ -35,7 +35,7 @@ def test_dropout_scheduler_and_losses_go_on(tmp_path: Path, num_before: int) -> 
     ("home", "update", "share"),
     [("device", Update.AFTER_BACKWARD, 0.0), ("split", Update.IN_BACKWARD, 0.5), ("host", Update.ACROSS_STEPS, 0.5)],
 )
-def test_another_plan_and_plain_torch_go_on(
+def test_a_checkpoint_resumes_under_another_plan_and_in_plain_torch(
     tmp_path: Path, home: str, update: Update, share: float, num_before: int
 ) -> None:
     """From torch alone to a plan, saved with updates in flight, and from there to torch alone."""
@@ -58,7 +58,7 @@ def eager_resumed(path: Path) -> Training:
     return resumed.train(BATCHES[4:])
 
 
-def test_tied_weights_are_kept_once_and_go_on(tmp_path: Path) -> None:
+def test_tied_weights_are_saved_once_and_resume_tied(tmp_path: Path) -> None:
     batches = hf_batches(4)
     run = by_elixir(small_gpt2()).train(batches[:2])
     elixir.save(tmp_path / "gpt2", run.compiled, run.optimizer)
@@ -104,7 +104,7 @@ def adapted(make: object) -> Run:
     return Run(model=model, compiled=model, optimizer=make([p for p in model.parameters() if p.requires_grad]))
 
 
-def test_frozen_parameters_and_buffers(tmp_path: Path) -> None:
+def test_frozen_parameters_and_buffers_come_back(tmp_path: Path) -> None:
     expected = adapted(fused_adamw).train(BATCHES)
     first = adapted(fused_adamw).train(BATCHES[:3])
     elixir.save(tmp_path / "run", first.model, first.optimizer)
@@ -116,7 +116,7 @@ def test_frozen_parameters_and_buffers(tmp_path: Path) -> None:
     assert_same_tensors(expected.weights, second.weights)
 
 
-def test_groups_in_another_order_and_a_tensor_rate(tmp_path: Path) -> None:
+def test_param_groups_load_in_another_order_and_with_a_tensor_as_learning_rate(tmp_path: Path) -> None:
     model = ladder()
     names = dict(model.named_parameters())
     groups = [{"params": [names["steps.0.weight"], names["steps.0.bias"]], "lr": torch.tensor(0.5)}]
@@ -137,7 +137,7 @@ def test_groups_in_another_order_and_a_tensor_rate(tmp_path: Path) -> None:
         assert_same_tensors(first.optimizer.state[param], second.optimizer.state[names[name]])
 
 
-def test_random_numbers_go_on(tmp_path: Path) -> None:
+def test_random_number_generators_continue_after_a_load(tmp_path: Path) -> None:
     elixir.save(tmp_path / "run", ladder())
     drawn = random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()
     elixir.load(tmp_path / "run", ladder())
@@ -145,7 +145,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert drawn == again
 
 
-def test_extra_comes_back_and_weights_load_alone(tmp_path: Path) -> None:
+def test_extra_comes_back_and_a_model_loads_without_its_optimizer(tmp_path: Path) -> None:
     training = eager(ladder()).train(BATCHES[:1])
     extra = {"epoch": 2, "seen": torch.arange(3), "best": (float("inf"), None), "name": "a"}
     training.save(tmp_path / "run", step=7, extra=extra)
@@ -158,7 +158,7 @@ def test_extra_comes_back_and_weights_load_alone(tmp_path: Path) -> None:
     assert_same_tensors(training.run.weights, model.state_dict())
 
 
-def test_what_modules_save_their_own_way_comes_back(tmp_path: Path) -> None:
+def test_extra_state_and_state_dict_hooks_of_modules_come_back(tmp_path: Path) -> None:
     class Counting(nn.Linear):
         count = 0
 
@@ -180,7 +180,7 @@ def test_what_modules_save_their_own_way_comes_back(tmp_path: Path) -> None:
     assert torch.equal(second.weight, first.weight)
 
 
-def test_what_was_tied_loads_into_what_is_not(tmp_path: Path) -> None:
+def test_tied_weights_load_into_untied_weights(tmp_path: Path) -> None:
     model, free = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     model[1].weight = model[0].weight
     elixir.save(tmp_path / "run", model)
@@ -216,7 +216,7 @@ def mismatches() -> dict[str, tuple[nn.Module, object, object]]:
 
 
 @pytest.mark.parametrize("said", mismatches())
-def test_another_model_optimizer_or_scheduler_is_refused_untouched(tmp_path: Path, said: str) -> None:
+def test_another_model_optimizer_or_scheduler_is_refused_and_not_changed(tmp_path: Path, said: str) -> None:
     eager(ladder()).train(BATCHES[:1]).save(tmp_path / "run")
     model, optimizer, scheduler = mismatches()[said]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -228,7 +228,7 @@ def test_another_model_optimizer_or_scheduler_is_refused_untouched(tmp_path: Pat
     assert optimizer is None or not optimizer.state
 
 
-def test_what_was_not_saved_is_not_loaded(tmp_path: Path) -> None:
+def test_an_optimizer_or_scheduler_that_was_not_saved_is_not_loaded(tmp_path: Path) -> None:
     elixir.save(tmp_path / "run", ladder())
     training = eager(ladder())
     with pytest.raises(elixir.CheckpointMismatch, match="holds no optimizer"):
@@ -237,7 +237,7 @@ def test_what_was_not_saved_is_not_loaded(tmp_path: Path) -> None:
         elixir.load(tmp_path / "run", training.run.model, None, training.scheduler)
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+def test_a_value_of_an_unsupported_type_is_refused(tmp_path: Path) -> None:
     training = eager(ladder())
     with pytest.raises(elixir.NotSavable, match=r"extra\.data\.1 cannot be saved.*builtins\.object"):
         training.save(tmp_path / "run", extra={"data": [1, object()]})
@@ -249,8 +249,8 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_hybrid_optimizer_keeps_its_kind_of_state(tmp_path: Path) -> None:
-    """`amsgrad` has a third statistic; how torch's own computes the update is not taken over."""
+def test_a_hybrid_optimizer_loads_a_third_statistic_and_keeps_its_own_flags(tmp_path: Path) -> None:
+    """`amsgrad` has a third statistic; the flag `foreach` of the saved optimizer is not loaded."""
     model = ladder()
     first = Run(
         model=model, compiled=model, optimizer=torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=True)
@@ -270,7 +270,7 @@ def test_a_hybrid_optimizer_keeps_its_kind_of_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_state_that_is_not_in_memory_is_read_when_it_is_written(tmp_path: Path, asynchronous: bool) -> None:
+def test_lazy_optimizer_state_is_read_when_it_is_written(tmp_path: Path, asynchronous: bool) -> None:
     expected, training = eager(ladder()).train(BATCHES), eager(ladder()).train(BATCHES[:3])
     states = training.run.optimizer.state
     for param in list(states):
@@ -282,7 +282,7 @@ def test_state_that_is_not_in_memory_is_read_when_it_is_written(tmp_path: Path, 
     assert_resumed(expected, resumed.train(BATCHES[3:]), num_steps=3)
 
 
-def test_compiled_parts_have_the_names_of_plain_ones(tmp_path: Path) -> None:
+def test_compiled_submodules_have_the_names_of_uncompiled_submodules(tmp_path: Path) -> None:
     training = eager(ladder()).train(BATCHES[:1])
     training.run.model.steps[1] = torch.compile(training.run.model.steps[1])
     training.save(tmp_path / "run")

@@ -36,7 +36,7 @@ def held_writer() -> Iterator[threading.Event]:
             gate.set()
 
 
-def test_training_goes_on_and_the_snapshot_does_not_change(tmp_path: Path) -> None:
+def test_training_during_an_asynchronous_save_does_not_change_the_snapshot(tmp_path: Path) -> None:
     expected = eager(ladder()).train(BATCHES)
     with hybrid_run(ladder(), BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run:
         training = Training(run).train(BATCHES[:3])
@@ -54,7 +54,7 @@ def test_training_goes_on_and_the_snapshot_does_not_change(tmp_path: Path) -> No
     assert_resumed(expected, resumed.train(BATCHES[3:]), num_steps=3)
 
 
-def test_a_save_waits_for_updates_in_flight(tmp_path: Path) -> None:
+def test_a_save_waits_for_queued_updates(tmp_path: Path) -> None:
     with (
         controlled_worker() as worker,
         hybrid_run(ladder(), BATCHES[0], home="host", update=Update.ACROSS_STEPS) as run,
@@ -91,7 +91,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
     assert elixir.load(tmp_path / "run", ladder()).step == 2
 
 
-def test_what_failed_is_raised_by_wait_and_the_next_save_works(
+def test_wait_raises_the_error_of_a_save_and_the_next_save_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     elixir.save(tmp_path / "run", ladder(), step=1)
@@ -111,7 +111,7 @@ def test_what_failed_is_raised_by_wait_and_the_next_save_works(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_snapshot_is_as_large_as_it_says_and_freed_as_it_is_written(
+def test_the_snapshot_takes_snapshot_bytes_and_is_freed_tensor_by_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = eager(ladder()).train(BATCHES[:1])

@@ -76,7 +76,7 @@ def test_loads_beside_a_save_without_pause_see_one_checkpoint_each(tmp_path: Pat
     assert os.listdir(folder) == ["run"]
 
 
-def test_two_saves_at_once_leave_one_whole_checkpoint(tmp_path: Path) -> None:
+def test_two_saves_at_once_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     folder, steps = together(tmp_path, 3, 1, 30)
     assert {step // 1000 for step in steps} >= {1, 2}
     assert assert_loads_whole(folder / "run", made()) in (1029, 2029)
@@ -89,7 +89,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import elixir_compile as elixir
-from elixir_compile.checkpoint.saving import turn
+from elixir_compile.checkpoint.saving import checkpoint_lock
 
 path, model, other = Path(sys.argv[1]) / "run", nn.Linear(4, 4), nn.Linear(4, 4)
 POINTS = [(os, "open"), (os, "stat"), (os, "rename"), (os, "fsync"), (os, "rmdir"), (os, "mkdir"), (fcntl, "flock")]
@@ -119,8 +119,8 @@ def interrupted(at, act, step, has_locks):
         child = os.fork()
         if child == 0:
             use(USUAL)
-            if turn.locked():
-                turn.release()
+            if checkpoint_lock.locked():
+                checkpoint_lock.release()
             save(step, other)
             os._exit(0)
         children.append(child)
@@ -194,14 +194,16 @@ def interleaved(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str
     return [(int(num_points), seen, int(num_failed)) for num_points, seen, num_failed in lines]
 
 
-def test_a_save_at_each_call_of_a_load_leaves_what_is_loaded_whole(interleaved: list[tuple[int, str, int]]) -> None:
+def test_a_save_between_any_two_system_calls_of_a_load_does_not_mix_checkpoints(
+    interleaved: list[tuple[int, str, int]],
+) -> None:
     num_points, seen, num_failed = interleaved[0]
     assert num_points > 10
     assert seen == "[0, 2]"
     assert num_failed == 0
 
 
-def test_without_locks_a_load_is_whole_or_names_the_disk_and_finds_no_damage(
+def test_without_locks_a_load_is_complete_or_raises_disk_failed_and_reports_no_damage(
     interleaved: list[tuple[int, str, int]],
 ) -> None:
     """As for a load on one machine of a network file system while another machine saves."""
@@ -211,7 +213,9 @@ def test_without_locks_a_load_is_whole_or_names_the_disk_and_finds_no_damage(
     assert 0 < num_failed < 6  # the files went after they had been compared, before they were read
 
 
-def test_a_save_at_each_call_of_another_save_leaves_one_whole(interleaved: list[tuple[int, str, int]]) -> None:
+def test_a_save_between_any_two_system_calls_of_another_save_leaves_a_complete_checkpoint(
+    interleaved: list[tuple[int, str, int]],
+) -> None:
     num_points, seen, _ = interleaved[2]
     assert num_points > 30
     assert seen == "[1, 2]"
@@ -236,7 +240,7 @@ def load_opens_another_folder_first(rank: int, world_size: int, folder: str) -> 
     return {"step": step, "values": values, "num_looks": num_looks}
 
 
-def test_ranks_load_the_same_checkpoint_though_a_save_came_between_them(tmp_path: Path) -> None:
+def test_ranks_load_the_same_checkpoint_if_a_save_ends_between_their_opens(tmp_path: Path) -> None:
     for name, step in (("old", 1), ("run", 2)):
         elixir.save(tmp_path / name, made(step), step=step)
     for found in spawn(load_opens_another_folder_first, 2, str(tmp_path), folder=tmp_path):
@@ -244,7 +248,7 @@ def test_ranks_load_the_same_checkpoint_though_a_save_came_between_them(tmp_path
         assert all(values in ([2.0], []) for values in found["values"])
 
 
-def test_what_is_read_is_not_removed_and_the_last_reader_removes_it(tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_is_removed_by_its_last_reader(tmp_path: Path) -> None:
     path = tmp_path / "run"
     elixir.save(path, made(1), step=1)
     with folders.open_checkpoint(path) as first:

@@ -24,7 +24,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-def test_hugging_face_loads_what_was_exported(tmp_path: Path) -> None:
+def test_hugging_face_loads_an_exported_file(tmp_path: Path) -> None:
     model = small_gpt2()
     elixir.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
     done = run("export", tmp_path / "run", tmp_path / "hf" / "model.safetensors")
@@ -57,7 +57,7 @@ def every_dtype() -> nn.Module:
     return module
 
 
-def test_every_dtype_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dtype_is_exported_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, alive, most = every_dtype(), [], []
     elixir.save(tmp_path / "run", module)
     usual = Reader.fresh
@@ -77,7 +77,7 @@ def test_every_dtype_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_same_tensors(dict(sorted(module.state_dict().items())), dict(sorted(state.items())))
 
 
-def test_what_cannot_be_exported(tmp_path: Path) -> None:
+def test_an_unknown_dtype_and_a_missing_checkpoint_are_not_exported(tmp_path: Path) -> None:
     module = nn.Module()
     module.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
     elixir.save(tmp_path / "run", module)

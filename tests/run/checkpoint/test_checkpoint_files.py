@@ -62,7 +62,7 @@ def assert_refused(path: Path, target: Training, file: str) -> str:
     return str(raised.value)
 
 
-def test_the_folder_holds_what_the_manifest_lists(checkpoint: Path) -> None:
+def test_the_folder_holds_the_files_of_the_manifest(checkpoint: Path) -> None:
     manifest = manifest_of(checkpoint)
     assert manifest.step == 2
     assert sorted(["manifest.json", *manifest.files]) == FILES
@@ -81,7 +81,7 @@ def test_any_version_of_dcp_reads_the_tensors(checkpoint: Path) -> None:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_one_changed_byte_anywhere_is_found(copied: Path, target: Training, data: st.DataObject) -> None:
+def test_a_changed_byte_in_any_file_is_found(copied: Path, target: Training, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(FILES))
     whole = (copied / name).read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -100,7 +100,7 @@ def test_a_file_cut_off_anywhere_is_found(copied: Path, target: Training, data: 
     (copied / name).write_bytes(whole)
 
 
-def test_the_error_names_what_is_lost(copied: Path, target: Training) -> None:
+def test_the_error_names_the_lost_value(copied: Path, target: Training) -> None:
     file = copied / "tensors" / "__0_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
@@ -117,14 +117,14 @@ def test_a_key_that_is_missing_is_named(copied: Path, target: Training) -> None:
     assert "model.steps.1.gone" in assert_refused(copied, target, "tensors/.metadata")
 
 
-def test_a_pickle_that_runs_code_does_not(copied: Path, target: Training, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused(copied: Path, target: Training, tmp_path: Path) -> None:
     class Attack:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "attacked"),)
 
     rewritten(copied, "tensors/.metadata", pickle.dumps(Attack()))
     said = assert_refused(copied, target, "tensors/.metadata")
-    assert "which is nothing of a checkpoint" in said
+    assert "which no checkpoint contains" in said
     assert not (tmp_path / "attacked").exists()
 
 
@@ -187,7 +187,7 @@ def test_nothing_but_a_checkpoint_is_overwritten_or_loaded(tmp_path: Path) -> No
     assert [file.name for file in (tmp_path / "notes").iterdir()] == ["mine.txt"]
 
 
-def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
+def test_a_symbolic_link_to_a_checkpoint_stays_a_link(tmp_path: Path) -> None:
     elixir.save(tmp_path / "run", ladder(), step=1)
     (tmp_path / "latest").symlink_to("run")
     elixir.save(tmp_path / "latest", ladder(), step=2)
@@ -195,7 +195,7 @@ def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
     assert elixir.load(tmp_path / "run", ladder()).step == 2
 
 
-def test_a_folder_that_somebody_writes_is_not_stale(tmp_path: Path) -> None:
+def test_a_folder_that_another_process_writes_is_not_removed(tmp_path: Path) -> None:
     with folders.new_folder(tmp_path / "run") as first:
         elixir.save(tmp_path / "run", ladder(), step=1)
         assert first.is_dir()
@@ -271,7 +271,7 @@ print(steps, max(num_left))
 """
 
 
-def test_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     steps, num_left = done.stdout.rsplit("]", 1)

@@ -46,7 +46,7 @@ def loads(rank: int, world_size: int, path: str) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no peak since a moment")
-def test_ranks_load_what_one_process_saved_tensor_by_tensor(tmp_path: Path) -> None:
+def test_ranks_load_a_checkpoint_of_one_process_tensor_by_tensor(tmp_path: Path) -> None:
     saves(tmp_path / "run")
     for most_bytes, kept_bytes in spawn(loads, 2, str(tmp_path / "run"), folder=tmp_path):
         # Two moments of half of each weight; weights are read into themselves.

@@ -204,7 +204,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, spawn(saves_and_goes_on, 2, str(folder), folder=folder, limit_s=240)
 
 
-def test_the_same_ranks_go_on_bitwise_and_others_alike(saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_the_same_number_of_ranks_resumes_bitwise_and_another_number_up_to_rounding(
+    saved: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
     folder, found = saved
     expected = np.mean([own["losses"] for own in found], axis=0)
     alone = Training(None)
@@ -252,7 +254,7 @@ def of_rank(metadata: Metadata, rank: int) -> dict[Any, Any]:
     return {index: place for index, place in places if place.relative_path.startswith(f"__{rank}_")}
 
 
-def test_one_process_exports_what_two_saved(saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_one_process_exports_a_checkpoint_of_two_ranks(saved: tuple[Path, list[Any]], tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     done = CliRunner().invoke(app, ["export", str(saved[0] / "beside"), str(out)])
     assert done.exit_code == 0, done.output
@@ -283,7 +285,7 @@ def saves_masters(rank: int, world_size: int, folder: str) -> list[float]:
     return after(other, f"{folder}/run")
 
 
-def test_masters_and_state_that_is_not_in_memory_are_parts_too(tmp_path: Path) -> None:
+def test_masters_and_lazy_state_are_saved_in_parts(tmp_path: Path) -> None:
     losses = spawn(saves_masters, 2, str(tmp_path), folder=tmp_path, limit_s=120)
     alone = Training(None, param_dtype="bfloat16")
     # Losses of bfloat16 have 8 bits.
@@ -359,7 +361,7 @@ def fails_to_write(training: Training, path: str, rank: int) -> None:
                 training.save(path, step=2, asynchronous=asynchronous).wait()
 
 
-def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = spawn(refuses, 2, str(tmp_path), folder=tmp_path, limit_s=240)
     assert first == second
     assert "so optimizer.states." in first[1] or "so model." in first[1]

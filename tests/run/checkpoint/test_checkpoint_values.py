@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.checkpoint.values import Unfit, from_plain, tensor_keys, to_plain
+from elixir_compile.checkpoint.values import UnsupportedValue, from_plain, tensor_keys, to_plain
 
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False),
@@ -37,7 +37,7 @@ def there_and_back(value: Any) -> Any:
 
 @settings(max_examples=50)
 @given(value=VALUES)
-def test_equal_and_of_the_same_types(value: Any) -> None:
+def test_values_come_back_equal_and_with_the_same_types(value: Any) -> None:
     assert repr(there_and_back(value)) == repr(value)
 
 
@@ -50,12 +50,12 @@ def test_tensors_keep_their_places() -> None:
     assert back[3]["b"] is first
 
 
-def test_an_ordered_dict_is_a_dict_and_an_object_is_named() -> None:
+def test_an_ordered_dict_comes_back_as_a_dict_and_an_unsupported_object_is_named() -> None:
     assert there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
-    with pytest.raises(Unfit, match="object") as raised:
+    with pytest.raises(UnsupportedValue, match="object") as raised:
         to_plain({"a": (1, object())}, "v", {})
     assert raised.value.key == "v.a.1"
 
 
-def test_a_huge_whole_number_comes_back() -> None:
+def test_a_huge_integer_comes_back() -> None:
     assert there_and_back(10**400) == 10**400

@@ -62,7 +62,7 @@ def test_a_plan_is_shown_and_saved(net: str, tmp_path: Path) -> None:
     assert "planned   peak" in done.stdout
 
 
-def test_what_the_solver_prints_is_no_part_of_the_json(
+def test_output_of_the_solver_is_not_in_the_json(
     net: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def noisy(*asked: object) -> Plan:
@@ -81,7 +81,7 @@ def test_json_is_the_plan_and_nothing_else(net: str) -> None:
     assert json.loads(done.stdout)["prediction"]["step_s"] == made.prediction.step_s > 0
 
 
-def test_the_words_reach_the_plan(net: str) -> None:
+def test_the_arguments_reach_the_plan(net: str) -> None:
     done = cli("plan", net, *FAST, "--ranks", 2, "--device-memory", "1GiB", "--state-bytes", 12, "--json")
     made = plan_from_json(done.stdout)
     numel = sum(bucket.numel for bucket in made.buckets)
@@ -99,7 +99,7 @@ def test_a_thousand_ranks_are_planned_for_as_quickly_as_one(net: str) -> None:
     assert plan_from_json(counted.stdout).cluster == "2 x 8 x a100-40g"
 
 
-def test_the_words_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) -> None:
+def test_the_arguments_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) -> None:
     """In 16 bits with masters, half the state on disk: 10 bytes per element of state, 4 of parameters and gradients."""
     words = (*FAST, "--param-dtype", "bfloat16", "--update", "after_backward", "--activations", "keep")
     kept = plan_from_json(cli("plan", net, *words, "--json").stdout)
@@ -125,7 +125,7 @@ def test_the_words_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) 
     assert (wrong.exit_code, "bytes on the host; it needs" in wrong.stderr) == (1, True)
 
 
-def test_what_does_not_fit_exits_with_2(net: str) -> None:
+def test_a_budget_without_a_plan_exits_with_2(net: str) -> None:
     done = cli("plan", net, *FAST, "--device-memory", "50KB")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: needs ")
@@ -228,7 +228,7 @@ def test_a_hugging_face_folder_makes_its_model(tmp_path: Path) -> None:
         load_model(str(tmp_path), TextBatch(batch=1, seq=8))
 
 
-def test_without_transformers_a_named_shape_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_a_named_model_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     done = cli("plan", "gpt2-124m", *FAST)
     assert done.exit_code == 1

@@ -34,7 +34,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-def test_explain_prints_what_the_function_says(files: Path) -> None:
+def test_explain_prints_the_text_of_the_function(files: Path) -> None:
     assert run("explain", files / "plan.json").stdout == elixir.explain(PLAN) + "\n"
     assert run("explain", files / "plan.json", "p2").stdout == elixir.explain(PLAN, "p2") + "\n"
     found = json.loads(run("explain", files / "plan.json", "b2", "--json").stdout)
@@ -72,7 +72,7 @@ def test_a_mistake_is_one_line_on_stderr(files: Path, args: list[str], said: str
 
 
 @pytest.mark.parametrize("command", [["explain", "half.json"], ["diff", "plan.json", "half.json"]])
-def test_a_mistake_is_an_object_where_json_is_asked_for(files: Path, command: list[str]) -> None:
+def test_a_mistake_is_a_json_object_with_json(files: Path, command: list[str]) -> None:
     done = run(command[0], *[files / arg for arg in command[1:]], "--json")
     assert done.exit_code == 1
     assert "plan file" in json.loads(done.stdout)["error"]

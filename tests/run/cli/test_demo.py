@@ -34,17 +34,17 @@ RECORD = Record(origin=Origin.MEASURED, step_s=0.1, device_peak_bytes=100, host_
 FREE = Run(losses=(4.0, 2.0), plan=PLAN, record=RECORD)
 
 
-def test_equal_losses_within_the_budget_are_no_fault() -> None:
+def test_equal_losses_within_the_budget_pass() -> None:
     assert find_faults(FREE, FREE, budget_bytes=100) == []
 
 
 @pytest.mark.parametrize("loss", [2.0 * (1 + 2 * LOSS_RTOL), 2.0 * (1 - 2 * LOSS_RTOL), float("nan"), float("inf")])
-def test_other_losses_are_a_fault(loss: float) -> None:
+def test_different_losses_fail(loss: float) -> None:
     (fault,) = find_faults(FREE, replace(FREE, losses=(4.0, loss)), budget_bytes=100)
     assert "losses differ" in fault
 
 
-def test_one_byte_above_the_budget_is_a_fault() -> None:
+def test_one_byte_above_the_budget_fails() -> None:
     (fault,) = find_faults(FREE, replace(FREE, record=replace(RECORD, device_peak_bytes=101)), budget_bytes=100)
     assert "1 bytes too many" in fault
 
@@ -59,7 +59,7 @@ def test_batches_are_bytes_and_the_bytes_that_follow() -> None:
     assert torch.equal(next(again)[0], next(batches(text, size=3, context=8, seed=0, device="cpu"))[0])
 
 
-def test_the_standard_library_is_text(tmp_path: Path) -> None:
+def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:
     assert len(read_text(None)) > 1_000_000
     file = tmp_path / "a.txt"
     file.write_bytes(b"abc")

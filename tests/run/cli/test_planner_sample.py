@@ -30,7 +30,7 @@ def saved(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_ratios_are_those_of_the_saved_table(grid: Any, number: int) -> None:
+def test_ratios_equal_the_saved_table(grid: Any, number: int) -> None:
     """Gap and rules as ratios, work as counts: seconds of another machine are other seconds."""
     model = grid.SMALL[2 * number]
     capture = grid.capture_of(model.model, model.batch, model.layers)
@@ -57,9 +57,7 @@ def test_saved_plans_are_no_slower_than_rules_and_most_are_within_a_percent_of_t
     assert sum(row["gap"] <= 0.01 for row in planned) >= share * len(planned)
 
 
-def test_a_run_that_was_interrupted_while_it_wrote_a_row_goes_on_with_the_case_of_that_row(
-    grid: Any, tmp_path: Path
-) -> None:
+def test_a_run_interrupted_while_writing_a_row_resumes_with_that_row(grid: Any, tmp_path: Path) -> None:
     rows = [grid.Row(case=case, cpu_s=1.0, num_plays=2, num_solves=3) for case in grid.SMALL[:2]]
     whole, torn = (json.dumps(asdict(row)) for row in rows)
     path = tmp_path / "rows"

@@ -1,6 +1,6 @@
-"""A habit of people who train: what they do, and whether it works or is refused by name.
+"""`@habit`: enter a test in the table of docs/compatibility.md, as the proof that a user's habit works or is refused.
 
-`@habit` ties a row of docs/compatibility.md to the test that proves it: a row cannot say what no test checks.
+The page has a row for each such test and no other rows.
 `python -m tests.run.habits.table` writes the page.
 """
 
@@ -20,19 +20,19 @@ class Habit:
     area: str
     """The section of the page: one of `AREAS`."""
     text: str
-    """What the user does, a phrase; may hold code in backticks."""
+    """The actions of the user as a phrase; code in backticks."""
     refused: type[BaseException] | None
     """The error that refuses the habit; None if it works."""
     says: str
-    """The part of the error's text that every user sees, without names or numbers; empty if the habit works."""
+    """A part of the error's text without names and numbers; empty if the habit works."""
     note: str
-    """What a user of a habit that works should know; empty if there is nothing."""
+    """A remark for users if the habit works; may be empty."""
 
 
 AREAS = ("Gradients", "Parameters", "Modules", "Optimizers", "Mixed precision", "Checkpoints", "Training loops")
 
 HABITS: dict[str, Habit] = {}
-"""Every habit whose test was imported, by the name of the test."""
+"""The habits of all imported tests, by the name of the test."""
 
 
 def habit(
@@ -45,7 +45,7 @@ def habit(
     if area not in AREAS:
         raise ValueError(f"area {area!r} is none of {AREAS}")
     if (refused is None) != (not says):
-        raise ValueError("a refusal needs both the error and what it says")
+        raise ValueError("a refusal needs both the error and a part of its text")
 
     def enter(test: Callable[..., None]) -> Callable[..., None]:
         HABITS[test.__name__] = Habit(area=area, text=text, refused=refused, says=says, note=note)

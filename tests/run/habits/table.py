@@ -13,10 +13,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 _HEAD = """\
 # Compatibility
 
-What people do with parameters and gradients in a training loop, and what happens here. Each row is a test in
-`tests/run/habits`, which compares with eager PyTorch in the same run; this page is written from those tests by
-`python -m tests.run.habits.table`. "Works" means that losses and weights are those of eager PyTorch. "Refused" means
-that the error is raised before anything is trained wrongly.
+What users do with models, parameters, gradients and optimizers in a training loop, and whether it works with Elixir.
+
+- **Works**: the losses and the weights are those of eager PyTorch.
+- **Refused**: Elixir or PyTorch raises the error before anything is trained wrongly. A part of its text is quoted.
+
+Each row is a test in `tests/run/habits`, which compares with eager PyTorch in the same run.
+`python -m tests.run.habits.table` writes this page from the tests.
 """
 
 
@@ -26,16 +29,18 @@ def page_text() -> str:
         importlib.import_module(f"{__package__}.{path.stem}")
     sections = [_HEAD]
     for area in AREAS:
-        rows = sorted((one for one in HABITS.values() if one.area == area), key=lambda one: one.text)
+        rows = sorted((row for row in HABITS.values() if row.area == area), key=lambda row: row.text)
         if rows:
-            sections.append("\n".join([f"## {area}", "", "| habit | here |", "|---|---|", *map(_row, rows), ""]))
+            sections.append(
+                "\n".join([f"## {area}", "", "| what the user does | result |", "|---|---|", *map(_row, rows), ""])
+            )
     return "\n".join(sections)
 
 
 def _row(habit: Habit) -> str:
     if habit.refused is None:
         return f"| {habit.text} | works{f': {habit.note}' if habit.note else ''} |"
-    return f"| {habit.text} | refused, `{habit.refused.__name__}`: {habit.says} |"
+    return f'| {habit.text} | refused, `{habit.refused.__name__}`: "... {habit.says} ..." |'
 
 
 if __name__ == "__main__":

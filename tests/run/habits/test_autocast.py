@@ -66,7 +66,7 @@ class Decorated(Stack):
         return super().forward(x)
 
 
-@habit("a step under `torch.autocast` with a budget close to the least", area=AREA)
+@habit("A step under `torch.autocast` with a budget close to the smallest possible budget", area=AREA)
 @pytest.mark.parametrize("share", [1.0, 1.2, 1.5])
 def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> None:
     model, batches = seeded(Stack), vectors(rows=64)
@@ -78,7 +78,7 @@ def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> No
     assert share > 1.2 or not savings_of(run).isdisjoint({Saving.RECOMPUTE, Saving.OFFLOAD})
 
 
-@habit("a model with tied weights under `torch.autocast` with a budget", area=AREA)
+@habit("A model with tied weights under `torch.autocast` with a budget", area=AREA)
 def test_autocast_with_tied_weights_trains_under_a_tight_budget() -> None:
     model, batches = seeded(Tied), words()
     with bf16():
@@ -87,7 +87,7 @@ def test_autocast_with_tied_weights_trains_under_a_tight_budget() -> None:
     assert_same(by_torch(model).train(batches, autocast_step), run)
 
 
-@habit("`torch.autocast` inside the forward, switched off for a part of it, or as its decorator", area=AREA)
+@habit("`torch.autocast` inside the forward, switched off for a part of the forward, or as its decorator", area=AREA)
 @pytest.mark.parametrize("make", [Inside, Decorated])
 def test_autocast_inside_the_forward_trains_under_a_tight_budget(make: Callable[[], nn.Module]) -> None:
     model, batches = seeded(make), vectors(rows=64)
@@ -122,7 +122,7 @@ def test_a_scaler_with_autocast_trains_under_a_tight_budget() -> None:
     assert scalers[0].get_scale() == scalers[1].get_scale() < 2.0**40
 
 
-@habit("several forwards in one `torch.autocast`, whose cache keeps the casts of weights", area=AREA)
+@habit("Several forwards in one `torch.autocast`, whose cache keeps the casts of weights", area=AREA)
 def test_gradients_accumulated_in_one_autocast_train_under_a_tight_budget() -> None:
     model, batches = seeded(Stack, num_blocks=2), vectors(3, rows=64)
 
@@ -141,7 +141,7 @@ def test_gradients_accumulated_in_one_autocast_train_under_a_tight_budget() -> N
     assert_same(by_torch(model).train(batches, step), run)
 
 
-@habit("`torch.autocast` in some steps and not in others", area=AREA)
+@habit("`torch.autocast` in some steps only", area=AREA)
 def test_autocast_that_comes_and_goes_is_compiled_for_each() -> None:
     model = seeded(Stack, num_blocks=2)
     batches = list(zip([False, True, False, False, True], vectors(5, rows=64), strict=True))
@@ -160,7 +160,7 @@ def test_autocast_that_comes_and_goes_is_compiled_for_each() -> None:
     assert_same(by_torch(model).train(batches, step), run)
 
 
-@habit("evaluation under `torch.autocast` and `torch.no_grad()` between steps", area=AREA)
+@habit("Evaluation under `torch.autocast` and `torch.no_grad()` between steps", area=AREA)
 def test_evaluation_under_autocast_between_steps_sees_the_trained_weights() -> None:
     model, batches = seeded(Stack, num_blocks=2), vectors(3, rows=64)
 

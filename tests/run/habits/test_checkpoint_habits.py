@@ -61,7 +61,7 @@ def spoiled(model: nn.Module) -> nn.Module:
     return model
 
 
-@habit("`torch.save` of both state dicts in mid-run, resumed in another process", area="Checkpoints")
+@habit("`torch.save` of both state dicts during a run, resumed in another process", area="Checkpoints")
 @pytest.mark.parametrize("other", BUDGETS)
 def test_torch_save_resumes_in_fresh_objects(other: str, tmp_path: Path) -> None:
     """Under the same budget or another one, by `torch.load(weights_only=True)`, which allows plain tensors only."""
@@ -231,7 +231,7 @@ def test_an_average_of_the_weights_is_saved_beside(budget: str, tmp_path: Path) 
     assert_same_tensors(*saved)
 
 
-@habit("A model made, trained and deleted in a loop, as by a search for hyperparameters", area="Training loops")
+@habit("A loop that makes, trains and deletes models, as in a search for hyperparameters", area="Training loops")
 def test_trials_in_a_loop_train_as_eager_and_are_freed() -> None:
     def story(start: Start, left: list[object]) -> Run:
         losses = []
@@ -255,7 +255,7 @@ def test_trials_in_a_loop_train_as_eager_and_are_freed() -> None:
     assert on_host(run)
 
 
-@habit("Two models of one class trained in turn", area="Training loops")
+@habit("Two models of one class, trained in alternating steps", area="Training loops")
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_two_models_train_in_turn(budget: str) -> None:
     def story(start: Start) -> Run:
@@ -269,7 +269,7 @@ def test_two_models_train_in_turn(budget: str) -> None:
     assert_ends_alike(story, budget=BUDGETS[budget])
 
 
-@habit("One model compiled twice, with other options", area="Training loops")
+@habit("One model compiled twice with different options", area="Training loops")
 def test_a_model_compiled_twice_with_other_options_trains_by_both() -> None:
     def story(start: Start) -> Run:
         run = start()
@@ -294,7 +294,7 @@ def test_training_goes_on_after_dynamo_was_reset(budget: str) -> None:
     assert_ends_alike(story, budget=BUDGETS[budget])
 
 
-@habit("A `DataLoader` with workers that are forked while the model trains", area="Training loops")
+@habit("A `DataLoader` with workers forked during training", area="Training loops")
 def test_workers_of_a_data_loader_are_forked_in_mid_run() -> None:
     data = TensorDataset(torch.cat(rows(4)))
 
@@ -309,7 +309,7 @@ def test_workers_of_a_data_loader_are_forked_in_mid_run() -> None:
         assert_same(expected, train(run))
 
 
-@habit("Training in a thread that is not the main one", area="Training loops")
+@habit("Training in a thread other than the main thread", area="Training loops")
 def test_a_thread_compiles_and_trains() -> None:
     def story(start: Start) -> Run:
         found: list[Run] = []
@@ -346,7 +346,7 @@ class Interruptible(Ladder):
         return x.square().mean()
 
 
-@habit("Ctrl-C in a forward or a backward, then the loop goes on", area="Training loops")
+@habit("Ctrl-C in a forward or a backward, then the loop continues", area="Training loops")
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_training_goes_on_after_an_interrupt(half: str) -> None:
     def story(start: Start) -> Run:

@@ -39,7 +39,7 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 # Gradients of inputs.
 
 
-@habit("adversarial training: `torch.autograd.grad(loss, x)`, then a normal step", area="Gradients")
+@habit("Adversarial training: `torch.autograd.grad(loss, x)`, then a normal step", area="Gradients")
 @everywhere
 def test_the_gradient_of_an_input_leaves_those_of_parameters_alone(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -58,7 +58,7 @@ def test_the_gradient_of_an_input_leaves_those_of_parameters_alone(place: str) -
     assert_same_in_both(loop, place)
 
 
-@habit("adversarial training: `loss.backward(inputs=[x])`, then a normal step", area="Gradients")
+@habit("Adversarial training: `loss.backward(inputs=[x])`, then a normal step", area="Gradients")
 @offloaded
 def test_a_backward_for_inputs_alone_leaves_parameters_alone(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -93,7 +93,10 @@ def test_pgd(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("FGSM with `x.grad` of a full backward, `optimizer.zero_grad()` before the step's own", area="Gradients")
+@habit(
+    "FGSM with `x.grad` of a full backward, then `optimizer.zero_grad()` before the backward of the step",
+    area="Gradients",
+)
 @offloaded
 def test_fgsm_by_a_full_backward(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -109,7 +112,7 @@ def test_fgsm_by_a_full_backward(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("`out.retain_grad()` on what the model returns", area="Gradients")
+@habit("`out.retain_grad()` on an output of the model", area="Gradients")
 @offloaded
 def test_the_gradient_of_an_output(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -185,7 +188,7 @@ def test_gradients_of_some_tensors_are_returned(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("an unused parameter in `torch.autograd.grad`, without `allow_unused`: torch's own error", area="Gradients")
+@habit("An unused parameter in `torch.autograd.grad`, without `allow_unused`: torch's own error", area="Gradients")
 @offloaded
 def test_an_unused_parameter_is_told_by_torch(place: str) -> None:
     tools = compiled_tools(place)
@@ -215,7 +218,7 @@ def test_gradient_surgery(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("FOMAML: `torch.autograd.grad`, an inner step on a copy of the weights, the outer gradient copied back",
+@habit("FOMAML: `torch.autograd.grad`, an inner step on a copy of the weights, the outer gradient is copied back",
        area="Gradients")  # fmt: skip
 @offloaded
 def test_first_order_meta_learning(place: str) -> None:
@@ -239,7 +242,7 @@ def test_first_order_meta_learning(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("gradients of each sample in a loop, as for influence functions", area="Gradients")
+@habit("Gradients of each sample in a loop, as for influence functions", area="Gradients")
 @offloaded
 def test_gradients_per_sample(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -276,7 +279,7 @@ def test_gan_by_inputs(place: str) -> None:
 
 
 @habit("GAN: `D.requires_grad_(False)` for the generator's step, `True` after it", area="Gradients",
-       note="a warning tells that the first forward behind a thaw runs op by op, without a plan")  # fmt: skip
+       note="a warning says that the first forward after a thaw runs op by op, without a plan")  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*began to require a gradient:elixir_compile.ElixirWarning")
 @everywhere
 def test_gan_by_freezing(place: str) -> None:
@@ -317,7 +320,7 @@ def test_policy_and_reference(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("self-distillation: the teacher is the same model under `torch.no_grad()`", area="Gradients")
+@habit("Self-distillation: the teacher is the same model under `torch.no_grad()`", area="Gradients")
 @offloaded
 def test_self_distillation(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -366,7 +369,7 @@ def test_two_losses_one_after_the_other(place: str) -> None:
 # Hooks.
 
 
-@habit("`p.register_hook` that scales a gradient, and is removed later", area="Gradients")
+@habit("`p.register_hook` with a hook that scales the gradient and is removed later", area="Gradients")
 @everywhere
 def test_a_hook_on_a_parameter(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -390,7 +393,7 @@ def test_a_hook_on_a_parameter(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("a hook on a parameter that only one of two models in a step reads is called for that one alone",
+@habit("A hook on a parameter of one of two models in a step: it runs for the backward of this model only",
        area="Gradients")  # fmt: skip
 @offloaded
 def test_a_hook_is_not_called_without_a_gradient(place: str) -> None:
@@ -418,7 +421,7 @@ def test_a_hook_is_not_called_without_a_gradient(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("a hook on the autograd node of `p`, which adds each gradient to a sum in another dtype", area="Gradients")
+@habit("A hook on the autograd node of `p` that adds each gradient to a sum in another dtype", area="Gradients")
 @everywhere
 def test_a_hook_on_an_accumulate_node(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -491,7 +494,9 @@ def test_a_hook_on_several_parameters(mode: str) -> None:
 # Gradients that the loop writes or keeps.
 
 
-@habit("SAM: an ascent step on the weights, a second forward and backward, the weights restored", area="Gradients")
+@habit(
+    "SAM: an ascent step on the weights, a second forward and backward, then the weights are restored", area="Gradients"
+)
 @offloaded
 def test_sharpness_aware_minimization(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:
@@ -514,7 +519,7 @@ def test_sharpness_aware_minimization(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("accumulation with `optimizer.zero_grad(set_to_none=False)` and a forward under `no_grad` between",
+@habit("Accumulation with `optimizer.zero_grad(set_to_none=False)` and a forward under `no_grad` between",
        area="Gradients")  # fmt: skip
 @offloaded
 def test_accumulation_with_zeroed_gradients(place: str) -> None:
@@ -566,8 +571,8 @@ def test_freezing_and_thawing(place: str) -> None:
     assert_same_in_both(loop, place)
 
 
-@habit("progressive unfreezing: layers that were frozen at the first call are thawed later", area="Gradients",
-       note="a warning tells that the first forward behind a thaw runs op by op, without a plan; a forward under "
+@habit("Progressive unfreezing: layers that were frozen at the first call are thawed later", area="Gradients",
+       note="a warning says that the first forward after a thaw runs op by op, without a plan; a forward under "
        "`torch.no_grad()` before it avoids that")  # fmt: skip
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_progressive_unfreezing(evaluates: bool) -> None:
@@ -610,7 +615,7 @@ def test_anomaly_mode(place: str) -> None:
 # Gradients of gradients.
 
 
-@habit("`torch.autograd.grad(loss, model.parameters(), create_graph=True)`, as MAML and Hessian products take it",
+@habit("`torch.autograd.grad(loss, model.parameters(), create_graph=True)`, as in MAML and Hessian products",
        area="Gradients", refused=elixir.UnsupportedBackward, says="create_graph=True: neither compiled code",
        )  # fmt: skip
 @offloaded
@@ -628,7 +633,7 @@ def test_a_backward_that_makes_a_graph(place: str) -> None:
     loss_of(compiled(batches(1)[0])).backward(create_graph=True)
 
 
-@habit("gradient penalty: `torch.autograd.grad(out, x, create_graph=True)`, then a backward through it",
+@habit("Gradient penalty: `torch.autograd.grad(out, x, create_graph=True)`, then a backward through it",
        area="Gradients", refused=RuntimeError, says="does not currently support double backward")  # fmt: skip
 @offloaded
 def test_a_gradient_penalty(place: str) -> None:
@@ -638,8 +643,8 @@ def test_a_gradient_penalty(place: str) -> None:
     (grad.norm() - 1).square().backward()
 
 
-@habit("gradient penalty on a copy of the model that is neither compiled nor prepared", area="Gradients",
-       note="as `UnsupportedBackward` advises; give its gradients to the parameters of the compiled one")  # fmt: skip
+@habit("Gradient penalty on a copy of the model that is neither compiled nor prepared", area="Gradients",
+       note="copy its gradients to the parameters of the compiled model, as `UnsupportedBackward` advises")  # fmt: skip
 @offloaded
 def test_a_gradient_penalty_on_a_plain_copy(place: str) -> None:
     def loop(tools: Tools) -> list[torch.Tensor | None]:

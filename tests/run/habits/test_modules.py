@@ -23,7 +23,7 @@ each_budget = pytest.mark.parametrize("budget", BUDGETS)
 # Replaced, added, skipped
 
 
-@habit("another head between two phases: `model.head = nn.Linear(...)`, also of another shape", area="Modules")
+@habit("Another head between two phases: `model.head = nn.Linear(...)`, also of another shape", area="Modules")
 @each_budget
 def test_another_head(budget: str) -> None:
     def story(run: Run) -> None:
@@ -88,7 +88,7 @@ class Skipping(Layers):
         return self.head(x).square().mean()
 
 
-@habit("layer drop: a layer is skipped in some steps", area="Modules")
+@habit("Layer drop: a layer is skipped in some steps", area="Modules")
 def test_layer_drop() -> None:
     def story(run: Run) -> None:
         for step, batch in enumerate(BATCHES[:5]):
@@ -99,7 +99,7 @@ def test_layer_drop() -> None:
     assert_same_story(story, budget="offload", model=Skipping())
 
 
-@habit("a lazy module, `nn.LazyLinear`, and one made by `torch.nn.utils.skip_init`", area="Modules")
+@habit("A lazy module, `nn.LazyLinear`, and one made by `torch.nn.utils.skip_init`", area="Modules")
 def test_modules_that_start_late() -> None:
     model = layers()
     model.middle = nn.LazyLinear(WIDTH)
@@ -177,7 +177,7 @@ def test_a_copy_as_teacher() -> None:
 # Hooks and fake quantization
 
 
-@habit("a forward pre-hook that reads the weight of its module", area="Modules")
+@habit("A forward pre-hook that reads the weight of its module", area="Modules")
 def test_a_hook_that_reads_weights() -> None:
     def story(run: Run) -> None:
         # After the first step it would not be noticed, as with any backend: Dynamo does not check hooks of modules.
@@ -196,7 +196,7 @@ class Scaled(nn.Linear):
         return self.factor * super().forward(x)
 
 
-@habit("a module with parameters that reads an attribute of its class in the forward", area="Modules")
+@habit("A forward that reads an attribute of the module's class", area="Modules")
 def test_attributes_of_classes() -> None:
     torch.manual_seed(0)
     model = layers()
@@ -214,7 +214,7 @@ class Quantized(nn.Linear):
         return functional.linear(x, weight, self.bias)
 
 
-@habit("quantization-aware training: `fake_quantize_per_tensor_affine` of the weight in the forward", area="Modules")
+@habit("Quantization-aware training: `fake_quantize_per_tensor_affine` of the weight in the forward", area="Modules")
 def test_quantization_aware_training() -> None:
     def story(run: Run) -> None:
         run.train(BATCHES[:3])
@@ -250,7 +250,7 @@ def test_parametrizing_between_steps(budget: str) -> None:
     assert type(copy.deepcopy(got.model.middle)) is nn.Linear
 
 
-@habit("a parametrization that was there before the first step is removed", area="Modules")
+@habit("A parametrization from before the first step is removed later", area="Modules")
 def test_removing_a_parametrization() -> None:
     def story(run: Run) -> None:
         parametrize.register_parametrization(run.model.middle, "weight", Symmetric())
@@ -294,7 +294,8 @@ def test_known_parametrizations_between_steps(apply: str) -> None:
 
 
 @habit("`nn.utils.weight_norm`, `nn.utils.spectral_norm` after the first step, and their removal", area="Modules",
-       note="a warning names parameters that move to the host while others hold the memory they leave")  # fmt: skip
+       note="a warning names parameters whose old device memory stays in use by other tensors after they "
+       "move to the host")  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.filterwarnings("ignore:.*weight_orig move to the host, and other tensors hold")
 @pytest.mark.parametrize(
@@ -336,7 +337,7 @@ def test_pruning_between_steps(budget: str) -> None:
     assert_same_story(story, budget=budget)
 
 
-@habit("pruned before the first step, `prune.remove` after some", area="Modules")
+@habit("Pruned before the first step, `prune.remove` after some", area="Modules")
 def test_pruning_before() -> None:
     def story(run: Run) -> None:
         prune.l1_unstructured(run.model.middle, "weight", 0.3)

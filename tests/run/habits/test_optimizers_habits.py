@@ -107,7 +107,7 @@ def layers(run: Run) -> list[list[nn.Parameter]]:
 @habit(
     "`add_param_group` for layers that are thawed one by one",
     area="Optimizers",
-    note="behind each thaw, call the compiled model once under `torch.no_grad()`: a warning says so",
+    note="after each thaw, call the compiled model once under `torch.no_grad()`; a warning asks for it",
 )
 @pytest.mark.filterwarnings("ignore:.*began to require a gradient")
 @setups("free", "across_steps")
@@ -145,7 +145,7 @@ def test_hyperparameters_by_hand(setup: str) -> None:
     assert_same_loop(loop, setup)
 
 
-@habit("`OneCycleLR`, which cycles the momentum too", area="Optimizers")
+@habit("`OneCycleLR`, including its cycle of the momentum", area="Optimizers")
 @pytest.mark.parametrize(
     ("setup", "cls", "options"), [("offload", SGD, {"momentum": 0.9}), ("across_steps", AdamW, {})]
 )
@@ -171,7 +171,7 @@ def test_plateau(setup: str) -> None:
     assert_same_loop(loop, setup)
 
 
-@habit("`lr` as a tensor that is written in place behind a step", area="Optimizers")
+@habit("`lr` as a tensor, written in place after a step", area="Optimizers")
 @pytest.mark.parametrize(("setup", "cls"), [("offload", Adam), ("across_steps", AdamW), ("across_steps", Adam)])
 def test_a_tensor_as_learning_rate(setup: str, cls: Any) -> None:
     def loop(run: Run, batches: list[torch.Tensor]) -> None:
@@ -184,7 +184,7 @@ def test_a_tensor_as_learning_rate(setup: str, cls: Any) -> None:
     assert_same_loop(loop, setup, cls=cls)
 
 
-@habit("Another optimizer in the next phase of training", area="Optimizers")
+@habit("A new optimizer in a later stage of training", area="Optimizers")
 @EACH
 def test_an_optimizer_for_each_phase(setup: str) -> None:
     makes = [both(setup, lr=1e-2), both(setup, SGD, lr=0.1, momentum=0.9), both(setup, lr=1e-3)]
@@ -199,7 +199,7 @@ def test_an_optimizer_for_each_phase(setup: str) -> None:
     assert_same_loop(loop, setup, makes[0])
 
 
-@habit("Two optimizers for different parameters, one of which steps less often", area="Optimizers")
+@habit("Two optimizers for different parameters; the second steps less often", area="Optimizers")
 @EACH
 def test_two_optimizers_for_different_parameters(setup: str) -> None:
     first, second = both(setup, lr=1e-2), both(setup, SGD, lr=0.1, momentum=0.9)
@@ -220,7 +220,7 @@ def test_two_optimizers_for_different_parameters(setup: str) -> None:
     assert_same_loop(loop, setup, state=False)
 
 
-@habit("Two optimizers that update the same parameters in turn", area="Optimizers")
+@habit("Two optimizers that update the same parameters, in alternating steps", area="Optimizers")
 @EACH
 def test_two_optimizers_in_turn(setup: str) -> None:
     second = both(setup, SGD, lr=0.1, momentum=0.9)
@@ -272,8 +272,9 @@ class SAM(Optimizer):
         self.base.step()
 
 
-@habit("SAM: parameters are moved for a second backward, and put back", area="Optimizers",
-       note="a warning names parameters that move to the host while others hold the memory they leave")  # fmt: skip
+@habit("SAM: parameters are moved for a second backward, then restored", area="Optimizers",
+       note="a warning names parameters whose old device memory stays in use by other tensors after they "
+       "move to the host")  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*move to the host, and other tensors hold")
 @setups("free", "offload", "across_steps")
 def test_sam(setup: str) -> None:
@@ -518,7 +519,7 @@ def test_weight_decay_of_matrices_only(setup: str) -> None:
     assert_same_loop(loop, setup, (grouped(plain), grouped(own)))
 
 
-@habit("No step where the loss is not finite", area="Optimizers")
+@habit("No step if the loss is not finite", area="Optimizers")
 @EACH
 def test_steps_are_skipped(setup: str) -> None:
     def loop(run: Run, batches: list[torch.Tensor]) -> None:
@@ -550,7 +551,7 @@ def test_moments_are_reset(setup: str) -> None:
     assert_same_loop(loop, setup)
 
 
-@habit("A class of one's own: Lion", area="Optimizers")
+@habit("A custom optimizer class: Lion", area="Optimizers")
 @EACH
 def test_a_class_of_ones_own(setup: str) -> None:
     def loop(run: Run, batches: list[torch.Tensor]) -> None:
@@ -603,7 +604,7 @@ def test_updates_by_hand(setup: str) -> None:
     assert_same_loop(loop, setup, state=False)
 
 
-@habit("A rollback to weights and state that were copied in memory", area="Optimizers")
+@habit("A rollback to copies of weights and optimizer state in memory", area="Optimizers")
 @setups("across_steps", "in_backward")
 def test_a_rollback(setup: str) -> None:
     def loop(run: Run, batches: list[torch.Tensor]) -> None:
@@ -618,7 +619,7 @@ def test_a_rollback(setup: str) -> None:
     assert_same_loop(loop, setup)
 
 
-@habit("`torch.optim.AdamW` goes on from the state of `HybridAdamW`, and the other way round", area="Optimizers")
+@habit("`torch.optim.AdamW` continues from the state of `HybridAdamW`, and the other way round", area="Optimizers")
 @setups("across_steps")
 def test_classes_in_turn(setup: str) -> None:
     plain, own = both(setup, lr=1e-2)
@@ -672,7 +673,7 @@ class Signed(Optimizer):
                     signed_step(param, param.grad, mean, group["lr"])
 
 
-@habit("A class of one's own whose step calls a function that `torch.compile` compiles", area="Optimizers")
+@habit("A custom optimizer class whose step calls a `torch.compile`d function", area="Optimizers")
 @setups("offload", "across_steps")
 def test_a_class_with_a_compiled_function(setup: str) -> None:
     def loop(run: Run, batches: list[torch.Tensor]) -> None:

@@ -103,7 +103,7 @@ def test_parameters_that_go() -> None:
     assert_same_story(story, budget="offload")
 
 
-@habit("tying `a.weight = b.weight` between steps, and untying", area="Parameters")
+@habit("Tying `a.weight = b.weight` between steps, and untying", area="Parameters")
 @each_budget
 def test_tying_late_and_untying(budget: str) -> None:
     def story(run: Run) -> None:
@@ -120,7 +120,7 @@ def test_tying_late_and_untying(budget: str) -> None:
 
 
 @habit(
-    "`a._parameters['weight'] = b._parameters['weight']`, tying past the attribute",
+    "`a._parameters['weight'] = b._parameters['weight']`, which ties weights without setting an attribute",
     area="Parameters",
     refused=ParameterReplaced,
     says="another is in its place",
@@ -149,7 +149,7 @@ def test_the_call_after_a_refusal_trains_with_what_is_there() -> None:
     assert_same(*runs)
 
 
-@habit("`load_state_dict(..., assign=True)` of a model whose weights are tied, which unties them", area="Parameters")
+@habit("`load_state_dict(..., assign=True)` of a model with tied weights, which unties them", area="Parameters")
 def test_assigning_to_tied_weights() -> None:
     def story(run: Run) -> None:
         run.model.middle.weight = run.model.first.weight
@@ -187,7 +187,9 @@ def test_swapping_tensors() -> None:
     assert_same_story(story, budget="offload")
 
 
-@habit("a parameter replaced between a forward and its backward: the old one gets the gradient", area="Parameters")
+@habit(
+    "A parameter replaced between a forward and its backward: the old parameter gets the gradient", area="Parameters"
+)
 def test_replacing_between_forward_and_backward() -> None:
     def story(run: Run) -> None:
         run.train(BATCHES[:1])
@@ -206,7 +208,7 @@ def test_replacing_between_forward_and_backward() -> None:
 
 
 @habit(
-    "a parameter replaced between two forwards, then the backward of the first",
+    "A parameter replaced between two forwards, then the backward of the first",
     area="Parameters",
     refused=StaleParameters,
     says="changed after the forward that saved it",
@@ -284,7 +286,7 @@ def test_functional_call_on_the_compiled_model() -> None:
 
 
 @habit(
-    "`torch.func.functional_call` in a function that is compiled, on a model that was prepared",
+    "`torch.func.functional_call` in a compiled function, on a prepared model",
     area="Parameters",
     refused=ParameterReplaced,
     says="outside of compiled code",
@@ -299,7 +301,7 @@ def test_functional_call_in_compiled_code() -> None:
 # Parameters over one memory
 
 
-@habit("two Parameters over one memory, `a.weight.data = b.weight.data`, before the first step", area="Parameters")
+@habit("Two Parameters that share memory, `a.weight.data = b.weight.data`, before the first step", area="Parameters")
 def test_two_parameters_over_one_memory() -> None:
     def story(run: Run) -> None:
         run.model.middle.weight.data = run.model.first.weight.data
@@ -313,7 +315,7 @@ def test_two_parameters_over_one_memory() -> None:
 
 
 @habit(
-    "two Parameters over one memory from some later step on, under a budget",
+    "Two Parameters that begin to share memory in a later step, under a budget",
     area="Parameters",
     refused=ParameterReplaced,
     says="it shares memory with",
@@ -340,7 +342,7 @@ def test_parameters_that_share_memory_late_stay_whole_after_the_refusal() -> Non
     assert "first.weight" in executor_of(runs[1].model).unmanaged_because
 
 
-@habit("parameters that are views of a flat buffer, which the user keeps", area="Parameters")
+@habit("Parameters as views of a flat buffer that the user keeps", area="Parameters")
 def test_parameters_in_a_flat_buffer() -> None:
     def story(run: Run) -> None:
         params = list(run.model.parameters())
@@ -386,7 +388,7 @@ def test_writes_between_steps() -> None:
     assert_same_story(story, budget="offload")
 
 
-@habit("progressive unfreezing, a new param group for each layer", area="Parameters")
+@habit("Progressive unfreezing, a new param group for each layer", area="Parameters")
 @pytest.mark.filterwarnings("ignore:.*began to require a gradient")
 def test_progressive_unfreezing() -> None:
     def story(run: Run) -> None:
@@ -432,7 +434,8 @@ def test_conversions_that_change_nothing() -> None:
 
 
 @habit("`load_state_dict(other.state_dict(), assign=True)`: two models that train the same memory",
-       area="Parameters", note="after one `ParameterReplaced` if the parameters live on the host")  # fmt: skip
+       area="Parameters", note="if the home of the parameters is the host, the first call raises "
+       "`ParameterReplaced` and the next works")  # fmt: skip
 @each_budget
 def test_sharing_the_memory_of_a_live_model(budget: str) -> None:
     def story(run: Run) -> None:

@@ -87,7 +87,7 @@ def test_sparse_gradients_train_as_eager(budget: str) -> None:
 
 
 @habit(
-    "`HybridAdamW` on parameters with sparse gradients, which AdamW of torch refuses too",
+    "`HybridAdamW` on parameters with sparse gradients, as `torch.optim.AdamW` refuses",
     area="Optimizers",
     refused=elixir.UnsupportedModel,
     says="its gradient is sparse, and HybridAdamW updates dense ones",

@@ -224,7 +224,7 @@ TEACHER = ("teacher.0.weight", "teacher.0.bias", "teacher.2.weight", "teacher.2.
 
 
 @habit(
-    "A momentum encoder (MoCo, BYOL) that the forward updates: `mul_().add_()`, `lerp_`, `copy_`, `.data =`",
+    "A momentum encoder (MoCo, BYOL) updated in the forward by `mul_().add_()`, `lerp_`, `copy_`, `.data =`",
     area="Training loops",
 )
 @pytest.mark.parametrize("make", [Momentum, MomentumByName, MomentumBehind])
@@ -233,7 +233,7 @@ def test_a_teacher_that_the_forward_updates(make: type[nn.Module], budget: str) 
     assert_writes_as_eager(make, budget, *TEACHER)
 
 
-@habit("A momentum encoder that the loop updates behind the step", area="Training loops")
+@habit("A momentum encoder updated in the loop after the step", area="Training loops")
 def test_a_teacher_that_the_loop_updates() -> None:
     def step_and_follow(run: Run, batch: Any) -> torch.Tensor:
         loss = step(run, batch)
@@ -243,7 +243,7 @@ def test_a_teacher_that_the_loop_updates() -> None:
     assert_writes_as_eager(OnlyLoss, "offload", step=step_and_follow)
 
 
-@habit("A momentum encoder that a compiled function of its own updates", area="Training loops")
+@habit("A momentum encoder updated by a separate compiled function", area="Training loops")
 def test_a_teacher_that_a_compiled_function_updates() -> None:
     def step_and_follow(run: Run, batch: Any) -> torch.Tensor:
         loss = step(run, batch)
@@ -256,7 +256,7 @@ def test_a_teacher_that_a_compiled_function_updates() -> None:
     assert_writes_as_eager(OnlyLoss, "offload", step=step_and_follow)
 
 
-@habit("Weight clipping behind the step (WGAN)", area="Training loops")
+@habit("Weight clipping after the step (WGAN)", area="Training loops")
 def test_weights_clipped_behind_the_step() -> None:
     def step_and_clip(run: Run, batch: Any) -> torch.Tensor:
         loss = step(run, batch)
@@ -342,7 +342,7 @@ def step_and_evaluate(run: Run, batch: Any) -> torch.Tensor:
     return step(run, batch)
 
 
-@habit("A weight that only training writes, or only evaluation, whichever is captured first", area="Parameters")
+@habit("A weight written only in training, or only in evaluation; either may be captured first", area="Parameters")
 @pytest.mark.parametrize("make", [WritesInTraining, WritesInEvaluation])
 @pytest.mark.parametrize("evaluates_first", [True, False])
 def test_a_weight_that_one_mode_writes(make: type[nn.Module], evaluates_first: bool) -> None:
@@ -372,7 +372,7 @@ class BetweenGraphs(Layers):
             self.first.bias.mul_(0.9)
 
 
-@habit("A weight written by eager code behind a graph break", area="Parameters")
+@habit("A weight written by eager code after a graph break", area="Parameters")
 @budgets
 def test_a_weight_written_between_graphs(budget: str) -> None:
     model = seeded(BetweenGraphs)
@@ -382,7 +382,7 @@ def test_a_weight_written_between_graphs(budget: str) -> None:
 
 
 @habit(
-    "A weight that needs a gradient written in place with gradients on",
+    "A weight that requires a gradient, written in place while gradients are on",
     area="Parameters",
     refused=elixir.UnsupportedModel,
     says="while gradients are on, which PyTorch refuses for a leaf that requires one",
@@ -401,7 +401,7 @@ def test_a_leaf_written_with_gradients_on_is_refused() -> None:
     run(batch)
 
 
-@habit("A weight read, written and read again with gradients on", area="Parameters", refused=RuntimeError,
+@habit("A weight read, written and read again while gradients are on", area="Parameters", refused=RuntimeError,
        says="has been modified by an inplace operation")  # fmt: skip
 def test_a_weight_written_between_two_reads_is_refused_as_by_eager() -> None:
     class Between(Layers):
@@ -421,7 +421,7 @@ def test_a_weight_written_between_two_reads_is_refused_as_by_eager() -> None:
     step(run, batch)
 
 
-@habit("A model that is one `checkpoint` region, with a weight written outside of it", area="Modules")
+@habit("A model inside a `checkpoint` region, with a weight written outside of the region", area="Modules")
 def test_a_weight_read_in_a_checkpoint_and_written_outside() -> None:
     class Checkpointed(Layers):
         def inside(self, x: torch.Tensor) -> torch.Tensor:
