@@ -51,6 +51,10 @@ def plan(
     input, is symbolic.
 
     Raises NoFeasiblePlan with the missing bytes, UnsupportedModel, UnknownModel, and UnknownHardware.
+
+    Example:
+        plan = elixir.plan(model, [batch], hardware="a100-40g", options={"device_memory": "1GiB"})
+        print(plan.prediction.step_s, plan.prediction.device_peak_bytes, plan.bound_s)
     """
     chosen = options if isinstance(options, Options) else parse_options(options)
     if chosen.plan is not None:

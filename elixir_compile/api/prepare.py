@@ -50,6 +50,10 @@ def prepare(
 
     Raises UnsupportedModel if the model has no parameters, or was prepared for another device or `param_dtype`, and
     InvalidOption if `param_dtype` is unknown.
+
+    Example:
+        layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
+        compiled = torch.compile(layer, backend="elixir")
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)

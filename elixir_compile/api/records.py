@@ -15,6 +15,10 @@ def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilati
 
     `model` is the module or its compiled form. With `inference`, graphs without a backward are included. Warns
     NoGraphCaptured if nothing was captured: the model never ran compiled, or Dynamo found no graph in it.
+
+    Example:
+        compilation = elixir.compilations(compiled)[-1]
+        print(compilation.plan.prediction.device_peak_bytes, "of", compilation.plan.budget_bytes)
     """
     executor = executor_of(compat.undo_compile(model))
     captured = [] if executor is None else [made for made in executor.compilations if not made.is_superseded]

@@ -35,7 +35,12 @@ def require_disk(plan: Plan, disk: tuple[Path, bool] | None) -> None:
 
 
 def save_plan(plan: Plan, path: "str | Path") -> None:
-    """Write `plan` as JSON to `path`."""
+    """Write `plan` as JSON to `path`.
+
+    Example:
+        elixir.save_plan(elixir.compilations(compiled)[-1].plan, "plan.json")
+        again = torch.compile(model, backend="elixir", options={"plan": "plan.json"})
+    """
     Path(path).write_text(plan_to_json(plan), encoding="utf-8")
 
 
@@ -43,6 +48,11 @@ def load_plan(path: "str | Path") -> Plan:
     """Return the plan that `save_plan` wrote to `path`.
 
     Raises PlanFileError with the name of the wrong field, or of the missing file.
+
+    Example:
+        plan = elixir.compilations(compiled)[-1].plan
+        elixir.save_plan(plan, "plan.json")
+        assert elixir.load_plan("plan.json") == plan
     """
     return plan_from_json(_read(path))
 

@@ -51,6 +51,10 @@ def weigh(model: nn.Module, num_samples: int) -> None:
 
     Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, and PeerFailed if
     a rank does not call this.
+
+    Example:
+        elixir.weigh(model, num_samples=len(batch))
+        compiled(batch).backward()
     """
     executor = executor_of(compat.undo_compile(model))
     if executor is None:

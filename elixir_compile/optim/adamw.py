@@ -32,6 +32,12 @@ class HybridAdamW(KeepsMasters, torch.optim.AdamW):  # pyright: ignore[reportInc
     If the plan updates across steps, `step()` returns before the host has finished. Reading a parameter, its gradient
     or `state` waits for the updates it depends on; `wait()` waits for all updates. An exception of an update is raised
     by the next call that waits for the update.
+
+    Example:
+        optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
+        compiled(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     updates_as = torch.optim.AdamW
@@ -108,6 +114,12 @@ def hybrid(cls: type[C]) -> type[C]:
     parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.
 
     Raises TypeError if `cls` is not a subclass of `torch.optim.Optimizer`.
+
+    Example:
+        optimizer = elixir.hybrid(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
+        assert isinstance(optimizer, torch.optim.SGD)
+        compiled(batch).backward()
+        optimizer.step()
     """
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)) or cls is Optimizer:
         raise TypeError(f"hybrid needs a subclass of torch.optim.Optimizer, such as torch.optim.SGD, not {cls!r}")
