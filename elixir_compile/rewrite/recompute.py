@@ -26,6 +26,9 @@ from elixir_compile.capture.views import by_owner, example_of, inverse, is_numbe
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGraph, StorageId
 
+RECOMPUTED = "elixir_recomputed"
+"""The key in `node.meta` that marks the nodes of recomputed ops."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
@@ -148,7 +151,7 @@ class _Repeater:
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
         made = graph.create_node(node.op, node.target, args, kwargs, name=f"{AGAIN}{node.name}")
-        made.meta = {**node.meta, "val": example_of(node, read(viewed[0]) if viewed else None)}
+        made.meta = {**node.meta, RECOMPUTED: True, "val": example_of(node, read(viewed[0]) if viewed else None)}
         return made
 
     def _undone(self, view: fx.Node, value: fx.Node) -> fx.Node:
@@ -162,7 +165,7 @@ class _Repeater:
         module, name = self.captured.backward, f"{AGAIN}{str(node.target).replace('.', '_')}"
         setattr(module, name, getattr(self.captured.forward, str(node.target)))
         made = module.graph.create_node("get_attr", name, name=name)
-        made.meta = dict(node.meta)
+        made.meta = {**node.meta, RECOMPUTED: True}
         return made
 
     def _stamp(self) -> None:

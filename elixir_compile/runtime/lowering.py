@@ -12,9 +12,9 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
-from elixir_compile.analysis.recompute import AGAIN
 from elixir_compile.capture.joint import parameter
 from elixir_compile.ir import Lane, Phase
+from elixir_compile.rewrite.recompute import RECOMPUTED
 from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.ledger import Ledger
 
@@ -98,7 +98,7 @@ class RegionCompiler:
             examples,
             visible,
             self._kernels,
-            repeated=[node.name for node in region.module.graph.nodes if node.name.startswith(AGAIN)],
+            repeated=[node.name for node in region.module.graph.nodes if node.meta.get(RECOMPUTED)],
             static_input_idxs=static,
             is_backward=region.phase is Phase.BACKWARD,
             is_inference=is_inference,

@@ -1,4 +1,4 @@
-"""`rewrite.repeat` and `capture.spare`: the rewritten halves are the step that the planner counts."""
+"""`rewrite.recompute` and `capture.extra_saved`: the rewritten halves are the step that the planner counts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +16,9 @@ from elixir_compile.capture.joint import TICKET, parameter, ticket
 from elixir_compile.capture.tracing import trace_step
 from elixir_compile.capture.views import by_owner, path_to
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Activations, GroupId, Saving, StepGraph, StorageId, fingerprint
-from elixir_compile.rewrite.recompute import partition_of
+from elixir_compile.ir import Activations, GroupId, Phase, Region, RegionId, Saving, StepGraph, StorageId, fingerprint
+from elixir_compile.rewrite.recompute import RECOMPUTED, partition_of
+from elixir_compile.rewrite.regions import split_regions
 from tests.fx.handmade import CHOICES, activations, from_host, to_depth
 from tests.run.models import Stack, hf_batches, seeded, small_gpt2, vectors
 
@@ -112,6 +113,19 @@ def test_the_forward_returns_only_values_that_the_backward_reads() -> None:
     read = {str(node.target) for node in placeholders if node.users}
     assert {node.name for node in outputs if isinstance(node, fx.Node)} - {"ticket"} <= read
     assert outputs.count(None) > 0
+
+
+def test_recomputed_nodes_are_marked_in_the_region_that_runs_them() -> None:
+    captured, graph = spared("stack")
+    chosen = activations(graph, to_depth(Depth.MATMUL))
+    backward = partition_of(captured, graph, chosen).captured.backward
+    ops = [op for op in as_run(graph, chosen).ops if op.phase is Phase.BACKWARD]
+    spans = [Region(id=RegionId("bwd.0"), phase=Phase.BACKWARD, first=ops[0].id, last=ops[-1].id, buckets=())]
+    (region,) = split_regions(backward, spans, Phase.BACKWARD).values()
+    marked = {node.name for node in region.module.graph.nodes if node.meta.get(RECOMPUTED)}
+    repeated = {repeat.op for repeat in repeats(graph, chosen)}
+    assert len(marked) >= len(repeated) > 1
+    assert marked.isdisjoint(node.name for node in captured.backward.graph.nodes)
 
 
 def test_the_ticket_names_the_parameters_that_repeated_ops_read() -> None:
