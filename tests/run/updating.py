@@ -207,7 +207,8 @@ def move_state(run: Run, optim: Tier) -> None:
     in_force = executor.buckets_in_force(for_training=True)
     homes = [replace(home, optim=optim) for _, home in in_force]
     compilation: Any = elixir.compilations(run.model)[0]
-    compilation.plan = replace(compilation.plan, placements=tuple(homes))
+    plan = replace(compilation.plan, placements=tuple(homes))
+    compilation._active = replace(compilation.active, plan=plan)
     executor.move([bucket for bucket, _ in in_force], homes)
 
 

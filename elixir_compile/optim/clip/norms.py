@@ -1,6 +1,6 @@
 """Compute gradient norms, without reading gradients again whose norm the backward has already computed.
 
-The backward computes the norm of a gradient on its way to the host: see `runtime.landed.GradNormCache`.
+The backward computes the norm of a gradient on its way to the host: see `runtime.grad_norms.GradNormCache`.
 
 squares_of   sum of squares, in double on the host, in fp32 on a device; float64 gradients in float64 on both
 norm_of      bitwise equal to the norm that `torch.nn.utils.clip_grad_norm_` computes for a single gradient

@@ -73,11 +73,11 @@ def test_host_state_is_in_slabs_and_loads_in_both_directions() -> None:
     expected = eager_run(model, plain).train(batches)
     with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, optimizer=hybrid) as run:
         run.train(batches[:2])
-        rooms = run.optimizer._placer.rooms
+        buffers = run.optimizer._placer.buffers
         for bucket in buckets_of(run):
             for slot in bucket.slots:
                 buffer = run.optimizer.state[slot.param]["momentum_buffer"]
-                assert buffer.data_ptr() == rooms.room(bucket, "momentum_buffer", slot.param).data_ptr()
+                assert buffer.data_ptr() == buffers.buffer(bucket, "momentum_buffer", slot.param).data_ptr()
         middle = eager_run(model, plain)
         middle.model.load_state_dict(run.model.state_dict())
         middle.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
