@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from elixir_compile.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from elixir_compile.api.plan import plan as plan
     from elixir_compile.api.prepare import prepare as prepare
@@ -81,10 +83,9 @@ _ERRORS = (
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
 _HOME.update(dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors"))
-_HOME["__version__"] = "version"
 _HOME.update(dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.distributed.errors"))
 
-__all__ = sorted(_HOME.keys() - {"__version__"})
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:

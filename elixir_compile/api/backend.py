@@ -34,12 +34,12 @@ from elixir_compile.managed.lifetime import for_compiled_code
 from elixir_compile.managed.masters import check_masters, check_reduces
 from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.saved import load_plan
-from elixir_compile.managed.unmanaged import compile_unmanaged, executor_of_slot, stop_managing
+from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
 from elixir_compile.ops.gate import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.loss import Chunks, Pressed, Unchunked, chunks_of, if_better, is_pressed, raise_smaller_need
-from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.executor import Executor, executor_of_slot
 
 log = logging.getLogger("elixir_compile")
 

@@ -20,15 +20,9 @@ from elixir_compile.managed.compilation import Compilation
 from elixir_compile.ops.registry import Slot, forget, slot_by_key, slot_of
 from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.bucket import on_device
-from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.executor import Executor, executor_of_slot
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-
-
-def executor_of_slot(slot: Slot) -> Executor:
-    """Return the executor that owns `slot`, a slot of a captured graph."""
-    assert isinstance(slot.sink, Executor)
-    return slot.sink
 
 
 def stop_managing(executor: Executor, unmanaged: Iterable[tuple[Slot, str]]) -> list[Slot]:

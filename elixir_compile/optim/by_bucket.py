@@ -1,14 +1,13 @@
 """Find the running bucket and the executor of each parameter, by the slot of the parameter."""
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import nn
 
-from elixir_compile.ops.registry import Slot, slot_of
+from elixir_compile.ops.registry import slot_of
 from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.executor import Executor, executor_of_slot
 
 
 def bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
@@ -16,14 +15,9 @@ def bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
     slot = slot_of(param)
     if slot is None:
         return None
-    executor = executor_of(slot)
+    executor = executor_of_slot(slot)
     bucket = executor.running(slot)
     return None if bucket is None else (bucket, executor)
-
-
-def executor_of(slot: Slot) -> Executor:
-    """Return the executor of `slot`; `ops` knows it only as a `SlotOwner`."""
-    return cast("Executor", slot.sink)
 
 
 def group_by_bucket(

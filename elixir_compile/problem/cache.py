@@ -9,7 +9,6 @@ A budget from free memory is another number in every run, so it is not in the ke
 used if it fits the memory that is free now, unless so much more is free that a better plan is likely.
 """
 
-import functools
 import hashlib
 import logging
 import os
@@ -25,7 +24,7 @@ from elixir_compile.hardware import hardware_fingerprint
 from elixir_compile.ir import PLAN_FORMAT, Op, Plan, StepGraph, Tier, plan_from_json, plan_to_json
 from elixir_compile.options import Options
 from elixir_compile.search import Problem, plan
-from elixir_compile.version import __version__
+from elixir_compile.version import __version__, source_digest
 
 log = logging.getLogger("elixir_compile")
 
@@ -35,7 +34,8 @@ _MORE_MEMORY = 1.1
 """A plan is searched again if the budget is larger than its own budget by this factor."""
 _HOST_SHARE = 0.8
 """Share of the free host memory above which the host may have shaped the plan; such a plan is not kept."""
-_PLANNING = ("", "analysis", "cost", "hardware", "ir", "search", "simulate")
+_PLANNING = ("*.py", *(f"{name}/**/*.py" for name in ("analysis", "cost", "hardware", "ir", "search", "simulate")))
+"""The source on which plans depend, as patterns."""
 
 
 def plan_for(problem: Problem, options: Options) -> Plan:
@@ -117,7 +117,7 @@ def plan_key(problem: Problem, options: Options) -> str:
         if field.name not in ("name", "graph", "cluster", "budget_bytes", "host_budget_bytes")
     ]
     parts = [
-        ("version", __version__, PLAN_FORMAT, _source_digest()),
+        ("version", __version__, PLAN_FORMAT, source_digest(*_PLANNING)),
         ("graph", _graph_digest(problem.graph)),
         ("machine", hardware_fingerprint(problem.cluster)),
         ("device", "free" if options.device_memory is None else problem.budget_bytes),
@@ -151,17 +151,6 @@ def _graph_digest(graph: StepGraph) -> str:
     for field in fields(graph):
         if field.name not in ("name", "ops"):
             digest.update(repr((field.name, _canonical(getattr(graph, field.name)))).encode())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _source_digest() -> str:
-    """Return the digest of the planning half's source: the version stays the same during its development."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for folder in _PLANNING:
-        for path in sorted((root / folder).rglob("*.py") if folder else root.glob("*.py")):
-            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -361,3 +361,9 @@ class Executor:
 
     def _versions(self, names: Sequence[str]) -> list[int]:
         return [self.slots[name].version for name in names]
+
+
+def executor_of_slot(slot: Slot) -> Executor:
+    """Return the executor that owns `slot`; `ops` knows it only as a `SlotOwner`."""
+    assert isinstance(slot.sink, Executor)
+    return slot.sink

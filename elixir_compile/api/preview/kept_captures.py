@@ -32,7 +32,7 @@ from elixir_compile.folders import cache_dir, drop_oldest, write_cached
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.options import Options
 from elixir_compile.problem.loss import Chunks
-from elixir_compile.version import __version__
+from elixir_compile.version import __version__, source_digest
 
 log = logging.getLogger("elixir_compile")
 
@@ -80,7 +80,7 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
     parts = [
         ("model", description, text, dynamic, chunks),
         ("options", [(name, getattr(options, name)) for name in _READ_BY_A_CAPTURE]),
-        ("source", __version__, _source_digest()),
+        ("source", __version__, source_digest("**/*.py")),
         ("torch", torch.__version__),  # a public name
         ("libraries", platform.python_version(), _transformers()),
         ("processor", torch.backends.cpu.get_cpu_capability()),
@@ -137,12 +137,3 @@ def _transformers() -> tuple[str, str | None] | None:
     """Return the version and the path of transformers, without the import, which takes 0.7 s."""
     found = importlib.util.find_spec("transformers")
     return None if found is None else (importlib.metadata.version("transformers"), found.origin)
-
-
-def _source_digest() -> str:
-    """Return the digest of all source of this package: its version stays the same during development."""
-    root = Path(__file__).parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()

@@ -13,8 +13,8 @@ from torch import nn
 
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_sharded, own_grad, sum_over_parts
-from elixir_compile.optim.by_bucket import executor_of
 from elixir_compile.optim.host import sum_of_squares
+from elixir_compile.runtime.executor import executor_of_slot
 from elixir_compile.runtime.grad_norms import Squares, SquaresOf
 from elixir_compile.runtime.slab import flat
 
@@ -43,7 +43,7 @@ def known_squares(params: Iterable[nn.Parameter], squares: SquaresOf) -> Mapping
     """
     slots = {id(param): slot for param in params if (slot := slot_of(param)) is not None}
     found: dict[int, Squares] = {}
-    for executor in dict.fromkeys(map(executor_of, slots.values())):
+    for executor in dict.fromkeys(map(executor_of_slot, slots.values())):
         selected = {key: slot for key, slot in slots.items() if slot.sink is executor}
         known = executor.gradients.norm_cache.known(squares)
         found |= {key: known[slot.key] for key, slot in selected.items() if slot.key in known}

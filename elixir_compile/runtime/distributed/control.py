@@ -195,7 +195,7 @@ def apart(work: Callable[[], _Made]) -> _Made:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="elixir talk", daemon=True).start()
+    threading.Thread(target=run, name="elixir control", daemon=True).start()
     return done.result()
 
 

@@ -151,7 +151,7 @@ def test_names_and_source_lines_do_not_change_the_key() -> None:
 
 def test_other_source_code_changes_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = plan_key(PROBLEM, OPTIONS)
-    monkeypatch.setattr(cache, "_source_digest", lambda: "edited")
+    monkeypatch.setattr(cache, "source_digest", lambda *patterns: "edited")
     assert plan_key(PROBLEM, OPTIONS) != before
 
 

@@ -132,7 +132,7 @@ def other_transformers(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_source(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_captures, "_source_digest", lambda: "other")
+    patch.setattr(kept_captures, "source_digest", lambda *patterns: "other")
 
 
 def other_environment(patch: pytest.MonkeyPatch) -> None:
