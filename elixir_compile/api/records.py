@@ -5,9 +5,9 @@ import warnings
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import NoGraphCaptured
 from elixir_compile.managed.compilation import Compilation
+from elixir_compile.managed.model import managed_model
 
 
 def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:
@@ -20,8 +20,8 @@ def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilati
         compilation = elixir.compilations(compiled)[-1]
         print(compilation.plan.prediction.device_peak_bytes, "of", compilation.plan.budget_bytes)
     """
-    executor = executor_of(compat.undo_compile(model))
-    captured = [] if executor is None else [made for made in executor.compilations if not made.is_superseded]
+    managed = managed_model(compat.undo_compile(model))
+    captured = [] if managed is None else [made for made in managed.compilations if not made.is_superseded]
     if not captured:
         name = type(compat.undo_compile(model)).__name__
         warnings.warn(

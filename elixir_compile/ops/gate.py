@@ -41,7 +41,7 @@ class Gate:
     def is_current(self) -> bool:
         """Whether no parameter moved, and no frozen parameter was thawed, since the handles were made."""
         # If the data of a parameter moves to another device, torch makes a new accumulate node for it.
-        return all(slot.sink.generation == self._generation for slot in self.slots[:1]) and not any(
+        return all(slot.sink.buckets.generation == self._generation for slot in self.slots[:1]) and not any(
             slot.param.requires_grad for slot in self._frozen
         )
 
@@ -114,7 +114,7 @@ class Gate:
                 made = {slot.key: handle for slot, handle in zip(trained, outputs, strict=True)}
         self._frozen = tuple(slot for slot in self.slots if slot.key not in made)
         self._handles = tuple(made.get(slot.key) for slot in self.slots)
-        self._generation = owner.generation
+        self._generation = owner.buckets.generation
 
 
 class _GateNode(torch.autograd.Function):

@@ -37,11 +37,27 @@ class GradientSink(Protocol):
         ...
 
 
-class SlotOwner(Protocol):
-    """The interface of an executor for slots."""
+class SlotBuckets(Protocol):
+    """The interface of the buckets in force for slots."""
 
     generation: int
     """A number that grows if parameters move."""
+
+    def await_update(self, slot: "Slot") -> None:
+        """Wait for a queued update of the slot's bucket; then its parameters can be read."""
+        ...
+
+
+class SlotOwner(Protocol):
+    """The interface of an executor for slots: it gathers their parameters, and takes their gradients.
+
+    The prepared model that owns the executor is unknown here; it is found from the modules that read the parameter.
+    """
+
+    @property
+    def buckets(self) -> SlotBuckets:
+        """The buckets in force, with the homes of the executor's parameters."""
+        ...
 
     @property
     def gradients(self) -> GradientSink:
@@ -50,10 +66,6 @@ class SlotOwner(Protocol):
 
     def check_same_op(self, slot: "Slot") -> None:
         """Wait until all ranks are about to gather the slot's parameter. Raises RanksDiffer if a rank is not."""
-        ...
-
-    def await_update(self, slot: "Slot") -> None:
-        """Wait for a queued update of the slot's bucket; then its parameters can be read."""
         ...
 
 
@@ -159,7 +171,7 @@ class Slot:
         """
         if is_sharded(self.param):
             self.sink.check_same_op(self)
-        self.sink.await_update(self)
+        self.sink.buckets.await_update(self)
         return full_tensor(self.param, self.device)
 
     def handle(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ def bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
     if slot is None:
         return None
     executor = executor_of_slot(slot)
-    bucket = executor.running(slot)
+    bucket = executor.buckets.of(slot)
     return None if bucket is None else (bucket, executor)
 
 

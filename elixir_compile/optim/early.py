@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 
 from elixir_compile.errors import GradientsChanged
-from elixir_compile.ops.shards import version
 from elixir_compile.optim.clip.guard import name_of, watch
 from elixir_compile.optim.group_slice import snapshot
 from elixir_compile.optim.rule import GRAD_SCALE
+from elixir_compile.runtime.published import GradientSnapshot
 
 _UPDATED = "was updated in its backward, and then"
 
@@ -25,8 +24,7 @@ _UPDATED = "was updated in its backward, and then"
 class _Note:
     """The inputs of an update: gradient and hyperparameters."""
 
-    grad: torch.Tensor
-    version: int
+    grad: GradientSnapshot
     group: Mapping[str, Any]
 
 
@@ -35,7 +33,7 @@ class EarlyUpdates:
 
     def __init__(self) -> None:
         self._notes: dict[nn.Parameter, _Note] = {}
-        self._overwritten: dict[nn.Parameter, TensorWeakRef] = {}
+        self._overwritten: dict[nn.Parameter, GradientSnapshot] = {}
         """By parameter, the gradient of an update whose result a loaded state dict has replaced."""
 
     def refuse(self, because: str) -> None:
@@ -50,14 +48,14 @@ class EarlyUpdates:
             note = self._notes.get(param)
             if note is not None:
                 self._notes = {}
-                is_added_to = param.grad is note.grad
+                is_added_to = note.grad.is_of(param.grad)
                 because = "another backward pass, or code outside the graph, added to it"
                 dropped = "its gradient was dropped without a `step()`, so the update is in the weights already"
                 raise GradientsChanged(name_of(param), f"{_UPDATED} {because if is_added_to else dropped}")
 
     def forget_dropped(self) -> None:
         """Forget notes of parameters whose gradient was dropped; called before the first step, when no update runs."""
-        self._notes = {param: note for param, note in self._notes.items() if param.grad is note.grad}
+        self._notes = {param: note for param, note in self._notes.items() if note.grad.is_of(param.grad)}
 
     def overwrite(self, *, were_updated: bool) -> None:
         """Forget all updates because a state dict is being loaded.
@@ -66,7 +64,7 @@ class EarlyUpdates:
         """
         notes, self._notes = self._notes, {}
         if were_updated:
-            self._overwritten.update((param, TensorWeakRef(note.grad)) for param, note in notes.items())
+            self._overwritten.update((param, note.grad) for param, note in notes.items())
 
     def note(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Record the gradients and hyperparameters that an update of `params`, which are in `group`, reads."""
@@ -74,7 +72,7 @@ class EarlyUpdates:
         for param in params:
             if param.grad is not None:
                 watch(param.grad)
-                self._notes[param] = _Note(param.grad, version(param.grad), now)
+                self._notes[param] = _Note(GradientSnapshot.of(param.grad), now)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> frozenset[nn.Parameter]:
         """Return the parameters that were updated in the backward, and forget them.
@@ -84,7 +82,7 @@ class EarlyUpdates:
         notes, self._notes = self._notes, {}
         overwritten, self._overwritten = self._overwritten, {}
         for param, grad in overwritten.items():
-            if param.grad is not None and param.grad is grad():
+            if grad.is_of(param.grad):
                 raise GradientsChanged(name_of(param), f"{_UPDATED} a state dict was loaded before `step()`")
         if not notes:
             return frozenset()
@@ -94,7 +92,7 @@ class EarlyUpdates:
                 note = notes.get(param)
                 if note is None:
                     continue
-                if param.grad is not note.grad or version(note.grad) != note.version:
+                if not note.grad.is_current(param.grad):
                     raise GradientsChanged(name_of(param), f"{_UPDATED} its gradient was changed")
                 if not _is_same(now, note.group):
                     raise GradientsChanged(name_of(param), f"{_UPDATED} {_difference(now, note.group)}")

@@ -206,7 +206,7 @@ class Hybrid(torch.optim.Optimizer):
         factor = self._take_factor()
         with torch.DisableTorchFunctionSubclass():
             if factor is not None:
-                self._overflow.require_skipped(self.param_groups)
+                self._overflow.require_skipped()
             seen = self._early.check(scaled(self.param_groups, 1.0 if factor is None else factor))
             done = seen if self._has_stepped else frozenset()
             if factor is not None:
@@ -320,7 +320,7 @@ class Hybrid(torch.optim.Optimizer):
             buckets, unplanned, found = group_by_bucket(own)
             executors |= found
             for bucket in buckets:
-                bucket.await_update()
+                bucket.queued.wait()
             if isinstance(rule, AdamWRule):
                 require_dense(unplanned)
             unplanned_by_group.append((unplanned, group))
@@ -340,7 +340,7 @@ class Hybrid(torch.optim.Optimizer):
                 disk=self._placer.disk.prepare(bucket, (state for part in parts[bucket] for state in part.states)),
             )
             for executor in dict.fromkeys(executors.values())
-            for bucket in executor.in_use_order(b for b in parts if executors[b] is executor)
+            for bucket in executor.buckets.in_use_order(b for b in parts if executors[b] is executor)
         ]
         for update in updates:
             if update.is_on_device and not update.bucket.placement.streamed:
@@ -362,7 +362,7 @@ class Hybrid(torch.optim.Optimizer):
             if param.grad is not None:
                 watch(param.grad)
         queued = self._line.queue(on_host_threads(update.work(arrived), threads), update.label)
-        update.bucket.begin_update(queued, update.params)
+        update.bucket.queued.add(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
     def _update_unplanned(self, params: list[nn.Parameter], group: Mapping[str, Any], rule: UpdateRule) -> None:

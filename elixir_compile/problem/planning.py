@@ -105,7 +105,7 @@ def problem_of(
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
     trained = [slot for slot in slots if is_training and slot.param.requires_grad]
-    in_force = executor.buckets_in_force(for_training=is_training)
+    in_force = executor.buckets.in_force(for_training=is_training)
     known = planned_states([slot.param for slot in trained])
     states = states_by_name(trained, known)
     held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
@@ -129,7 +129,7 @@ def problem_of(
         groups={name: state.group for name, state in states.items()},
         savings=savings_of(options),
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
-        disk=executor.disk is not None,
+        disk=executor.buckets.disk is not None,
         update=update_of(options),
         least_alike=least_alike_of(options),
         base_bytes=held_bytes + fixed_bytes,
@@ -174,7 +174,7 @@ def unread_bytes(captured: Captured, executor: Executor) -> int:
         return 0
     read = set(param_names_of(captured, executor))
     slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
-    return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.running(slot) is None)
+    return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.buckets.of(slot) is None)
 
 
 def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
@@ -185,7 +185,7 @@ def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: 
     """
     grads_bytes = eager_bytes = 0
     for slot in executor.slots.values():
-        bucket = executor.running(slot)
+        bucket = executor.buckets.of(slot)
         if slot.name in read or not slot.param.requires_grad:
             continue
         if bucket is not None:
@@ -205,7 +205,7 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
     for slot in executor.slots.values():
         if slot.name in leaving_out:
             continue
-        bucket = executor.running(slot)
+        bucket = executor.buckets.of(slot)
         total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_on_host) else 0
         if bucket is not None and bucket.placement.optim is Tier.DEVICE:
             total += bucket.spec.state_nbytes * slot.own_nbytes // bucket.spec.nbytes
@@ -253,7 +253,7 @@ def may_move_back(problem: Problem, executor: Executor) -> bool:
 def param_names_of(captured: Captured, executor: Executor) -> list[str]:
     """Return the names of the parameters that the step reads, and of all others in their buckets in force."""
     read = dict.fromkeys(captured.param_names.values())
-    for bucket, _ in executor.buckets_in_force(for_training=captured.backward is not None):
+    for bucket, _ in executor.buckets.in_force(for_training=captured.backward is not None):
         if not read.keys().isdisjoint(bucket.params):
             read.update(dict.fromkeys(bucket.params))
     return list(read)

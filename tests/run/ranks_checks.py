@@ -81,7 +81,7 @@ def keeps_what_the_formula_says(rank: int, world_size: int) -> dict[str, int]:
         held_bytes = resident.nbytes - before_bytes - texts_bytes
     device_bytes = sum(buffer.nbytes for buffer in model.buffers())
     host_bytes = 0
-    for bucket, placement in executor_of(model).buckets_in_force(for_training=True):
+    for bucket, placement in executor_of(model).buckets.in_force(for_training=True):
         part_bytes = own_bytes(bucket)
         grad_bytes = part_bytes if bucket.trainable and placement.param is Tier.HOST else 0
         state_bytes = 2 * part_bytes if bucket.trainable else 0
@@ -92,7 +92,7 @@ def keeps_what_the_formula_says(rank: int, world_size: int) -> dict[str, int]:
     return {
         "device": held_bytes, "expected_device": device_bytes,
         "host": live_slab_bytes() - slabs_before_bytes, "expected_host": host_bytes,
-        "slabs": 4 * len(executor_of(model).buckets_in_force(for_training=True)),
+        "slabs": 4 * len(executor_of(model).buckets.in_force(for_training=True)),
         "whole": sum(p.numel() * p.element_size() for p in model.parameters()),
     }  # fmt: skip
 

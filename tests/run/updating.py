@@ -198,23 +198,23 @@ def assert_equal(expected: Run, got: Run) -> None:
 def buckets_of(run: Run) -> list[RunningBucket]:
     """Return the buckets in force."""
     executor: Any = executor_of(run.model)
-    return list(executor._buckets.values())
+    return list(executor.buckets)
 
 
 def move_state(run: Run, optim: Tier) -> None:
     """Let a plan that has all optimizer state in `optim` be in force from now on."""
     executor: Any = executor_of(run.model)
-    in_force = executor.buckets_in_force(for_training=True)
+    in_force = executor.buckets.in_force(for_training=True)
     homes = [replace(home, optim=optim) for _, home in in_force]
     compilation: Any = elixir.compilations(run.model)[0]
     plan = replace(compilation.plan, placements=tuple(homes))
     compilation._active = replace(compilation.active, plan=plan)
-    executor.move([bucket for bucket, _ in in_force], homes)
+    executor.buckets.move([bucket for bucket, _ in in_force], homes)
 
 
 def in_flight(run: Run) -> int:
     """Return how many buckets have a queued update that nobody waited for."""
-    return sum(bucket.is_updating for bucket in buckets_of(run))
+    return sum(not bucket.queued.is_empty for bucket in buckets_of(run))
 
 
 @contextmanager

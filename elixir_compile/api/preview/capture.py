@@ -13,7 +13,6 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.backend import with_compiler
-from elixir_compile.api.prepare import move_rest, new_executor, swap_modules
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
@@ -22,6 +21,7 @@ from elixir_compile.hardware import Cluster
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.ir.graph import graph_at
 from elixir_compile.managed.masters import torch_dtype
+from elixir_compile.managed.model import ManagedModel
 from elixir_compile.managed.stand_in import built, stand_in
 from elixir_compile.managed.unmanaged import trace_unmanaged
 from elixir_compile.ops.masters import has_master
@@ -140,28 +140,28 @@ def capture_step(
     target = _device_of(model) if device is None else torch.device(device)
     param_dtype = None if options is None else options.param_dtype
     own, memory = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
-    executor = new_executor([own], target, originals=[model])
-    swap_modules([own], executor)
-    move_rest([own], executor)
+    managed = ManagedModel([own], target, originals=[model])
+    managed.swap_modules()
+    managed.move_rest()
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
     options = with_compiler(options or Options())
     possible: list[Chunks | None] = []
 
     def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-        inputs = trace_unmanaged(gm, inputs, executor)
+        inputs = trace_unmanaged(gm, inputs, managed)
         possible.append(chunks_of(gm, options) if chunks is None else None)
         if chunks is not None:
             # The loss is looked for again: `chunks` may be of a model with fewer layers, and nodes have other names.
             chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)
         return inputs
 
-    captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)
+    captured = trace_step(own, args, kwargs, name=managed.executor.name, inner=options.inner, edit=edit)
     # Graphs are reference cycles: without this, the parameters would count for the device until the collector runs.
     memory.resize_(0)
     batch = _batch_of((*args, *kwargs.values())) if dynamic else None
     on_device = {id(param): param for param in model.parameters() if param.device == target}
     held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
-    made = _capture(captured, executor, held_bytes, batch)
+    made = _capture(captured, managed.executor, held_bytes, batch)
     return replace(made, chunks=possible[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
 
 

@@ -17,42 +17,38 @@ from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from elixir_compile import compat
 from elixir_compile.errors import GradientsChanged
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_dtensor, own_part
+from elixir_compile.runtime.published import GradientSnapshot
 
 _FOREACH_WRITES = compat.foreach_writes()
 
 
 class GradientGuard:
-    """The versions of an update's gradients, through weak references."""
+    """The gradients of an update, as they were when it was queued."""
 
     def __init__(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        self._seen = [
-            (name_of(param), TensorWeakRef(grad), grad._version) for param, grad in zip(params, grads, strict=True)
-        ]
+        self._seen = [(name_of(param), GradientSnapshot.of(grad)) for param, grad in zip(params, grads, strict=True)]
 
     def check(self) -> None:
         """Raise GradientsChanged if a gradient was changed in place."""
-        for name, reference, version in self._seen:
-            grad = reference()
-            if grad is not None and grad._version != version:
+        for name, snapshot in self._seen:
+            if snapshot.was_written():
                 raise GradientsChanged(name, "had its gradient changed before its queued update had read it")
 
 
 class KeptGradients:
-    """Weak references to gradients, to check later whether any of them is still in use."""
+    """The gradients of parameters at one moment, to check later whether any parameter still has its own."""
 
-    def __init__(self, grads: Iterable[torch.Tensor] = ()) -> None:
-        self._seen = [TensorWeakRef(grad) for grad in grads]
+    def __init__(self, params: Iterable[torch.Tensor] = ()) -> None:
+        self._seen = [(param, GradientSnapshot.of(param.grad)) for param in params if param.grad is not None]
 
-    def has_any_of(self, grads: Iterable[torch.Tensor]) -> bool:
-        """Return whether `grads` contains any of these gradients."""
-        now = {id(grad) for grad in grads}
-        return any((grad := reference()) is not None and id(grad) in now for reference in self._seen)
+    def any_remains(self) -> bool:
+        """Return whether the gradient of any of the parameters is the same tensor, written or not."""
+        return any(snapshot.is_of(param.grad) for param, snapshot in self._seen)
 
 
 def name_of(param: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
 """Compute gradient norms, without reading gradients again whose norm the backward has already computed.
 
-The backward computes the norm of a gradient on its way to the host: see `runtime.grad_norms.GradNormCache`.
+The backward computes the norm of a gradient on its way to the host: see `runtime.published.GradNormCache`.
 
 squares_of   sum of squares, in double on the host, in fp32 on a device; float64 gradients in float64 on both
 norm_of      bitwise equal to the norm that `torch.nn.utils.clip_grad_norm_` computes for a single gradient
@@ -15,7 +15,7 @@ from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_sharded, own_grad, sum_over_parts
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.runtime.executor import executor_of_slot
-from elixir_compile.runtime.grad_norms import Squares, SquaresOf
+from elixir_compile.runtime.published import Squares, SquaresOf
 from elixir_compile.runtime.slab import flat
 
 _HELD_BY_FP32 = (2.0**-30, 2.0**60)

@@ -37,17 +37,16 @@ class Overflow:
         self._seen = KeptGradients()
         if not sharded or not sum_over_parts(_has_overflow(map(own_grad, sharded)), sharded[0]):
             return
-        self._seen = KeptGradients(param.grad for param in params)
+        self._seen = KeptGradients(params)
         marked = next((param for param in params if own_grad(param).numel()), None)
         if marked is not None:
             grad = own_grad(marked)
             grad[(0,) * grad.dim()] = torch.inf
             torch.autograd.graph.increment_version(marked.grad)
 
-    def require_skipped(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def require_skipped(self) -> None:
         """Raise OverflowUnseen if `step()` runs although a gradient was not finite on some rank."""
-        params = [param for group in groups for param in group["params"] if param.grad is not None]
-        if self._seen.has_any_of(param.grad for param in params):
+        if self._seen.any_remains():
             raise OverflowUnseen([distributed.get_rank()])
 
 

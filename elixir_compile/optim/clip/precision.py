@@ -84,7 +84,7 @@ class KeepsMasters(Hybrid):
         norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float64 if is_double else torch.float32)
         # As torch does: without a branch, and not finite if the norm is not.
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        self._clip_factor, self._clipped = clip_factor * factor, KeptGradients(_grads(mixed))
+        self._clip_factor, self._clipped = clip_factor * factor, KeptGradients(mixed)
         if factor != 1.0:
             _multiply_grads(plain, factor)
         return norm
@@ -109,8 +109,7 @@ class KeepsMasters(Hybrid):
         if factor == 1.0:
             return factor
         with torch.DisableTorchFunctionSubclass():  # compares identities, so no queued update is waited for
-            params = [param for group in self.param_groups for param in group["params"]]
-            return factor if self._clipped.has_any_of(_grads(params)) else 1.0
+            return factor if self._clipped.any_remains() else 1.0
 
     def _by_master(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters with gradients in two lists: with a master, and without."""

@@ -12,7 +12,7 @@ from training import Run, assert_same, by_elixir, on_host, planned_peak_bytes
 
 import elixir_compile as elixir
 from elixir_compile import search
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Lane, Plan, Span, Tier
 from elixir_compile.managed import graph_planner
@@ -138,7 +138,7 @@ def asked(tight: int) -> Asked:
 
 
 def homes(run: Run) -> dict[str, tuple[Tier, Tier]]:
-    placed = executor_of(run.model).buckets_in_force(for_training=True)
+    placed = executor_of(run.model).buckets.in_force(for_training=True)
     return {bucket.id: (placement.param, placement.optim) for bucket, placement in placed}
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_profile_causes_one_new_search_and_no_new_capture(
     before, before_homes, num_searches = record.plan, homes(run), len(mistaken.problems)
     run.train(batches(NUM_WATCHED + 3)[NUM_WATCHED:])
     assert elixir.compilations(run.model) == [record]
-    assert len(executor_of(run.model).compilations) == 1
+    assert len(model_of(run.model).compilations) == 1
     assert len(mistaken.problems) == num_searches + 1
     (line,) = [line for line in caplog.messages if line.startswith("replanned: step was")]
     assert "regions measured" in line
