@@ -60,8 +60,8 @@ def for_compiled_code(method: Callable[..., Any]) -> Callable[..., Any]:
 class PlannedGraph:
     """A captured graph, its plan, and the programs that obey the plan.
 
-    It has more than 15 attributes, because it is where the parts meet that make a plan (planner, variants, outstanding
-    forwards), obey it (programs) and measure it (profiler); each part is a class of its own.
+    It has more than 15 attributes and 20 methods, because it is where the parts meet that make a plan (planner,
+    variants, outstanding forwards), obey it (programs) and measure it (profiler). Each part is a class of its own.
     """
 
     def __init__(

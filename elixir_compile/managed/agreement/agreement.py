@@ -208,7 +208,7 @@ def call_the_roll(executor: Executor, key: str, graph_set_digest: str, *, wants_
             control.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
         raise
     found = roll_call(control, key, graph_set_digest, wants_plan=wants_plan, doing=doing)
-    executor.ranks.num_calls += 1
+    executor.saved.num_calls += 1
     return found
 
 

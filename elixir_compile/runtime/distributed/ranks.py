@@ -120,8 +120,6 @@ class Ranks:
         """The weight of this rank's gradients in the mean."""
         self._is_weighed = False
         self.reduces_in_fp32 = False
-        self.num_calls = 0
-        """How many forwards all ranks have run together; the same number on each rank."""
         """Whether gradients of parameters with a master are averaged in fp32, and stay in it."""
         self.under_way: dict[Collective, None] = {}
         """The collectives that were started and not waited for, in order."""
