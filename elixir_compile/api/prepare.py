@@ -1,16 +1,19 @@
-"""Prepare a model: its parameters read as gathers, so that a plan may place them in any memory."""
+"""Prepare a model: its parameters read as gathers, so that a plan may place them in any memory.
 
+And the questions to a prepared model: the compilations of its graphs, and how much the gradients of a rank weigh.
+"""
+
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.capture.modules import executor_of
-from elixir_compile.errors import NotPrepared, UnsupportedModel
-from elixir_compile.managed.masters import cast, gets_master, torch_dtype
-from elixir_compile.managed.model import ManagedModel, prepare_lock
-from elixir_compile.managed.share import ranks_of, shard_parameters
+from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
+from elixir_compile.managed.cast_and_shard import cast, gets_master, ranks_of, shard_parameters, torch_dtype
+from elixir_compile.managed.compilation import Compilation
+from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lock
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import ParamDtype, parse_options
 from elixir_compile.problem.meta import materialize
@@ -52,12 +55,11 @@ def prepare(
     ranks = ranks_of(mesh)
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
-        prepared = executor_of(model)
+        prepared = managed_model(model)
         if prepared is not None:
-            if prepared.device != target and device is not None:
-                raise UnsupportedModel(
-                    type(model).__name__, f"it was prepared for {prepared.device} and cannot move to {target}"
-                )
+            here = prepared.executor.device
+            if here != target and device is not None:
+                raise UnsupportedModel(type(model).__name__, f"it was prepared for {here} and cannot move to {target}")
             if param_dtype is not None:
                 _require_masters(model, param_dtype)
             return model
@@ -71,6 +73,51 @@ def prepare(
         managed.swap_modules()
         managed.move_rest()
     return model
+
+
+def compilations(model: nn.Module, *, inference: bool = False) -> list[Compilation]:
+    """Return a compilation for each captured training graph of `model`, in order of capture.
+
+    `model` is the module or its compiled form. With `inference`, graphs without a backward are included. Warns
+    NoGraphCaptured if nothing was captured: the model never ran compiled, or Dynamo found no graph in it.
+
+    Example:
+        compilation = elixir.compilations(compiled)[-1]
+        print(compilation.plan.prediction.device_peak_bytes, "of", compilation.plan.budget_bytes)
+    """
+    managed = managed_model(compat.undo_compile(model))
+    captured = [] if managed is None else [made for made in managed.compilations if not made.is_superseded]
+    if not captured:
+        name = type(compat.undo_compile(model)).__name__
+        warnings.warn(
+            NoGraphCaptured(
+                f"no graph of {name} was captured: call `torch.compile(model, backend='elixir')` and run a step first."
+            ),
+            stacklevel=2,
+        )
+    return [made for made in captured if inference or not made.is_inference]
+
+
+def weigh(model: nn.Module, num_samples: int) -> None:
+    """Weight the gradients of this rank by `num_samples` from the next backward on, if ranks have batches of different
+    sizes. Every rank must call this together, before each backward with new sizes.
+
+    The gradient of a parameter is then sum(num_samples * gradient) / sum(num_samples), both sums over the ranks. If the
+    loss is a mean over samples, that is the gradient of a single process with the complete batch. On one rank, this
+    changes nothing.
+
+    Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, and PeerFailed if
+    a rank does not call this.
+
+    Example:
+        elixir.weigh(model, num_samples=len(batch))
+        compiled(batch).backward()
+    """
+    managed = managed_model(compat.undo_compile(model))
+    if managed is None:
+        raise NotPrepared("`weigh` is for a model that `elixir_compile.prepare(model, mesh=...)` was given first.")
+    if managed.executor.ranks is not None:
+        managed.executor.ranks.set_gradient_weight(num_samples)
 
 
 def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:

@@ -25,8 +25,8 @@ from torch import nn
 
 from elixir_compile.capture.modules import is_swapped, model_of, swap, undo_swap, unmanaged_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
+from elixir_compile.managed.cast_and_shard import check_masters, check_reduces
 from elixir_compile.managed.compilation import Compilation
-from elixir_compile.managed.masters import check_masters, check_reduces
 from elixir_compile.managed.outstanding import OutstandingForwards
 from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.managed.saved import disk_of, load_plan
