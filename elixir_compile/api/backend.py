@@ -18,13 +18,11 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
-from elixir_compile.capture.deep_calls import with_deep_calls
-from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
+from elixir_compile.capture.markers import gather_keys
 from elixir_compile.capture.modules import executor_of, find_roots
-from elixir_compile.capture.parameter_inputs import gathers_to_inputs
-from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
-from elixir_compile.capture.tracing import collector_off
+from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
+from elixir_compile.capture.tracing import collector_off, with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan

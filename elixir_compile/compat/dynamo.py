@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch import fx
@@ -233,7 +233,7 @@ def is_operator(target: object) -> bool:
     return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
-def is_op_overload(target: object) -> bool:
+def is_op_overload(target: object) -> "TypeGuard[torch._ops.OpOverload]":
     """Return whether `target` is one overload of an operator, such as `aten.add.Tensor`.
 
     `torch._ops.OpOverload`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
@@ -264,7 +264,7 @@ def own_fake_mode(value: torch.Tensor) -> Any:
 
     `FakeTensor.fake_mode`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
-    return value.fake_mode
+    return cast(Any, value).fake_mode  # only fake tensors have it
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -3,7 +3,7 @@
 `gather(handle, size, stride, key)` returns the gathered parameter on the compute device. `handle` is a tensor of a
 single element that carries `requires_grad`, a leaf during capture (see `gate`). The parameter is no input of Dynamo's
 graph, so its device, dtype and placement can change and no guard fails. AOTAutograd gets most parameters as inputs
-(`capture/parameter_inputs.py`) and traces the ops for the others; for tracing, both ops are functional. A compiled
+(`capture/rewire.py`) and traces the ops for the others; for tracing, both ops are functional. A compiled
 graph contains neither op, because the rewriter replaces them by the actions of the schedule. Eager code (evaluation,
 `generate`, code outside of compiled graphs) runs the ops themselves.
 """

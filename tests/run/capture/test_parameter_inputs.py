@@ -1,4 +1,4 @@
-"""`capture.parameter_inputs`: AOTAutograd traces no gather, and no output of a step is made from a handle."""
+"""`capture.rewire.gathers_to_inputs`: AOTAutograd traces no gather, and no output of a step is made from a handle."""
 
 import copy
 from collections.abc import Callable, Sequence
