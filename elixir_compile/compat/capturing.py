@@ -40,13 +40,14 @@ def outside_captures() -> Iterator[None]:
 
 @functools.cache
 def _let_threads_differ() -> None:
-    torch.compiler._elixir_thread = _thread  # `_is_compiling` runs with the globals of that module
+    torch.compiler.__dict__["_elixir_thread"] = _thread  # `_is_compiling` runs with the globals of that module
     torch.compiler.is_compiling.__code__ = _is_compiling.__code__
 
 
 def _is_compiling() -> bool:
     # The same text as in torch but for the last line: TorchScript reads it too, and compiles only the first branch.
-    if torch.jit.is_scripting():
+    if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
         return False
     else:  # noqa: RET505
-        return torch.compiler._is_compiling_flag and not torch.compiler._elixir_thread.is_outside_captures
+        is_outside = torch.compiler._elixir_thread.is_outside_captures  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.compiler._is_compiling_flag and not is_outside

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -55,12 +55,13 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
             return lower(graph, examples, **options)
 
     with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False), best_instructions_only():
-        return compile_fx(
+        compiled = compile_fx(
             gm,
             list(inputs),
-            inner_compile=lower_without_partitioner,
+            inner_compile=lower_without_partitioner,  # pyright: ignore[reportArgumentType]  it is only called
             config_patches={"custom_partitioner_fn": Partitioner()},
         )
+    return cast("Callable[..., Any]", compiled)  # of a graph for one process; another mode returns its source
 
 
 def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
@@ -218,7 +219,7 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
         return run(args)
 
-    call._boxed_call = True
+    call.__dict__["_boxed_call"] = True
     return call
 
 
@@ -235,7 +236,8 @@ def report_forward(strides: Sequence[Strides]) -> None:
     if (context := TracingContext.try_get()) is not None:
         if context.output_strides is not None:
             context.output_strides.extend(strides)
-        context.fw_metadata.bw_donated_idxs = []
+        if context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
 
 
 def has_cpp_compiler() -> bool:

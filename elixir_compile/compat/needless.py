@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 
 @contextmanager
 def no_names_of_lines() -> Iterator[None]:
@@ -20,16 +18,17 @@ def no_names_of_lines() -> Iterator[None]:
     2.13. Gone: nothing is changed.
     """
     from torch._dynamo import symbolic_convert
+    from torch._logging import _internal
 
     usual = getattr(symbolic_convert, "get_funcname", None)
-    if usual is None or torch._logging._internal.log_state.is_artifact_enabled("trace_call"):
+    if usual is None or _internal.log_state.is_artifact_enabled("trace_call"):
         yield
         return
-    symbolic_convert.get_funcname = lambda filename, lineno: None
+    symbolic_convert.__dict__["get_funcname"] = lambda filename, lineno: None
     try:
         yield
     finally:
-        symbolic_convert.get_funcname = usual
+        symbolic_convert.__dict__["get_funcname"] = usual
 
 
 @contextmanager

@@ -10,6 +10,7 @@ entry of `module._parameters` with its slot in graphs; `Sites.moved` compares th
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
 
@@ -75,7 +76,7 @@ class Sites:
         `may_take` must be True for each site.
         """
         for site in sites:
-            site.slot.take(site.params[site.name])
+            site.slot.take(cast("nn.Parameter", site.params[site.name]))  # `may_take` refuses None
             self._replaced, self._replaced_before = site.slot.name, next_forward
             yield site.slot
 

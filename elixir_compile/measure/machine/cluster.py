@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import distributed
@@ -111,7 +112,8 @@ def _collective_links(device: torch.device, ranks: _Ranks, source: str) -> tuple
     if ranks.num_local == 1:
         return None, over_all
     own, _ = distributed.new_subgroups(group_size=ranks.num_local)
-    return _collective_link(device, own, source), over_all
+    # Each rank is in one of the subgroups; torch returns a number to ranks outside of all of them.
+    return _collective_link(device, cast("distributed.ProcessGroup", own), source), over_all
 
 
 def _collective_link(device: torch.device, group: "distributed.ProcessGroup | None", source: str) -> Link:
