@@ -33,7 +33,7 @@ from elixir_compile.managed.masters import check_masters, check_reduces
 from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.loss import Chunks, Pressed, Unchunked, chunks_of, if_better, is_pressed, raise_smaller_need

@@ -42,7 +42,7 @@ from elixir_compile.capture.node_facts import (
     value_of,
 )
 from elixir_compile.capture.views import viewed
-from elixir_compile.ops.schema import GATHER, REDUCE
+from elixir_compile.ops.gather import GATHER, REDUCE
 
 
 @dataclass(slots=True)

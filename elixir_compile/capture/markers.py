@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import Argument, has_side_effect
 
 from elixir_compile.capture.node_facts import int_of
-from elixir_compile.ops.schema import GATHER, REDUCE
+from elixir_compile.ops.gather import GATHER, REDUCE
 
 
 def parameter(key: int) -> torch.Tensor:

@@ -12,12 +12,10 @@ from torch.nn.utils import parametrize
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
-from elixir_compile.ops.eager_reads import EagerReads
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import GATHER, Gate
+from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.schema import GATHER
 from elixir_compile.ops.shards import is_dtensor, own_part, rehome
-from elixir_compile.ops.sites import Sites
 
 
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:

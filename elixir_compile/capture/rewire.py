@@ -34,8 +34,8 @@ from elixir_compile import compat
 from elixir_compile.capture.markers import key_of
 from elixir_compile.capture.node_facts import example_of, ints_of, source_of, storages_of, tensor_example_of
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.gather import GATHER
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
-from elixir_compile.ops.schema import GATHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

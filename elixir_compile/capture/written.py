@@ -21,8 +21,8 @@ from elixir_compile.capture.markers import key_of
 from elixir_compile.capture.node_facts import example_of, leaves_of, storages_of, tensors_of, values_of_arguments
 from elixir_compile.capture.rewire import bodies_of, gathers_of
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.gather import GATHER
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
-from elixir_compile.ops.schema import GATHER
 
 _WRITES_STATISTICS = ("batch_norm", "instance_norm", "fake_quant", "embedding")
 """Parts of the names of torch's compiled functions that write an input, or whose gradient may be sparse."""

@@ -14,7 +14,7 @@ from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.programs import outputs_of
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.runtime.lowering import RegionCompiler
 

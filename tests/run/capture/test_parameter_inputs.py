@@ -10,7 +10,7 @@ from torch import fx, nn
 import elixir_compile as elixir
 from elixir_compile.capture import rewire
 from elixir_compile.managed import front_end
-from elixir_compile.ops.schema import GATHER, REDUCE
+from elixir_compile.ops.gather import GATHER, REDUCE
 from elixir_compile.runtime.lowering import RegionCompiler
 
 
