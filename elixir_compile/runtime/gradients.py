@@ -8,7 +8,8 @@
     torch.autograd.grad(loss, [p])   handed to autograd, which returns it
 
 Autograd takes gradients at the gate (see `ops.gather`), which runs after all graphs of the backward that read the
-gate's parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own gradients.
+gate's parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own
+gradients.
 """
 
 import functools
