@@ -18,13 +18,11 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
-from elixir_compile.capture.deep_calls import with_deep_calls
-from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss
+from elixir_compile.capture.markers import gather_keys
 from elixir_compile.capture.modules import executor_of, find_roots
-from elixir_compile.capture.parameter_inputs import gathers_to_inputs
-from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
-from elixir_compile.capture.tracing import collector_off
+from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
+from elixir_compile.capture.tracing import collector_off, with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
@@ -35,7 +33,7 @@ from elixir_compile.managed.masters import check_masters, check_reduces
 from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.loss import Chunks, Pressed, Unchunked, chunks_of, if_better, is_pressed, raise_smaller_need

@@ -15,8 +15,8 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
+from elixir_compile.capture.additions import add_extra_saved
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.extra_saved import add_extra_saved
 from elixir_compile.capture.tracing import captured_step
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import Step, adopt_by_all, asked_by_all, plan_for_all

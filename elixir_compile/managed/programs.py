@@ -14,7 +14,7 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.capture.convert import Captured, storages_behind
-from elixir_compile.capture.joint import TICKET
+from elixir_compile.capture.markers import TICKET
 from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check

@@ -2,6 +2,7 @@
 
 from torch import fx
 
+from elixir_compile.capture.node_facts import source_of
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import BucketId, Phase, Plan, Verb, grad_of
 from elixir_compile.rewrite.program import actions_of
@@ -39,18 +40,22 @@ def _action_text(node: fx.Node) -> str | None:
     if node.op != "call_method" or node.target not in _ACTIONS:
         return None
     if node.target == Verb.WAIT:
-        waited = node.args[1]
-        grad = grad_of(BucketId(waited.args[1])) if waited.target == Verb.REDUCE else _subject(waited)
-        return f"{Verb.WAIT} {grad}"
-    verb = Verb.OFFLOAD if node.target == "offload_saved" else node.target
+        waited = source_of(node, 1)
+        return f"{Verb.WAIT} {grad_of(_bucket(waited)) if waited.target == Verb.REDUCE else _subject(waited)}"
+    verb = Verb.OFFLOAD if node.target == "offload_saved" else str(node.target)
     return f"{verb} {_subject(node)}"
 
 
 def _subject(call: fx.Node) -> str:
     """Return the target of a call of the executor, in the words of a schedule."""
     if call.target == Verb.OFFLOAD:
-        return f"{call.args[1]}.grad"
-    return call.args[2] if call.target in (Verb.PREFETCH, "leaving") else call.args[1]
+        return grad_of(_bucket(call))
+    return str(call.args[2] if call.target in (Verb.PREFETCH, "leaving") else call.args[1])
+
+
+def _bucket(call: fx.Node) -> BucketId:
+    """Return the bucket of a call of the executor."""
+    return BucketId(str(call.args[1]))
 
 
 def _check_waits(program: fx.GraphModule) -> None:
@@ -68,16 +73,16 @@ def _check_waits(program: fx.GraphModule) -> None:
 
 def _check_releases(program: fx.GraphModule) -> None:
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    held: dict[str, fx.Node] = {}
+    held: dict[BucketId, fx.Node] = {}
     for node in program.graph.nodes:
         if node.op != "call_method":
             continue
-        if node.target == Verb.WAIT and node.args[1].target == Verb.GATHER:
-            held[node.args[1].args[1]] = node
+        if node.target == Verb.WAIT and source_of(node, 1).target == Verb.GATHER:
+            held[_bucket(source_of(node, 1))] = node
         elif node.target == "whole":
-            held[node.args[1]] = node
-        elif node.target == Verb.RELEASE and node.args[1] in held:
-            reader = _last_reader(held.pop(node.args[1]), position)
+            held[_bucket(node)] = node
+        elif node.target == Verb.RELEASE and _bucket(node) in held:
+            reader = _last_reader(held.pop(_bucket(node)), position)
             if position[reader] > position[node]:
                 raise IllegalSchedule(f"`{reader.name}` reads bucket {node.args[1]} after `release {node.args[1]}`")
 

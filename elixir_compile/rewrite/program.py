@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
-from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
-from elixir_compile.capture.views import is_number
+from elixir_compile.capture.markers import TICKET, gradient, key_of, parameter, ticket
+from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, source_of
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb, grad_of
 from elixir_compile.rewrite.recompute import Partition
@@ -47,12 +48,12 @@ class _Writer:
     phase: Phase
     keys: Mapping[str, int]
     """The key of each parameter, by its name."""
-    graph: fx.Graph = field(default_factory=fx.Graph)
+    graph: fx.Graph
+    executor: fx.Node
     values: dict[str, fx.Node] = field(default_factory=dict)
     """The node of the program for each value of the captured graph, by the name of the value."""
     bucket_values: dict[str, fx.Node] = field(default_factory=dict)
     transfers: dict[str, fx.Node] = field(default_factory=dict)
-    executor: fx.Node | None = None
 
 
 def write_program(
@@ -63,12 +64,11 @@ def write_program(
     `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles a
     region, and the program calls `executor`.
     """
-    source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward
+    source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.trained
     regions = split_regions(source, plan.regions, phase, halves.inline)
-    writer = _Writer(halves, plan, phase, keys)
     root = torch.nn.Module()
-    root.executor = executor
-    _write_inputs(writer, source.graph)
+    vars(root)["executor"] = executor
+    writer = _write_inputs(halves, plan, phase, keys, source.graph)
     actions = actions_of(plan, phase)
     if phase is Phase.BACKWARD:
         _write_copies(writer, actions)
@@ -110,26 +110,30 @@ def _may_end_forward(action: Action, groups: Collection[str]) -> bool:
     return action.verb is Verb.RELEASE or (action.verb in (Verb.OFFLOAD, Verb.WAIT) and action.what in groups)
 
 
-def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
-    graph = writer.graph
+def _write_inputs(halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], source: fx.Graph) -> _Writer:
+    """Begin the program with the reads of its inputs and of its executor."""
+    graph = fx.Graph()
     args = graph.placeholder("args")
-    away = writer.halves.away_names if writer.phase is Phase.BACKWARD else ()
+    away = halves.away_names if phase is Phase.BACKWARD else ()
+    values: dict[str, fx.Node] = {}
     for index, node in enumerate(source.find_nodes(op="placeholder")):
         if node.target in away:
             continue
         if node.users or node.target == TICKET or is_number(node):
             value = graph.create_node("call_function", operator.getitem, (args, index), name=node.name)
             value.meta = dict(node.meta)
-            writer.values[node.name] = value
+            values[node.name] = value
     graph.call_method("clear", (args,))
-    writer.executor = graph.get_attr("executor")
-    if writer.phase is Phase.BACKWARD:
-        stamp = writer.halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
-        graph.call_method("check", (writer.executor, writer.values[TICKET], _names(writer, stamp.args[0])))
+    writer = _Writer(halves, plan, phase, keys, graph, graph.get_attr("executor"), values)
+    if phase is Phase.BACKWARD:
+        stamp = halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
+        graph.call_method("check", (writer.executor, values[TICKET], _ticket_names(writer, stamp)))
+    return writer
 
 
-def _names(writer: _Writer, keys: Sequence[int]) -> tuple[str, ...]:
-    return tuple(writer.halves.captured.param_names[key] for key in keys)
+def _ticket_names(writer: _Writer, stamp: fx.Node) -> tuple[str, ...]:
+    """Return the names of the parameters whose versions the ticket `stamp` has."""
+    return tuple(writer.halves.captured.param_names[key] for key in ints_of(stamp, 0))
 
 
 def _write_copies(writer: _Writer, actions: Sequence[Action]) -> None:
@@ -174,7 +178,7 @@ def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionG
             writer.bucket_values.pop(what, None)
             _call(writer, "release", what)
         case Verb.REDUCE:
-            _write_reduce(writer, what)
+            _write_reduce(writer, BucketId(what))
         case _:
             raise AssertionError(f"a verified schedule has no {action.verb} in a {writer.phase} program")
 
@@ -198,7 +202,7 @@ def _write_wait(writer: _Writer, group: GroupId) -> None:
         _call(writer, "wait", transfer)
         return
     arrived = _call(writer, "wait", transfer, group)
-    placeholders = writer.halves.captured.backward.graph.find_nodes(op="placeholder")
+    placeholders = writer.halves.captured.trained.graph.find_nodes(op="placeholder")
     by_target = {str(node.target): node for node in placeholders}
     for index, name in enumerate(writer.halves.away[group]):
         node = by_target[name]
@@ -210,7 +214,7 @@ def _write_wait(writer: _Writer, group: GroupId) -> None:
 def _write_run(writer: _Writer, region: RegionGraph) -> None:
     graph = writer.graph
     arguments = [
-        _param_value(writer, source.args[0]) if source.target is parameter else writer.values[source.name]
+        _param_value(writer, key_of(source)) if source.target is parameter else writer.values[source.name]
         for source in region.inputs
     ]
     box = graph.call_function(boxed, tuple(arguments))
@@ -235,18 +239,18 @@ def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     bucket = next(b for b in writer.plan.buckets if b.id == bucket_id)
     # A bucket may hold parameters that only other graphs read.
     members = {writer.keys[name]: position for position, name in enumerate(bucket.params) if name in writer.keys}
-    markers = writer.halves.captured.backward.graph.find_nodes(op="call_function", target=gradient)
-    made = [(members[node.args[1]], writer.values[node.args[0].name]) for node in markers if node.args[1] in members]
-    positions, grads = tuple(position for position, _ in made), [grad for _, grad in made]
-    if bucket.is_sharded:  # the reduce frees the full gradients once they are copied, before the mean is complete
-        grads = writer.graph.call_function(boxed, tuple(grads))
+    markers = writer.halves.captured.trained.graph.find_nodes(op="call_function", target=gradient)
+    found = [(members[key_of(node)], source_of(node)) for node in markers if key_of(node) in members]
+    positions, made = tuple(position for position, _ in found), [writer.values[grad.name] for _, grad in found]
+    # If sharded, the reduce frees the full gradients once they are copied, before the mean is complete.
+    grads = writer.graph.call_function(boxed, tuple(made)) if bucket.is_sharded else made
     reduced = writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
     if bucket.is_sharded:
         writer.transfers[grad_of(bucket_id)] = reduced
 
 
 def _write_output(writer: _Writer, source: fx.Graph) -> None:
-    outputs = source.output_node().args[0]
+    outputs = outputs_of(source)
     num_given = writer.halves.captured.num_outputs if writer.phase is Phase.FORWARD else len(outputs)
     away = writer.halves.away_names
     saved = [None if isinstance(node, fx.Node) and node.name in away else node for node in outputs[num_given:]]
@@ -255,13 +259,13 @@ def _write_output(writer: _Writer, source: fx.Graph) -> None:
         args = (writer.executor, "nothing")
         nothing = writer.graph.create_node("call_function", getattr, args, name="nothing")
 
-    def value(node: object) -> object:
+    def value(node: Argument) -> Argument:
         if not isinstance(node, fx.Node):
             return node
         if node.target is ticket:
-            return writer.graph.call_method("ticket", (writer.executor, _names(writer, node.args[0])))
+            return writer.graph.call_method("ticket", (writer.executor, _ticket_names(writer, node)))
         if node.target is parameter:
-            return _param_value(writer, node.args[0])
+            return _param_value(writer, key_of(node))
         return writer.values[node.name]
 
     given = [value(node) for node in outputs[:num_given]]

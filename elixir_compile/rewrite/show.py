@@ -6,6 +6,7 @@ from torch import fx
 
 from elixir_compile.analysis import MemoryTimeline
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.capture.node_facts import outputs_of, source_of
 from elixir_compile.ir import Lane, Phase, Plan, StepGraph
 from elixir_compile.units import format_bytes
 
@@ -54,9 +55,9 @@ def _node_lines(program: fx.GraphModule, peaks: dict[str, int]) -> list[str]:
             continue
         notes = []
         if node.op == "call_module":
-            notes = [Lane.COMPUTE.value, f"live {format_bytes(peaks[node.target])}"]
-        elif node.op == "call_method" and node.target in _LANES:
-            notes = [_LANES[node.target].value]
+            notes = [Lane.COMPUTE.value, f"live {format_bytes(peaks[str(node.target)])}"]
+        elif node.op == "call_method" and str(node.target) in _LANES:
+            notes = [_LANES[str(node.target)].value]
         lines.append(f"  {text:<{_WIDTH}} # {'  '.join(notes)}" if notes else f"  {text}")
     return lines
 
@@ -65,22 +66,22 @@ def _call_text(node: fx.Node) -> str | None:
     """Return `node` as a line of Python, None if it only unpacks values."""
     if node.op == "call_module":
         made = [user.name for user in node.users]
-        inputs = [_value_text(value) for value in node.args[0].args]
+        inputs = [_value_text(value) for value in source_of(node).args]
         return f"{_short(made)} = {node.target}({_short(inputs)})"
     if node.op == "call_method" and node.target != "clear":
         args = ", ".join(_value_text(value) for value in node.args[1:])
         call = f"{node.target}({args})"
         return f"{node.name} = {call}" if node.users else call
     if node.op == "output":
-        return f"return {_short([_value_text(value) for value in node.args[0]])}"
+        return f"return {_short([_value_text(value) for value in outputs_of(node.graph)])}"
     return None
 
 
 def _value_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{_short([_value_text(v) for v in value])}]"
-    if isinstance(value, fx.Node) and value.target is operator.getitem and value.args[0].op == "call_method":
-        return f"{value.args[0].name}[{value.args[1]}]"
+    if isinstance(value, fx.Node) and value.target is operator.getitem and source_of(value).op == "call_method":
+        return f"{source_of(value).name}[{value.args[1]}]"
     return value.name if isinstance(value, fx.Node) else repr(value)
 
 
