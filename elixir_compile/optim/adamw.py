@@ -108,7 +108,7 @@ def hybrid(cls: type[C]) -> type[C]:
     """Return a subclass of the optimizer class `cls` that keeps its state and runs its updates as the plan says.
 
     An update runs the step of `cls` on the tensors of a bucket, so the result is bitwise equal to `cls` with the same
-    flags on the same device. On the host, the step runs as a host pass if its ops can be recorded: see `class_pass`.
+    flags on the same device. On the host, the step runs as a host pass if its ops can be recorded: see `ClassPasses`.
     Dry steps on small tensors measure which state `cls` keeps and whether `cls` is element-wise. If `cls` is not
     element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
     parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.

@@ -26,7 +26,7 @@ from elixir_compile.optim.by_bucket import bucket_of, group_by_bucket
 from elixir_compile.optim.clip.guard import watch
 from elixir_compile.optim.clip.overflow import Overflow
 from elixir_compile.optim.early import EarlyUpdates
-from elixir_compile.optim.generic.transient import plain_step
+from elixir_compile.optim.generic.class_step import plain_step
 from elixir_compile.optim.group_slice import GroupSlice, group_slice_of, require_dense
 from elixir_compile.optim.host.threads import at_least_threads, host_threads_for, on_host_threads
 from elixir_compile.optim.rule import AdamWRule, UpdateRule, scaled
@@ -37,7 +37,6 @@ from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.updates import UpdateLine
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
