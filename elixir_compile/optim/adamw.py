@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.optim.clip.precision import KeepsMasters
+from elixir_compile.optim.clipping import KeepsMasters
 from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.rule import UpdateRule

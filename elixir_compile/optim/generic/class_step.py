@@ -27,7 +27,7 @@ from elixir_compile import compat
 from elixir_compile.optim.rule import State
 
 _NOT_COPIED = frozenset(
-    {"state", "param_groups", "step", "_rule", "_line", "_placer", "_early", "_overflow"}
+    {"state", "param_groups", "step", "_updater", "_early", "_overflow"}
     | {"_is_accumulating", "_has_stepped", "_has_warned"}
 )
 """Attributes not to copy: params, state, a `step` that a scheduler wrapped, and the attributes of `Hybrid`."""

@@ -153,7 +153,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.fixture(autouse=True)
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """These parameters belong to no model, which is not what is tested."""
-    monkeypatch.setattr("elixir_compile.optim.hybrid.Hybrid._warn_where_unplanned", lambda self: None)
+    monkeypatch.setattr("elixir_compile.optim.hybrid._warn_if_unplanned", lambda optimizer: None)
 
 
 @pytest.mark.parametrize(
