@@ -17,7 +17,7 @@ from elixir_compile.ir import Plan
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import is_dtensor, own_part
-from elixir_compile.optim.host.fallback import split
+from elixir_compile.optim.host.flat_step import split
 from elixir_compile.options import ParamDtype
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.slab import Slab, flat, is_slab_memory

@@ -1,20 +1,60 @@
-"""Place the state of an optimizer: create it at the first update of a parameter, and move it when the plan changes."""
+"""The state of an optimizer: created at the first update of a parameter, moved when the plan changes, saved and loaded.
+
+`torch.optim.Optimizer.load_state_dict` moves all statistics to the devices of their parameters. If the plan keeps the
+statistics on the host, they may not fit on the device. So they are wrapped in objects that torch does not move.
+"""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir_compile.ir import Tier
+from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.ops.shards import own_part
+from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part, part_like
+from elixir_compile.optim.disk.updates import DiskStates
+from elixir_compile.optim.master_adamw import load_master, with_joined_master
 from elixir_compile.optim.rule import UpdateRule
-from elixir_compile.optim.state.disk_states import DiskStates
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.executor import Executor, executor_of_slot
 
 _Kind = tuple[str, torch.dtype]
+
+
+def bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
+    """Return the bucket of `param` in the active plan and its executor; None if no plan has the parameter."""
+    slot = slot_of(param)
+    if slot is None:
+        return None
+    executor = executor_of_slot(slot)
+    bucket = executor.running(slot)
+    return None if bucket is None else (bucket, executor)
+
+
+def is_off_device(param: torch.Tensor) -> bool:
+    """Return whether the active plan keeps the state of `param` on the host or on disk."""
+    found = bucket_of(param)
+    return found is not None and found[0].placement.optim is not Tier.DEVICE
+
+
+def group_by_bucket(
+    params: Iterable[nn.Parameter],
+) -> tuple[dict[RunningBucket, list[nn.Parameter]], list[nn.Parameter], dict[RunningBucket, Executor]]:
+    """Return `params` by bucket, the parameters without a bucket, and the executor of each bucket."""
+    buckets: dict[RunningBucket, list[nn.Parameter]] = {}
+    unplanned: list[nn.Parameter] = []
+    executors: dict[RunningBucket, Executor] = {}
+    for param in params:
+        found = bucket_of(param)
+        if found is None:
+            unplanned.append(param)
+        else:
+            buckets.setdefault(found[0], []).append(param)
+            executors[found[0]] = found[1]
+    return buckets, unplanned, executors
 
 
 class StateBuffers:
@@ -159,3 +199,52 @@ class StatePlacer:
             if name not in kinds and isinstance(value, torch.Tensor) and self._rule.moves_with_update(name, group):
                 state[name] = value.to(device)
         self._start(param, state, group)
+
+
+class _Wrapped:
+    """Holds a tensor; `load_state_dict` of torch leaves such objects as they are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
+    """Return `entry`, the state of a parameter, with its `statistics` wrapped."""
+    return {
+        name: _Wrapped(value) if name in statistics and isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+    }
+
+
+def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
+    """Return `entry` with its statistics unwrapped and cast to the dtype of `param`, or to fp32 if it has a master.
+
+    The statistics are moved to the device of `param` unless `stays`. The master is loaded too: see `load_master`.
+    """
+    dtype = torch.float32 if has_master(param) else param.dtype
+    found = {
+        name: part_like(value.tensor, param).to(dtype=dtype, device=None if stays else param.device)
+        if isinstance(value, _Wrapped)
+        else value
+        for name, value in entry.items()
+    }
+    return load_master(found, param) if entry else found
+
+
+def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
+    """Return `entry`, the state of `param`, for a state dict: in memory, with the fp32 `master` if there is one.
+
+    The `statistics` are DTensors if `param` is a DTensor.
+    """
+    in_memory = with_joined_master(entry, param)
+    if not is_dtensor(param):
+        return in_memory
+    return {
+        name: as_dtensor(value, param) if name in statistics and type(value) is torch.Tensor else value
+        for name, value in in_memory.items()
+    }
+
+
+def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names under which state dicts hold tensors shaped like their parameter: statistics and masters."""
+    return {"master", *(name for group in groups for name in rule.statistics(group))}
