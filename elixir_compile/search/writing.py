@@ -6,8 +6,7 @@ from dataclasses import replace
 from elixir_compile.analysis.formula import peak_formula
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir import Decision, OpId, Plan, Prediction, fingerprint
-from elixir_compile.search.candidate import DraftPlan
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import update_decisions
 from elixir_compile.search.problem import update_time
 from elixir_compile.search.schedule import cut_regions, program, regions, schedule
