@@ -37,13 +37,13 @@ from elixir_compile.managed.saved import disk_of, require_disk
 from elixir_compile.managed.step_profiler import Progress, StepProfiler, StepStats
 from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import is_pressed
 from elixir_compile.problem.planning import ExternalUsage, param_names_of, unread_bytes
 from elixir_compile.problem.profile import RegionProfile
 from elixir_compile.rewrite.show import program_text
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import is_pressed
 
 _compile_lock = threading.RLock()
 

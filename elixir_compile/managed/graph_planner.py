@@ -20,12 +20,12 @@ from elixir_compile.managed.step_profiler import Progress, StepStats
 from elixir_compile.managed.variants import ActivePlan, PlannedSizes
 from elixir_compile.options import Options
 from elixir_compile.problem.cache import plan_for
-from elixir_compile.problem.loss import as_decided
 from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import as_decided
 
 
 class GraphPlanner:

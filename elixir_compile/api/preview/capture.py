@@ -26,7 +26,6 @@ from elixir_compile.managed.stand_in import built, stand_in
 from elixir_compile.managed.unmanaged import trace_unmanaged
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import Chunks, chunks_of
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
 from elixir_compile.problem.planning import (
     graph_of,
@@ -38,6 +37,7 @@ from elixir_compile.problem.planning import (
 )
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import Chunks, possible_chunks
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -149,7 +149,7 @@ def capture_step(
 
     def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
         inputs = trace_unmanaged(gm, inputs, executor)
-        possible.append(chunks_of(gm, options) if chunks is None else None)
+        possible.append(possible_chunks(find_loss(gm), options) if chunks is None else None)
         if chunks is not None:
             # The loss is looked for again: `chunks` may be of a model with fewer layers, and nodes have other names.
             chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)

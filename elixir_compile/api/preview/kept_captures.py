@@ -31,7 +31,7 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.folders import cache_dir, drop_oldest, write_cached
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import Chunks
+from elixir_compile.search.joint.loss import Chunks
 from elixir_compile.version import __version__, source_digest
 
 log = logging.getLogger("elixir_compile")
