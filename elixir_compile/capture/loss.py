@@ -25,6 +25,7 @@ from torch.nn import functional
 from elixir_compile import compat
 from elixir_compile.capture.chunked import LossForm, chunked_cross_entropy
 from elixir_compile.capture.node_facts import source_line, source_of
+from elixir_compile.ir.graph import LossRegion
 
 _PRODUCTS = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
 _VIEWS = {torch.reshape, "view", "reshape"}
@@ -34,27 +35,6 @@ _WRITES = {
     operator.setitem,
     *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossRegion:
-    """A projection and its cross-entropy, which can be computed in chunks.
-
-    A dynamic size counts with its value at the capture. Nodes are given by name, so the region of a graph is also the
-    region of each copy of the graph.
-    """
-
-    name: str
-    """The name of the node of the cross-entropy."""
-    nodes: tuple[str, ...]
-    """The names of all nodes that `chunk_loss` replaces, from the projection to the cross-entropy."""
-    num_tokens: int
-    """Rows of the logits that the cross-entropy reads."""
-    num_classes: int
-    logits_bytes: int
-    """Bytes of the largest tensor of logits. It may be an upcast copy, or have tokens that the loss does not read."""
-    source: str
-    """`file.py:line` of the cross-entropy, empty if tracing kept no stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from elixir_compile.ops.registry import note_replaced
 from elixir_compile.ops.shards import as_dtensor, own_part
 from elixir_compile.problem.meta import materialize_module
 from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.search.space.buckets import is_worth_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,7 +122,8 @@ def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torc
             param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))
         return param
     whole = param.detach().contiguous()
-    cut = distribute_tensor(whole, ranks.mesh, ranks.placements_of(whole))
+    is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
+    cut = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=is_sharded))
     if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
         cut = as_dtensor(own_part(cut).to(whole.device), cut)
     if dtype is None or not gets_master(param, dtype):

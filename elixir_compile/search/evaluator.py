@@ -1,11 +1,16 @@
-"""Compute the bytes and the simulated seconds of candidates, for the planners."""
+"""Compute the bytes and the simulated seconds of candidates, for the planners.
+
+The values that planners compare are here too: candidates, draft plans and their certificates.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.analysis.windows import closing_of
-from elixir_compile.ir import BucketId, Placement, RegionId, Update, Verb
+from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Update, Verb
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.schedule import Cut, cut_regions, program, regions
 from elixir_compile.search.space.facts import Facts, gather_facts
@@ -18,6 +23,43 @@ from elixir_compile.simulate import Cycle, Played, play, prices
 
 MAX_AHEAD = 2
 """More windows ahead gain nothing if layers are alike and a transfer is shorter than a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The bound of a problem, and the limits that hold it up."""
+
+    bound_s: float
+    """Every plan for the problem takes at least so many seconds."""
+    binding: tuple[str, ...]
+    """The full lanes and memories at the relaxed optimum, in words."""
+    gib_saves_s: float | None
+    """Seconds by which the bound falls with one more GiB of device memory; None if the time was too short to tell."""
+
+
+class Candidate(NamedTuple):
+    """A level for every bucket and a mode for every layer."""
+
+    levels: tuple[Level, ...]
+    modes: tuple[int, ...]
+    """Indices into the `modes` of each layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """A candidate with the times of its transfers, its simulated seconds, and the reasons for its choices."""
+
+    levels: tuple[Level, ...]
+    moves: Moves
+    step_s: float
+    modes: tuple[int, ...]
+    decisions: tuple[Decision, ...]
+    planner: str = "greedy"
+    certificate: Certificate | None = None
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.levels, self.modes)
 
 
 class Evaluator:

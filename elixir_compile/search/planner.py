@@ -15,10 +15,9 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
-from elixir_compile.search.candidate import Candidate, DraftPlan
 from elixir_compile.search.clock import Clock
 from elixir_compile.search.disk_placement import plan_with_disk
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_min_host_bytes
 from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, RULES, num_placements, place_exhaustively

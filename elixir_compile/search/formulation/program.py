@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Tier
-from elixir_compile.search.candidate import Candidate
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import Candidate, Evaluator
 from elixir_compile.search.formulation.cross_step_updates import Options, flow_shops, stream_choices
 from elixir_compile.search.formulation.flow_shop import Choice, Path
 from elixir_compile.search.space.levels import Level, is_gathered

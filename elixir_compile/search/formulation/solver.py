@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from elixir_compile.search.candidate import Candidate
 from elixir_compile.search.clock import Deadline
+from elixir_compile.search.evaluator import Candidate
 from elixir_compile.search.formulation.program import Program, Vector
 
 _MAX_NODES = 20_000

@@ -12,7 +12,7 @@ import numpy as np
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.min_memory import fullness
-from elixir_compile.search.space.modes import deepest
+from elixir_compile.search.space.modes import modes_by_depth
 
 
 def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
@@ -22,12 +22,10 @@ def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
     """
     layers = evaluator.facts.layers
     seen: set[tuple[int, ...]] = set()
-    for leaves in (False, True):
-        for depth in sorted({mode.depth for layer in layers for mode in layer.modes}):
-            modes = tuple(deepest(layer, depth, leaves=leaves) for layer in layers)
-            if modes not in seen:
-                seen.add(modes)
-                yield evaluator.at(modes)
+    for modes in modes_by_depth(layers):
+        if modes not in seen:
+            seen.add(modes)
+            yield evaluator.at(modes)
     if not layers:
         yield evaluator
         return

@@ -27,11 +27,9 @@ from elixir_compile.ir import (
     Bucket,
     Decision,
     Kind,
-    OpId,
     Phase,
     Placement,
     Plan,
-    Prediction,
     Region,
     RegionId,
     Saving,
@@ -39,11 +37,11 @@ from elixir_compile.ir import (
     StepGraph,
     Tier,
     Verb,
-    fingerprint,
     grad_of,
 )
-from elixir_compile.search.problem import Problem, update_time
+from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.modes import activations_of, deepest, layers_of
+from elixir_compile.search.writing import unpredicted_plan
 from elixir_compile.simulate import prediction_of, simulate
 from elixir_compile.units import format_bytes
 
@@ -135,28 +133,8 @@ def _unpredicted(
     """Return the plan with an empty prediction."""
     step = as_run(problem.graph, activations)
     regions = _regions(step, buckets)
-    return Plan(
-        name=problem.name,
-        graph=fingerprint(problem.graph),
-        cluster=problem.cluster.name,
-        num_copies=problem.num_copies,
-        budget_bytes=problem.budget_bytes,
-        base_bytes=problem.base_bytes,
-        buckets=tuple(buckets),
-        placements=homes,
-        activations=activations,
-        update=update_time(problem, homes),
-        regions=regions,
-        schedules=(Schedule(rank=0, actions=tuple(_actions(step, regions, buckets, homes))),),
-        decisions=(),
-        prediction=_NOTHING,
-        planner=IN_STEP,
-    )
-
-
-_NOTHING = Prediction(
-    step_s=0.0, exposed_s=0.0, hidden_share=1.0, device_peak_bytes=0, device_peak_at=OpId(""), host_peak_bytes=0
-)
+    schedule = Schedule(rank=0, actions=tuple(_actions(step, regions, buckets, homes)))
+    return unpredicted_plan(problem, buckets, homes, activations, regions, schedule, IN_STEP)
 
 
 def _on_device(bucket: Bucket, *, resident: bool) -> Placement:

@@ -20,6 +20,7 @@ from elixir_compile.search.space.modes import (
     OffloadInterval,
     activations_of,
     deepest,
+    depths_of,
     layers_of,
     offload_intervals,
 )
@@ -168,7 +169,7 @@ def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Buc
     """Return the buckets that recomputed ops read, if all layers are recomputed to the same depth, at any depth."""
     repeated = {
         repeat.op
-        for depth in {mode.depth for layer in layers for mode in layer.modes}
+        for depth in depths_of(layers)
         for repeat in repeats(graph, activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers]))
     }
     read = {name for op in graph.ops if op.id in repeated for name in op.reads}

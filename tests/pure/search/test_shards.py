@@ -29,8 +29,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.candidate import DraftPlan
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.formulation.program import Program
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import place_exhaustively
