@@ -41,19 +41,22 @@ from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
 from elixir_compile.ir import (
     Bucket,
     BucketId,
+    BucketRef,
+    GradientRef,
+    GroupId,
+    GroupRef,
     Kind,
     OpId,
     Phase,
     Placement,
     Plan,
-    RegionId,
+    RegionRef,
     Saving,
     StepGraph,
     StorageId,
     Tier,
     Verb,
     averaged_bytes,
-    grad_of,
 )
 
 
@@ -257,9 +260,9 @@ class _Moves:
     """First op at which the reduced gradient is on the device."""
     replaced: set[BucketId]
     """Buckets whose gathered copy is released just before their reduce, between the same two ops."""
-    left_at: dict[str, int]
+    left_at: dict[GroupId, int]
     """By group: last op at which offloaded activations are on the device for the first time."""
-    back_at: dict[str, int]
+    back_at: dict[GroupId, int]
     """By group: first op at which prefetched activations are on the device again."""
 
 
@@ -290,34 +293,33 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
     op of the `run` before.
     """
     index = {op.id: number for number, op in enumerate(step.ops)}
-    spans = {region.id: (index[region.first], index[region.last]) for region in plan.regions}
-    grads = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
-    offloaded = {group.id for group in plan.activations if group.saving is Saving.OFFLOAD}
+    lasts = {region.id: index[region.last] for region in plan.regions}
     moves = _Moves({}, {}, {}, {}, set(), {}, {})
-    starts: dict[str, int] = {}
+    starts: dict[BucketId, int] = {}
     done = -1
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
     for action in schedule.actions:
-        if action.verb is Verb.RUN:
-            done = spans[RegionId(action.what)][1]
-        elif action.verb is Verb.GATHER:
-            starts[action.what] = done + 1
-        elif action.verb is Verb.RELEASE:
-            moves.gathered.setdefault(BucketId(action.what), []).append((starts.pop(action.what), done))
-        elif action.verb is Verb.REDUCE:
-            moves.reduced_at[BucketId(action.what)] = done + 1
-            if any(first <= last == done for first, last in moves.gathered.get(BucketId(action.what), ())):
-                moves.replaced.add(BucketId(action.what))
-        elif action.verb is Verb.WAIT and action.what in grads:
-            moves.grad_ends[grads[action.what]] = done
-        elif action.verb is Verb.WAIT and action.what in offloaded:
-            moves.left_at.setdefault(action.what, done)
-        elif action.verb is Verb.WAIT and action.what in starts:
-            moves.awaited.setdefault(BucketId(action.what), []).append((starts[action.what], done + 1))
-        elif action.verb is Verb.PREFETCH:
-            moves.back_at[action.what] = done + 1
+        match action.verb, action.target:
+            case Verb.RUN, RegionRef(region):
+                done = lasts[region]
+            case Verb.GATHER, BucketRef(bucket):
+                starts[bucket] = done + 1
+            case Verb.WAIT, BucketRef(bucket) if bucket in starts:
+                moves.awaited.setdefault(bucket, []).append((starts[bucket], done + 1))
+            case Verb.RELEASE, BucketRef(bucket):
+                moves.gathered.setdefault(bucket, []).append((starts.pop(bucket), done))
+            case Verb.REDUCE, BucketRef(bucket):
+                moves.reduced_at[bucket] = done + 1
+                if any(first <= last == done for first, last in moves.gathered.get(bucket, ())):
+                    moves.replaced.add(bucket)
+            case Verb.WAIT, GradientRef(bucket):
+                moves.grad_ends[bucket] = done
+            case Verb.WAIT, GroupRef(group):
+                moves.left_at.setdefault(group, done)
+            case Verb.PREFETCH, GroupRef(group):
+                moves.back_at[group] = done + 1
     for bucket, first in starts.items():
-        moves.gathered.setdefault(BucketId(bucket), []).append((first, len(step.ops) - 1))
+        moves.gathered.setdefault(bucket, []).append((first, len(step.ops) - 1))
     return moves
 
 

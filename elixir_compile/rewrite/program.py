@@ -16,7 +16,7 @@ planned. The functions here decide nothing: each action comes from the schedule 
 """
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +26,19 @@ from torch.fx.node import Argument
 from elixir_compile.capture.markers import TICKET, gradient, key_of, parameter, ticket
 from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, source_of
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb, grad_of
+from elixir_compile.ir import (
+    Action,
+    BucketId,
+    BucketRef,
+    GradientRef,
+    GroupId,
+    GroupRef,
+    Phase,
+    Plan,
+    RegionRef,
+    Target,
+    Verb,
+)
 from elixir_compile.rewrite.recompute import Partition
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
 
@@ -52,8 +64,8 @@ class _Writer:
     executor: fx.Node
     values: dict[str, fx.Node] = field(default_factory=dict)
     """The node of the program for each value of the captured graph, by the name of the value."""
-    bucket_values: dict[str, fx.Node] = field(default_factory=dict)
-    transfers: dict[str, fx.Node] = field(default_factory=dict)
+    bucket_values: dict[BucketId, fx.Node] = field(default_factory=dict)
+    transfers: dict[Target, fx.Node] = field(default_factory=dict)
 
 
 def write_program(
@@ -89,25 +101,21 @@ def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
     IllegalSchedule if activations are offloaded later, because only the forward has them.
     """
     actions = plan.schedules[0].actions
-    forward = {region.id for region in plan.regions if region.phase is Phase.FORWARD}
-    groups = _groups_away(plan)
-    runs = [index for index, action in enumerate(actions) if action.verb is Verb.RUN and action.what in forward]
+    forward = {RegionRef(region.id) for region in plan.regions if region.phase is Phase.FORWARD}
+    runs = [index for index, action in enumerate(actions) if action.target in forward]
     backward_from = runs[-1] + 1 if runs else 0
-    while runs and backward_from < len(actions) and _may_end_forward(actions[backward_from], groups):
+    while runs and backward_from < len(actions) and _may_end_forward(actions[backward_from]):
         backward_from += 1
     for action in actions[backward_from:]:
-        if action.verb is Verb.OFFLOAD and action.what in groups:
-            raise IllegalSchedule(f"{action.what} is offloaded behind the forward.", f"  {action}    <-- here")
+        if action.verb is Verb.OFFLOAD and isinstance(action.target, GroupRef):
+            raise IllegalSchedule(f"{action.target} is offloaded behind the forward.", f"  {action}    <-- here")
     part = actions[:backward_from] if phase is Phase.FORWARD else actions[backward_from:]
     return [action for action in part if action.verb is not Verb.UPDATE]
 
 
-def _groups_away(plan: Plan) -> frozenset[GroupId]:
-    return frozenset(group.id for group in plan.activations if group.saving is Saving.OFFLOAD)
-
-
-def _may_end_forward(action: Action, groups: Collection[str]) -> bool:
-    return action.verb is Verb.RELEASE or (action.verb in (Verb.OFFLOAD, Verb.WAIT) and action.what in groups)
+def _may_end_forward(action: Action) -> bool:
+    is_leaving = action.verb in (Verb.OFFLOAD, Verb.WAIT) and isinstance(action.target, GroupRef)
+    return is_leaving or action.verb is Verb.RELEASE
 
 
 def _write_inputs(halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], source: fx.Graph) -> _Writer:
@@ -142,60 +150,55 @@ def _write_copies(writer: _Writer, actions: Sequence[Action]) -> None:
     If another backward released a bucket, this call gathers it again. All ranks must gather together, so the call is
     there even if the graph of this rank does not read the bucket.
     """
-    gathered = {action.what for action in actions if action.verb is Verb.GATHER}
-    released = {action.what for action in actions if action.verb is Verb.RELEASE}
+    gathered = {action.target for action in actions if action.verb is Verb.GATHER}
+    released = {action.target for action in actions if action.verb is Verb.RELEASE}
     for bucket in writer.plan.buckets:
-        if bucket.is_sharded and bucket.id in released - gathered:
+        if bucket.is_sharded and BucketRef(bucket.id) in released - gathered:
             writer.bucket_values[bucket.id] = _call(writer, "whole", bucket.id, bucket.id)
 
 
 def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionGraph]) -> None:
-    what = action.what
-    match action.verb:
-        case Verb.RUN:
-            _write_run(writer, regions[what])
-        case Verb.GATHER:
-            writer.transfers[what] = _call(writer, "gather", what, f"{what}_gather")
-        case Verb.OFFLOAD if what in writer.halves.away:
-            values = [writer.values[name] for name in writer.halves.away[GroupId(what)]]
-            args = (writer.executor, what, values)
-            writer.transfers[what] = writer.graph.create_node(
-                "call_method", "offload_saved", args, name=f"{what}_offload"
-            )
-        case Verb.PREFETCH:
-            writer.transfers[what] = _call_for_forward(writer, "prefetch", what, f"{what}_prefetch")
-        case Verb.WAIT if what in writer.halves.away:
-            _write_wait(writer, GroupId(what))
-        case Verb.OFFLOAD:
-            bucket = what.removesuffix(".grad")
-            writer.transfers[what] = _call(writer, "offload", bucket, f"{bucket}_offload")
-        case Verb.WAIT:
-            name = None if what.endswith(".grad") else what
-            waited = _call(writer, "wait", writer.transfers.pop(what), name)
-            if name is not None:
-                writer.bucket_values[what] = waited
-        case Verb.RELEASE:
-            writer.bucket_values.pop(what, None)
-            _call(writer, "release", what)
-        case Verb.REDUCE:
-            _write_reduce(writer, BucketId(what))
+    match action.verb, action.target:
+        case Verb.RUN, RegionRef(region):
+            _write_run(writer, regions[region])
+        case Verb.GATHER, BucketRef(bucket) as target:
+            writer.transfers[target] = _call(writer, "gather", bucket, f"{bucket}_gather")
+        case Verb.WAIT, BucketRef(bucket) as target:
+            writer.bucket_values[bucket] = _call(writer, "wait", writer.transfers.pop(target), bucket)
+        case Verb.RELEASE, BucketRef(bucket):
+            writer.bucket_values.pop(bucket, None)
+            _call(writer, "release", bucket)
+        case Verb.REDUCE, BucketRef(bucket):
+            _write_reduce(writer, bucket)
+        case Verb.OFFLOAD, GradientRef(bucket) as target:
+            writer.transfers[target] = _call(writer, "offload", bucket, f"{bucket}_offload")
+        case Verb.WAIT, GradientRef() as target:
+            _call(writer, "wait", writer.transfers.pop(target))
+        case Verb.OFFLOAD, GroupRef(group) as target:
+            args = (writer.executor, group, [writer.values[name] for name in writer.halves.away[group]])
+            name = f"{group}_offload"
+            writer.transfers[target] = writer.graph.create_node("call_method", "offload_saved", args, name=name)
+        case Verb.PREFETCH, GroupRef(group) as target:
+            writer.transfers[target] = _call_for_forward(writer, "prefetch", group, f"{group}_prefetch")
+        case Verb.WAIT, GroupRef(group):
+            _write_wait(writer, group)
         case _:
-            raise AssertionError(f"a verified schedule has no {action.verb} in a {writer.phase} program")
+            raise AssertionError(f"a verified schedule has no `{action}` in a {writer.phase} program")
 
 
-def _call(writer: _Writer, verb: str, what: "str | fx.Node", name: str | None = None) -> fx.Node:
-    return writer.graph.create_node("call_method", verb, (writer.executor, what), name=name)
+def _call(writer: _Writer, verb: str, argument: "str | fx.Node", name: str | None = None) -> fx.Node:
+    return writer.graph.create_node("call_method", verb, (writer.executor, argument), name=name)
 
 
-def _call_for_forward(writer: _Writer, verb: str, what: str, name: str) -> fx.Node:
+def _call_for_forward(writer: _Writer, verb: str, group: GroupId, name: str) -> fx.Node:
     """Call a method of the executor for the activations of a forward, given by the ticket."""
-    args = (writer.executor, writer.values[TICKET], what)
+    args = (writer.executor, writer.values[TICKET], group)
     return writer.graph.create_node("call_method", verb, args, name=name)
 
 
 def _write_wait(writer: _Writer, group: GroupId) -> None:
     """Wait for the offload of activations, which the forward may have started, or for their prefetch."""
-    transfer = writer.transfers.pop(group, None)
+    transfer = writer.transfers.pop(GroupRef(group), None)
     if transfer is None:
         transfer = _call_for_forward(writer, "leaving", group, f"{group}_offload")
     if transfer.target != Verb.PREFETCH:
@@ -246,7 +249,7 @@ def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     grads = writer.graph.call_function(boxed, tuple(made)) if bucket.is_sharded else made
     reduced = writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
     if bucket.is_sharded:
-        writer.transfers[grad_of(bucket_id)] = reduced
+        writer.transfers[GradientRef(bucket_id)] = reduced
 
 
 def _write_output(writer: _Writer, source: fx.Graph) -> None:

@@ -29,7 +29,12 @@ class RegionGraph:
     @property
     def name(self) -> str:
         """The id as an attribute name, such as `fwd_0`."""
-        return self.id.replace(".", "_")
+        return name_of(self.id)
+
+
+def name_of(region: RegionId) -> str:
+    """Return the id of a region as an attribute name, such as `fwd_0`."""
+    return region.replace(".", "_")
 
 
 def split_regions(

@@ -8,6 +8,7 @@ from elixir_compile.analysis import MemoryTimeline
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.capture.node_facts import outputs_of, source_of
 from elixir_compile.ir import Lane, Phase, Plan, StepGraph
+from elixir_compile.rewrite.regions import name_of
 from elixir_compile.units import format_bytes
 
 _LANES = {"gather": Lane.H2D, "prefetch": Lane.H2D, "offload": Lane.D2H, "offload_saved": Lane.D2H}
@@ -42,7 +43,7 @@ def program_text(
 def _region_peaks(plan: Plan, timeline: MemoryTimeline, graph: StepGraph) -> dict[str, int]:
     index = {op.id: position for position, op in enumerate(as_run(graph, plan.activations).ops)}
     return {
-        region.id.replace(".", "_"): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
+        name_of(region.id): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
         for region in plan.regions
     }
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.analysis.windows import closing_of
-from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Update, Verb
+from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Target, Update, Verb
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.schedule import Cut, cut_regions, program, regions
 from elixir_compile.search.space.facts import Facts, gather_facts
@@ -189,7 +189,7 @@ class Evaluator:
         levels: Sequence[Level],
         moves: Moves,
         cuts: Sequence[Cut],
-        actions: Sequence[tuple[Verb, str]],
+        actions: Sequence[tuple[Verb, Target]],
         placements: Mapping[BucketId, Placement],
     ) -> Cycle:
         """Return when updates run, and which regions of the next step wait for them."""

@@ -67,7 +67,7 @@ class Correction:
 
 def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None:
     """Return the corrected machine of `problem` by `stats` of steps under `plan`; None if a region has no span."""
-    seconds = _seconds(stats.spans)
+    seconds = _seconds(plan, stats.spans)
     labels = [f"run {region.id}" for region in plan.regions]
     if any(label not in seconds for label in labels):
         return None
@@ -83,7 +83,7 @@ def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None
     )
 
 
-def _seconds(spans: Iterable[Span]) -> Mapping[str, float]:
+def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[str, float]:
     """Return the median seconds of the spans of each label, by label.
 
     Seconds of an update are per step: a bucket shared by several parameter groups has several updates in each step.
@@ -91,11 +91,11 @@ def _seconds(spans: Iterable[Span]) -> Mapping[str, float]:
     found: defaultdict[str, list[float]] = defaultdict(list)
     for span in spans:
         found[span.label].append(span.end_s - span.start_s)
-    num_steps = max((len(seconds) for label, seconds in found.items() if label.startswith("run ")), default=0)
-    return {
-        label: statistics.median(seconds) * (max(1.0, len(seconds) / num_steps) if label.startswith("update ") else 1.0)
-        for label, seconds in found.items()
-    }
+    median_s = {label: statistics.median(seconds) for label, seconds in found.items()}
+    num_steps = max(1, *(len(found.get(f"run {region.id}", ())) for region in plan.regions))
+    for label in {f"update {bucket.id}" for bucket in plan.buckets} & median_s.keys():
+        median_s[label] *= max(1.0, len(found[label]) / num_steps)
+    return median_s
 
 
 def _excess_bytes(plan: Plan, stats: StepStats) -> int:

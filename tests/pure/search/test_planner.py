@@ -294,7 +294,7 @@ def test_a_tied_embedding_is_gathered_for_each_window() -> None:
     problem = problem_of(graph)
     made = plan(replace(problem, budget_bytes=needed_bytes(problem)))
     embed = next(bucket.id for bucket in made.buckets if "embed" in bucket.params)
-    gathers = [action.what for action in made.schedules[0].actions if action.verb is Verb.GATHER]
+    gathers = [action.target for action in made.schedules[0].actions if action.verb is Verb.GATHER]
     assert gathers.count(embed) == 4
 
 

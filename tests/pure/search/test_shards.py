@@ -139,7 +139,7 @@ def real_peak_bytes(graph: StepGraph, made: Plan) -> int:
         most = max(most, rest + sum(pile.values()))
 
     for action in made.schedules[0].actions:
-        name, between = action.what, after + 0.5
+        name, between = str(action.target), after + 0.5
         if action.verb is Verb.RUN:
             for after in spans[RegionId(name)]:
                 for owner, own in grads.items():
