@@ -1,6 +1,6 @@
 """A problem as a mixed-integer program: columns x[bucket, level] and x[layer, mode], and rows for memory and seconds.
 
-The objective is the sum of T, the seconds of each phase. Rows are added during the search: `pricing` and `solver` add
+The objective is the sum of T, the seconds of each phase. Rows are added during the search: `solver` adds
 the memory rows and paths that a solution breaks, then solve again. Times and bytes are scaled, so that the best known
 step and both budgets equal `SCALE`, because the solver's tolerances are absolute.
 """
@@ -40,6 +40,9 @@ class Row:
 
 class Program:
     """The mixed-integer program of a problem, with the rows added so far.
+
+    It has more than 20 methods, because what an x means (its candidate, bytes and seconds) and the rows that an x
+    breaks are read from the same columns; apart, each half would need most attributes of the other.
 
     `reference_s`, the seconds of the best known step, is the unit of time.
     """

@@ -34,8 +34,7 @@ from elixir_compile.search.formulation.program import Program
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import place_exhaustively
 from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
-from elixir_compile.search.limits import extent_of
+from elixir_compile.search.limits import extent_of, leanest, uniform_modes
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
