@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir_compile.analysis.timeline import bucket_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices

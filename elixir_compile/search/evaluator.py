@@ -14,7 +14,7 @@ from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Target, U
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.schedule import Cut, cut_regions, program, regions
 from elixir_compile.search.space.facts import Facts, gather_facts
-from elixir_compile.search.space.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
+from elixir_compile.search.space.levels import Level, host_bytes_of, placement_of
 from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.min_memory import lowered_modes, min_memory_levels
 from elixir_compile.search.space.profiles import Profile, profiles
@@ -88,10 +88,7 @@ class Evaluator:
         # If state may go to disk, it counts as no host memory: a relaxation, which `host_memory` corrects.
         without_state = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
         self._host_bytes = [
-            {
-                level: (host_bytes_without_state if bucket.id in without_state else host_bytes_of)(bucket, level)
-                for level in Level
-            }
+            {level: host_bytes_of(bucket, level, on_disk=bucket.id in without_state) for level in Level}
             for bucket in facts.buckets
         ]
         self._step_s: dict[tuple[Level, ...], float] = {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.analysis.timeline import bucket_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.managed import outstanding
