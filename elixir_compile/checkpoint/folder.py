@@ -1,6 +1,7 @@
 """The folder of a checkpoint: written under another name, renamed when complete, held open while it is read."""
 
 import fcntl
+import io
 import os
 import secrets
 import shutil
@@ -9,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from elixir_compile.checkpoint.errors import NotACheckpoint
 
@@ -180,7 +180,7 @@ class OpenFolder:
             pass  # a file system without locks
         return True
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.BufferedReader:
         """Open the file `name` of the folder for reading. Raises OSError."""
         return open(name, "rb", opener=partial(os.open, dir_fd=self._file))
 

@@ -102,6 +102,7 @@ def _open_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitSt
 
     Raises RanksDiffer if the ranks open different checkpoints in every try, as with a path on different disks.
     """
+    crc32s: tuple[str, ...] = ()
     for num_left in reversed(range(_NUM_TRIES)):
 
         def open_and_compare(is_last_try: bool = num_left == 0) -> _Found | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointCorrupted
@@ -85,6 +85,16 @@ class Verified:
     reader: Reader
     plain: Any
     """The content of `state.json`."""
+
+
+@overload
+def open_verified(path: Path, held: ExitStack, *, is_last_try: Literal[True]) -> Verified: ...
+
+
+@overload
+def open_verified(
+    path: Path, held: ExitStack, *, rank: int = 0, num_ranks: int = 1, is_last_try: bool = False
+) -> Verified | None: ...
 
 
 def open_verified(

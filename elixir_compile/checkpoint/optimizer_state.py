@@ -77,15 +77,15 @@ def optimizer_targets(
     like: dict[str, torch.Tensor] = {}
     for own, group in zip(_names(model, optimizer), optimizer.param_groups, strict=True):
         for name, param in zip(own, group["params"], strict=True):
-            like |= dict.fromkeys(tensor_keys(plain["states"].get(name)), param)
+            like.update((key, param) for key in tensor_keys(plain["states"].get(name)))
     found: dict[str, torch.Tensor] = {}
-    for key, form in ((key, forms[key]) for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]):
-        param = like.get(key)
+    for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]:
+        form, param = forms[key], like.get(key)
         is_count = form.ndim == 0 and key.endswith(".step")  # never a part, even if the parameter has shape ()
-        is_part = param is not None and is_dtensor(param) and form.shape == param.shape and not is_count
-        shape = own_part(param).shape if is_part else form.shape
-        new = torch.empty(shape, dtype=form.dtype, device="cpu")
-        found[key] = as_dtensor(new, param) if is_part else new
+        if param is not None and is_dtensor(param) and form.shape == param.shape and not is_count:
+            found[key] = as_dtensor(torch.empty(own_part(param).shape, dtype=form.dtype, device="cpu"), param)
+        else:
+            found[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
     return found
 
 

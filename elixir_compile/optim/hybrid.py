@@ -14,7 +14,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,17 @@ from elixir_compile.optim.update import BucketUpdate
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.updates import UpdateLine
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` so that `torch.compile(optimizer.step)` calls it and does not trace it.
+
+    Updates use a thread and locks, and follow the plan. `torch.compiler.disable` itself has no type for callers.
+    """
+    return cast("Callable[P, R]", torch.compiler.disable(function))
 
 
 class Hybrid(torch.optim.Optimizer):
@@ -183,11 +194,9 @@ class Hybrid(torch.optim.Optimizer):
             for param in group["params"]:
                 claim_for_hybrid(param, self)
 
-    @torch.compiler.disable  # for `torch.compile(optimizer.step)`: updates use a thread and locks, and follow the plan
+    @_untraced
     @torch.no_grad()
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]  `disable` hides the signature
-        self, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients, or queue their updates; return the loss of `closure`, if given.
 
         Raises GradientsChanged if the plan updates in the backward and a gradient was changed after the backward. No
