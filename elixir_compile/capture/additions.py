@@ -53,7 +53,7 @@ def add_extra_saved(captured: Captured) -> StepGraph:
     numbers = _spare_numbers(captured, saved)
     spares = _spare_values(captured, graph, saved, {node.name for node in (*saved, *numbers) if is_number(node)})
     _save(captured, spares, numbers)
-    for half in (captured.forward, captured.trained):
+    for half in (captured.forward, captured.backward_module):
         half.graph.lint()
     return graph
 
@@ -94,7 +94,7 @@ def _save(captured: Captured, spares: list[fx.Node], numbers: list[fx.Node]) -> 
     AOTAutograd orders them."""
     values, behind_ticket = outputs_of(captured.forward.graph), captured.num_outputs + 1
     set_outputs(captured.forward.graph, (*values[:behind_ticket], *spares, *values[behind_ticket:], *numbers))
-    backward = captured.trained.graph
+    backward = captured.backward_module.graph
     placeholders = backward.find_nodes(op="placeholder")
     known = [node for node in placeholders if is_number(node)]
     _take(backward, known[-1] if known else None, numbers)

@@ -60,7 +60,7 @@ class Captured:
     """If True, Inductor compiles the regions and fuses kernels."""
 
     @property
-    def trained(self) -> fx.GraphModule:
+    def backward_module(self) -> fx.GraphModule:
         """The backward. Raises TypeError if the capture has none, because it trains nothing."""
         if self.backward is None:
             raise TypeError(f"{self.name} has no backward")

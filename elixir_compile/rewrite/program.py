@@ -76,7 +76,7 @@ def write_program(
     `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles a
     region, and the program calls `executor`.
     """
-    source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.trained
+    source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward_module
     regions = split_regions(source, plan.regions, phase, halves.inline)
     root = torch.nn.Module()
     vars(root)["executor"] = executor
@@ -205,7 +205,7 @@ def _write_wait(writer: _Writer, group: GroupId) -> None:
         _call(writer, "wait", transfer)
         return
     arrived = _call(writer, "wait", transfer, group)
-    placeholders = writer.halves.captured.trained.graph.find_nodes(op="placeholder")
+    placeholders = writer.halves.captured.backward_module.graph.find_nodes(op="placeholder")
     by_target = {str(node.target): node for node in placeholders}
     for index, name in enumerate(writer.halves.away[group]):
         node = by_target[name]
@@ -242,7 +242,7 @@ def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     bucket = next(b for b in writer.plan.buckets if b.id == bucket_id)
     # A bucket may hold parameters that only other graphs read.
     members = {writer.keys[name]: position for position, name in enumerate(bucket.params) if name in writer.keys}
-    markers = writer.halves.captured.trained.graph.find_nodes(op="call_function", target=gradient)
+    markers = writer.halves.captured.backward_module.graph.find_nodes(op="call_function", target=gradient)
     found = [(members[key_of(node)], source_of(node)) for node in markers if key_of(node) in members]
     positions, made = tuple(position for position, _ in found), [writer.values[grad.name] for _, grad in found]
     # If sharded, the reduce frees the full gradients once they are copied, before the mean is complete.

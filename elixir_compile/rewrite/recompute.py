@@ -93,7 +93,7 @@ class _Repeater:
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph: StepGraph, activations: Sequence[Activations]) -> None:
-        backward = self.captured.trained.graph
+        backward = self.captured.backward_module.graph
         found = repeats(graph, activations)
         if not found:
             return
@@ -127,7 +127,7 @@ class _Repeater:
         if is_number(node):
             return self.there[node.name]
         if node.target is parameter:
-            return marker_node(self.captured.trained.graph, parameter, node.args, node.meta)
+            return marker_node(self.captured.backward_module.graph, parameter, node.args, node.meta)
         if node.op == "get_attr":
             return self._constant(node)
         chain = view_chain(node)
@@ -146,7 +146,7 @@ class _Repeater:
 
     def _copy(self, node: fx.Node, base: fx.Node | None = None) -> fx.Node:
         """Copy `node` into the backward. If it is a view, `base` replaces the node of which it is a view."""
-        graph, viewed = self.captured.trained.graph, view_chain(node)[1:2]
+        graph, viewed = self.captured.backward_module.graph, view_chain(node)[1:2]
 
         def read(source: fx.Node) -> fx.Node:
             return base if base is not None and source in viewed else self._value(source)
@@ -157,7 +157,7 @@ class _Repeater:
         return made
 
     def _constant(self, node: fx.Node) -> fx.Node:
-        module, name = self.captured.trained, f"{AGAIN}{str(node.target).replace('.', '_')}"
+        module, name = self.captured.backward_module, f"{AGAIN}{str(node.target).replace('.', '_')}"
         setattr(module, name, getattr(self.captured.forward, str(node.target)))
         made = module.graph.create_node("get_attr", name, name=name)
         made.meta = {**node.meta, RECOMPUTED: True}
@@ -166,12 +166,12 @@ class _Repeater:
     def _stamp(self) -> None:
         """Add the versions of the parameters of recomputed ops to the ticket."""
         stamp = self.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
-        read = self.captured.trained.graph.find_nodes(op="call_function", target=parameter)
+        read = self.captured.backward_module.graph.find_nodes(op="call_function", target=parameter)
         stamp.args = (tuple(dict.fromkeys([*ints_of(stamp, 0), *map(key_of, read)])),)
 
 
 def _by_id(captured: Captured) -> dict[OpId, fx.Node]:
-    halves = ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.trained))
+    halves = ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward_module))
     return {op_id(phase, node): node for phase, half in halves for node in ops_of(half.graph)}
 
 
@@ -207,7 +207,7 @@ def _save_what_is_read(
     captured: Captured, behind: Mapping[fx.Node, StorageId], activations: Sequence[Activations]
 ) -> Mapping[GroupId, tuple[str, ...]]:
     """Replace saved values without a reader in the backward by None; return the offloaded values by group."""
-    placeholders = captured.trained.graph.find_nodes(op="placeholder")
+    placeholders = captured.backward_module.graph.find_nodes(op="placeholder")
     read = {str(node.target) for node in placeholders if node.users}
     group_of = {s: group.id for group in activations if group.saving is Saving.OFFLOAD for s in group.storages}
     away: dict[GroupId, list[str]] = {group: [] for group in group_of.values()}
