@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from elixir_compile import compat
-from elixir_compile.checkpoint.folder import OpenFolder
-from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem
+from elixir_compile.checkpoint.folder import FileRecord, OpenFolder, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
 from elixir_compile.ops.shards import own_part
 

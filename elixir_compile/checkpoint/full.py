@@ -22,8 +22,8 @@ from elixir_compile import compat
 from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import sync_folder
 from elixir_compile.checkpoint.manifest import open_verified
-from elixir_compile.checkpoint.model_state import memory_of, model_state
 from elixir_compile.checkpoint.rank_group import checkpoint_lock, rank_group_of
+from elixir_compile.checkpoint.run_state import memory_of, model_state
 from elixir_compile.checkpoint.values import key_of
 from elixir_compile.errors import DiskFailed
 from elixir_compile.ops.shards import full_tensor

@@ -19,8 +19,14 @@ from typing import Any, Literal, overload
 
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointCorrupted
-from elixir_compile.checkpoint.folder import MANIFEST_FILE, OpenFolder, open_checkpoint
-from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem, first_damage
+from elixir_compile.checkpoint.folder import (
+    MANIFEST_FILE,
+    FileRecord,
+    OpenFolder,
+    SummedFileSystem,
+    first_damage,
+    open_checkpoint,
+)
 from elixir_compile.checkpoint.values import tensor_keys
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import ElixirError

@@ -1,21 +1,130 @@
-"""An optimizer's state and param groups by the names of the parameters, so their order may differ when loaded.
+"""The state of a run, a model, an optimizer and random number generators, as JSON and tensors by key, and back.
 
-Loading sets the hyperparameters of each group to the saved values, but for the flags that choose an implementation
-(`foreach`, `fused`, ...). So `HybridAdamW` and every form of `torch.optim.AdamW` load each other's state.
+The model: parameters and buffers by the keys of its `state_dict()`; tied tensors are saved once.
+
+The optimizer: state and param groups by the names of the parameters, so their order may differ when loaded. Loading
+sets the hyperparameters of each group to the saved values, but for the flags that choose an implementation (`foreach`,
+`fused`, ...). So `HybridAdamW` and every form of `torch.optim.AdamW` load each other's state.
 """
 
+import random
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, tensor_keys, to_plain
-from elixir_compile.errors import UnsupportedModel
+from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, key_of, tensor_at, tensor_keys, to_plain
+from elixir_compile.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.master_adamw import with_joined_master
+
+_KEY = "model"
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of `model` with the keys of the uncompiled model."""
+    return {compat.uncompiled_name(name): value for name, value in model.state_dict().items()}
+
+
+def model_plain(state: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
+    """Return `state`, the state dict of a model, as JSON can hold it, and put each tensor in `sources` once.
+
+    Tied tensors stand under the key of the first name.
+    """
+    first: dict[object, str] = {}
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        key = f"{_KEY}.{name}"
+        if isinstance(value, torch.Tensor) and value.numel():
+            known = first.setdefault(memory_of(value), key)
+            if known != key:
+                plain[name] = tensor_at(known)
+                continue
+        plain[name] = to_plain(value, key, sources)
+    return plain
+
+
+def model_differences(
+    state: Mapping[str, Any], plain: Mapping[str, Any], forms: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Yield each difference between the state dict `state` and the saved one `plain`, as a text.
+
+    `forms` holds by key a tensor with the saved shape and dtype.
+    """
+    for name in state.keys() | plain.keys():
+        if name not in plain:
+            yield f"{name}: only in the model"
+        elif name not in state:
+            yield f"{name}: only in the checkpoint"
+    saved_at: dict[object, tuple[str, str]] = {}
+    for name in (name for name in state if name in plain):
+        key, value = key_of(plain[name]), state[name]
+        if (key is None) == isinstance(value, torch.Tensor):
+            yield f"{name}: a tensor on one side only"
+        elif key is not None and _form(forms[key]) != _form(value):
+            yield f"{name}: {_form(forms[key])} in the checkpoint, {_form(value)} in the model"
+        elif key is not None and value.numel():
+            other, known = saved_at.setdefault(memory_of(value), (name, key))
+            if known != key:
+                yield f"{other} and {name}: tied in the model, two tensors in the checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTargets:
+    """The places in a model for the saved values."""
+
+    in_place: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By key of the checkpoint, a parameter or buffer that is filled in place."""
+    untied: list[tuple[torch.Tensor, str]] = field(default_factory=list)
+    """Parameters that were tied when saved and are not now, each with the key of its saved tensor."""
+    rest: dict[str, Any] = field(default_factory=dict)
+    """By name, the saved values that must go through `load_state_dict`, as JSON can hold them."""
+
+
+def model_targets(model: nn.Module, state: Mapping[str, Any], plain: Mapping[str, Any]) -> ModelTargets:
+    """Return the targets in `model` for the saved state `plain`; `state` is the state dict of `model`."""
+    own = {memory_of(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())}
+    targets = ModelTargets()
+    for name, value in state.items():
+        key = key_of(plain[name])
+        # A state dict may hold copies, made by hooks or by a module's own code: filling a copy would change nothing.
+        if key is None or memory_of(value) not in own:
+            targets.rest[name] = plain[name]
+        elif key not in targets.in_place:
+            targets.in_place[key] = value
+        elif memory_of(targets.in_place[key]) != memory_of(value):
+            targets.untied.append((value, key))
+    return targets
+
+
+@torch.no_grad()
+def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill the `untied` and `rest` targets of `model`; `tensors` holds the tensors of `targets.rest` by key."""
+    for target, key in targets.untied:
+        target.copy_(targets.in_place[key])
+    if targets.rest:
+        own = {compat.uncompiled_name(name): name for name in model.state_dict()}
+        rest = {own[name]: from_plain(value, tensors) for name, value in targets.rest.items()}
+        model.load_state_dict(rest, strict=False)
+
+
+def memory_of(tensor: torch.Tensor) -> object:
+    """Return a key of memory, dtype, shape and strides: two tensors are tied if their keys are equal."""
+    own = own_part(tensor)
+    # Not the address: parts without elements all have the address 0, and are not tied.
+    place = compat.storage_key(own), own.storage_offset()
+    return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
+
 
 OPTIMIZER_KEY = "optimizer."
 """The prefix of the keys of an optimizer's tensors."""
@@ -165,3 +274,38 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     return sorted(optimizer.defaults.keys() - _IMPLEMENTATION_FLAGS)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states by generator; CUDA's only if CUDA was used, numpy's only if numpy was imported."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [keys.tolist(), *rest]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to `state`. Warns if `state` has more CUDA devices than this machine."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    cuda_states = state.get("cuda", [])
+    num_devices = torch.cuda.device_count()
+    if len(cuda_states) > num_devices:
+        warnings.warn(
+            ElixirWarning(
+                f"the checkpoint has random states of {len(cuda_states)} CUDA devices, and this machine has "
+                f"{num_devices}: dropout continues with other random numbers."
+            ),
+            stacklevel=3,
+        )
+    for index, cuda_state in enumerate(cuda_states[:num_devices]):
+        torch.cuda.set_rng_state(cuda_state, index)
+    if "numpy" in state:
+        import numpy as np  # only if the process that saved had imported numpy
+
+        keys, *rest = state["numpy"]
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
