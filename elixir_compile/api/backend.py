@@ -17,13 +17,11 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
-from elixir_compile.capture.deep_calls import with_deep_calls
-from elixir_compile.capture.joint import gather_keys
-from elixir_compile.capture.loss import chunk_loss
+from elixir_compile.capture.loss import chunk_loss, find_loss
+from elixir_compile.capture.markers import gather_keys
 from elixir_compile.capture.modules import find_roots
-from elixir_compile.capture.parameter_inputs import gathers_to_inputs
-from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
-from elixir_compile.capture.tracing import collector_off
+from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
+from elixir_compile.capture.tracing import collector_off, with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
@@ -33,10 +31,10 @@ from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.planned_graph import for_compiled_code
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
-from elixir_compile.problem.loss import Chunks, Pressed, Unchunked, chunks_of, if_better, is_pressed, raise_smaller_need
+from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
 log = logging.getLogger("elixir_compile")
 
@@ -132,89 +130,35 @@ def _compile_gathers(
 ) -> Callable[..., Any]:
     """Compile a graph with gathers, and its loss in chunks if their plan is better."""
     model.use(options)
-    chunks = chunks_of(gm, options, is_dtensor=model.executor.ranks is not None)
-    if chunks is None:
-        return _compile_as(gm, inputs, options, model)
-    decided = _decided_chunks(options, model)
-    if decided is None:
-        return _compile_reviewed(gm, inputs, options, model, chunks)
-    if decided > 1:
-        chunk_loss(gm, chunks.region, decided)
-    return _compile_as(gm, inputs, options, model, lambda plan: replace(plan, loss_chunks=decided), decided)
+    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.ranks is not None)
+
+    def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
+        return _compile_attempt(gm, inputs, options, model, attempt)
+
+    decided = None if chunks is None else _decided_chunks(options, model)
+    return with_chosen_loss(chunks, compile_with, decided=decided, is_training=torch.is_grad_enabled())
 
 
 def _decided_chunks(options: Options, model: ManagedModel) -> int | None:
-    """Return the number of chunks of the loss if it is decided already, else None.
-
-    The user's plan decides it, or on several ranks an earlier graph, as the other ranks may not compile again.
-    """
-    if options.plan is not None:
-        return load_plan(options.plan).loss_chunks
-    if model.executor.ranks is None:
-        return None
+    """Return the number of chunks of the loss if the plan of the user or an earlier graph decides it, else None."""
     is_inference = not torch.is_grad_enabled()
-    alike = (other.loss_chunks for other in model.compilations if other.is_inference is is_inference)
-    return next((count for count in alike if count is not None), None)
+    others = model.compilations if model.executor.ranks is not None else ()
+    alike = (other.loss_chunks for other in others if other.is_inference is is_inference)
+    return decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
 
 
-def _compile_reviewed(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel, chunks: Chunks
+def _compile_attempt(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel, attempt: LossAttempt
 ) -> Callable[..., Any]:
-    """Compile the graph with its loss as captured, or in `chunks` if their plan is better."""
-    try:
-        # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.
-        review = _unpressed if torch.is_grad_enabled() else None
-        return _compile_as(compat.copy_of(gm), inputs, options, model, review, 1)
-    except NoFeasiblePlan as error:
-        if error.because:  # other ranks run other graphs, and do not try chunks
-            raise
-        # Compiled code keeps `review`, and with it this error; the frames of its traceback hold the failed capture.
-        unchunked: Unchunked = error.with_traceback(None)
-    except Pressed as pressed:
-        unchunked = pressed.plan
-    found = _compile_chunked(gm, inputs, options, model, chunks, unchunked)
-    if found is not None:
-        return found
-    if isinstance(unchunked, NoFeasiblePlan):
-        raise unchunked
-    return _compile_as(gm, inputs, options, model, num_chunks=1)
-
-
-def _unpressed(plan: Plan) -> Plan:
-    """Return `plan` if it keeps all activations and optimizer state on the device; else raise Pressed."""
-    if is_pressed(plan):
-        raise Pressed(plan)
-    return plan
-
-
-def _compile_chunked(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    model: ManagedModel,
-    chunks: Chunks,
-    unchunked: Unchunked,
-) -> Callable[..., Any] | None:
-    """Compile a copy of the graph with its loss in chunks; None if its plan is no better than `unchunked`."""
-
-    def review(plan: Plan) -> Plan:
-        found = if_better(chunks, plan, unchunked)
-        if found is None:
-            raise Pressed(plan)
-        return found
-
-    chunked = compat.copy_of(gm)
-    chunk_loss(chunked, chunks.region, chunks.num_chunks)
-    try:
-        compiled = _compile_as(chunked, inputs, options, model, review, chunks.num_chunks)
-    except NoFeasiblePlan as error:
-        raise_smaller_need(unchunked, error)
-        return None
-    except Pressed:
-        return None
-    for other in model.graphs:
-        # The chunked step replaces an earlier capture of the step with its unchunked loss.
-        other.is_superseded |= other.is_planned and other.active.plan is unchunked
+    """Compile the graph with the loss of `attempt`; `gm` is changed only if no other attempt follows."""
+    own = gm if attempt.is_last else compat.copy_of(gm)
+    if attempt.cut is not None:
+        chunk_loss(own, attempt.cut.region, attempt.cut.num_chunks)
+    compiled = _compile_as(own, inputs, options, model, attempt.review, attempt.num_chunks)
+    if attempt.instead_of is not None:
+        for other in model.graphs:
+            # The chunked step replaces an earlier capture of the step with its unchunked loss.
+            other.is_superseded |= other.is_planned and other.active.plan is attempt.instead_of
     return compiled
 
 

@@ -11,12 +11,18 @@ from torch import nn
 
 from elixir_compile import compat
 from elixir_compile.errors import NoGraphCaptured, NotPrepared, UnsupportedModel
-from elixir_compile.managed.cast_and_shard import cast, gets_master, ranks_of, shard_parameters, torch_dtype
+from elixir_compile.managed.cast_and_shard import (
+    cast,
+    gets_master,
+    materialize,
+    ranks_of,
+    shard_parameters,
+    torch_dtype,
+)
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lock
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import ParamDtype, parse_options
-from elixir_compile.problem.meta import materialize
 from elixir_compile.runtime.distributed.ranks import device_of
 
 if TYPE_CHECKING:

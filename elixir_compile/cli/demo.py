@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -85,7 +86,7 @@ def find_faults(free: Run, tight: Run, budget_bytes: int) -> list[str]:
 def _train(corpus: bytes, *, num_steps: int, device: str, budget_bytes: int | None, console: Console) -> Run:
     torch.manual_seed(SEED)
     model = ByteGPT(SHAPE).to(device)
-    options: dict[str, object] = {"report": False}  # the same lines are printed below
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"report": False}  # the same lines are printed below
     if budget_bytes is not None:
         options["device_memory"] = budget_bytes
     compiled = torch.compile(model, backend="elixir", options=options)
@@ -103,7 +104,8 @@ def _train(corpus: bytes, *, num_steps: int, device: str, budget_bytes: int | No
 
     title = "no budget" if budget_bytes is None else f"budget {format_bytes(budget_bytes)}"
     records = _measured_steps(step, num_steps=num_steps, title=title, console=console)
-    plan = elixir.compilations(compiled)[-1].plan
+    plan = elixir.compilations(model)[-1].plan
+    assert plan is not None  # the first step made it
     record = replace(
         records[-1],
         device_peak_bytes=max(measured.device_peak_bytes for measured in records),

@@ -19,10 +19,10 @@ from elixir_compile.errors import ElixirError
 from elixir_compile.ir import Bucket, Plan, Tier, plan_to_json
 from elixir_compile.managed.saved import save_plan
 from elixir_compile.problem.cache import plan_for
-from elixir_compile.problem.loss import Chunks
 from elixir_compile.report.line import plan_line
 from elixir_compile.search import Problem
-from elixir_compile.search.largest import largest_feasible
+from elixir_compile.search.joint.loss import Chunks
+from elixir_compile.search.planner import largest_feasible
 from elixir_compile.units import format_bytes, format_s
 
 

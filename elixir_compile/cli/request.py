@@ -16,7 +16,7 @@ from elixir_compile.capture.tracing import collector_off
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.options import Options, parse_options
-from elixir_compile.problem.loss import Chunks
+from elixir_compile.search.joint.loss import Chunks
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

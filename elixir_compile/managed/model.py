@@ -31,7 +31,7 @@ from elixir_compile.managed.outstanding import OutstandingForwards
 from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.managed.saved import disk_of, load_plan
 from elixir_compile.ops.aliases import aliases, moved_together
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import is_dtensor
 from elixir_compile.options import Options

@@ -16,8 +16,8 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis import closing_verbs
+from elixir_compile.capture.additions import add_extra_saved
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.extra_saved import add_extra_saved
 from elixir_compile.capture.tracing import captured_step
 from elixir_compile.errors import NotPrepared
 from elixir_compile.ir import Plan, StepGraph
@@ -28,14 +28,15 @@ from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
 from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
 from elixir_compile.managed.saved import require_disk
-from elixir_compile.managed.step_profiler import Progress, StepProfiler, StepStats
+from elixir_compile.managed.step_profiler import Progress, StepProfiler
 from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import is_pressed
 from elixir_compile.problem.planning import ExternalUsage, param_names_of, unread_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.replan import StepStats
 
 _compile_lock = threading.RLock()
 
@@ -331,10 +332,10 @@ class PlannedGraph:
         return True
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
-        self.planner.grow(self.active.captured, args)
-        before = self._make_plan()
-        if before is not None:
-            self._outstanding.supersede(before, self)
+        with self.planner.growing(self.active.captured, args):
+            before = self._make_plan()
+            if before is not None:
+                self._outstanding.supersede(before, self)
         self._progress.planned(self.active.plan)
         self._write_programs()
 

@@ -13,9 +13,8 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import BucketId, Lane, Verb
-from elixir_compile.ops.eager_reads import EagerReads
+from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, new_slot, slot_of
-from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers

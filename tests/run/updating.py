@@ -17,8 +17,8 @@ import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
 from elixir_compile.optim import rule
+from elixir_compile.optim.disk import updates as disk_updates
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.state import disk_states
 from elixir_compile.options import Options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.runtime.bucket import RunningBucket
@@ -119,7 +119,7 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (disk_store, disk_file, disk_queue):
             patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
-        patch.setattr(disk_states, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
+        patch.setattr(disk_updates, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
         patch.setattr("tests.run.updating.WIDTH", 53)
         patch.setattr(StagingBuffers, "try_acquire", spoiled)
         yield
