@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elixir_compile.report.diff import diff as diff
     from elixir_compile.report.explain import explain as explain
 
-_HOME = {
+_HOME: dict[str, str] = {
     "Checkpoint": "checkpoint.loading",
     "Compilation": "managed.compilation",
     "HybridAdamW": "optim.adamw",
@@ -82,10 +82,10 @@ _ERRORS = (
     "WrongDtype",
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
-_HOME.update(dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors"))
-_HOME.update(dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.distributed.errors"))
+_HOME |= dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors")
+_HOME |= dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.distributed.errors")
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  the imports above tell a type checker
 
 
 def __getattr__(name: str) -> object:

@@ -18,13 +18,11 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
-from elixir_compile.capture.deep_calls import with_deep_calls
-from elixir_compile.capture.joint import gather_keys
-from elixir_compile.capture.loss import chunk_loss
+from elixir_compile.capture.loss import chunk_loss, find_loss
+from elixir_compile.capture.markers import gather_keys
 from elixir_compile.capture.modules import executor_of, find_roots
-from elixir_compile.capture.parameter_inputs import gathers_to_inputs
-from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
-from elixir_compile.capture.tracing import collector_off
+from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
+from elixir_compile.capture.tracing import collector_off, with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
@@ -35,11 +33,11 @@ from elixir_compile.managed.masters import check_masters, check_reduces
 from elixir_compile.managed.plain_state import warn_of_plain_state
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
-from elixir_compile.problem.loss import Chunks, Pressed, Unchunked, chunks_of, if_better, is_pressed, raise_smaller_need
 from elixir_compile.runtime.executor import Executor, executor_of_slot
+from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
 log = logging.getLogger("elixir_compile")
 
@@ -136,89 +134,35 @@ def _compile_gathers(
         executor.ranks.reduces_in_fp32 = executor.gradients.sums_in_fp32
         if options.plan is not None:
             check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
-    chunks = chunks_of(gm, options, is_dtensor=executor.ranks is not None)
-    if chunks is None:
-        return _compile_as(gm, inputs, options, executor)
-    decided = _decided_chunks(options, executor)
-    if decided is None:
-        return _compile_reviewed(gm, inputs, options, executor, chunks)
-    if decided > 1:
-        chunk_loss(gm, chunks.region, decided)
-    return _compile_as(gm, inputs, options, executor, lambda plan: replace(plan, loss_chunks=decided), decided)
+    chunks = possible_chunks(find_loss(gm), options, is_shared=executor.ranks is not None)
+
+    def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
+        return _compile_attempt(gm, inputs, options, executor, attempt)
+
+    decided = None if chunks is None else _decided_chunks(options, executor)
+    return with_chosen_loss(chunks, compile_with, decided=decided, is_training=torch.is_grad_enabled())
 
 
 def _decided_chunks(options: Options, executor: Executor) -> int | None:
-    """Return the number of chunks of the loss if it is decided already, else None.
-
-    The user's plan decides it, or on several ranks an earlier graph, as the other ranks may not compile again.
-    """
-    if options.plan is not None:
-        return load_plan(options.plan).loss_chunks
-    if executor.ranks is None:
-        return None
+    """Return the number of chunks of the loss if the plan of the user or an earlier graph decides it, else None."""
     is_inference = not torch.is_grad_enabled()
-    alike = (other.loss_chunks for other in executor.compilations if other.is_inference is is_inference)
-    return next((count for count in alike if count is not None), None)
+    others = executor.compilations if executor.ranks is not None else ()
+    alike = (other.loss_chunks for other in others if other.is_inference is is_inference)
+    return decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
 
 
-def _compile_reviewed(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor, chunks: Chunks
+def _compile_attempt(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor, attempt: LossAttempt
 ) -> Callable[..., Any]:
-    """Compile the graph with its loss as captured, or in `chunks` if their plan is better."""
-    try:
-        # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.
-        review = _unpressed if torch.is_grad_enabled() else None
-        return _compile_as(compat.copy_of(gm), inputs, options, executor, review, 1)
-    except NoFeasiblePlan as error:
-        if error.because:  # other ranks run other graphs, and do not try chunks
-            raise
-        # Compiled code keeps `review`, and with it this error; the frames of its traceback hold the failed capture.
-        unchunked: Unchunked = error.with_traceback(None)
-    except Pressed as pressed:
-        unchunked = pressed.plan
-    found = _compile_chunked(gm, inputs, options, executor, chunks, unchunked)
-    if found is not None:
-        return found
-    if isinstance(unchunked, NoFeasiblePlan):
-        raise unchunked
-    return _compile_as(gm, inputs, options, executor, num_chunks=1)
-
-
-def _unpressed(plan: Plan) -> Plan:
-    """Return `plan` if it keeps all activations and optimizer state on the device; else raise Pressed."""
-    if is_pressed(plan):
-        raise Pressed(plan)
-    return plan
-
-
-def _compile_chunked(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    executor: Executor,
-    chunks: Chunks,
-    unchunked: Unchunked,
-) -> Callable[..., Any] | None:
-    """Compile a copy of the graph with its loss in chunks; None if its plan is no better than `unchunked`."""
-
-    def review(plan: Plan) -> Plan:
-        found = if_better(chunks, plan, unchunked)
-        if found is None:
-            raise Pressed(plan)
-        return found
-
-    chunked = compat.copy_of(gm)
-    chunk_loss(chunked, chunks.region, chunks.num_chunks)
-    try:
-        compiled = _compile_as(chunked, inputs, options, executor, review, chunks.num_chunks)
-    except NoFeasiblePlan as error:
-        raise_smaller_need(unchunked, error)
-        return None
-    except Pressed:
-        return None
-    for other in executor.compilations:
-        # The chunked step replaces an earlier capture of the step with its unchunked loss.
-        other.is_superseded |= other.plan is unchunked
+    """Compile the graph with the loss of `attempt`; `gm` is changed only if no other attempt follows."""
+    own = gm if attempt.is_last else compat.copy_of(gm)
+    if attempt.cut is not None:
+        chunk_loss(own, attempt.cut.region, attempt.cut.num_chunks)
+    compiled = _compile_as(own, inputs, options, executor, attempt.review, attempt.num_chunks)
+    if attempt.instead_of is not None:
+        for other in executor.compilations:
+            # The chunked step replaces an earlier capture of the step with its unchunked loss.
+            other.is_superseded |= other.plan is attempt.instead_of
     return compiled
 
 

@@ -1,5 +1,6 @@
 """`elixir_compile.plan(model, example_inputs)`: the plan of a training step, without training."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,14 +11,14 @@ from torch import nn
 from elixir_compile.api.preview.capture import Capture, Inputs
 from elixir_compile.api.preview.few_layers import capture_model
 from elixir_compile.api.preview.models import find_described
-from elixir_compile.errors import InvalidOption, NoFeasiblePlan
+from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
-from elixir_compile.problem.loss import Chunks, Unchunked, if_better, is_pressed, raise_smaller_need
 from elixir_compile.problem.machine import device_budget_bytes, host_budget_bytes, machine
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import Chunks, LossAttempt, with_chosen_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -77,20 +78,13 @@ def plan_with_loss(capture_with: Callable[[Chunks | None], Capture], plan_of: Ca
     Raises NoFeasiblePlan if neither fits.
     """
     capture = capture_with(None)
-    try:
-        unchunked: Unchunked = plan_of(capture)
-    except NoFeasiblePlan as error:
-        unchunked = error
-    if capture.chunks is not None and (isinstance(unchunked, NoFeasiblePlan) or is_pressed(unchunked)):
-        try:
-            found = if_better(capture.chunks, plan_of(capture_with(capture.chunks)), unchunked)
-            if found is not None:
-                return found
-        except NoFeasiblePlan as error:
-            raise_smaller_need(unchunked, error)
-    if isinstance(unchunked, NoFeasiblePlan):
-        raise unchunked
-    return unchunked
+    whole = functools.cache(lambda: plan_of(capture))
+
+    def plan_attempt(attempt: LossAttempt) -> Plan:
+        found = whole() if attempt.cut is None else plan_of(capture_with(attempt.cut))
+        return found if attempt.review is None else attempt.review(found)
+
+    return with_chosen_loss(capture.chunks, plan_attempt)
 
 
 def named_cluster(hardware: "Cluster | str | None") -> Cluster | None:

@@ -12,13 +12,12 @@ from elixir_compile import compat
 from elixir_compile.capture.modules import executor_of, is_swapped, swap, undo_swap, unmanaged_reason
 from elixir_compile.errors import NotPrepared, UnsupportedModel
 from elixir_compile.managed.masters import cast, gets_master, torch_dtype
-from elixir_compile.managed.share import ranks_of, shard_parameters
+from elixir_compile.managed.share import materialize, ranks_of, shard_parameters
 from elixir_compile.ops.aliases import aliases, moved_together
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import is_dtensor
 from elixir_compile.options import ParamDtype, parse_options
-from elixir_compile.problem.meta import materialize
 from elixir_compile.runtime.distributed.ranks import Ranks, device_of
 from elixir_compile.runtime.executor import Executor
 

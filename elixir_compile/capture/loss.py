@@ -24,7 +24,8 @@ from torch.nn import functional
 
 from elixir_compile import compat
 from elixir_compile.capture.chunked import LossForm, chunked_cross_entropy
-from elixir_compile.capture.node_facts import source_line
+from elixir_compile.capture.node_facts import source_line, source_of
+from elixir_compile.ir.graph import LossRegion
 
 _PRODUCTS = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
 _VIEWS = {torch.reshape, "view", "reshape"}
@@ -34,27 +35,6 @@ _WRITES = {
     operator.setitem,
     *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossRegion:
-    """A projection and its cross-entropy, which can be computed in chunks.
-
-    A dynamic size counts with its value at the capture. Nodes are given by name, so the region of a graph is also the
-    region of each copy of the graph.
-    """
-
-    name: str
-    """The name of the node of the cross-entropy."""
-    nodes: tuple[str, ...]
-    """The names of all nodes that `chunk_loss` replaces, from the projection to the cross-entropy."""
-    num_tokens: int
-    """Rows of the logits that the cross-entropy reads."""
-    num_classes: int
-    logits_bytes: int
-    """Bytes of the largest tensor of logits. It may be an upcast copy, or have tokens that the loss does not read."""
-    source: str
-    """`file.py:line` of the cross-entropy, empty if tracing kept no stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,15 +166,19 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | 
     else:
         return None
     given_hidden, given_weight = _value(hidden), _value(weight)
-    is_plain = (
-        given_hidden is not None
+    if (
+        isinstance(hidden, fx.Node)
+        and isinstance(weight, fx.Node)
+        and (bias is None or isinstance(bias, fx.Node))
+        and given_hidden is not None
         and given_weight is not None
         and given_hidden.ndim >= 2
         and given_weight.ndim == 2
         and all(isinstance(size, int) for size in given_weight.shape)
         and _value(node).dtype.is_floating_point
-    )
-    return (hidden, weight, bias, is_product) if is_plain else None
+    ):
+        return hidden, weight, bias, is_product
+    return None
 
 
 def _keeps_rows(node: fx.Node) -> bool:
@@ -260,7 +244,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _has_inplace_argument(node: fx.Node) -> bool:
     """Return whether an argument `inplace` of `node`, by name or by position, is true."""
-    if node.op != "call_function" or node.kwargs.get("inplace", False):
+    if isinstance(node.target, str) or node.kwargs.get("inplace", False):
         return bool(node.kwargs.get("inplace", False))
     try:
         names = list(inspect.signature(node.target).parameters)
@@ -277,7 +261,7 @@ def _tokens_of_hidden(graph: fx.Graph, found: _Found) -> fx.Node:
         if node.target in _VIEWS:
             hidden = graph.call_function(torch.reshape, (hidden, (*_sizes(node)[:-1], width)))
         elif node.target not in _COPIES:
-            hidden = graph.node_copy(node, _replacing(node.args[0], hidden))
+            hidden = graph.node_copy(node, _replacing(source_of(node), hidden))
     return hidden
 
 

@@ -3,7 +3,7 @@
 import copyreg
 import gc
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -12,12 +12,10 @@ from torch.nn.utils import parametrize
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
-from elixir_compile.ops.eager_reads import EagerReads
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import GATHER, Gate
+from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.schema import GATHER
 from elixir_compile.ops.shards import is_dtensor, own_part, rehome
-from elixir_compile.ops.sites import Sites
 
 
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
@@ -57,6 +55,8 @@ class Owner(Protocol):
 def unmanaged_reason(module: nn.Module, name: str) -> str | None:
     """Return why parameter `name` of `module` cannot become a gather and stays unmanaged; None if it can."""
     param = module._parameters[name]
+    if param is None:
+        return "it is None"
     if isinstance(module, _READS_DIRECTLY):
         return f"{type(module).__name__} reads its parameters directly"
     if parametrize.is_parametrized(module):
@@ -87,7 +87,7 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
         executor.sites.add(module, name, slot)
     module.__dict__[_EXECUTOR] = executor
     module.__dict__[_SLOTS] = dict(slots)
-    module.__class__ = type(base.__name__, (base,), namespace)
+    module.__class__ = _subclass((base,), namespace)
 
 
 def read_plainly(module: nn.Module, names: Collection[str]) -> None:
@@ -100,7 +100,12 @@ def read_plainly(module: nn.Module, names: Collection[str]) -> None:
     for name in names:
         module.__dict__.pop(_HANDLE + name, None)
         module.__dict__[_SLOTS].pop(name, None)
-    module.__class__ = type(base.__name__, (base,), namespace)
+    module.__class__ = _subclass((base,), namespace)
+
+
+def _subclass(bases: tuple[type, ...], namespace: dict[str, object]) -> type[nn.Module]:
+    """Return a class with `bases`, of which the first is a class of modules, the name of the first, and `namespace`."""
+    return cast("type[nn.Module]", type(bases[0].__name__, bases, namespace))
 
 
 def is_swapped(module: nn.Module) -> bool:
@@ -138,7 +143,7 @@ def retire(sites: Sites) -> None:
     for module in sites.modules():
         if is_swapped(module) and type(module) is _swapped_class(module):
             kind = type(module)
-            module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+            module.__class__ = _subclass(kind.__bases__, dict(vars(kind)))
 
 
 @torch.no_grad()
@@ -168,12 +173,15 @@ def _gathered(name: str, slot: Slot) -> property:
                 raise AttributeError(name)  # then `nn.Module.__getattr__` looks for the name, and its error says so
             slot: Slot = module.__dict__[_SLOTS][name]
             param = module._parameters[name]
+            if param is None:  # set by the user
+                return None
             if param is not slot.param:  # replaced by the user, or by `torch.func.functional_call`
-                return param if param is None or param.device == slot.device else param.to(slot.device)
+                return param if param.device == slot.device else param.to(slot.device)
             slot.follow_thaw()
             if param.device == slot.device and not slot.is_dtensor:
                 return param  # eager code reads the parameter itself, `.grad` included
-            return _copy_for_eager_code(module.__dict__[_EXECUTOR], slot, size, stride)
+            executor: Owner = module.__dict__[_EXECUTOR]
+            return _copy_for_eager_code(executor, slot, size, stride)  # pyright: ignore[reportCallIssue]  `disable`
         return GATHER(getattr(module, attribute), size, stride, key)
 
     def write(module: nn.Module, value: object) -> None:
@@ -244,6 +252,6 @@ def _reduce_as(base: type[nn.Module]):
         own = (_EXECUTOR, _SLOTS)
         state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
         # Not `copyreg.__newobj__`: pickle requires that its class is the class of the object.
-        return copyreg._reconstructor, (base, object, None), state
+        return copyreg._reconstructor, (base, object, None), state  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
 
     return reduce_ex

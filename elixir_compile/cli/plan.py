@@ -30,10 +30,10 @@ from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, p
 from elixir_compile.managed.saved import load_plan, require_same_machine, save_plan
 from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
-from elixir_compile.problem.loss import Chunks
 from elixir_compile.report.line import plan_line
 from elixir_compile.search import Problem
-from elixir_compile.search.largest import largest_feasible
+from elixir_compile.search.joint.loss import Chunks
+from elixir_compile.search.planner import largest_feasible
 from elixir_compile.units import format_bytes, format_s
 
 DTYPES: Mapping[str, torch.dtype] = {

@@ -235,3 +235,24 @@ def layer_of(module: str) -> str:
 def is_numbered(layer: str) -> bool:
     """Return whether `layer` ends in a number, as in a list of layers."""
     return layer.rpartition(".")[2].isdecimal()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRegion:
+    """A projection and its cross-entropy, which can be computed in chunks.
+
+    A dynamic size counts with its value at the capture. Nodes are given by name, so the region of a graph is also the
+    region of each copy of the graph.
+    """
+
+    name: str
+    """The name of the node of the cross-entropy."""
+    nodes: tuple[str, ...]
+    """The names of all nodes that are replaced if the loss is chunked, from the projection to the cross-entropy."""
+    num_tokens: int
+    """Rows of the logits that the cross-entropy reads."""
+    num_classes: int
+    logits_bytes: int
+    """Bytes of the largest tensor of logits. It may be an upcast copy, or have tokens that the loss does not read."""
+    source: str
+    """`file.py:line` of the cross-entropy, empty if tracing kept no stack."""

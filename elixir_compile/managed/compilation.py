@@ -15,8 +15,8 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.analysis import MemoryTimeline, closing_verbs, plan_timeline
+from elixir_compile.capture.additions import add_extra_saved
 from elixir_compile.capture.convert import Captured
-from elixir_compile.capture.extra_saved import add_extra_saved
 from elixir_compile.capture.tracing import captured_step
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import Step, adopt_by_all, asked_by_all, plan_for_all
@@ -34,16 +34,17 @@ from elixir_compile.managed.programs import (
     ticket_position,
 )
 from elixir_compile.managed.saved import disk_of, require_disk
-from elixir_compile.managed.step_profiler import Progress, StepProfiler, StepStats
+from elixir_compile.managed.step_profiler import Progress, StepProfiler
 from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import is_pressed
 from elixir_compile.problem.planning import ExternalUsage, param_names_of, unread_bytes
 from elixir_compile.problem.profile import RegionProfile
 from elixir_compile.rewrite.show import program_text
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.replan import StepStats
 
 _compile_lock = threading.RLock()
 
@@ -284,8 +285,7 @@ class Compilation:
         if self._planner.sizes.differ(self.active.captured, args):
             self._profiler.restart()
             return
-        stats = self._profiler.forward_begins()
-        if stats is not None:
+        if (stats := self._profiler.forward_begins()) is not None:
             self._progress.measured(self.active.plan, stats)
             self._stats = stats if self.may_replan else None
         # Parameters do not move while a forward is outstanding.
@@ -394,7 +394,7 @@ class Compilation:
         return True
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
-        self._planner.grow(self.active.captured, args)
-        self.outstanding.take_over(self._make_plan())
+        with self._planner.growing(self.active.captured, args):
+            self.outstanding.take_over(self._make_plan())
         self._progress.planned(self.active.plan)
         self._write_forward()

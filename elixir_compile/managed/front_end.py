@@ -8,13 +8,13 @@ from typing import Any
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.deep_calls import with_deep_calls
 from elixir_compile.capture.joint import partition_hidden, reads_parameters, show_in_inference
-from elixir_compile.capture.parameter_inputs import with_handles
+from elixir_compile.capture.rewire import with_handles
+from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.programs import outputs_of
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.runtime.lowering import RegionCompiler
 

@@ -14,8 +14,8 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.capture.convert import Captured, storages_behind
-from elixir_compile.capture.joint import TICKET
-from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
+from elixir_compile.capture.markers import TICKET
+from elixir_compile.ir import GroupRef, Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check
 from elixir_compile.rewrite.program import actions_of, write_program
@@ -229,11 +229,11 @@ def ticket_position(captured: Captured) -> int:
 
 def _saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
     """Return the bytes of saved activations left on the device by a forward under `plan`."""
-    waited = {action.what for action in actions_of(plan, Phase.FORWARD) if action.verb is Verb.WAIT}
+    waited = {action.target for action in actions_of(plan, Phase.FORWARD) if action.verb is Verb.WAIT}
     away = {
         name
         for group in plan.activations
-        if group.saving is Saving.OFFLOAD and group.id in waited
+        if group.saving is Saving.OFFLOAD and GroupRef(group.id) in waited
         for name in group.storages
     }
     storages = as_run(graph, plan.activations).storages

@@ -1,4 +1,4 @@
-"""Shard the parameters of a model over several ranks, parameter by parameter.
+"""Create the parameters of a model built on `meta`, and shard parameters over several ranks, one by one.
 
     nn.Linear.weight, complete on each rank -> nn.Parameter(DTensor), of which each rank keeps some rows
 
@@ -8,6 +8,7 @@ and a single module.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +23,9 @@ from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import add_master
 from elixir_compile.ops.registry import note_replaced
 from elixir_compile.ops.shards import as_dtensor, own_part
-from elixir_compile.problem.meta import materialize_module
 from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.slab import Slab
+from elixir_compile.search.space.buckets import is_worth_sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,7 +91,7 @@ def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) 
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             # The module initialises all of its parameters. Tied parameters with values must be out of its reach.
             module._parameters.update({name: _stand_in(param) for name, param in finished.items()})
-        materialize_module(module, path, initialize, {})
+        _materialize_module(module, path, initialize, {})
         module._parameters.update(finished)
         for name, param in before.items():
             if id(param) not in done:
@@ -121,7 +123,8 @@ def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torc
             param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))
         return param
     whole = param.detach().contiguous()
-    cut = distribute_tensor(whole, ranks.mesh, ranks.placements_of(whole))
+    is_sharded = is_worth_sharding(whole.nbytes, whole.dim(), ranks.num_shards)
+    cut = distribute_tensor(whole, ranks.mesh, ranks.placements(is_sharded=is_sharded))
     if own_part(cut).device != whole.device:  # it is on the mesh's device, and the plan may want it on the host
         cut = as_dtensor(own_part(cut).to(whole.device), cut)
     if dtype is None or not gets_master(param, dtype):
@@ -151,3 +154,58 @@ def _average(param: torch.Tensor, *, name: str, ranks: Ranks) -> None:
 def _from_first(tensor: torch.Tensor, ranks: Ranks) -> None:
     """Fill `tensor` with the values of the first rank."""
     tensor.copy_(distribute_tensor(tensor, ranks.mesh, [Replicate()] * ranks.mesh.ndim).to_local())
+
+
+def materialize(model: nn.Module) -> None:
+    """Allocate every parameter and buffer of `model` that is on `meta` on the host, and let its module initialise it.
+
+    A module initialises itself by `reset_parameters()`, or by the `_init_weights` of a Hugging Face model. Raises
+    UnsupportedModel for a module with neither; use `torch.nn.Module.to_empty` and `load_state_dict` for such a model.
+    """
+    initialize = getattr(model, "_init_weights", None)
+    tied: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        _materialize_module(module, path, initialize, tied)
+
+
+def _materialize_module(
+    module: nn.Module, path: str, initialize: Callable[[nn.Module], None] | None, tied: dict[int, nn.Parameter]
+) -> None:
+    """Allocate and initialise the parameters and buffers of `module` itself, without its children; see `materialize`.
+
+    `path` is its name in the model, for errors. `initialize` is the model's `_init_weights`. `tied` has the parameters
+    created so far, by the id of their parameter on `meta`; it is updated.
+    """
+    local = [*module._parameters.values(), *module._buffers.values()]
+    if not any(tensor is not None and tensor.is_meta for tensor in local):
+        return
+    is_known = all(param is None or id(param) in tied for param in module._parameters.values()) and not module._buffers
+    _allocate(module, tied)
+    if is_known:
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None and initialize is None:
+        raise UnsupportedModel(
+            path or type(module).__name__, "it is on `meta` and has no `reset_parameters()` to start from"
+        )
+    with torch.no_grad():
+        if reset is not None:
+            reset()
+        if initialize is not None:
+            initialize(module)
+
+
+def _allocate(module: nn.Module, tied: dict[int, nn.Parameter]) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and param.is_meta:
+            if id(param) not in tied:
+                tied[id(param)] = nn.Parameter(_on_host(param), requires_grad=param.requires_grad)
+            module._parameters[name] = tied[id(param)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def _on_host(param: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised tensor for `param` in a slab: on a CPU-only machine only slabs count as host memory."""
+    return Slab(param.numel() * param.element_size(), pin=False).tensor(param.dtype, param.shape, 0)

@@ -1,11 +1,15 @@
-"""From a capture, the buckets that its executor has in force, and the options to a problem for the planner."""
+"""From a captured step, its machine and its options to a problem for the planner.
+
+`build_problem` makes every problem: of the step of a model that trains, by `problem_of`, and of a step captured without
+training, by `api.preview`.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from elixir_compile.analysis.timeline import bucket_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
@@ -95,6 +99,76 @@ class ExternalUsage:
     """Bytes left free for the state and gradients of parameters that no graph has read yet."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParams:
+    """The facts about the trained parameters of a step on which a plan depends, by the name of the parameter."""
+
+    state_bytes: Mapping[StorageId, int]
+    """Bytes of optimizer state."""
+    masters: Mapping[StorageId, int]
+    """Elements of each parameter with a master."""
+    reduce_dtypes: Mapping[StorageId, str]
+    """The dtype in which several ranks reduce a gradient, if it is wider than the parameter's."""
+    hybrid: bool
+    """Whether the hybrid optimizer owns all of them."""
+    groups: Mapping[StorageId, int] = field(default_factory=dict)
+    """The parameter group of each parameter owned by an optimizer already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The budgets of a step, and the bytes held outside of its graph, which each budget includes."""
+
+    budget_bytes: int
+    base_bytes: int
+    host_budget_bytes: int
+    host_base_bytes: int = 0
+
+
+def build_problem(
+    graph: StepGraph,
+    cluster: Cluster,
+    options: Options,
+    *,
+    params: TrainedParams,
+    memory: Memory,
+    disk: bool,
+    moves_what_fits: bool = False,
+    shards: Mapping[StorageId, tuple[int, ...]] | None = None,
+    num_copies: int = 1,
+    in_force: Collection[tuple[Bucket, Placement]] = (),
+) -> Problem:
+    """Return the problem of `graph` on `cluster`.
+
+    If `disk`, state may go to disk. `in_force` are all buckets in force of the model with their placements. See
+    `Problem` for the other arguments.
+    """
+    is_alone = cluster.num_ranks == 1
+    return Problem(
+        name=graph.name,
+        graph=graph,
+        cluster=cluster,
+        num_copies=num_copies,
+        shards=shards or {},
+        budget_bytes=memory.budget_bytes,
+        host_budget_bytes=memory.host_budget_bytes - memory.host_base_bytes,
+        host_base_bytes=memory.host_base_bytes,
+        state_nbytes=params.state_bytes,
+        sum_nbytes=sums_of(params.masters, options) if is_alone else {},
+        reduce_dtypes={} if is_alone else params.reduce_dtypes,
+        groups=params.groups,
+        savings=savings_of(options),
+        hybrid=params.hybrid,
+        moves_what_fits=moves_what_fits,
+        disk=disk,
+        update=update_of(options),
+        least_alike=least_alike_of(options),
+        base_bytes=memory.base_bytes,
+        buckets=tuple(bucket for bucket, _ in in_force),
+        placements=tuple(placement for _, placement in in_force),
+    )
+
+
 def problem_of(
     captured: Captured, graph: StepGraph, executor: Executor, options: Options, external: ExternalUsage
 ) -> Problem:
@@ -104,38 +178,41 @@ def problem_of(
     cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
-    trained = [slot for slot in slots if is_training and slot.param.requires_grad]
     in_force = executor.buckets_in_force(for_training=is_training)
-    known = planned_states([slot.param for slot in trained])
-    states = states_by_name(trained, known)
     held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
-    # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
-    host_held_bytes = 0 if options.host_memory is None else _outside_host_bytes(in_force, own)
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
-    return Problem(
-        name=captured.name,
-        graph=graph,
-        cluster=cluster,
-        num_copies=1 if ranks is None else ranks.num_copies,
-        shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
+    memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), ranks),
-        host_budget_bytes=host_budget_bytes(options, ranks) - host_held_bytes,
-        host_base_bytes=host_held_bytes,
-        state_nbytes={name: state.nbytes for name, state in states.items()},
-        sum_nbytes=sums_of(_masters(trained), options) if ranks is None else {},
-        reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
-        groups={name: state.group for name, state in states.items()},
-        savings=savings_of(options),
-        hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
-        disk=executor.disk is not None,
-        update=update_of(options),
-        least_alike=least_alike_of(options),
         base_bytes=held_bytes + fixed_bytes,
+        host_budget_bytes=host_budget_bytes(options, ranks),
+        # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
+        host_base_bytes=0 if options.host_memory is None else _outside_host_bytes(in_force, own),
+    )
+    return build_problem(
+        graph,
+        cluster,
+        options,
+        params=_trained_params([slot for slot in slots if is_training and slot.param.requires_grad], ranks),
+        memory=memory,
+        disk=executor.disk is not None,
+        shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
+        num_copies=1 if ranks is None else ranks.num_copies,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
-        buckets=tuple(bucket for bucket, _ in in_force),
-        placements=tuple(placement for _, placement in in_force),
+        in_force=in_force,
+    )
+
+
+def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedParams:
+    known = planned_states([slot.param for slot in trained])
+    states = states_by_name(trained, known)
+    return TrainedParams(
+        state_bytes={name: state.nbytes for name, state in states.items()},
+        masters=_masters(trained),
+        reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
+        hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
+        groups={name: state.group for name, state in states.items()},
     )
 
 

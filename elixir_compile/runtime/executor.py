@@ -16,10 +16,9 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import StaleParameters
 from elixir_compile.ir import Bucket, BucketId, Lane, Placement, Plan, Tier, Verb
-from elixir_compile.ops.eager_reads import EagerReads
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
+from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot, forget, let_state_follow, new_slot, slot_of
-from elixir_compile.ops.sites import Sites
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce, new_bucket

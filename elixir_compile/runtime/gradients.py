@@ -7,8 +7,9 @@
     inputs=[x], p is not in it       dropped as soon as it is made; with several ranks, after its collective
     torch.autograd.grad(loss, [p])   handed to autograd, which returns it
 
-Autograd takes gradients at the gate (see `ops.gate`), which runs after all graphs of the backward that read the gate's
-parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own gradients.
+Autograd takes gradients at the gate (see `ops.gather`), which runs after all graphs of the backward that read the
+gate's parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own
+gradients.
 """
 
 import functools

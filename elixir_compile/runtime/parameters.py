@@ -9,8 +9,8 @@ from torch import nn
 from elixir_compile.capture.modules import retire
 from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel
 from elixir_compile.ops.aliases import aliases, held_by_others
+from elixir_compile.ops.reads import Sites
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.sites import Sites
 
 
 def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> None:

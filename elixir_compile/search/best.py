@@ -5,7 +5,7 @@ simulated step is within the tolerance of the bound. In a large program the tole
 simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
-    bound       the relaxed optimum; columns and rows are added to the program as needed           `pricing`
+    bound       the relaxed optimum; columns and rows are added to the program as needed            `solver`
     rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
     streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
     pool        the best integral candidates over all options used by the relaxed optima
@@ -23,14 +23,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from elixir_compile.search.candidate import Candidate, Certificate, DraftPlan
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
-from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.formulation.pricing import Priced, priced
+from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
 from elixir_compile.search.formulation.program import Program, Vector
-from elixir_compile.search.formulation.solver import integral_candidates, rounded
+from elixir_compile.search.formulation.solver import Priced, integral_candidates, priced, rounded
 from elixir_compile.search.reasons import binding, decisions
-from elixir_compile.search.space.modes import deepest
+from elixir_compile.search.space.modes import modes_by_depth
 from elixir_compile.search.tries import Tries, bring_back, flip
 from elixir_compile.units import GIB, format_s
 
@@ -48,8 +46,7 @@ _MAX_MISSES = 24
 forbids a single candidate, and rows against single candidates make the next solve longer. A small model under
 `torch.autocast` at its smallest budget: 73 solves in 5 s, none of which fit."""
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
-"""Shares of the time after which integral solves end, and after which all simulation ends. The decisions get the rest.
-"""
+"""Shares of the time after which integral solves and all simulation end. The decisions get the rest."""
 _FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0)
 """Memory kept free for early copies, in units of the largest bucket, in the order of the rounds. On several ranks every
 use of a released bucket is a gather: most candidates without free memory do not fit, or wait for their gathers."""
@@ -120,11 +117,7 @@ def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float) -
 def _uniform_candidates(evaluator: Evaluator) -> list[Candidate]:
     """Return each of the uniform modes, with all buckets at their start level, their furthest level, or the level with
     the smallest peak."""
-    layers = evaluator.facts.layers
-    depths = sorted({mode.depth for layer in layers for mode in layer.modes})
-    modes = [
-        tuple(deepest(layer, depth, leaves=leaves) for layer in layers) for leaves in (False, True) for depth in depths
-    ] or [()]
+    modes = list(modes_by_depth(evaluator.facts.layers)) or [()]
     levels = (evaluator.facts.start_levels, evaluator.facts.furthest_levels, evaluator.min_memory_levels)
     return list(dict.fromkeys(Candidate(tuple(level), mode) for level in levels for mode in modes))
 
@@ -247,7 +240,7 @@ def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
     columns = _IDLE_STREAMED if program.has_streams else _IDLE_COLUMNS
     num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // program.num_choices), 0
     for candidate, rest_s in integral_candidates(program, deadline, tries.tolerance / 2):
-        # Whatever is not yielded yet takes at least this; what was yielded, at least its own longest paths.
+        # A candidate not yielded before takes at least `rest_s`; a candidate yielded before, its own longest paths.
         bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != candidate))))
         num_missed = num_missed + 1 if tries.try_candidate(candidate) is None else 0
         # `lower_s` holds for a single choice of streamed updates; `rest_s` holds for this candidate with any choice.

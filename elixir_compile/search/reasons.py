@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elixir_compile.ir import Decision
-from elixir_compile.search.candidate import DraftPlan
 from elixir_compile.search.clock import Deadline
+from elixir_compile.search.evaluator import DraftPlan
 from elixir_compile.search.formulation.program import Program, Vector
 from elixir_compile.search.space.levels import level_text
 from elixir_compile.search.space.modes import mode_text

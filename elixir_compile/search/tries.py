@@ -3,9 +3,8 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from elixir_compile.search.candidate import Candidate, DraftPlan
 from elixir_compile.search.clock import Deadline
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.formulation.program import Program
 from elixir_compile.search.heuristics.streaming import best_moves, may_be_streamed
 from elixir_compile.search.heuristics.transfers import just_in_time
@@ -145,8 +144,7 @@ class Tries:
 _ROUNDING = 1e-9
 """Sums of seconds in another order differ by less than this share."""
 _MAX_FLIPS, _MAX_ROUNDS = 20, 16
-"""The most flips simulated in a round, and the most rounds. A round without a better draft plan is the last.
-"""
+"""The most flips in a round, and the most rounds. A round without a better draft plan is the last."""
 _MAX_BROUGHT_BACK, _MAX_BROUGHT_BACK_LARGE = 20, 8
 """The most candidates simulated by `bring_back` in a small and in a large program: 20 of Llama 7B took 1.4 of 9 s."""
 

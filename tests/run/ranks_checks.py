@@ -16,7 +16,7 @@ import elixir_compile as elixir
 from elixir_compile.analysis import collectives
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Bucket, Tier
-from elixir_compile.measure.memory import Resident
+from elixir_compile.measure.step import Resident
 from elixir_compile.ops.shards import is_sharded, own_grad
 from elixir_compile.optim import clipping
 from elixir_compile.runtime.distributed.ranks import Collective

@@ -26,18 +26,11 @@ from elixir_compile.managed.stand_in import built, stand_in
 from elixir_compile.managed.unmanaged import trace_unmanaged
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import Chunks, chunks_of
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
-from elixir_compile.problem.planning import (
-    graph_of,
-    least_alike_of,
-    savings_of,
-    state_bytes_per_element,
-    sums_of,
-    update_of,
-)
+from elixir_compile.problem.planning import Memory, TrainedParams, build_problem, graph_of, state_bytes_per_element
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import Chunks, possible_chunks
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -87,12 +80,6 @@ class Capture:
             return {name: numel * bytes_per_element for name, numel in self.numels.items()}
         return self.state_bytes
 
-    def _reduce_dtypes(self, cluster: Cluster, options: Options) -> Mapping[StorageId, str]:
-        """Return the dtype in which several ranks reduce the gradient of each parameter with a master, if it is set."""
-        if options.reduce_dtype is None or cluster.num_ranks == 1:
-            return {}
-        return dict.fromkeys(self.masters, options.reduce_dtype)
-
     def problem(self, cluster: Cluster, options: Options, *, state_bytes_per_element: int | None = None) -> Problem:
         """Return the problem of one rank of `cluster`, with HybridAdamW as the optimizer.
 
@@ -101,22 +88,20 @@ class Capture:
         """
         device_bytes = cluster.device.memory_bytes - cluster.device.reserve_bytes
         host_bytes = (cluster.host.memory_bytes - cluster.host.reserve_bytes) // cluster.num_local_ranks
-        return Problem(
-            name=self.graph.name,
-            graph=self.graph,
-            cluster=cluster,
-            budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
-            host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
-            state_nbytes=self.state_nbytes(state_bytes_per_element),
-            sum_nbytes=sums_of(self.masters, options) if cluster.num_ranks == 1 else {},
-            reduce_dtypes=self._reduce_dtypes(cluster, options),
-            savings=savings_of(options),
+        params = TrainedParams(
+            state_bytes=self.state_nbytes(state_bytes_per_element),
+            masters=self.masters,
+            reduce_dtypes={} if options.reduce_dtype is None else dict.fromkeys(self.masters, options.reduce_dtype),
             hybrid=bool(self.numels),
-            moves_what_fits=True,
-            disk=options.disk_path is not None,
-            update=update_of(options),
-            least_alike=least_alike_of(options),
+        )
+        memory = Memory(
+            budget_bytes=device_bytes if options.device_memory is None else options.device_memory,
             base_bytes=self.base_bytes,
+            host_budget_bytes=host_bytes if options.host_memory is None else options.host_memory,
+        )
+        disk = options.disk_path is not None
+        return build_problem(
+            self.graph, cluster, options, params=params, memory=memory, disk=disk, moves_what_fits=True
         )
 
 
@@ -149,7 +134,7 @@ def capture_step(
 
     def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
         inputs = trace_unmanaged(gm, inputs, executor)
-        possible.append(chunks_of(gm, options) if chunks is None else None)
+        possible.append(possible_chunks(find_loss(gm), options) if chunks is None else None)
         if chunks is not None:
             # The loss is looked for again: `chunks` may be of a model with fewer layers, and nodes have other names.
             chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)

@@ -28,7 +28,7 @@ from elixir_compile.capture.tracing import collector_off
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import StorageId
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import Chunks
+from elixir_compile.search.joint.loss import Chunks
 
 Value = TypeVar("Value")
 

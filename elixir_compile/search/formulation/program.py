@@ -1,6 +1,6 @@
 """A problem as a mixed-integer program: columns x[bucket, level] and x[layer, mode], and rows for memory and seconds.
 
-The objective is the sum of T, the seconds of each phase. Rows are added during the search: `pricing` and `solver` add
+The objective is the sum of T, the seconds of each phase. Rows are added during the search: `solver` adds
 the memory rows and paths that a solution breaks, then solve again. Times and bytes are scaled, so that the best known
 step and both budgets equal `SCALE`, because the solver's tolerances are absolute.
 """
@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Tier
-from elixir_compile.search.candidate import Candidate
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import Candidate, Evaluator
 from elixir_compile.search.formulation.cross_step_updates import Options, flow_shops, stream_choices
 from elixir_compile.search.formulation.flow_shop import Choice, Path
 from elixir_compile.search.space.levels import Level, is_gathered
@@ -41,6 +40,9 @@ class Row:
 
 class Program:
     """The mixed-integer program of a problem, with the rows added so far.
+
+    It has more than 20 methods, because what an x means (its candidate, bytes and seconds) and the rows that an x
+    breaks are read from the same columns; apart, each half would need most attributes of the other.
 
     `reference_s`, the seconds of the best known step, is the unit of time.
     """

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elixir_compile.ir import Decision
-from elixir_compile.search.candidate import DraftPlan
-from elixir_compile.search.evaluator import MAX_AHEAD, Evaluator
+from elixir_compile.search.evaluator import MAX_AHEAD, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.residency import moves_at_use

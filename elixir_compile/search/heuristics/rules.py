@@ -8,8 +8,7 @@ from dataclasses import replace
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware.presets import PaperRates, paper_rates
 from elixir_compile.ir import Decision
-from elixir_compile.search.candidate import DraftPlan
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.space.modes import mode_text

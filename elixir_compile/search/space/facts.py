@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.analysis.liveness import Liveness, liveness
 from elixir_compile.analysis.recompute import as_run, repeats
 from elixir_compile.analysis.windows import Window, use_windows
-from elixir_compile.ir import Activations, Bucket, BucketId, Kind, Phase, StepGraph
+from elixir_compile.ir import Activations, Bucket, BucketId, BucketRef, GradientRef, GroupRef, Kind, Phase, StepGraph
 from elixir_compile.search.problem import Problem, may_stream
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.search.space.layers import LayerSpan, begin_of, end_of, layer_spans, layers_alike, windows_by_layer
@@ -20,6 +20,7 @@ from elixir_compile.search.space.modes import (
     OffloadInterval,
     activations_of,
     deepest,
+    depths_of,
     layers_of,
     offload_intervals,
 )
@@ -36,6 +37,15 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The targets of actions by bucket and by offload interval, made once because every simulation uses them."""
+
+    buckets: tuple[BucketRef, ...]
+    gradients: tuple[GradientRef, ...]
+    groups: tuple[GroupRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Facts about a problem at a choice of modes, indexed by op and by bucket; bucket i is `buckets[i]`."""
 
@@ -49,6 +59,7 @@ class Facts:
     activations: tuple[Activations, ...]
     offload_intervals: tuple[OffloadInterval, ...]
     buckets: tuple[Bucket, ...]
+    targets: Targets
     lives: Liveness
     windows: tuple[tuple[Window, ...], ...]
     gradients: tuple[Gradients | None, ...]
@@ -104,6 +115,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     windows = tuple(
         windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
     )
+    intervals = _by_layer(spans, offload_intervals(graph, lives, activations))
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     streaming = {placement.bucket for placement in problem.placements if placement.streamed}
     return Facts(
@@ -112,8 +124,13 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         layers=layers,
         modes=modes,
         activations=activations,
-        offload_intervals=_by_layer(spans, offload_intervals(graph, lives, activations)),
+        offload_intervals=intervals,
         buckets=buckets,
+        targets=Targets(
+            buckets=tuple(BucketRef(bucket.id) for bucket in buckets),
+            gradients=tuple(GradientRef(bucket.id) for bucket in buckets),
+            groups=tuple(GroupRef(interval.group) for interval in intervals),
+        ),
         lives=lives,
         windows=windows,
         gradients=_gradients(graph, buckets, lives, spans),
@@ -168,7 +185,7 @@ def _read_again(graph: StepGraph, layers: Sequence[Layer], buckets: Sequence[Buc
     """Return the buckets that recomputed ops read, if all layers are recomputed to the same depth, at any depth."""
     repeated = {
         repeat.op
-        for depth in {mode.depth for layer in layers for mode in layer.modes}
+        for depth in depths_of(layers)
         for repeat in repeats(graph, activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers]))
     }
     read = {name for op in graph.ops if op.id in repeated for name in op.reads}

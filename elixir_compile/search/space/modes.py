@@ -97,6 +97,19 @@ def deepest(layer: Layer, depth: Depth, *, leaves: bool) -> int:
     return by_bytes[-1] if leaves else by_bytes[0]
 
 
+def depths_of(layers: Iterable[Layer]) -> list[Depth]:
+    """Return the recompute depths of all modes of `layers`, in order."""
+    return sorted({mode.depth for layer in layers for mode in layer.modes})
+
+
+def modes_by_depth(layers: Sequence[Layer]) -> Iterator[tuple[int, ...]]:
+    """Yield the modes of `layers` that recompute each of them up to the same depth, by depth: first with the rest on
+    the device, then with the rest offloaded. The same modes may come twice."""
+    for leaves in (False, True):
+        for depth in depths_of(layers):
+            yield tuple(deepest(layer, depth, leaves=leaves) for layer in layers)
+
+
 def _modes(groups: Sequence[Group], savings: AbstractSet[Saving]) -> Iterator[Mode]:
     depths = {Depth.KEPT} | ({group.depth for group in groups} if Saving.RECOMPUTE in savings else set())
     for depth in sorted(depths):

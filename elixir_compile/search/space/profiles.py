@@ -28,7 +28,15 @@ from elixir_compile.analysis.recompute import Repeat, as_run, repeated_op, repea
 from elixir_compile.ir import Activations, GroupId, Kind, OpId, Saving, StepGraph, StorageId
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.search.problem import Problem
-from elixir_compile.search.space.modes import Layer, Mode, activations_of, deepest, offload_intervals, saving_of
+from elixir_compile.search.space.modes import (
+    Layer,
+    Mode,
+    activations_of,
+    deepest,
+    depths_of,
+    offload_intervals,
+    saving_of,
+)
 from elixir_compile.simulate import op_seconds
 
 _Added = tuple[tuple[int, float], ...]
@@ -75,8 +83,7 @@ def profiles(problem: Problem, layers: Sequence[Layer]) -> tuple[tuple[Profile, 
     base = as_run(problem.graph)
     index = {op.id: i for i, op in enumerate(base.ops)}
     kept_s = dict(zip(index, op_seconds(problem.graph, problem.cluster, problem.measured), strict=True))
-    depths = sorted({mode.depth for layer in layers for mode in layer.modes})
-    steps = {depth: _RecomputedStep(problem, layers, depth, index, kept_s) for depth in depths}
+    steps = {depth: _RecomputedStep(problem, layers, depth, index, kept_s) for depth in depths_of(layers)}
     return tuple(
         tuple(_profile(steps[mode.depth], number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
     )

@@ -2,8 +2,7 @@
 
 import random
 
-from elixir_compile.search.candidate import DraftPlan
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.formulation.program import Program
 from elixir_compile.search.reasons import decisions
 from elixir_compile.search.space.facts import gather_facts

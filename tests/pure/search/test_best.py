@@ -14,14 +14,13 @@ from elixir_compile.hardware.presets import paper_rates
 from elixir_compile.ir import Saving, Tier
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
-from elixir_compile.search.candidate import Candidate
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import Candidate, Evaluator
 from elixir_compile.search.formulation.program import Program
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import RULES, gathers_first, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
+from elixir_compile.search.limits import leanest, uniform_modes
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use

@@ -144,7 +144,7 @@ def test_two_independent_counts_of_memory_agree(problem: Problem, picks: Sequenc
 def assert_counts_agree(problem: Problem, picks: Sequence[int], ahead: int) -> None:
     """Fail unless the search counts the bytes and seconds of the plan of the levels and modes `picks`, with gathers
     `ahead` windows early, as the plan's own prediction does."""
-    from elixir_compile.search.candidate import DraftPlan
+    from elixir_compile.search.evaluator import DraftPlan
     from elixir_compile.search.writing import write_out
 
     base = Evaluator(gather_facts(problem))
@@ -294,7 +294,7 @@ def test_a_tied_embedding_is_gathered_for_each_window() -> None:
     problem = problem_of(graph)
     made = plan(replace(problem, budget_bytes=needed_bytes(problem)))
     embed = next(bucket.id for bucket in made.buckets if "embed" in bucket.params)
-    gathers = [action.what for action in made.schedules[0].actions if action.verb is Verb.GATHER]
+    gathers = [action.target for action in made.schedules[0].actions if action.verb is Verb.GATHER]
     assert gathers.count(embed) == 4
 
 

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from elixir_compile.search.candidate import Candidate, DraftPlan
 from elixir_compile.search.clock import deadline_in
+from elixir_compile.search.evaluator import Candidate, DraftPlan
 from elixir_compile.search.space.residency import Moves
 from elixir_compile.search.tries import Tries
 

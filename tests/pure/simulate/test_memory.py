@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import plan_timeline, verify
 from elixir_compile.ir import Plan, Schedule, StepGraph, Verb
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.candidate import DraftPlan
-from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.transfers import raise_prefetch
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use

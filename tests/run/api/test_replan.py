@@ -16,13 +16,12 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Lane, Plan, Span, Tier
 from elixir_compile.managed import graph_planner
-from elixir_compile.managed.correction import Correction, correct
-from elixir_compile.managed.replan import Outcome, replan
-from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, StepStats
+from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
 from elixir_compile.options import Options
 from elixir_compile.problem import planning
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan
 from elixir_compile.simulate import prices
 
 WIDTH = 128

@@ -15,11 +15,11 @@ from elixir_compile.api.preview import kept_captures
 from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.preview.models import TextBatch
-from elixir_compile.capture.loss import LossRegion
 from elixir_compile.cli import plan
 from elixir_compile.cli.plan import Request
+from elixir_compile.ir.graph import LossRegion
 from elixir_compile.options import Options
-from elixir_compile.problem.loss import Chunks
+from elixir_compile.search.joint.loss import Chunks
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,

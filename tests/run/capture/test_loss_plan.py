@@ -16,7 +16,8 @@ import elixir_compile as elixir
 from elixir_compile.api import backend
 from elixir_compile.errors import NoFeasiblePlan, UnsupportedModel
 from elixir_compile.ir import Plan, plan_from_json, plan_to_json
-from elixir_compile.problem.loss import is_pressed
+from elixir_compile.search.joint import loss
+from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.units import MIB
 
 NUM_TOKENS, NUM_CLASSES, WIDTH = 1024, 8192, 32
@@ -116,7 +117,7 @@ def pressed(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any]:
     options = {**OPTIONS, "device_memory": roomy.prediction.device_peak_bytes - 1, "report": True}
     compiled = torch.compile(model, backend="elixir", options=options)
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "if_better", lambda *_: None)
+        patch.setattr(loss, "if_better", lambda *_: None)
         compiled(*inputs()).backward()
     torch._dynamo.reset()
     return model, compiled
@@ -143,7 +144,7 @@ def test_a_capture_with_a_chunked_loss_replaces_the_first_capture(
 ) -> None:
     model, compiled = pressed
     (before,) = elixir.compilations(model)
-    monkeypatch.setattr(backend, "if_better", lambda chunks, plan, _: replace(plan, loss_chunks=chunks.num_chunks))
+    monkeypatch.setattr(loss, "if_better", lambda chunks, plan, _: replace(plan, loss_chunks=chunks.num_chunks))
     with caplog.at_level("INFO", logger="elixir_compile"):
         compiled(*inputs()).backward()
     (record,) = elixir.compilations(model)

@@ -8,7 +8,7 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.ops.schema import GATHER
+from elixir_compile.ops.gather import GATHER
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.parameters import check_move
 from elixir_compile.runtime.slab import is_slab_memory

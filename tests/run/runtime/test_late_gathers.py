@@ -166,7 +166,7 @@ def test_a_copy_that_fails_is_raised_by_the_wait(home: Home, monkeypatch: pytest
 def begun_early(run: Run) -> str:
     """Return the last region that runs between the gather of the second bucket and the wait for it."""
     compiled = next(found for found in elixir.compilations(run.model) if found.plan.update is Update.ACROSS_STEPS)
-    actions = [(action.verb, action.what) for action in compiled.plan.schedules[0].actions]
+    actions = [(action.verb, str(action.target)) for action in compiled.plan.schedules[0].actions]
     begun, waited = actions.index((Verb.GATHER, "b1")), actions.index((Verb.WAIT, "b1"))
     return [what for verb, what in actions[begun:waited] if verb is Verb.RUN][-1]
 

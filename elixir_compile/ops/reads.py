@@ -1,19 +1,26 @@
-"""Find replaced parameters of a prepared model.
+"""Where modules read parameters: find replaced parameters of a prepared model, and lost writes of eager code.
 
 A graph reads parameters by key, so no guard of Dynamo fails after `module.weight = nn.Parameter(...)`. A site is an
 entry of `module._parameters` with its slot in graphs; `Sites.moved` compares them before each forward.
 
     the new parameter has the form of the old         the slot takes it: graphs, buckets and plans stay as they are
     any other change                                  the graphs are outdated: the step is captured again
+
+Eager code runs between the graphs of a model with graph breaks, and in evaluations. If the home of a parameter is the
+host, or if the parameter is sharded, eager code reads a copy of it on the device. An in-place write to the copy would
+be lost, while eager PyTorch would change the parameter.
 """
 
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
+import torch
 from torch import nn
 
-from elixir_compile.errors import StaleParameters
+from elixir_compile import compat
+from elixir_compile.errors import StaleParameters, UnsupportedModel
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.registry import Slot, slot_of
 from elixir_compile.ops.shards import has_layout_of
@@ -75,7 +82,7 @@ class Sites:
         `may_take` must be True for each site.
         """
         for site in sites:
-            site.slot.take(site.params[site.name])
+            site.slot.take(cast("nn.Parameter", site.params[site.name]))  # `may_take` refuses None
             self._replaced, self._replaced_before = site.slot.name, next_forward
             yield site.slot
 
@@ -86,3 +93,45 @@ class Sites:
         """
         if self._replaced is not None and number < self._replaced_before:
             raise StaleParameters(self._replaced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    name: str
+    copy: "weakref.ref[torch.Tensor]"
+    twin: torch.Tensor
+    """An empty tensor that shares the version counter of the copy: it counts writes also after the copy is freed."""
+    version: int
+
+
+@dataclass(slots=True)
+class EagerReads:
+    """The copies of parameters that eager code may still write."""
+
+    _reads: list[_Read] = field(default_factory=list)
+
+    @torch.no_grad()
+    def note(self, slot: Slot, copy: torch.Tensor) -> None:
+        """Record that eager code reads `copy` for the parameter of `slot`.
+
+        Raises UnsupportedModel if an earlier copy was written in place.
+        """
+        if compat.storage_key(copy) == compat.storage_key(slot.own):
+            return
+        self.check()
+        twin = copy.detach()
+        twin.data = torch.empty(0, dtype=copy.dtype, device=copy.device)
+        self._reads.append(_Read(slot.name, weakref.ref(copy), twin, twin._version))
+
+    def check(self) -> None:
+        """Raise UnsupportedModel if a copy was written in place; forget freed copies."""
+        written = next((read for read in self._reads if read.twin._version != read.version), None)
+        if written is not None:
+            self._reads.clear()
+            raise UnsupportedModel(
+                written.name,
+                "eager code, outside of the compiled graphs, wrote in place to a copy of the parameter on the device, "
+                "so the write is lost. Write to the parameter between two steps, by "
+                f"`dict(model.named_parameters())[{written.name!r}]`",
+            )
+        self._reads = [read for read in self._reads if read.copy() is not None]
