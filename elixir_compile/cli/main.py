@@ -91,7 +91,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Print the decisions of a saved plan with their reasons, costs and rejected options."""
-    from elixir_compile.cli.explain import run_explain
+    from elixir_compile.cli.reports import run_explain
 
     raise typer.Exit(code=run_explain(plan=plan, subject=subject, as_json=as_json))
 
@@ -103,7 +103,7 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Print the differences of two plans, or each figure of a plan beside a measured step."""
-    from elixir_compile.cli.diff import run_diff
+    from elixir_compile.cli.reports import run_diff
 
     raise typer.Exit(code=run_diff(first=first, second=second, as_json=as_json))
 
@@ -155,8 +155,7 @@ def plan(
     """Plan the training of MODEL on this or any other machine. Exits with 2 if no plan fits."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with _collector_off():
-        from elixir_compile.cli.plan import run_plan
-        from elixir_compile.cli.request import Request
+        from elixir_compile.cli.plan import Request, run_plan
 
     options = {
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
@@ -186,8 +185,7 @@ def verify(
     """Check the file of a saved plan, and with --model also that the plan is legal for the step of this model."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with _collector_off():
-        from elixir_compile.cli.request import Request
-        from elixir_compile.cli.verify import run_verify
+        from elixir_compile.cli.plan import Request, run_verify
 
     request = None
     if model is not None:
