@@ -5,6 +5,7 @@ from torch import fx
 from elixir_compile.analysis import MemoryTimeline, plan_timeline
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.planned_graph import PlannedGraph
+from elixir_compile.managed.variants import ActivePlan
 from elixir_compile.problem.profile import RegionProfile
 from elixir_compile.rewrite.show import program_text
 
@@ -33,19 +34,24 @@ class Compilation:
         return self._planned.programs.backward
 
     @property
+    def active(self) -> ActivePlan:
+        """The plan in use, with its capture and problem; exists once the graph was planned."""
+        return self._planned.active
+
+    @property
     def graph(self) -> StepGraph | None:
         """The captured step, torch-free; None before it was planned."""
-        return self._planned.active.graph if self._planned.is_planned else None
+        return self.active.graph if self._planned.is_planned else None
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the graph; None before it was planned."""
-        return self._planned.active.plan if self._planned.is_planned else None
+        return self.active.plan if self._planned.is_planned else None
 
     @property
     def timeline(self) -> MemoryTimeline:
         """Live bytes by kind at every op under the plan."""
-        return plan_timeline(self._planned.active.graph, self._planned.active.plan)
+        return plan_timeline(self.active.graph, self.active.plan)
 
     @property
     def profile(self) -> RegionProfile | None:
@@ -65,5 +71,4 @@ class Compilation:
     def __str__(self) -> str:
         if not self._planned.is_planned:
             return f"{self.name}: not planned"
-        active = self._planned.active
-        return program_text(active.plan, self.timeline, active.graph, self.forward, self.backward)
+        return program_text(self.active.plan, self.timeline, self.active.graph, self.forward, self.backward)

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
 from elixir_compile.optim import rule
 from elixir_compile.optim.disk import updates as disk_updates
@@ -206,9 +205,9 @@ def move_state(run: Run, optim: Tier) -> None:
     executor: Any = executor_of(run.model)
     in_force = executor.buckets.in_force(for_training=True)
     homes = [replace(home, optim=optim) for _, home in in_force]
-    compilation: Any = elixir.compilations(run.model)[0]
-    plan = replace(compilation.plan, placements=tuple(homes))
-    compilation._active = replace(compilation.active, plan=plan)
+    graph: Any = model_of(run.model).graphs[0]
+    plan = replace(graph.active.plan, placements=tuple(homes))
+    graph._active = replace(graph.active, plan=plan)
     executor.buckets.move([bucket for bucket, _ in in_force], homes)
 
 

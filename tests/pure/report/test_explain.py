@@ -88,7 +88,7 @@ def test_moves_say_how_far_ahead() -> None:
     for bucket in made.buckets:
         for move in answer(made, bucket.id).buckets[0].moves:
             if move.verb is Verb.GATHER:
-                runs = [action.target for action in actions if action.verb is Verb.RUN]
+                runs = [str(action.target) for action in actions if action.verb is Verb.RUN]
                 start = next(
                     i for i, a in enumerate(actions) if a.verb is Verb.GATHER and a.target == BucketRef(bucket.id)
                 )

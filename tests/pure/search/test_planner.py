@@ -295,7 +295,7 @@ def test_a_tied_embedding_is_gathered_for_each_window() -> None:
     made = plan(replace(problem, budget_bytes=needed_bytes(problem)))
     embed = next(bucket.id for bucket in made.buckets if "embed" in bucket.params)
     gathers = [action.target for action in made.schedules[0].actions if action.verb is Verb.GATHER]
-    assert gathers.count(embed) == 4
+    assert gathers.count(BucketRef(embed)) == 4
 
 
 def test_exhaustive_refuses_a_problem_with_too_many_candidates() -> None:
