@@ -222,7 +222,8 @@ class Hybrid(torch.optim.Optimizer):
                 NoGraphCaptured(
                     f"no parameter of this {type(self).__name__} belongs to a model that Elixir compiled or prepared, "
                     "so nothing is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, "
-                    "not `model`."
+                    "not `model`. If torch has logged that `recompile_limit` was reached, call "
+                    "`torch.compiler.reset()` before compiling another model of the same class."
                 ),
                 stacklevel=4,
             )
