@@ -161,7 +161,11 @@ class OutstandingForwards:
         return tuple(graphs.index(other) for other in self._forwards if other in graphs)
 
     def restart(self, *, offloads_first: bool) -> None:
-        """Forget the forwards recorded so far, after the graphs were planned together."""
+        """Forget the forwards recorded so far, after the graphs were planned together.
+
+        If `offloads_first`, no plans fit the budget together: activations of outstanding forwards are then offloaded
+        before this graph runs beside them, in every step.
+        """
         self._has_run, self._forwards = False, ()
         self.offloads_first = offloads_first
 

@@ -1,4 +1,4 @@
-"""From a capture, the buckets that its executor has in force, and the options to a problem for the planner."""
+"""Make the problem for the planner from a capture, the buckets in force of its executor, and the options."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

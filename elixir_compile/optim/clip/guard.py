@@ -28,7 +28,7 @@ _FOREACH_WRITES = compat.foreach_writes()
 
 
 class GradientGuard:
-    """The versions of an update's gradients, through weak references."""
+    """The gradients that one update will read, held weakly, with the version that each has now; `check` compares."""
 
     def __init__(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         self._seen = [
