@@ -74,7 +74,7 @@ class GraphPlanner:
             raise
 
     def graph(self, captured: Captured) -> StepGraph:
-        """Return the step of `captured`, the graph's own capture, at the planned sizes."""
+        """Return the step of `captured`, the capture of this graph, with its dynamic sizes at the planned values."""
         return graph_of(captured, self._executor, self.sizes.values, self.step)
 
     def problem(self, captured: Captured, graph: StepGraph, external: ExternalUsage, *, is_new: bool) -> Problem:

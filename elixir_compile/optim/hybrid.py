@@ -276,7 +276,8 @@ def _warn_if_unplanned(optimizer: Hybrid) -> None:
             NoGraphCaptured(
                 f"no parameter of this {type(optimizer).__name__} belongs to a model that Elixir compiled or prepared, "
                 "so nothing is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, "
-                "not `model`."
+                "not `model`. If torch has logged that `recompile_limit` was reached, call `torch.compiler.reset()` "
+                "before compiling another model of the same class."
             ),
             stacklevel=4,
         )

@@ -37,7 +37,7 @@ class UpdateRule(Protocol):
         ...
 
     def snapshot(self) -> "UpdateRule":
-        """Return the rule with the optimizer's present attributes, for updates that run later."""
+        """Return the rule with the optimizer's attributes as they are now, for an update that runs later."""
         ...
 
     def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Copies of buckets from the host to the device.
 
-If the host is still updating the bucket, the update worker issues the copy when the update ends. The thread of the step
-continues meanwhile:
+If the host is still updating the bucket, the copy starts when the update ends: the thread that runs host updates (the
+update worker, see `updates`) issues it. The thread of the step continues meanwhile:
 
     gather b1    allocates device memory on the compute stream            worker: update b1 | copy b1 |
     run h.0      does not read b1, so it runs at once

@@ -284,7 +284,7 @@ def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
 
 
 def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan]) -> Plan | None:
-    """Return the plan found with all placements open; None if nothing fits at the corrected prices."""
+    """Return a new plan in which every bucket of `plan` may move; None if no plan fits at the corrected prices."""
     try:
         return search(with_buckets_free(corrected, plan))
     except NoFeasiblePlan:

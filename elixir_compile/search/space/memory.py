@@ -168,7 +168,7 @@ class MemoryModel:
         return [i for complete, i in order if complete < start]
 
     def highest_op(self, segment: int) -> int:
-        """Return the index of the op with the highest bytes in `segment`, the first if several ops have as many."""
+        """Return the index of the op in `segment` with the most bytes outside of buckets, the first of several."""
         ends = [*self._starts[1:].tolist(), len(self.rest_bytes_per_op)]
         start = int(self._starts[segment])
         return start + int(self.rest_bytes_per_op[start : ends[segment]].argmax())

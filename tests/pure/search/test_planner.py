@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import keep_everything_timeline, plan_timeline, verify
 from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.hardware import Cluster, profile_for
-from elixir_compile.ir import BucketRef, Kind, Phase, StepGraph, StorageId, Tier, Update, Verb, plan_from_json, plan_to_json
+from elixir_compile.ir import (
+    BucketRef,
+    Kind,
+    Phase,
+    StepGraph,
+    StorageId,
+    Tier,
+    Update,
+    Verb,
+    plan_from_json,
+    plan_to_json,
+)
 from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
