@@ -66,7 +66,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget."""
+    """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget.
+
+    It has more than 15 fields, because a plan file must say by itself what was asked, decided and predicted.
+    """
 
     name: str
     graph: str

@@ -30,7 +30,8 @@ from elixir_compile.errors import PlanMismatch, UnsupportedModel, WrongDtype
 from elixir_compile.ir import Plan
 from elixir_compile.ops.aliases import aliases
 from elixir_compile.ops.masters import REST_DTYPES, add_master, has_master
-from elixir_compile.ops.registry import Slot, note_replaced
+from elixir_compile.ops.optimizers import note_replaced
+from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.host.flat_step import split
 from elixir_compile.options import ParamDtype

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from elixir_compile.errors import ElixirWarning, NoGraphCaptured
-from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
+from elixir_compile.ops.optimizers import ParamState, claim_for_hybrid
+from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.generic.class_step import plain_step
 from elixir_compile.optim.guard import EarlyUpdates, Overflow
 from elixir_compile.optim.rule import UpdateRule, scaled

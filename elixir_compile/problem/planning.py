@@ -15,7 +15,8 @@ from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
 from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
-from elixir_compile.ops.registry import ParamState, Slot, planned_states
+from elixir_compile.ops.optimizers import ParamState, planned_states
+from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
 from elixir_compile.problem.machine import (
     device_budget_bytes,

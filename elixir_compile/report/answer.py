@@ -65,7 +65,7 @@ class RegionAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """The figures of a whole plan."""
+    """The figures of a whole plan. It has more than 15 fields, because each is a line of `explain`."""
 
     name: str
     cluster: str

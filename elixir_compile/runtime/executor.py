@@ -28,8 +28,8 @@ from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 class Executor:
     """The parameters of a model, their homes, and the verbs of its programs, on `device`.
 
-    It knows no graphs and no plans but the buckets in force: `managed.model.ManagedModel` owns it and them. Of its 21
-    methods, 11 are the verbs, which programs call on one object.
+    It knows no graphs and no plans but the buckets in force: `managed.model.ManagedModel` owns it and them. It has
+    more than 20 methods: 11 are the verbs, which programs call on one object.
     """
 
     def __init__(self, device: torch.device, name: str, ranks: Ranks | None = None) -> None:

@@ -21,7 +21,8 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedBackward
 from elixir_compile.ir import BucketId, Lane, Update, Verb
-from elixir_compile.ops.registry import Slot, let_update
+from elixir_compile.ops.optimizers import let_update
+from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks

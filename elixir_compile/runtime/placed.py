@@ -16,8 +16,9 @@ from elixir_compile.capture.modules import retire
 from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel
 from elixir_compile.ir import Bucket, BucketId, Placement, Plan, Tier, Verb
 from elixir_compile.ops.aliases import aliases, held_by_others
+from elixir_compile.ops.optimizers import let_state_follow
 from elixir_compile.ops.reads import Sites
-from elixir_compile.ops.registry import Slot, let_state_follow
+from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import new_bucket

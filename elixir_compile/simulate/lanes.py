@@ -27,7 +27,10 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Lanes:
-    """The state of all lanes, in seconds since the step began."""
+    """The state of all lanes, in seconds since the step began.
+
+    It has more than 20 methods: one for each action of a schedule, and for each way to update a bucket.
+    """
 
     price: Prices
     spans: list[Span] | None

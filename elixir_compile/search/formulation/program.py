@@ -41,8 +41,8 @@ class Row:
 class Program:
     """The mixed-integer program of a problem, with the rows added so far.
 
-    It has more than 20 methods, because what an x means (its candidate, bytes and seconds) and the rows that an x
-    breaks are read from the same columns; apart, each half would need most attributes of the other.
+    It has more than 20 methods and 15 attributes, because what an x means (its candidate, bytes and seconds) and the
+    rows that an x breaks are read from the same columns; apart, each half would need most attributes of the other.
 
     `reference_s`, the seconds of the best known step, is the unit of time.
     """

@@ -47,7 +47,10 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a problem at a choice of modes, indexed by op and by bucket; bucket i is `buckets[i]`."""
+    """Facts about a problem at a choice of modes, indexed by op and by bucket; bucket i is `buckets[i]`.
+
+    It has more than 15 fields, so that each is derived once and the loops of the search read it.
+    """
 
     problem: Problem
     graph: StepGraph
