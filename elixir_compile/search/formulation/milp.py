@@ -38,7 +38,7 @@ class Row:
     is_memory: bool = False
 
 
-class Program:
+class Milp:
     """The mixed-integer program of a problem, with the rows added so far.
 
     It has more than 20 methods and 15 attributes, because what an x means (its candidate, bytes and seconds) and the
@@ -70,7 +70,9 @@ class Program:
         self.phases, self.across, self.spanned, self.whole_step = shops
         # `rest_bytes` counts all activations as kept, so a mode's column holds its difference from mode 0 (keep all).
         more_bytes = [profiles[i][mode].nbytes - profiles[i][0].nbytes for i, mode in layer_modes]
-        self.memory = MemoryModel(facts, {int(slot) + 1 for row in more_bytes for slot in np.flatnonzero(np.diff(row))})
+        self.memory = MemoryModel(
+            facts, {int(point) + 1 for row in more_bytes for point in np.flatnonzero(np.diff(row))}
+        )
         own_bytes = self.memory.own_bytes()
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
         # Streamed updates run in turn, so only the largest counts. A sum cannot express a maximum: the columns are 0
@@ -88,14 +90,14 @@ class Program:
         self.rows.append(self.host_row)
         self.rows += [self._stream_row(i, home) for i, home in self._streams]
 
-    def with_trips(self) -> "Program":
-        """Return the same program with the copies of offloaded activations (trips) on its paths, also on several ranks.
+    def with_trips(self) -> "Milp":
+        """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks.
 
-        Copies of activations share links with the copies of buckets, so this program finds better candidates. Its
+        Copies of activations share links with the copies of buckets, so this MILP finds better candidates. Its
         optimum proves no bound, because a collective need not wait for a copy of activations. Memory rows are reused.
         """
         other = copy.copy(self)
-        # The rows of `add_leaving` use columns z. The new program starts without columns z, so it starts without them.
+        # The rows of `add_leaving` use columns z. The new MILP starts without columns z, so it starts without them.
         memory_rows = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
         other.rows = [self.host_row, *memory_rows]
         other.rows += [self._stream_row(i, home) for i, home in self._streams]
@@ -112,7 +114,7 @@ class Program:
 
     @property
     def is_large(self) -> bool:
-        """Whether the program has too many columns for integral solves and for as many simulations as a small one gets.
+        """Whether the MILP has too many columns for integral solves and for as many simulations as a small one gets.
 
         GPT-2 20B takes 2 s for an integral solve, and seven solves raise its bound by 0.04 %.
         """
