@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import collectives, liveness, plan_timeline, verify
+from elixir_compile.analysis import liveness, plan_timeline, verify
 from elixir_compile.cost import average_s, collective_s
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.hardware import Cluster
@@ -41,6 +41,7 @@ from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
 from elixir_compile.simulate import prices, simulate
+from tests.pure.collectives import collectives
 from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_best import machine, random_answer
 from tests.pure.search.test_planner import CLUSTERS, needed_bytes, problem_of
