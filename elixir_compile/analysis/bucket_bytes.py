@@ -18,14 +18,33 @@ of a reduce, are there between two ops. They count at one of them: those of a ga
 a reduce at the op before it.
 
 Host memory is the same during the whole step, so `bucket_host_bytes` has a bucket's bytes without events.
-`tests/pure/memory_walk.py` counts all this a second time, without this table.
+
+State on disk is read and written through a ring of buffers, shared by all buckets of an optimizer:
+
+    buffer   the same elements of each statistic, at least one block of the narrowest:  4 MiB / 2 B * (4 + 4 + 2) B
+    ring     `NUM_DISK_STAGING` buffers, each aligned to huge pages, and one huge page to align the first buffer
+
+The narrowest statistic is guessed from the bytes of all statistics of one element: its width is the largest power of
+two that divides them, at most 4 bytes. Not counted: tensors held by `state_dict()` or `load_state_dict()`.
+
+`tests/pure/memory_walk.py` counts all this a second time, without this module.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from elixir_compile.analysis.staging import sum_host_bytes
 from elixir_compile.ir import Bucket, Kind, Placement, Tier
+from elixir_compile.units import MIB
+
+NUM_DISK_STAGING = 3
+"""Buffers of the ring: one is read, one updated, one written."""
+DISK_STAGING_BYTES = 16 * MIB
+"""Bytes of a buffer, unless its blocks need more: 4 blocks for 4 threads, or 2 M elements of Adam's two fp32
+moments."""
+DISK_BLOCK_BYTES = 4 * MIB
+"""Bytes of one read or write, and of one checksum. Larger blocks were no faster."""
+HUGE_PAGE_BYTES = 2 * MIB
+_WIDEST_BYTES = 4
 
 
 class Held(NamedTuple):
@@ -117,3 +136,29 @@ def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> in
         # Staging for gradients from the device and updated parameters back to it.
         total += both_bytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total + sum_host_bytes(bucket, placement.param, placement.optim)
+
+
+def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
+    """Return the host bytes of fp32 sums of the gradients of `bucket`, beside the buffer of its gradients.
+
+    Parameters on the host: the sums, and a second buffer for gradients that arrive while earlier ones are added up.
+    Parameters on the device with their state on the host or disk: staging of the sums on the way to the update.
+    If ranks reduce in fp32, the gradients are the sums, and only the second buffer is added.
+    """
+    if optim is Tier.DEVICE:
+        return 0
+    if bucket.reduce_dtype is not None:
+        return 0 if param is Tier.DEVICE else bucket.shard_grad_nbytes()
+    if not bucket.sum_nbytes:
+        return 0
+    return bucket.sum_nbytes + (0 if param is Tier.DEVICE else bucket.nbytes)
+
+
+def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
+    """Return the bytes of the ring for `buckets` with their state on disk, or 0 if they have no state."""
+    widths = [-(-bucket.state_nbytes // max(bucket.numel, 1)) for bucket in buckets if bucket.state_nbytes]
+    if not widths:
+        return 0
+    least_bytes = max(DISK_BLOCK_BYTES // min(width & -width, _WIDEST_BYTES) * width for width in widths)
+    buffer_bytes = -(-max(DISK_STAGING_BYTES, least_bytes) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    return NUM_DISK_STAGING * buffer_bytes + HUGE_PAGE_BYTES

@@ -39,13 +39,13 @@ from elixir_compile.analysis.bucket_bytes import (
     Held,
     Sizes,
     bucket_host_bytes,
+    disk_staging_bytes,
     gather_buffers,
     reduce_buffers,
     resting,
 )
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.ir import (
     Bucket,
     BucketId,

@@ -2,14 +2,14 @@
 
 `analysis.plan_timeline` counts the same bytes as sums of intervals. This count keeps the set of current allocations
 while it walks through actions and ops. The two share no arithmetic, so tests compare them; they share the list of the
-ops that run (`analysis.recompute.as_run`) and the sizes of staging buffers (`analysis.staging`).
+ops that run (`analysis.recompute.as_run`) and the sizes of staging buffers (`analysis.bucket_bytes`).
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
+from elixir_compile.analysis.bucket_bytes import disk_staging_bytes, sum_host_bytes
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
 from elixir_compile.ir.bucket import Activations, Bucket, averaged_bytes
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, Phase, Saving, Tier, Verb

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from elixir_compile.analysis.staging import HUGE_PAGE_BYTES
+from elixir_compile.analysis.bucket_bytes import HUGE_PAGE_BYTES
 from elixir_compile.runtime.disk.disk_file import DISK_PAGE_BYTES
 from elixir_compile.runtime.slab import Slab
 
