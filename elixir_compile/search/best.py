@@ -5,6 +5,7 @@ simulated step is within the tolerance of the bound. In a large program the tole
 simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
+    counted     how many of like buckets and layers take each option; in large programs  `formulation.counted`
     bound       the relaxed optimum; columns and rows are added to the program as needed           `pricing`
     rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
     streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
@@ -25,6 +26,7 @@ import numpy as np
 
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
+from elixir_compile.search.formulation.counted import CountedProgram
 from elixir_compile.search.formulation.pricing import Priced, priced
 from elixir_compile.search.formulation.program import Program, Vector
 from elixir_compile.search.formulation.solver import integral_candidates, rounded
@@ -51,6 +53,8 @@ _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
 _FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0)
 """Memory kept free for early copies, in units of the largest bucket, in the order of the rounds. On several ranks every
 use of a released bucket is a gather: most candidates without free memory do not fit, or wait for their gathers."""
+_COUNTED_SHARES = (1.0, 2.0, 0.5, 0.0, 3.0)
+"""The same for candidates from counts: with the first, most candidates fit and wait for few copies."""
 _MAX_STALE = 2
 """Solves in a row without a higher bound after which a relaxed optimum is good enough to be rounded."""
 _WORTH_MOVING = 0.01
@@ -92,6 +96,8 @@ def place_best(
     seeds = [program.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *starts))]
     for seed in seeds:
         program.add_paths(seed)
+    if program.is_large and not moves_nothing:
+        seeds += _try_counted(tries, CountedProgram(program), _COUNTED_SHARES[:1])
     start = priced(program, seeds, tries.deadline)
     if start is None:
         _try_rules(tries, program, () if moves_nothing else others)
@@ -151,8 +157,12 @@ def _search(
     """
     bound_s = program.seconds(start.bound)
     candidates = program
+    if program.is_large and not tries.is_good(bound_s):
+        _try_counted(tries, CountedProgram(program), _COUNTED_SHARES, bound_s)
     if tries.evaluator.facts.problem.cluster.num_ranks > 1 and not tries.is_good(bound_s):
         candidates = program.with_trips()
+        if program.is_large:
+            _try_counted(tries, CountedProgram(candidates), _COUNTED_SHARES, bound_s)
     if not tries.is_good(bound_s):
         _round(tries, candidates, start, seeds, bound_s)
     _try_rules(tries, program, others)
@@ -163,6 +173,25 @@ def _search(
         if program.has_streams and not tries.is_good(bound_s):
             tries.swap_streamed()
     return bound_s
+
+
+def _try_counted(
+    tries: Tries, counted: CountedProgram, free_shares: Sequence[float], bound_s: float = 0.0
+) -> list[Vector]:
+    """Try the candidates of `counted` with each of `free_shares` of the largest bucket kept free, until the best is
+    good for `bound_s`; then with other streamed updates. Return the optima over counts."""
+    widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
+    found: list[Vector] = []
+    for share in free_shares:
+        for spread in counted.optima(tries.deadline, -int(share * widest_bytes)):
+            found.append(spread.x)
+            if tries.try_candidate(spread.candidate) is not None:
+                tries.try_streamed(spread.candidate, spread.streamed)
+            if tries.is_good(bound_s):
+                return found
+    if len(free_shares) > 1:
+        tries.swap_streamed()
+    return found
 
 
 def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector], bound_s: float) -> None:
