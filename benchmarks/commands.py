@@ -87,9 +87,9 @@ def run(words: list[str]) -> dict[str, list[float]]:
         from elixir_compile.capture.tracing import collector_off
 
         with collector_off():
-            from elixir_compile.cli import plan, request
+            from elixir_compile.cli import plan
 
-        request.Request.capture = timed("capture", request.Request.capture)
+        plan.Request.capture = timed("capture", plan.Request.capture)
         plan.plan_for = timed("search", plan.plan_for)
 
     timed("imports", imported)()

@@ -32,10 +32,8 @@ from elixir_compile.analysis.recompute import as_run
 from elixir_compile.cost import Measured, Stretch
 from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir import Lane, Plan, Span, Tier
-from elixir_compile.managed.correction import correct
-from elixir_compile.managed.replan import replan
-from elixir_compile.managed.step_profiler import StepStats
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.joint.replan import StepStats, correct, replan
 from elixir_compile.search.schedule import cut_regions, regions
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use

@@ -17,7 +17,7 @@ from gpt2_124m import build
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.runtime.grad_norms import GradNormCache
+from elixir_compile.runtime.published import GradNormCache
 
 WAYS = ("landed", "read again")
 BATCH, LENGTH = 1, 128

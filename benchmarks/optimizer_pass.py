@@ -18,9 +18,9 @@ import torch
 from neighbours import QUIET_CORES, Neighbours
 from torch.optim.adamw import adamw
 
-from elixir_compile.optim.host import HostThreads, fallback, mixed_adamw, split_adamw, sum_of_squares
+from elixir_compile.optim.host import HostThreads, flat_step, mixed_adamw, split_adamw, sum_of_squares
 from elixir_compile.optim.host.build import build_command
-from elixir_compile.optim.host.flat import FlatStep, Rule
+from elixir_compile.optim.host.flat_step import FlatStep, Rule
 
 SCALARS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 WINDOW_S = 0.2
@@ -72,7 +72,7 @@ class Arrays:
         param, low = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
         for start in range(0, numel, 1 << 20):
             block = slice(start, start + (1 << 20))
-            fallback.split(master[block], param[block], low[block])
+            flat_step.split(master[block], param[block], low[block])
         return cls(
             master=master,
             exp_avg=torch.zeros(numel),
@@ -160,7 +160,7 @@ def variants(arrays: Arrays, threads: HostThreads) -> dict[str, Callable[[], obj
         "split: C": lambda: split_adamw(a.low, *moments, a.grad, a.param, 10, threads=threads, **SCALARS),
         "read and write 26 B": limit("rmw_split", a, threads),
         "cast, torch fused, cast": cast_around,
-        "mixed: torch in blocks": lambda: fallback.take_step(blocks),
+        "mixed: torch in blocks": lambda: flat_step.take_step(blocks),
         "fp32: fused op": lambda: adamw(
             [a.master], [a.wide_grad], [a.exp_avg], [a.exp_avg_sq], [], counts, fused=True, **scalars
         ),

@@ -42,7 +42,7 @@ from elixir_compile.ir import StorageId, graph_from_json, graph_to_json
 from elixir_compile.options import Options
 from elixir_compile.search import Problem, plan, planner, tries
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.formulation import pricing, solver
+from elixir_compile.search.formulation import solver
 from elixir_compile.search.heuristics.rules import RULES
 
 MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b", "llama-7b", "llama-13b", "llama-70b")
@@ -194,7 +194,7 @@ def counting() -> Iterator[Counts]:
     counts, began_s = Counts(), time.process_time()
     play, keep, place = Evaluator.played, tries.Tries._keep, planner.place_best
     solvers: list[tuple[Any, str, Callable[..., Any]]] = [
-        (pricing, "linprog", pricing.linprog),
+        (solver, "linprog", solver.linprog),
         (solver, "solve_integral", solver.solve_integral),
     ]
 

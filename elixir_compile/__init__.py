@@ -7,8 +7,9 @@ from elixir_compile.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from elixir_compile.api.plan import plan as plan
+    from elixir_compile.api.prepare import compilations as compilations
     from elixir_compile.api.prepare import prepare as prepare
-    from elixir_compile.api.records import compilations as compilations
+    from elixir_compile.api.prepare import weigh as weigh
     from elixir_compile.checkpoint.full import export as export
     from elixir_compile.checkpoint.full import full_state_dict as full_state_dict
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
@@ -20,21 +21,20 @@ if TYPE_CHECKING:
     from elixir_compile.managed.compilation import Compilation as Compilation
     from elixir_compile.managed.saved import load_plan as load_plan
     from elixir_compile.managed.saved import save_plan as save_plan
-    from elixir_compile.managed.share import weigh as weigh
     from elixir_compile.measure import measure_step as measure_step
     from elixir_compile.optim.adamw import HybridAdamW as HybridAdamW
     from elixir_compile.optim.adamw import hybrid as hybrid
     from elixir_compile.report.diff import diff as diff
     from elixir_compile.report.explain import explain as explain
 
-_HOME = {
+_HOME: dict[str, str] = {
     "Checkpoint": "checkpoint.loading",
     "Compilation": "managed.compilation",
     "HybridAdamW": "optim.adamw",
     "Plan": "ir",
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
-    "compilations": "api.records",
+    "compilations": "api.prepare",
     "diff": "report.diff",
     "explain": "report.explain",
     "export": "checkpoint.full",
@@ -47,7 +47,7 @@ _HOME = {
     "prepare": "api.prepare",
     "save": "checkpoint.saving",
     "save_plan": "managed.saved",
-    "weigh": "managed.share",
+    "weigh": "api.prepare",
 }
 _ERRORS = (
     "ActivationsGone",
@@ -82,10 +82,10 @@ _ERRORS = (
     "WrongDtype",
 )
 _CHECKPOINT_ERRORS = ("CheckpointCorrupted", "CheckpointMismatch", "NotACheckpoint", "NotSavable")
-_HOME.update(dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors"))
-_HOME.update(dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.distributed.errors"))
+_HOME |= dict.fromkeys(_ERRORS, "errors") | dict.fromkeys(_CHECKPOINT_ERRORS, "checkpoint.errors")
+_HOME |= dict.fromkeys(("OverflowUnseen", "PeerFailed", "RanksDiffer"), "runtime.distributed.errors")
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  the imports above tell a type checker
 
 
 def __getattr__(name: str) -> object:

@@ -6,7 +6,8 @@
 
 Reading is strict: another format, a missing or unknown field, a value of the wrong type and NaN or infinity each
 raise the error of the `Form`, with the path of the field (`placements[3].param`). Equal values have equal text.
-Supported are dataclasses, tuples, `Mapping[str, ...]`, `... | None`, StrEnum, NewType, int, float, str and bool.
+Supported are dataclasses, tuples, `Mapping[str, ...]`, `... | None`, StrEnum, NewType, int, float, str and bool, and
+unions of dataclasses that each have a class variable `kind`, a text that is written before their fields.
 """
 
 import dataclasses
@@ -126,9 +127,12 @@ def _encoder(hint: Any) -> Callable[[Any], Any]:
     if origin is Mapping:
         encode_value = _encoder(args[1])
         return lambda value: {str(key): encode_value(item) for key, item in sorted(value.items())}
-    if origin in _UNIONS:
+    if origin in _UNIONS and types.NoneType in args:
         encode_some = _encoder(args[0])
         return lambda value: None if value is None else encode_some(value)
+    if origin in _UNIONS:
+        encode_fields = {cls: _encoder(cls) for cls in args}
+        return lambda value: {"kind": value.kind} | encode_fields[type(value)](value)
     # numpy's numbers become Python's.
     return hint if hint in (int, float) else _itself
 
@@ -148,8 +152,10 @@ def _decode(hint: Any, data: Any, path: str) -> Any:
     if origin is Mapping:
         _expect(isinstance(data, dict), path, "an object", data)
         return {key: _decode(args[1], item, f"{path}.{key}") for key, item in data.items()}
-    if origin in _UNIONS:
+    if origin in _UNIONS and types.NoneType in args:
         return None if data is None else _decode(args[0], data, path)
+    if origin in _UNIONS:
+        return _decode_kind(args, data, path)
     return _decode_scalar(hint, data, path)
 
 
@@ -167,6 +173,17 @@ def _decode_fields(cls: type, data: Any, path: str) -> Any:
         raise _Wrong(_join(path, error.field), error.expected, error.got) from error
     except InvalidPlan as error:
         raise _Wrong(path or "the whole text", "values that agree", str(error)) from error
+
+
+def _decode_kind(classes: tuple[Any, ...], data: Any, path: str) -> Any:
+    """Return the value in `data` of the class in `classes` whose `kind` it states."""
+    by_kind = {cls.kind: cls for cls in classes}
+    _expect(isinstance(data, dict), path, "an object with a kind", data)
+    _expect("kind" in data, _join(path, "kind"), "a value", "nothing: the field is missing")
+    kind = data["kind"]
+    is_known = isinstance(kind, str) and kind in by_kind
+    _expect(is_known, _join(path, "kind"), "one of " + ", ".join(by_kind), kind)
+    return _decode_fields(by_kind[kind], {name: item for name, item in data.items() if name != "kind"}, path)
 
 
 def _decode_items(args: tuple[Any, ...], data: Any, path: str) -> tuple[Any, ...]:

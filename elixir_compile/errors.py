@@ -213,10 +213,13 @@ class PlanMismatch(ElixirError, ValueError):
         self.got = got
 
     def __str__(self) -> str:
-        return (
-            f"this plan is for another {self.what}: it was made for {self.expected}, here is {self.got}. "
-            f"Leave out the option `plan` to search a new plan."
-        )
+        remedy = "Leave out the option `plan` to search a new plan."
+        if self.what == "graph":
+            remedy = (
+                "Use the model, batch shape, dtypes and checkpointing (`--recompute`) that it was made for, or leave "
+                "out the option `plan` to search a new plan."
+            )
+        return f"this plan is for another {self.what}: it was made for {self.expected}, here is {self.got}. {remedy}"
 
 
 class UnknownSubject(ElixirError, ValueError):

@@ -4,9 +4,14 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+from elixir_compile.errors import ElixirError
+
+Value = TypeVar("Value")
 
 
 def cache_dir() -> Path:
@@ -35,6 +40,21 @@ def write_cached(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(part)
         raise
+
+
+def read_cached(path: Path, parse: Callable[[str], Value], refuse: Callable[[Path, Exception], None]) -> Value | None:
+    """Return `parse` of the text of the file `path`; None if there is no such file.
+
+    If the file cannot be read, or `parse` raises an ElixirError, `refuse` is called with the error, and the result is
+    None too.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, ElixirError) as error:
+        refuse(path, error)
+        return None
 
 
 def drop_oldest(folder: Path, most: int) -> None:

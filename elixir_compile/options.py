@@ -24,7 +24,10 @@ UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Every option, checked and parsed. Each has a default."""
+    """Every option, checked and parsed. Each has a default.
+
+    It has more than 15 fields, because every option of a user is one.
+    """
 
     device_memory: int | None = None
     """Bytes on the device that training may use at once, as `"20GiB"` or a number. None: free memory less the

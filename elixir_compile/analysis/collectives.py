@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from elixir_compile.ir import Bucket, Kind, Plan, StepGraph, Verb
+from elixir_compile.ir import Bucket, BucketRef, Kind, Plan, StepGraph, Verb
 
 
 class Traffic(NamedTuple):
@@ -26,12 +26,12 @@ class Traffic(NamedTuple):
 
 def collectives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[str, Traffic]:
     """Return the collectives of `rank` of each copy in a step of `plan`, by label; none if there is a single rank."""
-    buckets: dict[str, Bucket] = {bucket.id: bucket for bucket in plan.buckets}
+    buckets = {bucket.id: bucket for bucket in plan.buckets}
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
     times, nbytes = Counter[str](), Counter[str]()
     for action in schedule.actions:
-        if action.verb in (Verb.GATHER, Verb.REDUCE) and action.what in buckets:
-            for label, own_bytes in _of(graph, plan, buckets[action.what], action.verb):
+        if action.verb in (Verb.GATHER, Verb.REDUCE) and isinstance(action.target, BucketRef):
+            for label, own_bytes in _of(graph, plan, buckets[action.target.bucket], action.verb):
                 times[label] += 1
                 nbytes[label] += own_bytes
     return {label: Traffic(count, nbytes[label]) for label, count in sorted(times.items())}

@@ -19,6 +19,7 @@ from elixir_compile.ir import (
     Activations,
     Bucket,
     BucketId,
+    GradientRef,
     Kind,
     Op,
     OpId,
@@ -31,7 +32,6 @@ from elixir_compile.ir import (
     Storage,
     StorageId,
     Tier,
-    grad_of,
     sizes,
 )
 from elixir_compile.units import format_bytes
@@ -53,7 +53,7 @@ def check_buckets(graph: StepGraph, plan: Plan) -> None:
     params = {storage.id: storage for storage in graph.storages if storage.kind is Kind.PARAM}
     owners: dict[StorageId, BucketId] = {}
     seen: set[BucketId] = set()
-    grads = {grad_of(bucket.id) for bucket in plan.buckets}
+    grads = {str(GradientRef(bucket.id)) for bucket in plan.buckets}
     num_ranks = len(plan.schedules) if len(plan.schedules) > 1 else plan.num_ranks
     gradients = {storage.of for storage in graph.storages if storage.of is not None}
     for at, (bucket, placement) in enumerate(zip(plan.buckets, plan.placements, strict=True)):
@@ -114,7 +114,7 @@ def check_activations(graph: StepGraph, plan: Plan) -> None:
     storages = {storage.id: storage for storage in graph.storages}
     saved, made, outputs = saved_storages(graph), _made(storages, graph), frozenset(graph.outputs)
     owners: dict[StorageId, str] = {}
-    names = {name for bucket in plan.buckets for name in (bucket.id, grad_of(bucket.id))}
+    names = {name for bucket in plan.buckets for name in (bucket.id, str(GradientRef(bucket.id)))}
     for at, group in enumerate(plan.activations):
         sentence = _group_fault(group, storages, owners)
         if group.id in names:

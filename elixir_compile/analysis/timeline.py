@@ -29,31 +29,42 @@ which a gather before a release in the schedule holds both copies.
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elixir_compile.analysis.bucket_bytes import (
+    Held,
+    Sizes,
+    bucket_host_bytes,
+    gather_buffers,
+    reduce_buffers,
+    resting,
+)
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
+from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.ir import (
     Bucket,
     BucketId,
+    BucketRef,
+    GradientRef,
+    GroupId,
+    GroupRef,
     Kind,
     OpId,
     Phase,
     Placement,
     Plan,
-    RegionId,
+    RegionRef,
     Saving,
     StepGraph,
     StorageId,
     Tier,
     Verb,
     averaged_bytes,
-    grad_of,
 )
 
 
@@ -122,15 +133,10 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     for bucket in plan.buckets:
         for first, last in moves.gathered.get(bucket.id, ()):
             tally.add(Kind.GATHERED, bucket.flat_nbytes, first, last)
-        if placements[bucket.id].param is Tier.DEVICE:
-            tally.add(Kind.PARAM, bucket.shard_nbytes(rank), 0, end)
-            tally.add(Kind.GRAD, bucket.sum_nbytes, 0, end)
-        if placements[bucket.id].optim is Tier.DEVICE:
-            tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), 0, end)
-        if bucket.is_sharded:
-            _add_gathers(tally, bucket, placements[bucket.id], moves, end)
-        if bucket.is_sharded or bucket.is_packed:
-            _add_reduced(tally, bucket, placements[bucket.id], moves, grad_bytes[bucket.id])
+        for kind, nbytes in resting(bucket, placements[bucket.id], rank):
+            tally.add(kind, nbytes, 0, end)
+        for held in _buffers(bucket, placements[bucket.id], moves, grad_bytes[bucket.id], end):
+            tally.add(held.kind, held.nbytes, held.first, min(held.last, end))
     _add_streamed(tally, step, plan, rank)
     backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
     if backward:
@@ -174,50 +180,16 @@ def away_bytes(plan: Plan) -> int:
     return sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
 
 
-def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> int:
-    """Return the bytes of `bucket` on the host for `rank`."""
-    nbytes = bucket.shard_nbytes(rank)
-    both_bytes = nbytes + (bucket.shard_grad_nbytes(rank) if bucket.trainable else 0)
-    total = both_bytes if placement.param is Tier.HOST else 0
-    if placement.optim is not Tier.DEVICE:
-        total += bucket.shard_state_nbytes(rank) if placement.optim is Tier.HOST else 0
-        # Staging for gradients from the device and updated parameters back to it.
-        total += both_bytes if placement.param is Tier.DEVICE and bucket.trainable else 0
-    return total + sum_host_bytes(bucket, placement.param, placement.optim)
-
-
-def _add_gathers(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", end: int) -> None:
-    """Add the bytes that a sharded bucket needs beside its gathered copies until their waits."""
-    for gather, wait in moves.awaited.get(bucket.id, ()):
-        if bucket.is_unpacked and wait <= end:
-            tally.add(Kind.GATHERED, bucket.flat_nbytes, wait, wait)
-        if placement.param is not Tier.DEVICE:
-            # The shard is freed at the wait, after op `wait - 1`. Op `wait` counts it too, unless it counts the
-            # copied-out parameters, which are more.
-            last = wait - 1 if bucket.is_unpacked else min(wait, end)
-            tally.add(Kind.GATHERED, bucket.flat_shard_nbytes, gather, last)
-
-
-def _add_reduced(tally: "_Tally", bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_bytes: int) -> None:
-    """Add the bytes that a reduce on several ranks needs beside `unreduced_bytes` of gradients, and the reduced
-    gradient."""
-    reduced, end = moves.reduced_at.get(bucket.id), tally.num_ops - 1
-    if reduced is None:
-        return
-    grad_end = moves.grad_ends.get(bucket.id, end)
-    tally.add(Kind.GRAD, bucket.reduced_nbytes, reduced, end if placement.param is Tier.DEVICE else grad_end)
-    if bucket.is_sharded and bucket.is_packed:
-        tally.add(Kind.GRAD, bucket.flat_grad_nbytes, reduced, grad_end)
-    if not reduced:
-        return
-    # A gathered copy released just before the reduce makes space for its buffers.
-    gone_bytes = bucket.flat_nbytes if bucket.id in moves.replaced else 0
-    new_bytes = at_once_bytes = bucket.reduced_nbytes if grad_end < reduced else 0
-    if bucket.is_packed:
-        # The gradients are freed before the shard is allocated, which may be larger in a wider dtype.
-        more_bytes = max(0, at_once_bytes - unreduced_bytes) if bucket.is_sharded else 0
-        new_bytes = bucket.flat_grad_nbytes + more_bytes
-    tally.add(Kind.GRAD, max(0, new_bytes - gone_bytes), reduced - 1, reduced - 1)
+def _buffers(bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_bytes: int, end: int) -> Iterator[Held]:
+    """Yield the buffers of the gathers and of the reduce of `bucket`; `end` is the last op of the step."""
+    sizes, is_away = Sizes.of(bucket), placement.param is not Tier.DEVICE
+    for gather, wait in moves.awaited.get(bucket.id, ()) if sizes.is_sharded else ():
+        yield from gather_buffers(sizes, gather, wait, is_sent=is_away)
+    reduced = moves.reduced_at.get(bucket.id)
+    if reduced is not None and (sizes.is_sharded or sizes.is_packed):
+        wait = moves.grad_ends.get(bucket.id, end)
+        last, is_replaced = wait if is_away else end, bucket.id in moves.replaced
+        yield from reduce_buffers(sizes, reduced - 1, wait, last, unreduced_bytes, is_replaced=is_replaced)
 
 
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
@@ -257,9 +229,9 @@ class _Moves:
     """First op at which the reduced gradient is on the device."""
     replaced: set[BucketId]
     """Buckets whose gathered copy is released just before their reduce, between the same two ops."""
-    left_at: dict[str, int]
+    left_at: dict[GroupId, int]
     """By group: last op at which offloaded activations are on the device for the first time."""
-    back_at: dict[str, int]
+    back_at: dict[GroupId, int]
     """By group: first op at which prefetched activations are on the device again."""
 
 
@@ -290,34 +262,33 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
     op of the `run` before.
     """
     index = {op.id: number for number, op in enumerate(step.ops)}
-    spans = {region.id: (index[region.first], index[region.last]) for region in plan.regions}
-    grads = {grad_of(bucket.id): bucket.id for bucket in plan.buckets}
-    offloaded = {group.id for group in plan.activations if group.saving is Saving.OFFLOAD}
+    lasts = {region.id: index[region.last] for region in plan.regions}
     moves = _Moves({}, {}, {}, {}, set(), {}, {})
-    starts: dict[str, int] = {}
+    starts: dict[BucketId, int] = {}
     done = -1
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
     for action in schedule.actions:
-        if action.verb is Verb.RUN:
-            done = spans[RegionId(action.what)][1]
-        elif action.verb is Verb.GATHER:
-            starts[action.what] = done + 1
-        elif action.verb is Verb.RELEASE:
-            moves.gathered.setdefault(BucketId(action.what), []).append((starts.pop(action.what), done))
-        elif action.verb is Verb.REDUCE:
-            moves.reduced_at[BucketId(action.what)] = done + 1
-            if any(first <= last == done for first, last in moves.gathered.get(BucketId(action.what), ())):
-                moves.replaced.add(BucketId(action.what))
-        elif action.verb is Verb.WAIT and action.what in grads:
-            moves.grad_ends[grads[action.what]] = done
-        elif action.verb is Verb.WAIT and action.what in offloaded:
-            moves.left_at.setdefault(action.what, done)
-        elif action.verb is Verb.WAIT and action.what in starts:
-            moves.awaited.setdefault(BucketId(action.what), []).append((starts[action.what], done + 1))
-        elif action.verb is Verb.PREFETCH:
-            moves.back_at[action.what] = done + 1
+        match action.verb, action.target:
+            case Verb.RUN, RegionRef(region):
+                done = lasts[region]
+            case Verb.GATHER, BucketRef(bucket):
+                starts[bucket] = done + 1
+            case Verb.WAIT, BucketRef(bucket) if bucket in starts:
+                moves.awaited.setdefault(bucket, []).append((starts[bucket], done + 1))
+            case Verb.RELEASE, BucketRef(bucket):
+                moves.gathered.setdefault(bucket, []).append((starts.pop(bucket), done))
+            case Verb.REDUCE, BucketRef(bucket):
+                moves.reduced_at[bucket] = done + 1
+                if any(first <= last == done for first, last in moves.gathered.get(bucket, ())):
+                    moves.replaced.add(bucket)
+            case Verb.WAIT, GradientRef(bucket):
+                moves.grad_ends[bucket] = done
+            case Verb.WAIT, GroupRef(group):
+                moves.left_at.setdefault(group, done)
+            case Verb.PREFETCH, GroupRef(group):
+                moves.back_at[group] = done + 1
     for bucket, first in starts.items():
-        moves.gathered.setdefault(BucketId(bucket), []).append((first, len(step.ops) - 1))
+        moves.gathered.setdefault(bucket, []).append((first, len(step.ops) - 1))
     return moves
 
 

@@ -35,22 +35,26 @@ from elixir_compile.errors import PlanMismatch
 from elixir_compile.ir import (
     Action,
     Bucket,
+    BucketRef,
+    GradientRef,
+    GroupRef,
     Phase,
     Placement,
     Plan,
     RegionId,
+    RegionRef,
     Saving,
     StepGraph,
     StorageId,
+    Target,
     Tier,
     Verb,
     fingerprint,
-    grad_of,
 )
 
 _PARAM_EVENTS = {Verb.GATHER: Event.GATHER, Verb.RELEASE: Event.RELEASE}
 _GRAD_EVENTS = {Verb.REDUCE: Event.REDUCE, Verb.UPDATE: Event.UPDATE}
-_ACTIVATION_EVENTS = {Verb.OFFLOAD: Event.OFFLOAD, Verb.PREFETCH: Event.PREFETCH, Verb.WAIT: Event.WAIT}
+_TRANSFER_EVENTS = {Verb.OFFLOAD: Event.OFFLOAD, Verb.PREFETCH: Event.PREFETCH, Verb.WAIT: Event.WAIT}
 _ACTIVATION_LIVES = {
     Saving.KEEP: lifecycles.KEPT_ACTIVATIONS,
     Saving.RECOMPUTE: lifecycles.RECOMPUTED_ACTIVATIONS,
@@ -85,8 +89,7 @@ class _Touch:
     """An access of a region to the gradient of a bucket, or to a group of offloaded activations."""
 
     event: Event
-    what: str
-    """The name of the gradient or the group in actions."""
+    target: Target
 
 
 def _region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_Touch, ...]]:
@@ -96,10 +99,10 @@ def _region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_Tou
     touches them.
     """
     grads, groups = _gradient_owners(step, plan), _offloaded(plan)
-    owners = {**grads, **groups}
+    owners: dict[StorageId, Target] = {**grads, **groups}
     index = {op.id: number for number, op in enumerate(step.ops)}
-    touched: dict[RegionId, list[str]] = {}
-    completed_by: dict[str, RegionId] = {}
+    touched: dict[RegionId, list[Target]] = {}
+    completed_by: dict[Target, RegionId] = {}
     for region in plan.regions:
         ops = step.ops[index[region.first] : index[region.last] + 1]
         names = [name for op in ops for name in (*op.reads, *op.writes) if name in owners]
@@ -109,19 +112,21 @@ def _region_touches(step: StepGraph, plan: Plan) -> Mapping[RegionId, tuple[_Tou
             completed_by |= {groups[name]: region.id for name in names if name in groups}
     return {
         region: tuple(
-            _Touch(event=Event.COMPLETE if completed_by.get(what) == region else Event.RUN, what=what) for what in found
+            _Touch(event=Event.COMPLETE if completed_by.get(target) == region else Event.RUN, target=target)
+            for target in found
         )
         for region, found in touched.items()
     }
 
 
-def _gradient_owners(step: StepGraph, plan: Plan) -> Mapping[StorageId, str]:
+def _gradient_owners(step: StepGraph, plan: Plan) -> Mapping[StorageId, GradientRef]:
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    return {s.id: grad_of(owners[s.of]) for s in step.storages if s.of is not None and s.of in owners}
+    return {s.id: GradientRef(owners[s.of]) for s in step.storages if s.of is not None and s.of in owners}
 
 
-def _offloaded(plan: Plan) -> Mapping[StorageId, str]:
-    return {name: group.id for group in plan.activations if group.saving is Saving.OFFLOAD for name in group.storages}
+def _offloaded(plan: Plan) -> Mapping[StorageId, GroupRef]:
+    away = [group for group in plan.activations if group.saving is Saving.OFFLOAD]
+    return {name: GroupRef(group.id) for group in away for name in group.storages}
 
 
 def _param_life(bucket: Bucket, placement: Placement) -> Lifecycle:
@@ -143,8 +148,9 @@ def _grad_life(bucket: Bucket, placement: Placement, is_written: bool, is_traini
 class _Life:
     """The current state of a bucket's parameters, its gradient, or a group of activations."""
 
-    def __init__(self, subject: str, table: Lifecycle) -> None:
-        self.subject = subject
+    def __init__(self, target: Target, table: Lifecycle) -> None:
+        self.target = target
+        self.subject = target.bucket if isinstance(target, GradientRef) else str(target)
         """The name of the bucket or the group of activations."""
         self.table = table
         self.state = table.start
@@ -167,19 +173,17 @@ class _Walk:
         self._last_forward_at = -1
         self._at = 0
         self._num_forward = sum(region.phase is Phase.FORWARD for region in plan.regions)
-        complete = {touch.what for found in touches.values() for touch in found if touch.event is Event.COMPLETE}
+        complete = {touch.target for found in touches.values() for touch in found if touch.event is Event.COMPLETE}
         is_training = any(op.phase is Phase.UPDATE for op in step.ops)
-        self._params: dict[str, _Life] = {}
-        self._grads: dict[str, _Life] = {}
-        self._groups: dict[str, _Life] = {
-            group.id: _Life(group.id, _ACTIVATION_LIVES[group.saving]) for group in plan.activations
-        }
-        self._carried: dict[str, _Life] = dict(self._groups)
-        """Gradients and activations by their names in actions."""
-        for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
-            self._params[bucket.id] = _Life(bucket.id, _param_life(bucket, placement))
-            table = _grad_life(bucket, placement, grad_of(bucket.id) in complete, is_training)
-            self._grads[bucket.id] = self._carried[grad_of(bucket.id)] = _Life(bucket.id, table)
+        placed = list(zip(plan.buckets, plan.placements, strict=True))
+        lives: list[tuple[Target, Lifecycle]] = [
+            (BucketRef(b.id), _param_life(b, placement)) for b, placement in placed
+        ]
+        for bucket, placement in placed:
+            gradient = GradientRef(bucket.id)
+            lives.append((gradient, _grad_life(bucket, placement, gradient in complete, is_training)))
+        lives += [(GroupRef(group.id), _ACTIVATION_LIVES[group.saving]) for group in plan.activations]
+        self._lives = {target: _Life(target, table) for target, table in lives}
 
     def check(self) -> None:
         """Raise IllegalSchedule for the first illegal action, or for a state in which the step may not end."""
@@ -188,7 +192,7 @@ class _Walk:
             self._act(action)
         if self._num_run < len(self._plan.regions):
             self._fail(f"{self._plan.regions[self._num_run].id} is never run.")
-        for life in (*self._params.values(), *self._grads.values(), *self._groups.values()):
+        for life in self._lives.values():
             if life.state in life.table.unfinished:
                 self._at = life.moved_at
                 self._fail(life.table.unfinished[life.state].format(bucket=life.subject, group=life.subject))
@@ -196,40 +200,40 @@ class _Walk:
     def _act(self, action: Action) -> None:
         if action.micro_batch:
             batch = action.micro_batch
-            self._fail(f"`{action.verb} {action.what}` is of micro-batch {batch}; a step has one micro-batch, @0.")
-        if action.verb is Verb.RUN:
-            self._run(action.what)
-        elif action.verb in _PARAM_EVENTS:
-            self._move(self._named(self._params, action.what), _PARAM_EVENTS[action.verb])
-        elif action.verb in _GRAD_EVENTS:
-            life = self._named(self._grads, action.what)
+            self._fail(f"`{action.verb} {action.target}` is of micro-batch {batch}; a step has one micro-batch, @0.")
+        verb, target = action.verb, action.target
+        if verb is Verb.RUN:
+            self._run(target)
+        elif verb in _PARAM_EVENTS:
+            self._move(self._lives[self._bucket(target)], _PARAM_EVENTS[verb])
+        elif verb in _GRAD_EVENTS:
+            gradient = GradientRef(self._bucket(target).bucket)
             self._check_turn(action)
-            self._move(life, _GRAD_EVENTS[action.verb])
-        elif action.verb is Verb.WAIT and action.what in self._params:
-            self._move(self._params[action.what], Event.WAIT)
-        elif action.what in self._groups and action.verb in _ACTIVATION_EVENTS:
-            self._move(self._groups[action.what], _ACTIVATION_EVENTS[action.verb])
-            self._check_half(action)
-        elif action.verb in (Verb.WAIT, Verb.OFFLOAD):
-            self._move(self._gradient(action), Event.WAIT if action.verb is Verb.WAIT else Event.OFFLOAD)
+            self._move(self._lives[gradient], _GRAD_EVENTS[verb])
+        elif verb in _TRANSFER_EVENTS:
+            self._move(self._transferred(action), _TRANSFER_EVENTS[verb])
+            if isinstance(target, GroupRef):
+                self._check_half(action)
         else:
-            self._fail(f"`{action.verb}` is not part of a step on these placements.")
+            self._fail_as_unknown(verb)
 
-    def _run(self, what: str) -> None:
-        region = self._regions.get(RegionId(what))
+    def _run(self, target: Target) -> None:
+        region = self._regions.get(target.region) if isinstance(target, RegionRef) else None
         if region is None:
-            self._fail(f"No region is called {what}.")
+            self._fail(f"No region is called {target}.")
         expected = self._plan.regions[self._num_run].id if self._num_run < len(self._plan.regions) else None
         if region.id != expected:
             done = [earlier.id for earlier in self._plan.regions[: self._num_run]]
             is_repeated = region.id in done
-            self._fail(f"{what} is run twice." if is_repeated else f"{what} is run out of order; expected {expected}.")
+            self._fail(
+                f"{target} is run twice." if is_repeated else f"{target} is run out of order; expected {expected}."
+            )
         self._check_residents(region.phase)
         self._num_run += 1
         for bucket in region.buckets:
-            self._move(self._params[bucket], Event.RUN, region.id)
+            self._move(self._lives[BucketRef(bucket)], Event.RUN, region.id)
         for touch in self._touches[region.id]:
-            self._move(self._carried[touch.what], touch.event, region.id)
+            self._move(self._lives[touch.target], touch.event, region.id)
 
     def _check_residents(self, phase: Phase) -> None:
         """Check that a copy gathered before the last forward region stays for the backward only if its bucket is
@@ -237,39 +241,44 @@ class _Walk:
         if phase is Phase.FORWARD:
             self._last_forward_at = self._at
             return
-        for life in self._params.values():
+        for life in self._lives.values():
             is_copied = life.table is lifecycles.GATHERED_PARAMS and life.state in (State.GATHERING, State.GATHERED)
             if is_copied and self._gathered_at(life) < self._last_forward_at:
                 self._fail(f"{life.subject} is not resident, but its copy from the forward is kept for the backward.")
 
     def _gathered_at(self, life: _Life) -> int:
-        gathers = (
-            at for at in range(self._at, -1, -1) if self._actions[at] == Action(verb=Verb.GATHER, what=life.subject)
-        )
-        return next(gathers)
+        gather = Action(verb=Verb.GATHER, target=life.target)
+        return next(at for at in range(self._at, -1, -1) if self._actions[at] == gather)
 
     def _check_turn(self, action: Action) -> None:
         """Check that updates come after the last region."""
         if action.verb is Verb.UPDATE and self._num_run < len(self._plan.regions):
-            self._fail(f"{action.what} is updated before {self._plan.regions[self._num_run].id} is run.")
+            self._fail(f"{action.target} is updated before {self._plan.regions[self._num_run].id} is run.")
 
     def _check_half(self, action: Action) -> None:
         """Check that activations are offloaded in the forward and prefetched in the backward."""
         regions = self._plan.regions
         if action.verb is Verb.OFFLOAD and self._num_run > self._num_forward:
-            self._fail(f"{action.what} is offloaded in the backward, after {regions[self._num_run - 1].id}.")
+            self._fail(f"{action.target} is offloaded in the backward, after {regions[self._num_run - 1].id}.")
         if action.verb is Verb.PREFETCH and self._num_run < self._num_forward:
-            self._fail(f"{action.what} is prefetched in the forward, before {regions[self._num_run].id} is run.")
+            self._fail(f"{action.target} is prefetched in the forward, before {regions[self._num_run].id} is run.")
 
-    def _named(self, found: Mapping[str, _Life], what: str) -> _Life:
-        if what not in found:
-            self._fail(f"No bucket is called {what}.")
-        return found[what]
+    def _bucket(self, target: Target) -> BucketRef:
+        """Return `target`, which must be a bucket of the plan."""
+        if not isinstance(target, BucketRef) or target not in self._lives:
+            self._fail(f"No bucket is called {target}.")
+        return target
 
-    def _gradient(self, action: Action) -> _Life:
-        if action.what not in self._carried:
-            self._fail(f"{action.what} is neither a bucket nor the gradient of one, nor a group of activations.")
-        return self._carried[action.what]
+    def _transferred(self, action: Action) -> _Life:
+        """Return the state of the target of a wait, an offload or a prefetch. Only a wait may have a bucket, and only
+        activations are prefetched."""
+        verb, target = action.verb, action.target
+        is_known = target in self._lives
+        if verb is Verb.PREFETCH and not (is_known and isinstance(target, GroupRef)):
+            self._fail_as_unknown(verb)
+        if not is_known or (verb is Verb.OFFLOAD and isinstance(target, BucketRef)):
+            self._fail(f"{target} is neither a bucket nor the gradient of one, nor a group of activations.")
+        return self._lives[target]
 
     def _move(self, life: _Life, event: Event, region: str = "") -> None:
         target = life.table.moves.get((life.state, event))
@@ -279,6 +288,9 @@ class _Walk:
         if target is not life.state:
             life.moved_at = self._at
         life.state = target
+
+    def _fail_as_unknown(self, verb: Verb) -> NoReturn:
+        self._fail(f"`{verb}` is not part of a step on these placements.")
 
     def _fail(self, sentence: str) -> NoReturn:
         raise illegal_action(sentence, self._plan, self._rank_index, self._at)

@@ -6,7 +6,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.ir import Bucket, BucketId, Phase, Placement, Plan, RegionId, StepGraph, Tier, Verb, grad_of
+from elixir_compile.ir import (
+    Bucket,
+    BucketId,
+    BucketRef,
+    GradientRef,
+    Phase,
+    Placement,
+    Plan,
+    RegionId,
+    RegionRef,
+    StepGraph,
+    Target,
+    Tier,
+    Verb,
+)
 
 SMALL_SHARE = 16
 """A window of a bucket does not end at uses of another bucket with less than a sixteenth of its bytes."""
@@ -76,40 +90,36 @@ def closing_verbs(plan: Plan, rank: int = 0) -> Mapping[BucketId, Verb]:
     It is REDUCE if the parameters are on the device, else OFFLOAD of the gradient or the RELEASE after it. Buckets that
     are read later are left out.
     """
-    actions = ((action.verb, action.what) for action in plan.schedules[rank].actions)
+    actions = ((action.verb, action.target) for action in plan.schedules[rank].actions)
     return closing_of(actions, {region.id: region.buckets for region in plan.regions}, plan.placements)
 
 
 def closing_of(
-    actions: Iterable[tuple[Verb, str]],
+    actions: Iterable[tuple[Verb, Target]],
     regions: Mapping[RegionId, Sequence[BucketId]],
     placements: Iterable[Placement],
 ) -> Mapping[BucketId, Verb]:
     """Return `closing_verbs` of a program given as pairs of verb and target; `regions` lists the buckets each one
     reads."""
-    landings = {
-        (Verb.REDUCE, placed.bucket)
-        if placed.param is Tier.DEVICE
-        else (Verb.OFFLOAD, grad_of(placed.bucket)): placed.bucket
-        for placed in placements
-    }
+    on_device = {placed.bucket for placed in placements if placed.param is Tier.DEVICE}
     closing: dict[BucketId, Verb] = {}
     reduced: set[BucketId] = set()
     reread: set[BucketId] = set()
     banned: set[BucketId] = set()
-    for verb, what in actions:
-        bucket = BucketId(what)
-        if verb is Verb.RUN:
-            reread.update(read for read in regions[RegionId(what)] if read in reduced)
-        elif verb is Verb.RELEASE and bucket in reduced:
-            is_first = closing.pop(bucket, None) is Verb.OFFLOAD
-            if is_first:
-                closing[bucket] = Verb.RELEASE
-                reread.discard(bucket)
+    for verb, target in actions:
+        if isinstance(target, RegionRef):
+            reread.update(read for read in regions[target.region] if read in reduced)
+        elif isinstance(target, GradientRef):
+            if verb is Verb.OFFLOAD and target.bucket not in on_device:
+                closing[target.bucket] = verb
+        elif isinstance(target, BucketRef) and verb is Verb.REDUCE:
+            reduced.add(target.bucket)
+            if target.bucket in on_device:
+                closing[target.bucket] = verb
+        elif isinstance(target, BucketRef) and verb is Verb.RELEASE and target.bucket in reduced:
+            if closing.pop(target.bucket, None) is Verb.OFFLOAD:
+                closing[target.bucket] = verb
+                reread.discard(target.bucket)
             else:
-                banned.add(bucket)
-        if verb is Verb.REDUCE:
-            reduced.add(bucket)
-        if (verb, what) in landings:
-            closing[landings[verb, what]] = verb
+                banned.add(target.bucket)
     return {bucket: verb for bucket, verb in closing.items() if bucket not in reread | banned}

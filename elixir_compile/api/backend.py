@@ -17,28 +17,23 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
-from elixir_compile.api.prepare import has_unplaced, new_executor, prepare_again, swap_modules
-from elixir_compile.capture.deep_calls import with_deep_calls
-from elixir_compile.capture.joint import gather_keys
 from elixir_compile.capture.loss import chunk_loss, find_loss
-from elixir_compile.capture.modules import executor_of, find_roots
-from elixir_compile.capture.parameter_inputs import gathers_to_inputs
-from elixir_compile.capture.rewire import handle_inputs, read_functionally, rewire, split_gathers
-from elixir_compile.capture.tracing import collector_off
+from elixir_compile.capture.markers import gather_keys
+from elixir_compile.capture.modules import find_roots
+from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
+from elixir_compile.capture.tracing import collector_off, with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
-from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.front_end import FrontEnd
-from elixir_compile.managed.lifetime import for_compiled_code
-from elixir_compile.managed.masters import check_masters, check_reduces
+from elixir_compile.managed.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
 from elixir_compile.managed.plain_state import warn_of_plain_state
+from elixir_compile.managed.planned_graph import for_compiled_code
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import follow_all_thaws, slot_by_key
 from elixir_compile.options import Options, parse_options
-from elixir_compile.runtime.executor import Executor, executor_of_slot
 from elixir_compile.search.joint.loss import LossAttempt, decided_chunks, possible_chunks, with_chosen_loss
 
 log = logging.getLogger("elixir_compile")
@@ -75,7 +70,7 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Cal
     functional = read_functionally(gm)
     if functional is not None:
         raise ParameterReplaced(functional.name, "a plain tensor is in its place", is_temporary=True)
-    _follow_changes([executor_of_slot(slot_by_key(key)) for key in gather_keys(gm.graph)], inputs)
+    _follow_changes(_models_of(gather_keys(gm.graph)), inputs)
     written = written_parameters(gm, inputs)
     unmanaged = gathered_among(gm, written)
     if unmanaged:
@@ -93,31 +88,36 @@ def _compile_graph(
     """Compile a graph; its inputs `unmanaged`, each with a reason, cannot become gathers."""
     keys = split_gathers(gm)
     if keys:
-        return _compile_gathers(gm, inputs, options, executor_of_slot(slot_by_key(keys[0])))
+        return _compile_gathers(gm, inputs, options, _models_of(keys[:1])[0])
     params = _parameters(inputs)
     roots = find_roots(params)
-    prepared: list[Executor] = [executor for root in roots if (executor := executor_of(root)) is not None]
+    prepared = [model for root in roots if (model := managed_model(root)) is not None]
     if prepared:
         _follow_changes(prepared, inputs)
         # All of these are unmanaged parameters of prepared models.
         return compat.compile_plainly(gm, inputs, options.inner)
-    executor = new_executor(roots, params[0].device) if roots else None
-    if executor is not None:
-        stop_managing(
-            executor, ((slot, reason) for param, reason in unmanaged if (slot := executor.slot_for(param)) is not None)
-        )
-    if executor is None or not any(executor.slot_for(param) for param in params):
+    model = ManagedModel(roots, params[0].device) if roots else None
+    if model is not None:
+        slot_for = model.executor.slot_for
+        stop_managing(model, ((slot, reason) for param, reason in unmanaged if (slot := slot_for(param)) is not None))
+    if model is None or not any(model.executor.slot_for(param) for param in params):
         _warn_nothing_to_place(inputs, options)
         return compat.compile_plainly(gm, inputs, options.inner)
-    return _compile_first(gm, inputs, options, roots, executor)
+    return _compile_first(gm, inputs, options, model)
 
 
-def _follow_changes(executors: Iterable[Executor], inputs: Sequence[Any]) -> None:
-    """If parameters of a model of `executors` were replaced or added, prepare it again and let Dynamo trace the frame
+def _models_of(keys: Iterable[int]) -> list[ManagedModel]:
+    """Return the models of the slots with `keys`, each once."""
+    slots = {slot.sink: slot for slot in map(slot_by_key, keys)}
+    return [managed_model_of_slot(slot) for slot in slots.values()]
+
+
+def _follow_changes(models: Iterable[ManagedModel], inputs: Sequence[Any]) -> None:
+    """If parameters of any of `models` were replaced or added, prepare it again and let Dynamo trace the frame
     again."""
-    for executor in dict.fromkeys(executors):
-        if executor.sites.is_outdated or has_unplaced(executor, _parameters(inputs)):
-            prepare_again(executor)
+    for model in dict.fromkeys(models):
+        if model.is_outdated(_parameters(inputs)):
+            prepare_again(model)
             compat.trace_again("parameters of the model were replaced, or came to it")
 
 
@@ -126,45 +126,39 @@ def _parameters(inputs: Sequence[Any]) -> list[nn.Parameter]:
 
 
 def _compile_gathers(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel
 ) -> Callable[..., Any]:
     """Compile a graph with gathers, and its loss in chunks if their plan is better."""
-    if options.param_dtype is not None:
-        check_masters(executor.slots.values(), options.param_dtype)
-    executor.gradients.sums_in_fp32 |= options.reduce_dtype == "float32"
-    if executor.ranks is not None:
-        executor.ranks.reduces_in_fp32 = executor.gradients.sums_in_fp32
-        if options.plan is not None:
-            check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
-    chunks = possible_chunks(find_loss(gm), options, is_shared=executor.ranks is not None)
+    model.use(options)
+    chunks = possible_chunks(find_loss(gm), options, is_shared=model.executor.ranks is not None)
 
     def compile_with(attempt: LossAttempt) -> Callable[..., Any]:
-        return _compile_attempt(gm, inputs, options, executor, attempt)
+        return _compile_attempt(gm, inputs, options, model, attempt)
 
-    decided = None if chunks is None else _decided_chunks(options, executor)
+    decided = None if chunks is None else _decided_chunks(options, model)
     return with_chosen_loss(chunks, compile_with, decided=decided, is_training=torch.is_grad_enabled())
 
 
-def _decided_chunks(options: Options, executor: Executor) -> int | None:
+def _decided_chunks(options: Options, model: ManagedModel) -> int | None:
     """Return the number of chunks of the loss if the plan of the user or an earlier graph decides it, else None."""
     is_inference = not torch.is_grad_enabled()
-    others = executor.compilations if executor.ranks is not None else ()
+    others = model.compilations if model.executor.ranks is not None else ()
     alike = (other.loss_chunks for other in others if other.is_inference is is_inference)
     return decided_chunks(None if options.plan is None else load_plan(options.plan), alike)
 
 
 def _compile_attempt(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, executor: Executor, attempt: LossAttempt
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel, attempt: LossAttempt
 ) -> Callable[..., Any]:
     """Compile the graph with the loss of `attempt`; `gm` is changed only if no other attempt follows."""
     own = gm if attempt.is_last else compat.copy_of(gm)
     if attempt.cut is not None:
         chunk_loss(own, attempt.cut.region, attempt.cut.num_chunks)
-    compiled = _compile_as(own, inputs, options, executor, attempt.review, attempt.num_chunks)
+    compiled = _compile_as(own, inputs, options, model, attempt.review, attempt.num_chunks)
     if attempt.instead_of is not None:
-        for other in executor.compilations:
+        for other in model.graphs:
             # The chunked step replaces an earlier capture of the step with its unchunked loss.
-            other.is_superseded |= other.plan is attempt.instead_of
+            other.is_superseded |= other.is_planned and other.active.plan is attempt.instead_of
     return compiled
 
 
@@ -172,7 +166,7 @@ def _compile_as(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
-    executor: Executor,
+    model: ManagedModel,
     review: Callable[[Plan], Plan] | None = None,
     num_chunks: int | None = None,
 ) -> Callable[..., Any]:
@@ -180,22 +174,18 @@ def _compile_as(
 
     `review` is called with its first plan and returns the plan to use.
     """
-    name = executor.name if not executor.compilations else f"{executor.name}.{len(executor.compilations)}"
     positions = handle_inputs(gm)
     gate = Gate([slot_by_key(key) for key in positions.values()])
     op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
-    compilation = Compilation(executor, executor.regions_for(options.inner), options, name, review)
-    compilation.loss_chunks = num_chunks
-    compilation.outstanding.ended_at = compat.graph_break_of(gm)
-    if executor.device.type == "cpu":
-        warn_of_plain_state()
+    graph = model.new_graph(options, compat.graph_break_of(gm))
+    if model.executor.device.type == "cpu":
+        warn_of_plain_state(model)
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     given = gathers_to_inputs(gm, inputs)
     repeated = given.repeated  # `run` must not keep `given`, which holds the first batch
-    calls = FrontEnd(compilation, executor.regions_for(options.inner), gate, given.keys)
+    calls = FrontEnd(model, graph, gate, given.keys, options, review)
     compiled = front_end(given.module, given.example_inputs, calls.partition, calls.lower)
-    executor.compilations.append(compilation)
-    executor.gates.append(gate)
+    model.add(graph, gate, num_chunks)
     call = for_compiled_code(gate.call)
 
     def run_with_repeated(*args: Any) -> Any:
@@ -208,7 +198,7 @@ def _compile_as(
 
 
 def _compile_first(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, roots: Sequence[nn.Module], executor: Executor
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, model: ManagedModel
 ) -> Callable[..., Any]:
     """Compile the graph of a plain model as if the model were prepared, and prepare it.
 
@@ -219,13 +209,13 @@ def _compile_first(
     rewired = rewire(gm, inputs)
     handles = rewired.handles  # `run` must not keep `rewired`, which holds the first batch
     try:
-        compiled = _compile_gathers(gm, rewired.example_inputs, options, executor)
+        compiled = _compile_gathers(gm, rewired.example_inputs, options, model)
     except NoFeasiblePlan as error:
         raise NoFeasiblePlan(*error.args[:-1], is_prepared=False) from None
-    swap_modules(roots, executor)
+    model.swap_modules()
     if compat.checks_class_of([placeholders[index] for index in handles]):
         # A guard of `Block.scale` has its position among the bases of the module's class, and that class is new.
-        executor.compilations.clear()
+        model.forget_graphs()
         compat.trace_again("modules got classes that read parameters as gathers")
     compat.guard_by_identity({placeholders[index]: inputs[index] for index in handles})
     compat.before_each_capture(follow_all_thaws)

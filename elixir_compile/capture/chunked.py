@@ -77,7 +77,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator hides the names of arguments
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, sums = ctx.saved_tensors
         form = ctx.form
         wanted = ctx.needs_input_grad[:3]
@@ -181,8 +183,11 @@ def _cast(tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[An
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
-def _chunks(num_tokens: "int | torch.SymInt", num_chunks: int) -> Iterator[tuple[Any, Any]]:
-    """Yield start and length of each chunk; skip chunks without tokens if `num_tokens` is a constant above 0."""
+def _chunks(num_tokens: int, num_chunks: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of each chunk; skip chunks without tokens if `num_tokens` is a constant above 0.
+
+    While torch traces a dynamic number of tokens, all of them are a `SymInt`.
+    """
     bounds = [index * num_tokens // num_chunks for index in range(num_chunks + 1)]
     for start, stop in pairwise(bounds):
         if isinstance(num_tokens, int) and start == stop and num_tokens:

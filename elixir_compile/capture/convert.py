@@ -15,19 +15,31 @@ from itertools import islice
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import Argument
 
 from elixir_compile import compat
-from elixir_compile.capture.joint import gradient, parameter, ticket
-from elixir_compile.capture.node_facts import module_path, source_line
-from elixir_compile.capture.op_facts import flops_of, kernel_of, overwritten_input, runs_once
-from elixir_compile.capture.views import is_number, is_view, viewed
+from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
+from elixir_compile.capture.node_facts import (
+    flops_of,
+    is_number,
+    kernel_of,
+    module_path,
+    outputs_of,
+    overwritten_input,
+    runs_once,
+    size_of,
+    source_line,
+    source_of,
+    tensor_of,
+    value_of,
+)
+from elixir_compile.capture.views import ops_of, viewed
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
 from elixir_compile.ir.graph import UPDATE_OP
 from elixir_compile.ops.registry import Slot
 
 _PREFIX = {Phase.FORWARD: "fwd.", Phase.BACKWARD: "bwd."}
-MARKERS = (gradient, parameter, ticket)
 _DATA_DEPENDENT = (
     "the shape of a value in its forward depends on the elements of a tensor, as the shape of `nonzero` does, so its "
     "bytes cannot be planned. Without fullgraph=True it is planned in several graphs, which begin behind such values"
@@ -47,28 +59,17 @@ class Captured:
     fused: bool
     """If True, Inductor compiles the regions and fuses kernels."""
 
+    @property
+    def backward_module(self) -> fx.GraphModule:
+        """The backward. Raises TypeError if the capture has none, because it trains nothing."""
+        if self.backward is None:
+            raise TypeError(f"{self.name} has no backward")
+        return self.backward
 
-def ops_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of `graph` for the ops of the `StepGraph`, in order.
-
-    A view is no op: it computes nothing, takes no memory, and stays with its base. The exception is a view of a
-    parameter among the outputs of the step.
-    """
-    calls = [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
-    return [node for node in calls if not is_view(node) or _is_returned_parameter_view(node)] or calls
-
-
-def is_parameter_view(node: fx.Node) -> bool:
-    """Return whether `node` is a view of a parameter, or a view of such a view."""
-    while (base := viewed(node)) is not None:
-        node = base
-        if node.target is parameter:
-            return True
-    return False
-
-
-def _is_returned_parameter_view(node: fx.Node) -> bool:
-    return is_parameter_view(node) and any(user.op == "output" for user in node.users)
+    @property
+    def saved(self) -> tuple[Argument, ...]:
+        """The outputs of the forward for the backward: the ticket, then saved values."""
+        return outputs_of(self.forward.graph)[self.num_outputs :]
 
 
 def op_id(phase: Phase, node: fx.Node) -> OpId:
@@ -126,13 +127,13 @@ class _Builder:
     def build(self) -> StepGraph:
         for node in self.captured.forward.graph.find_nodes(op="placeholder"):
             if is_number(node):
-                self.symbols |= compat.expression_of(node.meta["val"])[1]
+                self.symbols |= compat.expression_of(size_of(node))[1]
         self.symbols |= {name: self.values[name] for name in self.symbols if name in self.values}
         forward = self._walk(self.captured.forward.graph, Phase.FORWARD, {})
-        output = self.captured.forward.graph.output_node().args[0]
-        outputs = [forward[n] for n in output[: self.captured.num_outputs] if isinstance(n, fx.Node) and n in forward]
+        given = outputs_of(self.captured.forward.graph)[: self.captured.num_outputs]
+        outputs = [forward[node] for node in given if isinstance(node, fx.Node) and node in forward]
         if self.captured.backward is not None:
-            self._join_backward(output, forward)
+            self._join_backward(self.captured.backward.graph, forward)
         flat = dict.fromkeys(s for storages in outputs for s in storages)
         texts = {draft.size for draft in self.drafts.values()} | {op.flops_size for op in self.ops}
         used = {symbol for text in texts if text for symbol in sizes.symbols_of(text)}
@@ -167,10 +168,10 @@ class _Builder:
             return number, ""
         return number, text if is_same else ""
 
-    def _join_backward(self, output: tuple, forward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
-        saved = {node.name: node for node in output[self.captured.num_outputs :] if isinstance(node, fx.Node)}
+    def _join_backward(self, graph: fx.Graph, forward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
+        saved = {node.name: node for node in self.captured.saved if isinstance(node, fx.Node)}
         known: dict[fx.Node, tuple[StorageId, ...]] = {}
-        for node in self.captured.backward.graph.find_nodes(op="placeholder"):
+        for node in graph.find_nodes(op="placeholder"):
             source = saved.get(str(node.target))
             if source is not None and source in forward and node.users:  # an extra saved value has no readers
                 known[node] = forward[source]
@@ -178,12 +179,12 @@ class _Builder:
                     if self.drafts[storage].kind is Kind.TEMP:
                         self.drafts[storage].kind = Kind.SAVED
         first = len(self.ops)
-        backward = self._walk(self.captured.backward.graph, Phase.BACKWARD, known)
+        backward = self._walk(graph, Phase.BACKWARD, known)
         self._start_tangents(first)
-        self._mark_gradients(backward)
-        trained = [draft.of for draft in self.drafts.values() if draft.kind is Kind.GRAD]
-        gradients = [draft.id for draft in self.drafts.values() if draft.kind is Kind.GRAD]
-        reads = tuple(dict.fromkeys([*trained, *gradients]))
+        self._mark_gradients(graph, backward)
+        gradients = [draft for draft in self.drafts.values() if draft.kind is Kind.GRAD]
+        trained = [draft.of for draft in gradients if draft.of is not None]
+        reads = tuple(dict.fromkeys([*trained, *(draft.id for draft in gradients)]))
         if reads:
             self.ops.append(Op(id=UPDATE_OP, target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))
 
@@ -201,17 +202,16 @@ class _Builder:
             for draft in tangents:
                 draft.kind = Kind.TEMP
 
-    def _mark_gradients(self, backward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
+    def _mark_gradients(self, graph: fx.Graph, storages: dict[fx.Node, tuple[StorageId, ...]]) -> None:
         """Set the kind of each temporary storage with a parameter's gradient to GRAD.
 
         If a parameter has several gradients, they stay several storages.
         """
-        for node in self.captured.backward.graph.find_nodes(op="call_function", target=gradient):
-            value, key = node.args
-            for storage in backward.get(value, ()):
+        for node in graph.find_nodes(op="call_function", target=gradient):
+            for storage in storages.get(source_of(node), ()):
                 draft = self.drafts[storage]
                 if draft.kind is Kind.TEMP:
-                    draft.kind, draft.of = Kind.GRAD, StorageId(self.captured.param_names[key])
+                    draft.kind, draft.of = Kind.GRAD, StorageId(self.captured.param_names[key_of(node)])
 
     def _walk(
         self, graph: fx.Graph, phase: Phase, known: dict[fx.Node, tuple[StorageId, ...]]
@@ -236,8 +236,8 @@ class _Builder:
         return storages
 
     def _enter_parameter(self, node: fx.Node, by_key: dict[int, StorageId]) -> tuple[StorageId, ...]:
-        value = node.meta["val"]
-        storage = StorageId(self.captured.param_names[node.args[0]])
+        value = tensor_of(node)
+        storage = StorageId(self.captured.param_names[key_of(node)])
         if storage not in self.drafts:
             nbytes = value.numel() * value.element_size()
             self.drafts[storage] = _Draft(storage, nbytes, Kind.PARAM, _dtype(value))
@@ -268,8 +268,8 @@ class _Builder:
         by_key: dict[int, StorageId],
     ) -> Op:
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
-        base = overwritten_input(node) if self.captured.fused else None
-        is_overwrite = base is not None
+        overwritten = overwritten_input(node) if self.captured.fused else None
+        base = overwritten
         if node.target is not operator.getitem:
             base = viewed(node) or base
         if base is not None and base in storages and len(storages[base]) == 1:
@@ -279,8 +279,8 @@ class _Builder:
         storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
         made = [*islice(reversed(self.drafts), len(self.drafts) - num_before)][::-1]
         mutated = _mutated(node, storages)
-        if is_overwrite:
-            mutated.extend(storages[base])
+        if overwritten is not None:
+            mutated.extend(storages[overwritten])
         reads = tuple(inputs) if made or mutated else ()
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops, flops_size = self._count(flops_of(node))
@@ -318,7 +318,7 @@ def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
+    value = value_of(node)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [part for v in values if isinstance(v, torch.Tensor) for part in compat.dense_parts(v)]
 

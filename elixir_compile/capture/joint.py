@@ -9,7 +9,7 @@ gradients are outputs. So
     after    parameter(key) in its place;              ...;  gradient(g, key), directly behind g
 
 and the partitioner returns, node for node, the forward and backward of the same model without Elixir. `parameter` and
-`gradient` are markers: the rewriter replaces them by the actions of the schedule. `capture/parameter_inputs.py` says
+`gradient` are markers: the rewriter replaces them by the actions of the schedule. `capture/rewire.py` says
 which inputs are parameters, by their positions.
 """
 
@@ -20,33 +20,29 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.views import is_number, viewed
-from elixir_compile.ops.schema import GATHER, REDUCE
-
-
-def parameter(key: int) -> torch.Tensor:
-    """Marker for the gathered parameter `key`."""
-    raise AssertionError("a marker is replaced before a graph runs")
-
-
-def gradient(grad: torch.Tensor, key: int) -> None:
-    """Marker: `grad` is a term of the gradient of parameter `key`."""
-    raise AssertionError("a marker is replaced before a graph runs")
-
-
-def ticket(keys: tuple[int, ...]) -> torch.Tensor:
-    """Marker for the ticket: the number of the forward, and the versions of the parameters `keys`.
-
-    The backward compares the versions, to find out whether a parameter that it reads has changed.
-    """
-    raise AssertionError("a marker is replaced before a graph runs")
-
-
-TICKET = "elixir_ticket"
-"""The name of the backward's input for the ticket."""
-
-for _marker in (gradient, ticket):
-    fx.node.has_side_effect(_marker)
+from elixir_compile.capture.markers import (
+    TICKET,
+    first_op,
+    gather_keys,
+    gradient,
+    key_of,
+    marker_node,
+    merge_markers,
+    parameter,
+    ticket,
+)
+from elixir_compile.capture.node_facts import (
+    as_node,
+    has_tensor,
+    is_number,
+    outputs_of,
+    set_outputs,
+    source_of,
+    tensor_of,
+    value_of,
+)
+from elixir_compile.capture.views import viewed
+from elixir_compile.ops.gather import GATHER, REDUCE
 
 
 @dataclass(slots=True)
@@ -61,11 +57,6 @@ class _Hidden:
     """For each saved view of a parameter, by its name: the placeholder of the parameter, then the views to it."""
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The strides of each parameter, by key."""
-
-
-def gather_keys(graph: fx.Graph) -> list[int]:
-    """Return the keys of the parameters gathered in `graph`, in order of first use."""
-    return list(dict.fromkeys(node.args[3] for node in graph.find_nodes(op="call_function", target=GATHER)))
 
 
 def reads_parameters(graph: fx.Graph, keys: Mapping[int, int]) -> bool:
@@ -103,8 +94,8 @@ def _name_random_states(forward: fx.Graph, backward: fx.Graph) -> None:
     """
     draws = forward.find_nodes(op="call_function", target=torch.ops.higher_order.run_and_save_rng_state)
     repeated = backward.find_nodes(op="call_function", target=torch.ops.higher_order.run_with_rng_state)
-    taken = {node.args[0] for node in repeated}
-    saved = [node for node in forward.output_node().args[0] if isinstance(node, fx.Node) and node.args]
+    taken = {source_of(node) for node in repeated}
+    saved = [node for node in outputs_of(forward) if isinstance(node, fx.Node) and node.args]
     states = [node for node in saved if node.args[0] in draws and node.args[1] == 0]
     inputs = [node for node in backward.find_nodes(op="placeholder") if node in taken]
     for state, given in zip(states, inputs, strict=True):
@@ -127,7 +118,7 @@ def show_in_inference(module: fx.GraphModule, keys: Mapping[int, int]) -> None:
                 node.replace_all_uses_with(marker_node(graph, parameter, (keys[position],), node.meta))
     for node in graph.find_nodes(op="call_function", target=GATHER):
         with graph.inserting_before(node):
-            node.replace_all_uses_with(marker_node(graph, parameter, (node.args[3],), node.meta))
+            node.replace_all_uses_with(marker_node(graph, parameter, (key_of(node),), node.meta))
         graph.erase_node(node)
     merge_markers(graph)
 
@@ -139,7 +130,7 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) 
     given = compat.inputs_at(graph, keys)
     gathers = graph.find_nodes(op="call_function", target=GATHER)
     reads = {node: keys[position] for node, position in given.items() if node.users}
-    reads |= {node: node.args[3] for node in gathers}
+    reads |= {node: key_of(node) for node in gathers}
     inputs: dict[int, fx.Node] = {}
     last = primals[-1]
     # In the order of the keys, so the step does not depend on the order of the reads.
@@ -147,7 +138,7 @@ def _hide(joint: fx.GraphModule, num_fwd_outputs: int, keys: Mapping[int, int]) 
         with graph.inserting_after(last):
             last = inputs[key] = graph.placeholder(f"elixir_parameter_{key}")
         last.meta = {name: read.meta[name] for name in ("val", "tensor_meta") if name in read.meta}
-        hidden.strides[key] = tuple(read.meta["val"].stride())
+        hidden.strides[key] = tensor_of(read).stride()
     for read, key in reads.items():
         read.replace_all_uses_with(inputs[key])
     for node in gathers:
@@ -164,14 +155,13 @@ def _turn_gradients_into_extra_outputs(
 
     The parameters are the inputs `given` and the gathered parameters.
     """
-    output = graph.output_node()
-    outputs = list(output.args[0])
+    output, outputs = graph.output_node(), list(outputs_of(graph))
     descriptions = list(output.meta.get("desc", [None] * len(outputs)))
     reduces = graph.find_nodes(op="call_function", target=REDUCE)
     reached = _downstream(reduces)
-    found = [(node.args[0], node.args[1]) for node in reduces]
+    found = [(source_of(node), key_of(node)) for node in reduces]
     for place, position in compat.gradients_at(graph, given.values()).items():
-        found += [(outputs[place], keys[position])] if outputs[place] is not None else []
+        found += [(as_node(outputs[place]), keys[position])] if outputs[place] is not None else []
         outputs[place] = None
     for index in range(num_fwd_outputs, len(outputs)):
         if outputs[index] in reached:
@@ -181,7 +171,7 @@ def _turn_gradients_into_extra_outputs(
         outputs.append(grad)
         descriptions.append(None)
         hidden.gradient_keys.append(key)
-    output.args = (tuple(outputs),)
+    set_outputs(graph, outputs)
     if "desc" in output.meta:
         output.meta["desc"] = descriptions
     for node in reversed([node for node in graph.nodes if node in reached]):
@@ -206,18 +196,17 @@ def _downstream(roots: Sequence[fx.Node]) -> dict[fx.Node, None]:
 def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: int) -> None:
     """Remove saved parameters and their views from the outputs, add the ticket, and read parameters through markers."""
     graph = forward.graph
-    output = graph.output_node()
-    outputs, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
-    saved_nodes = {node for node in saved if isinstance(node, fx.Node)}
-    for node in saved:
+    outputs, saved = outputs_of(graph)[:num_fwd_outputs], outputs_of(graph)[num_fwd_outputs:]
+    saved_nodes = dict.fromkeys(node for node in saved if isinstance(node, fx.Node))
+    for node in saved_nodes:
         chain = _view_chain(node, hidden.keys, saved_nodes)
         if chain is not None:
             hidden.saved_views[node.name] = chain
-    kept = [node for node in saved if getattr(node, "name", None) not in hidden.saved_views]
+    kept = [node for node in saved if not (isinstance(node, fx.Node) and node.name in hidden.saved_views)]
     keys = tuple(dict.fromkeys(hidden.keys[chain[0].name] for chain in hidden.saved_views.values()))
-    with graph.inserting_before(output):
+    with graph.inserting_before(graph.output_node()):
         stamp = marker_node(graph, ticket, (keys,), {"val": _ticket_example(graph, len(keys))})
-    output.args = ((*outputs, stamp, *kept),)
+    set_outputs(graph, (*outputs, stamp, *kept))
     _replace_inputs(graph, hidden)
 
 
@@ -230,7 +219,7 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
     for node in placeholders:
         if node.name in hidden.saved_views:
             first = _rebuild_view(graph, node, hidden, first, sizes)
-    first_tensor = next(node for node in placeholders if not isinstance(node.meta.get("val"), torch.SymInt))
+    first_tensor = next(node for node in placeholders if not isinstance(value_of(node), torch.SymInt))
     keys = {hidden.keys[chain[0].name] for chain in hidden.saved_views.values()}
     example = _ticket_example(graph, len(keys))
     with graph.inserting_before(first_tensor):
@@ -239,32 +228,31 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
         if node.name in hidden.saved_views:
             graph.erase_node(node)
     _replace_inputs(graph, hidden)
-    output = graph.output_node()
-    outputs, num_gradients = list(output.args[0]), len(hidden.gradient_keys)
-    kept, gradients = outputs[: len(outputs) - num_gradients], outputs[len(outputs) - num_gradients :]
-    output.args = (tuple(kept),)
+    output, outputs = graph.output_node(), outputs_of(graph)
+    num_kept = len(outputs) - len(hidden.gradient_keys)
+    kept, gradients = outputs[:num_kept], outputs[num_kept:]
+    set_outputs(graph, kept)
     if "desc" in output.meta:
         output.meta["desc"] = list(output.meta["desc"])[: len(kept)]
-    _insert_gradients(graph, gradients, hidden)
+    _insert_gradients(graph, [None if grad is None else as_node(grad) for grad in gradients], hidden)
 
 
-def _view_chain(node: object, names: Collection[str], saved: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Return a hidden parameter's placeholder and the views that lead from it to the saved `node`.
+def _view_chain(saved_value: fx.Node, names: Collection[str], saved: Collection[fx.Node]) -> list[fx.Node] | None:
+    """Return a hidden parameter's placeholder and the views that lead from it to `saved_value`.
 
-    Return None if `node` is no such view, or if the views take an unsaved dynamic size, because the backward could
-    not make the views again.
+    Return None if `saved_value` is no such view, or if the views take an unsaved dynamic size, because the backward
+    could not make the views again.
     """
     chain: list[fx.Node] = []
-    while isinstance(node, fx.Node):
-        if node.op == "placeholder":
-            return [node, *reversed(chain)] if node.name in names else None
+    node = saved_value
+    while node.op != "placeholder":
         base = viewed(node)
         is_known = all(source is base or source in saved for source in node.all_input_nodes)
         if not getattr(node.target, "is_view", False) or base is None or not is_known:
             return None
         chain.append(node)
         node = base
-    return None
+    return [node, *reversed(chain)] if node.name in names else None
 
 
 def _rebuild_view(
@@ -284,21 +272,16 @@ def _rebuild_view(
     return first
 
 
-def first_op(graph: fx.Graph) -> fx.Node:
-    """Return the first node behind the placeholders."""
-    return next(node for node in graph.nodes if node.op != "placeholder")
-
-
 def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidden: _Hidden) -> None:
     """Put a marker behind each gradient.
 
     The marker gets a contiguous copy if the gradient shares its storage, or if its strides are not the parameter's.
     """
-    claimed: set[int] = {compat.storage_key(n.meta["val"]) for n in graph.find_nodes(op="placeholder") if _is_tensor(n)}
+    claimed = {compat.storage_key(tensor_of(n)) for n in graph.find_nodes(op="placeholder") if has_tensor(n)}
     for grad, key in zip(gradients, hidden.gradient_keys, strict=True):
         if grad is None:
             continue
-        value = grad.meta["val"]
+        value = tensor_of(grad)
         storage = compat.storage_key(value)
         owns = compat.evaluate_size(value.untyped_storage().nbytes(), {}) == value.numel() * value.element_size()
         before = first_op(graph) if grad.op == "placeholder" else grad.next
@@ -310,16 +293,12 @@ def _insert_gradients(graph: fx.Graph, gradients: Sequence[fx.Node | None], hidd
 
 
 def _own_copy(graph: fx.Graph, grad: fx.Node) -> fx.Node:
-    value = grad.meta["val"]
-    with value.fake_mode:
+    value = tensor_of(grad)
+    with compat.own_fake_mode(value):
         example = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     copy = graph.call_function(torch.ops.aten.clone.default, (grad,), {"memory_format": torch.contiguous_format})
     copy.meta = {**grad.meta, "val": example}
     return copy
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
@@ -336,27 +315,7 @@ def _replace_inputs(graph: fx.Graph, hidden: _Hidden) -> None:
     merge_markers(graph)
 
 
-def merge_markers(graph: fx.Graph) -> None:
-    """Merge the `parameter` markers of each key into one, and move the markers in front of all ops."""
-    first: dict[int, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=parameter):
-        kept = first.setdefault(node.args[0], node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
-            graph.erase_node(node)
-    op = next((node for node in graph.nodes if node.op != "placeholder" and node.target is not parameter), None)
-    for key in sorted(first):
-        op.prepend(first[key])
-
-
-def marker_node(graph: fx.Graph, marker: Callable, args: tuple, meta: dict) -> fx.Node:
-    """Add a marker with a copy of `meta` at the insertion point of `graph`, and return it."""
-    node = graph.call_function(marker, args)
-    node.meta = dict(meta)
-    return node
-
-
 def _ticket_example(graph: fx.Graph, num_keys: int) -> torch.Tensor:
-    example = next(node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
-    with example.fake_mode:
+    example = next(tensor_of(node) for node in graph.nodes if has_tensor(node))
+    with compat.own_fake_mode(example):
         return torch.empty(1 + num_keys, dtype=torch.int64, device="cpu")

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from elixir_compile import compat
 from elixir_compile.capture.chunked import LossForm, chunked_cross_entropy
-from elixir_compile.capture.node_facts import source_line
+from elixir_compile.capture.node_facts import source_line, source_of
 from elixir_compile.ir.graph import LossRegion
 
 _PRODUCTS = {operator.matmul, torch.matmul, torch.mm, "matmul", "mm"}
@@ -166,15 +166,19 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | 
     else:
         return None
     given_hidden, given_weight = _value(hidden), _value(weight)
-    is_plain = (
-        given_hidden is not None
+    if (
+        isinstance(hidden, fx.Node)
+        and isinstance(weight, fx.Node)
+        and (bias is None or isinstance(bias, fx.Node))
+        and given_hidden is not None
         and given_weight is not None
         and given_hidden.ndim >= 2
         and given_weight.ndim == 2
         and all(isinstance(size, int) for size in given_weight.shape)
         and _value(node).dtype.is_floating_point
-    )
-    return (hidden, weight, bias, is_product) if is_plain else None
+    ):
+        return hidden, weight, bias, is_product
+    return None
 
 
 def _keeps_rows(node: fx.Node) -> bool:
@@ -240,7 +244,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _has_inplace_argument(node: fx.Node) -> bool:
     """Return whether an argument `inplace` of `node`, by name or by position, is true."""
-    if node.op != "call_function" or node.kwargs.get("inplace", False):
+    if isinstance(node.target, str) or node.kwargs.get("inplace", False):
         return bool(node.kwargs.get("inplace", False))
     try:
         names = list(inspect.signature(node.target).parameters)
@@ -257,7 +261,7 @@ def _tokens_of_hidden(graph: fx.Graph, found: _Found) -> fx.Node:
         if node.target in _VIEWS:
             hidden = graph.call_function(torch.reshape, (hidden, (*_sizes(node)[:-1], width)))
         elif node.target not in _COPIES:
-            hidden = graph.node_copy(node, _replacing(node.args[0], hidden))
+            hidden = graph.node_copy(node, _replacing(source_of(node), hidden))
     return hidden
 
 

@@ -3,7 +3,7 @@
 import copyreg
 import gc
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -12,12 +12,10 @@ from torch.nn.utils import parametrize
 
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedModel
-from elixir_compile.ops.eager_reads import EagerReads
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import GATHER, Gate
+from elixir_compile.ops.reads import EagerReads, Sites
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.schema import GATHER
 from elixir_compile.ops.shards import is_dtensor, own_part, rehome
-from elixir_compile.ops.sites import Sites
 
 
 def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
@@ -34,7 +32,7 @@ def find_roots(params: Sequence[nn.Parameter]) -> list[nn.Module]:
 
 
 _HANDLE = "_elixir_handle_"
-_EXECUTOR = "_elixir_executor"
+_MODEL = "_elixir_model"
 _SLOTS = "_elixir_slots"
 """The attribute of a swapped module with the slots of its parameters, by name.
 
@@ -54,9 +52,18 @@ class Owner(Protocol):
     eager_reads: EagerReads
 
 
+class OwningModel(Protocol):
+    """The interface of a managed model for its swapped modules."""
+
+    @property
+    def executor(self) -> Owner: ...
+
+
 def unmanaged_reason(module: nn.Module, name: str) -> str | None:
     """Return why parameter `name` of `module` cannot become a gather and stays unmanaged; None if it can."""
     param = module._parameters[name]
+    if param is None:
+        return "it is None"
     if isinstance(module, _READS_DIRECTLY):
         return f"{type(module).__name__} reads its parameters directly"
     if parametrize.is_parametrized(module):
@@ -72,8 +79,8 @@ def unmanaged_reason(module: nn.Module, name: str) -> str | None:
     return None
 
 
-def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
-    """Make the parameters of `module` in `slots`, by name, read as gathers. The module keeps `executor` alive."""
+def swap(module: nn.Module, slots: Mapping[str, Slot], model: OwningModel) -> None:
+    """Make the parameters of `module` in `slots`, by name, read as gathers. The module keeps `model` alive."""
     base = type(module)
     namespace: dict[str, object] = {name: _gathered(name, slot) for name, slot in slots.items()}
     namespace["__reduce_ex__"] = _reduce_as(base)
@@ -84,10 +91,10 @@ def swap(module: nn.Module, slots: Mapping[str, Slot], executor: Owner) -> None:
     namespace[_SWAPPED] = True
     for name, slot in slots.items():
         module.__dict__[_HANDLE + name] = slot.handle()
-        executor.sites.add(module, name, slot)
-    module.__dict__[_EXECUTOR] = executor
+        model.executor.sites.add(module, name, slot)
+    module.__dict__[_MODEL] = model
     module.__dict__[_SLOTS] = dict(slots)
-    module.__class__ = type(base.__name__, (base,), namespace)
+    module.__class__ = _subclass((base,), namespace)
 
 
 def read_plainly(module: nn.Module, names: Collection[str]) -> None:
@@ -100,20 +107,28 @@ def read_plainly(module: nn.Module, names: Collection[str]) -> None:
     for name in names:
         module.__dict__.pop(_HANDLE + name, None)
         module.__dict__[_SLOTS].pop(name, None)
-    module.__class__ = type(base.__name__, (base,), namespace)
+    module.__class__ = _subclass((base,), namespace)
+
+
+def _subclass(bases: tuple[type, ...], namespace: dict[str, object]) -> type[nn.Module]:
+    """Return a class with `bases`, of which the first is a class of modules, the name of the first, and `namespace`."""
+    return cast("type[nn.Module]", type(bases[0].__name__, bases, namespace))
 
 
 def is_swapped(module: nn.Module) -> bool:
     """Return whether `swap` was applied to `module`."""
-    return _EXECUTOR in module.__dict__
+    return _MODEL in module.__dict__
+
+
+def model_of(model: nn.Module) -> Any:
+    """Return the managed model of `model` or of a prepared module in it; None if no module of it is prepared."""
+    return next((module.__dict__[_MODEL] for module in model.modules() if is_swapped(module)), None)
 
 
 def executor_of(model: nn.Module) -> Any:
     """Return the executor of `model` or of a prepared module in it; None if no module of it is prepared."""
-    for module in model.modules():
-        if is_swapped(module):
-            return module.__dict__[_EXECUTOR]
-    return None
+    found = model_of(model)
+    return None if found is None else found.executor
 
 
 def undo_swap(module: nn.Module) -> None:
@@ -127,7 +142,7 @@ def undo_swap(module: nn.Module) -> None:
         child.__bases__ = tuple(base if kind is swapped else kind for kind in child.__bases__)
     for name in module.__dict__.pop(_SLOTS):
         del module.__dict__[_HANDLE + name]
-    del module.__dict__[_EXECUTOR]
+    del module.__dict__[_MODEL]
 
 
 def retire(sites: Sites) -> None:
@@ -138,17 +153,17 @@ def retire(sites: Sites) -> None:
     for module in sites.modules():
         if is_swapped(module) and type(module) is _swapped_class(module):
             kind = type(module)
-            module.__class__ = type(kind.__name__, kind.__bases__, dict(vars(kind)))
+            module.__class__ = _subclass(kind.__bases__, dict(vars(kind)))
 
 
 @torch.no_grad()
 def _give_back(module: nn.Module) -> None:
     """Undo `swap` of `module`, move its parameters to the device, and have its graphs captured again."""
-    executor: Owner = module.__dict__[_EXECUTOR]
+    executor: Owner = module.__dict__[_MODEL].executor
     slots: list[Slot] = list(module.__dict__[_SLOTS].values())
     undo_swap(module)
     for slot in slots:
-        slot.sink.await_update(slot)
+        slot.sink.buckets.await_update(slot)
         if slot.own.device != executor.device:
             rehome(slot.param, slot.own.detach().to(executor.device))
     retire(executor.sites)
@@ -168,12 +183,15 @@ def _gathered(name: str, slot: Slot) -> property:
                 raise AttributeError(name)  # then `nn.Module.__getattr__` looks for the name, and its error says so
             slot: Slot = module.__dict__[_SLOTS][name]
             param = module._parameters[name]
+            if param is None:  # set by the user
+                return None
             if param is not slot.param:  # replaced by the user, or by `torch.func.functional_call`
-                return param if param is None or param.device == slot.device else param.to(slot.device)
+                return param if param.device == slot.device else param.to(slot.device)
             slot.follow_thaw()
             if param.device == slot.device and not slot.is_dtensor:
                 return param  # eager code reads the parameter itself, `.grad` included
-            return _copy_for_eager_code(module.__dict__[_EXECUTOR], slot, size, stride)
+            owner: Owner = module.__dict__[_MODEL].executor
+            return _copy_for_eager_code(owner, slot, size, stride)  # pyright: ignore[reportCallIssue]  `disable`
         return GATHER(getattr(module, attribute), size, stride, key)
 
     def write(module: nn.Module, value: object) -> None:
@@ -206,7 +224,7 @@ def _register_as(base: type[nn.Module]):
         """Register `param` as `nn.Module` does. If the captured graphs cannot read it, they are captured again."""
         if is_swapped(module):
             slot = module.__dict__[_SLOTS].get(name)
-            if slot is None or not module.__dict__[_EXECUTOR].sites.may_take(slot, param):
+            if slot is None or not module.__dict__[_MODEL].executor.sites.may_take(slot, param):
                 _give_back(module)
         base.register_parameter(module, name, param)
 
@@ -241,9 +259,9 @@ register_module_buffer_registration_hook(_refuse_values)
 
 def _reduce_as(base: type[nn.Module]):
     def reduce_ex(module: nn.Module, protocol: int):
-        own = (_EXECUTOR, _SLOTS)
+        own = (_MODEL, _SLOTS)
         state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
         # Not `copyreg.__newobj__`: pickle requires that its class is the class of the object.
-        return copyreg._reconstructor, (base, object, None), state
+        return copyreg._reconstructor, (base, object, None), state  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
 
     return reduce_ex

@@ -1,17 +1,102 @@
-"""Read the module, the source line and the fake tensors of an FX node from its meta."""
+"""Read one FX node: its values, its arguments, its place in the user's program, and the facts about its ATen op."""
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import Argument, map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.flop_counter import flop_registry
 
 from elixir_compile import compat
+from elixir_compile.ir import Kernel
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _STEP = re.compile(r"\['?([^'\]]+)'?\]|\.?(\w+)")
 _DROPPED = {"L", "G", "self", "_modules", "_parameters", "_buffers", "_orig_mod"}
+
+
+def value_of(node: fx.Node) -> object:
+    """Return the value of `node` as AOTAutograd traced it, with fake tensors for tensors; None if it has none."""
+    return node.meta.get("val")
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """Return whether the value of `node` is one tensor."""
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """Return the fake tensor that is the value of `node`. Raises TypeError if its value is no tensor."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the value of {node.name} is no tensor, but {value!r}")
+    return value
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return whether the value of `node` is a symbolic number, not a tensor."""
+    return isinstance(value_of(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def size_of(node: fx.Node) -> "int | torch.SymInt":
+    """Return the value of `node`, a size. Raises TypeError if its value is no integer, constant or symbolic."""
+    value = value_of(node)
+    if not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"the value of {node.name} is no size, but {value!r}")
+    return value
+
+
+def source_of(node: fx.Node, place: int = 0) -> fx.Node:
+    """Return the node that is the argument of `node` at `place`. Raises TypeError if the argument is a constant."""
+    return as_node(node.args[place])
+
+
+def as_node(argument: object) -> fx.Node:
+    """Return `argument`, which is a node. Raises TypeError if it is a constant."""
+    if not isinstance(argument, fx.Node):
+        raise TypeError(f"an argument must be a node, but is {argument!r}")
+    return argument
+
+
+def int_of(node: fx.Node, place: int) -> int:
+    """Return the argument of `node` at `place`, a constant integer. Raises TypeError if it is something else."""
+    number = node.args[place]
+    if not isinstance(number, int):
+        raise TypeError(f"argument {place} of {node.name} must be an integer, but is {number!r}")
+    return number
+
+
+def ints_of(node: fx.Node, place: int) -> list[int]:
+    """Return the argument of `node` at `place`, a list of integers. Raises TypeError if it is something else."""
+    numbers = node.args[place]
+    if isinstance(numbers, (list, tuple)):
+        found = [number for number in numbers if isinstance(number, int)]
+        if len(found) == len(numbers):
+            return found
+    raise TypeError(f"argument {place} of {node.name} must be a list of integers, but is {numbers!r}")
+
+
+def values_of_arguments(node: fx.Node, value: Callable[[fx.Node], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the named arguments of `node`, with `value(source)` for each node among them."""
+    read = cast("Callable[[fx.Node], Argument]", value)  # fx passes on any value, but declares those of a graph
+    return map_arg(node.args, read), map_arg(dict(node.kwargs), read)
+
+
+def outputs_of(graph: fx.Graph) -> tuple[Argument, ...]:
+    """Return the outputs of `graph`: nodes and constants, such as None for a value that nobody reads."""
+    outputs = graph.output_node().args[0]
+    if not isinstance(outputs, (tuple, list)):
+        raise TypeError(f"a captured graph returns a tuple, but this graph returns {outputs!r}")
+    return tuple(outputs)
+
+
+def set_outputs(graph: fx.Graph, outputs: Iterable[Argument]) -> None:
+    """Make `graph` return the tuple `outputs`."""
+    graph.output_node().args = (tuple(outputs),)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,6 +131,14 @@ def example_of(node: fx.Node) -> object:
     return node.meta.get("example_value")
 
 
+def tensor_example_of(node: fx.Node) -> torch.Tensor:
+    """Return Dynamo's example value of `node`, a fake tensor. Raises TypeError if it is no tensor."""
+    example = example_of(node)
+    if not isinstance(example, torch.Tensor):
+        raise TypeError(f"the example value of {node.name} is no tensor, but {example!r}")
+    return example
+
+
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """Return the dense tensors in the value of `node`."""
     leaves = leaves_of(example_of(node))
@@ -62,3 +155,106 @@ def leaves_of(value: object) -> list[object]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [leaf for item in value for leaf in leaves_of(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+_aten = torch.ops.aten
+_SAME_AS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+"""Kernels without a formula in torch, each with a kernel that has one and takes the same first arguments."""
+
+
+def flops_of(node: fx.Node) -> "int | torch.SymInt":
+    """Return the floating-point operations of one ATen call, 0 if torch has no formula for it."""
+    if not compat.is_op_overload(node.target):
+        return 0
+    packet = node.target.overloadpacket
+    formula = flop_registry.get(_SAME_AS.get(packet, packet))
+    if formula is None:
+        return 0
+    args, kwargs = values_of_arguments(node, value_of)
+    return formula(*args, **kwargs, out_val=value_of(node))
+
+
+_ALLOCATES_NOTHING = {
+    torch.ops.aten.full.default,
+    torch.ops.aten.full_like.default,
+    torch.ops.prims.iota.default,
+    torch.ops.aten.arange.default,
+    torch.ops.aten.scalar_tensor.default,
+    torch.ops.aten.embedding.default,
+    torch.ops.aten.constant_pad_nd.default,
+    torch.ops.aten.gather.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+}
+
+_WRITES_INTO_FIRST = {
+    torch.ops.aten.index_put.default,
+    torch.ops.aten._unsafe_index_put.default,
+    torch.ops.aten._unsafe_masked_index_put_accumulate.default,
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.scatter.value,
+    torch.ops.aten.scatter_add.default,
+    torch.ops.aten.scatter_reduce.two,
+    torch.ops.aten.index_add.default,
+}
+
+
+_PURE = ("aten", "prims")
+"""Operator libraries whose tags and schemas tell whether an op draws random numbers or writes an input."""
+
+
+def kernel_of(node: fx.Node) -> Kernel:
+    """Return the kind of Inductor's kernel for `node`, by which it can be fused or not."""
+    return _kernel_of_op(node.target) if compat.is_op_overload(node.target) else Kernel.OPAQUE
+
+
+@functools.cache
+def _kernel_of_op(op: Any) -> Kernel:
+    if op in _ALLOCATES_NOTHING or op in compat.inductor_random_ops() or torch.Tag.pointwise in op.tags:
+        return Kernel.POINTWISE
+    return Kernel.REDUCTION if torch.Tag.reduction in op.tags else Kernel.OPAQUE
+
+
+@functools.cache
+def _may_be_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def runs_once(node: fx.Node) -> bool:
+    """Return whether `node` must not be recomputed.
+
+    It must not if it draws random numbers, writes an input, is no operator of `aten` or `prims`, or is saved by the
+    user's checkpoint policy. Inductor's random ops may run again, because they read saved seeds. A node with a
+    dynamic size among its inputs is not recomputed either.
+    """
+    if not compat.is_op_overload(node.target):
+        return not is_number(node)
+    if node.target.namespace not in _PURE:
+        return True
+    schema = compat.schema_of(node.target)
+    is_random = _may_be_random(node.target) and _dropout_p(node) != 0.0
+    is_saved = node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+    return is_random or is_saved or schema.is_mutable or any(is_number(source) for source in node.all_input_nodes)
+
+
+def _dropout_p(node: fx.Node) -> object:
+    """Return the dropout probability of an attention kernel, None if the op has no such argument."""
+    for place, argument in enumerate(compat.schema_of(node.target).arguments):
+        if argument.name == "dropout_p":
+            default = node.kwargs.get("dropout_p", argument.default_value)
+            return node.args[place] if place < len(node.args) else default
+    return None
+
+
+def overwritten_input(node: fx.Node) -> fx.Node | None:
+    """Return the input into whose memory Inductor writes the result of a functional scatter; None if it allocates.
+
+    Inductor writes into the input if no other node reads it.
+    """
+    if node.target not in _WRITES_INTO_FIRST or not isinstance(node.args[0], fx.Node):
+        return None
+    base = node.args[0]
+    return base if len(base.users) == 1 and base.op == "call_function" else None

@@ -1,12 +1,28 @@
-"""Turn a Dynamo graph whose inputs are parameters into the graph of the prepared model, which gathers them.
+"""Turn parameter inputs of a Dynamo graph into gathers, and gathers into parameter inputs.
+
+`rewire` turns a graph whose inputs are parameters into the graph of the prepared model, which gathers them:
 
     before   w = placeholder;                       linear(x, w)
     after    h = placeholder;  w = gather(h, ...);  linear(x, w)
 
 Each use has a separate gather, so the graph of the first call and the graph of the prepared model are the same step.
+
+`gathers_to_inputs` turns gathers into parameter inputs before AOTAutograd traces the graph:
+
+    before   h = placeholder;  v = gather(h, ...);  w = gather(h, ...)
+    after    v = placeholder;  ...;  w = placeholder
+
+AOTAutograd takes 7.5 ms to trace a gather and its gradient; an input costs nothing. Each gather becomes a separate
+input: the last gather of a handle takes the place of the handle, the others come behind all inputs. So a parameter with
+two reads has two gradients, and neither is kept until the other is computed. `capture/joint.py` turns these inputs
+into markers. A call of the compiled graph passes the handle for each of them, and no op reads it.
+
+Two kinds of gathers stay as they are: gathers in the graphs that nodes run, such as the inside of a `checkpoint`, and
+gathers of parameters in the memory of an output, because AOTAutograd would make such an output from the input,
+which is a handle.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +31,11 @@ from torch import fx
 from torch.nn.utils import stateless
 
 from elixir_compile import compat
-from elixir_compile.capture.node_facts import example_of
+from elixir_compile.capture.markers import key_of
+from elixir_compile.capture.node_facts import example_of, ints_of, source_of, storages_of, tensor_example_of
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.gather import GATHER
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
-from elixir_compile.ops.schema import GATHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +57,7 @@ class PassedUnmanaged:
 
 def split_gathers(gm: fx.GraphModule) -> list[int]:
     """Give each use of a gather in a Dynamo graph a separate gather; return the keys in order of first use."""
-    keys = dict.fromkeys(node.args[3] for node in gathers_of(gm))
+    keys = dict.fromkeys(key_of(node) for node in gathers_of(gm))
     for node in list(gm.graph.find_nodes(op="call_function", target=GATHER)):
         for user in list(node.users)[1:]:
             with gm.graph.inserting_after(node):
@@ -53,7 +70,7 @@ def split_gathers(gm: fx.GraphModule) -> list[int]:
 
 def handle_inputs(gm: fx.GraphModule) -> dict[int, int]:
     """Return the key of the parameter of each handle among the inputs of a Dynamo graph, by position."""
-    keys = {id(example_of(gather.args[0])): gather.args[3] for gather in gathers_of(gm)}
+    keys = {id(example_of(source_of(gather))): key_of(gather) for gather in gathers_of(gm)}
     examples = [id(example_of(node)) for node in gm.graph.find_nodes(op="placeholder")]
     return {index: keys[example] for index, example in enumerate(examples) if example in keys}
 
@@ -86,7 +103,7 @@ def fake_parameter(gm: fx.GraphModule, param: torch.nn.Parameter, device: torch.
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Return the graphs run by `node` of `gm`, such as the inside of a `checkpoint`."""
-    found = [getattr(gm, source.target, None) for source in node.all_input_nodes if source.op == "get_attr"]
+    found = [getattr(gm, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
     return [body for body in found if isinstance(body, fx.GraphModule)]
 
 
@@ -99,7 +116,7 @@ def gathers_of(gm: fx.GraphModule) -> list[fx.Node]:
 def _replace_gathers(gm: fx.GraphModule, slot: Slot, full: fx.Node) -> None:
     """Replace the gathers of the slot's parameter by the input `full`, in `gm` and in the graphs its nodes run."""
     for gather in gm.graph.find_nodes(op="call_function", target=GATHER):
-        if gather.args[3] == slot.key:
+        if key_of(gather) == slot.key:
             gather.replace_all_uses_with(full)
             gm.graph.erase_node(gather)
     readers: list[fx.GraphModule] = []
@@ -128,7 +145,7 @@ def _handles_of(gm: fx.GraphModule, slot: Slot) -> set[int]:
 
     A graph and the graphs run by its nodes have the same fake tensor for a handle.
     """
-    return {id(example_of(gather.args[0])) for gather in gathers_of(gm) if gather.args[3] == slot.key}
+    return {id(example_of(source_of(gather))) for gather in gathers_of(gm) if key_of(gather) == slot.key}
 
 
 def read_functionally(gm: fx.GraphModule) -> Slot | None:
@@ -139,7 +156,7 @@ def read_functionally(gm: fx.GraphModule) -> Slot | None:
     """
     for node in gathers_of(gm):
         if stateless.__file__ in node.meta.get("stack_trace", ""):
-            return slot_by_key(node.args[3])
+            return slot_by_key(key_of(node))
     return None
 
 
@@ -167,3 +184,70 @@ def _gather_for_each_user(graph: fx.Graph, node: fx.Node, after: fx.Node, slot: 
             gathered = graph.call_function(GATHER, (node, size, stride, slot.key))
         gathered.meta["example_value"] = node.meta["example_value"]
         user.replace_input_with(node, gathered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterInputs:
+    """A copy of a graph whose gathers became inputs."""
+
+    module: fx.GraphModule
+    example_inputs: list[Any]
+    """The inputs for the compiler: fake parameters of full size in place of handles."""
+    keys: dict[int, int]
+    """The key of each parameter input, by its position."""
+    repeated: list[int]
+    """The positions of the handles that a call passes a second time, behind all arguments, in this order."""
+
+
+def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ParameterInputs:
+    """Return a copy of `gm` with parameter inputs in place of gathers. Each gather must have one user.
+
+    `gm` is not changed, because Dynamo reads the inputs of its graph again after the backend returns.
+    """
+    copied = compat.copy_of(gm)
+    placeholders = copied.graph.find_nodes(op="placeholder")
+    positions = {node: position for position, node in enumerate(placeholders)}
+    inputs, keys, repeated = list(example_inputs), {}, []
+    handed_out = {key for node in copied.graph.output_node().all_input_nodes for key in storages_of(node)}
+    for gather in copied.graph.find_nodes(op="call_function", target=GATHER):
+        handle, key = source_of(gather), key_of(gather)
+        if handle not in positions or not handed_out.isdisjoint(storages_of(gather)):
+            continue
+        position, example = positions[handle], _fake_parameter(gather)
+        if len(handle.users) == 1:  # the last gather of the handle, which has no other user
+            read = handle
+            inputs[position] = example
+        else:
+            read = compat.new_input(copied.graph, f"elixir_read_{key}", placeholders[-1])
+            placeholders.append(read)
+            repeated.append(position)
+            position = len(inputs)
+            inputs.append(example)
+        keys[position] = key
+        gather.replace_all_uses_with(read)
+        copied.graph.erase_node(gather)
+        read.meta["example_value"] = example
+    return ParameterInputs(module=copied, example_inputs=inputs, keys=keys, repeated=repeated)
+
+
+def _fake_parameter(gather: fx.Node) -> torch.Tensor:
+    """Return an example of the result of `gather`: a leaf with separate memory, which requires a gradient if the handle
+    does."""
+    handle = tensor_example_of(source_of(gather))
+    with compat.fake_mode_of([handle]):
+        example = torch.empty_strided(ints_of(gather, 1), ints_of(gather, 2), dtype=handle.dtype, device=handle.device)
+    return example.requires_grad_(handle.requires_grad)
+
+
+def with_handles(gm: fx.GraphModule, examples: Sequence[Any], keys: Mapping[int, int]) -> list[Any]:
+    """Return the example inputs of AOTAutograd's `gm`, with handles at the positions `keys`.
+
+    Called for a graph without parameters: its compiled code may still check the shape of an input.
+    """
+    given = list(examples)
+    places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    for node in compat.inputs_at(gm.graph, keys):
+        example = given[places[node]]
+        with compat.own_fake_mode(example):
+            given[places[node]] = node.meta["val"] = torch.empty(1, dtype=example.dtype, device=example.device)
+    return given

@@ -1,13 +1,15 @@
 """Find the views among nodes, and how one view of a storage is rebuilt from another."""
 
 import operator
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.capture.markers import MARKERS, parameter
+from elixir_compile.capture.node_facts import int_of, ints_of, is_number, source_of, tensor_of, value_of
 
 _VIEWS_BEYOND_SCHEMAS = (operator.getitem, torch.ops.aten._unsafe_view.default)
 """Targets that return a view although their schema does not say so."""
@@ -24,11 +26,6 @@ def viewed(node: fx.Node) -> fx.Node | None:
     return bases[0] if len(bases) == 1 else None
 
 
-def is_number(node: fx.Node) -> bool:
-    """Return whether the value of `node` is a symbolic number, not a tensor."""
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 def view_chain(node: fx.Node) -> list[fx.Node]:
     """Return `node`, the node of which it is a view, and so on, to the owner of the memory."""
     found = [node]
@@ -42,6 +39,29 @@ def is_view(node: fx.Node) -> bool:
     return viewed(node) is not None
 
 
+def ops_of(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of `graph` for the ops of the `StepGraph`, in order.
+
+    A view is no op: it computes nothing, takes no memory, and stays with its base. The exception is a view of a
+    parameter among the outputs of the step.
+    """
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target not in MARKERS]
+    return [node for node in calls if not is_view(node) or _is_returned_parameter_view(node)] or calls
+
+
+def is_parameter_view(node: fx.Node) -> bool:
+    """Return whether `node` is a view of a parameter, or a view of such a view."""
+    while (base := viewed(node)) is not None:
+        node = base
+        if node.target is parameter:
+            return True
+    return False
+
+
+def _is_returned_parameter_view(node: fx.Node) -> bool:
+    return is_parameter_view(node) and any(user.op == "output" for user in node.users)
+
+
 _aten = torch.ops.aten
 _RESHAPES = {
     _aten.view.default,
@@ -51,7 +71,7 @@ _RESHAPES = {
     _aten.squeeze.dim,
     _aten.squeeze.dims,
 }
-_SAME = {_aten.alias.default, _aten.detach.default}
+_SELF_INVERSE = {_aten.alias.default, _aten.detach.default, _aten.transpose.int, _aten.t.default}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,27 +114,30 @@ def by_owner(nodes: "list[fx.Node] | tuple[fx.Node, ...]") -> dict[fx.Node, list
     return found
 
 
-def inverse(view: fx.Node) -> tuple[Callable[..., object], tuple[object, ...]]:
-    """Return the target that undoes `view`, and the arguments of the target behind the first."""
-    base = view.args[0]
+def undo(view: fx.Node, value: fx.Node) -> fx.Node:
+    """Add a node at the insertion point that undoes `view` for `value`, a node in place of `view`; return the node."""
+    graph, base = value.graph, source_of(view)
     if view.target in _RESHAPES:
-        return _aten.view.default, (list(base.meta["val"].shape),)
-    if view.target is _aten.permute.default:
-        dims = [dim % len(view.args[1]) for dim in view.args[1]]
-        return _aten.permute.default, ([dims.index(place) for place in range(len(dims))],)
-    if view.target is _aten.transpose.int or view.target in _SAME or view.target is _aten.t.default:
-        return view.target, tuple(view.args[1:])
-    raise AssertionError(f"{view.target} is not among the views that can be undone")
+        made = graph.call_function(_aten.view.default, (value, list(tensor_of(base).shape)))
+    elif view.target is _aten.permute.default:
+        dims = [dim % len(ints_of(view, 1)) for dim in ints_of(view, 1)]
+        made = graph.call_function(_aten.permute.default, (value, [dims.index(place) for place in range(len(dims))]))
+    elif view.target in _SELF_INVERSE:
+        made = graph.create_node("call_function", view.target, (value, *view.args[1:]))
+    else:
+        raise AssertionError(f"{view.target} is not among the views that can be undone")
+    made.meta = {**base.meta, "val": fresh_value(base, value)}
+    return made
 
 
-def example_of(node: fx.Node, base: fx.Node | None = None) -> object:
+def fresh_value(node: fx.Node, base: fx.Node | None = None) -> object:
     """Return new fake tensors like the values of `node`: views of the values of `base`, or with separate memory.
 
     They are for a node in place of `node` in the backward. The partitioner may have recomputed `node` there with the
     same fake tensors, and two values with one storage would count as views of each other.
     """
     known: dict[int, torch.Tensor] = {}
-    under = None if base is None else base.meta["val"]
+    under = None if base is None else value_of(base)
 
     def like(value: object, under: object) -> object:
         if isinstance(value, (tuple, list)):
@@ -123,16 +146,16 @@ def example_of(node: fx.Node, base: fx.Node | None = None) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         source = under if isinstance(under, torch.Tensor) else known.get(compat.storage_key(value))
-        with value.fake_mode:
+        with compat.own_fake_mode(value):
             if source is None:
                 made = _memory_like(value)
                 return known.setdefault(compat.storage_key(value), made)
             flat = source if source.dtype is value.dtype else source.view(value.dtype)
             return torch.as_strided(flat, value.shape, value.stride(), value.storage_offset())
 
-    value = node.meta.get("val")
+    value = value_of(node)
     if isinstance(under, (tuple, list)) and not isinstance(value, (tuple, list)):
-        under = under[node.args[1]]
+        under = under[int_of(node, 1)]
     return like(value, under)
 
 
@@ -146,5 +169,5 @@ def _memory_like(value: torch.Tensor) -> torch.Tensor:
 
 def _can_undo(view: fx.Node) -> bool:
     if view.target in _RESHAPES:
-        return all(isinstance(size, int) for size in view.args[0].meta["val"].shape)
-    return view.target in (_aten.permute.default, _aten.transpose.int, _aten.t.default) or view.target in _SAME
+        return all(isinstance(size, int) for size in tensor_of(source_of(view)).shape)
+    return view.target is _aten.permute.default or view.target in _SELF_INVERSE

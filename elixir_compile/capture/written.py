@@ -17,11 +17,12 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
-from elixir_compile.capture.node_facts import example_of, leaves_of, storages_of, tensors_of
+from elixir_compile.capture.markers import key_of
+from elixir_compile.capture.node_facts import example_of, leaves_of, storages_of, tensors_of, values_of_arguments
 from elixir_compile.capture.rewire import bodies_of, gathers_of
 from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.gather import GATHER
 from elixir_compile.ops.registry import Slot, slot_by_key, slot_of
-from elixir_compile.ops.schema import GATHER
 
 _WRITES_STATISTICS = ("batch_norm", "instance_norm", "fake_quant", "embedding")
 """Parts of the names of torch's compiled functions that write an input, or whose gradient may be sparse."""
@@ -59,7 +60,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
             found.params[id(value)] = value
             found.roots[node] = frozenset({id(value)})
     for node in gathers_of(gm):
-        param = slot_by_key(node.args[3]).param
+        param = slot_by_key(key_of(node)).param
         found.params[id(param)] = param
         found.roots[node] = frozenset({id(param)})
         if slot_of(param) is None:
@@ -75,7 +76,7 @@ def written_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[
 def gathered_among(gm: fx.GraphModule, params: Sequence[tuple[nn.Parameter, str]]) -> dict[Slot, str]:
     """Return the slots of `params` gathered in `gm`, each with the reason of the parameter."""
     reasons = {id(param): reason for param, reason in params}
-    slots = dict.fromkeys(slot_by_key(node.args[3]) for node in (gathers_of(gm) if reasons else ()))
+    slots = dict.fromkeys(slot_by_key(key_of(node)) for node in (gathers_of(gm) if reasons else ()))
     return {slot: reasons[id(slot.param)] for slot in slots if id(slot.param) in reasons}
 
 
@@ -157,7 +158,7 @@ def _call(node: fx.Node, taken: Sequence[fx.Node], found: _Found, *, is_grad_on:
         num_returns = len(compat.schema_of(op).returns)
         return None if num_returns == 0 else written[0] if num_returns == 1 else tuple(written)
 
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), example_of)
+    args, kwargs = values_of_arguments(node, example_of)
     function: Callable[..., Any] = node.target if callable(node.target) else getattr(type(args[0]), node.target)
     fakes = compat.own_fake_mode(next(iter(tensors_of(taken[0]))))
     try:

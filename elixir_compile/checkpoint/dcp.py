@@ -3,6 +3,7 @@
 The format is that of torch.distributed.checkpoint (DCP).
 """
 
+import io
 import json
 import os
 import pickle
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -25,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from elixir_compile import compat
-from elixir_compile.checkpoint.folder import OpenFolder
-from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem
+from elixir_compile.checkpoint.folder import FileRecord, OpenFolder, SummedFileSystem
 from elixir_compile.checkpoint.values import Deferred, Sources
-from elixir_compile.ops.shards import is_dtensor, own_part
+from elixir_compile.ops.shards import own_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
     num_shared = 0
     for key, source in list(sources.items()):
         like = source.like if isinstance(source, Deferred) else source
-        if not is_dtensor(like):
+        if not isinstance(like, DTensor):
             if not is_first:
                 del sources[key]
             continue
@@ -66,13 +67,15 @@ def keep_own(sources: Sources, *, is_first: bool) -> Mapping[str, Place]:
     return places
 
 
-def _writes(like: torch.Tensor, number: int) -> bool:
+def _writes(like: DTensor, number: int) -> bool:
     """Return whether this rank writes its part of `like`, the DTensor with index `number`.
 
     Ranks that have copies of the same part take turns by `number`.
     """
     mesh = like.device_mesh
     coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return False
     if not like.numel():
         return not any(coordinate)
     axes = zip(like.placements, coordinate, mesh.shape, strict=True)
@@ -161,7 +164,7 @@ class _OpenFiles(FileSystem):
         self._folder = folder
 
     @contextmanager
-    def create_stream(self, path: "str | os.PathLike[str]", mode: str) -> Iterator[BinaryIO]:
+    def create_stream(self, path: "str | os.PathLike[str]", mode: str) -> Iterator[io.IOBase]:
         """Open a file for reading; `mode` is "rb"."""
         with self._folder.open(os.fspath(path)) as stream:
             yield stream
@@ -279,6 +282,7 @@ def _write_item(key: str, dtype: torch.dtype, place: Place, sizes: Sequence[int]
 def _as_values(item: WriteItem, result: WriteResult) -> list[object]:
     """Return `item` and `result` as values that JSON can hold; `_from_values` is the inverse."""
     data, stored = item.tensor_data, result.storage_data
+    assert data is not None  # set by `_write_item`
     where = [stored.relative_path, stored.offset, stored.length, result.size_in_bytes]
     dtype = str(data.properties.dtype).removeprefix("torch.")
     return [item.index.fqn, dtype, *map(list, (data.chunk.offsets, data.chunk.sizes, data.size)), *where]

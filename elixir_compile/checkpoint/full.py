@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elixir_compile import compat
 from elixir_compile.checkpoint.errors import NotSavable
 from elixir_compile.checkpoint.folder import sync_folder
 from elixir_compile.checkpoint.manifest import open_verified
-from elixir_compile.checkpoint.model_state import memory_of, model_state
 from elixir_compile.checkpoint.rank_group import checkpoint_lock, rank_group_of
+from elixir_compile.checkpoint.run_state import memory_of, model_state
 from elixir_compile.checkpoint.values import key_of
 from elixir_compile.errors import DiskFailed
-from elixir_compile.ops.shards import full_tensor, is_dtensor
+from elixir_compile.ops.shards import full_tensor
 
 _FORMAT_NAMES = {
     torch.float64: "F64",
@@ -144,7 +145,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of `tensor` on the CPU; all ranks call this at once if `tensor` is a DTensor."""
-    if not is_dtensor(tensor):
+    if not isinstance(tensor, DTensor):
         return tensor.cpu()
     return full_tensor(tensor, torch.device(tensor.device_mesh.device_type)).cpu()
 

@@ -23,10 +23,17 @@ from elixir_compile import compat
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointMismatch
 from elixir_compile.checkpoint.manifest import Manifest, Verified, open_verified
-from elixir_compile.checkpoint.model_state import fill_rest, model_differences, model_state, model_targets
-from elixir_compile.checkpoint.optimizer_state import fill_optimizer, optimizer_differences, optimizer_targets
-from elixir_compile.checkpoint.random_state import set_random_state
 from elixir_compile.checkpoint.rank_group import RankGroup, checkpoint_lock, rank_group_of
+from elixir_compile.checkpoint.run_state import (
+    fill_optimizer,
+    fill_rest,
+    model_differences,
+    model_state,
+    model_targets,
+    optimizer_differences,
+    optimizer_targets,
+    set_random_state,
+)
 from elixir_compile.checkpoint.values import from_plain, tensor_keys
 from elixir_compile.errors import DiskFailed, NotPrepared
 
@@ -102,6 +109,7 @@ def _open_on_all_ranks(path: Path, parts: _Parts, group: RankGroup, held: ExitSt
 
     Raises RanksDiffer if the ranks open different checkpoints in every try, as with a path on different disks.
     """
+    crc32s: tuple[str, ...] = ()
     for num_left in reversed(range(_NUM_TRIES)):
 
         def open_and_compare(is_last_try: bool = num_left == 0) -> _Found | None:

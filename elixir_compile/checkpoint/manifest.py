@@ -15,12 +15,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from elixir_compile.checkpoint.dcp import Reader
 from elixir_compile.checkpoint.errors import CheckpointCorrupted
-from elixir_compile.checkpoint.folder import MANIFEST_FILE, OpenFolder, open_checkpoint
-from elixir_compile.checkpoint.sums import FileRecord, SummedFileSystem, first_damage
+from elixir_compile.checkpoint.folder import (
+    MANIFEST_FILE,
+    FileRecord,
+    OpenFolder,
+    SummedFileSystem,
+    first_damage,
+    open_checkpoint,
+)
 from elixir_compile.checkpoint.values import tensor_keys
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import ElixirError
@@ -85,6 +91,16 @@ class Verified:
     reader: Reader
     plain: Any
     """The content of `state.json`."""
+
+
+@overload
+def open_verified(path: Path, held: ExitStack, *, is_last_try: Literal[True]) -> Verified: ...
+
+
+@overload
+def open_verified(
+    path: Path, held: ExitStack, *, rank: int = 0, num_ranks: int = 1, is_last_try: bool = False
+) -> Verified | None: ...
 
 
 def open_verified(

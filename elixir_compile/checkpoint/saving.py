@@ -28,13 +28,10 @@ from elixir_compile import compat
 from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.dcp import Place, keep_own
 from elixir_compile.checkpoint.errors import NotSavable
-from elixir_compile.checkpoint.folder import new_folder, sync_folder
+from elixir_compile.checkpoint.folder import FileRecord, new_folder, sync_folder
 from elixir_compile.checkpoint.manifest import STATE_FILE, TENSORS_FOLDER, Manifest, write_manifest, write_text
-from elixir_compile.checkpoint.model_state import model_plain, model_state
-from elixir_compile.checkpoint.optimizer_state import optimizer_plain
-from elixir_compile.checkpoint.random_state import random_state
 from elixir_compile.checkpoint.rank_group import RankGroup, checkpoint_lock, rank_group_of
-from elixir_compile.checkpoint.sums import FileRecord
+from elixir_compile.checkpoint.run_state import model_plain, model_state, optimizer_plain, random_state
 from elixir_compile.checkpoint.values import Deferred, Sources, UnsupportedValue, to_plain
 from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from elixir_compile.checkpoint.full import export
-from elixir_compile.cli.failure import fail
+from elixir_compile.cli.reports import fail
 from elixir_compile.errors import ElixirError
 from elixir_compile.units import format_bytes
 

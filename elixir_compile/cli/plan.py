@@ -1,29 +1,110 @@
-"""`elixir-compile plan gpt2-4b --hardware a100-40g`: search a plan for any machine, print it and save it."""
+"""`elixir-compile plan` and `verify`: search a plan for a model on any machine, or check a saved plan for a model."""
 
 import ctypes
+import gc
+import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from elixir_compile.api.plan import plan_with_loss, question
+from elixir_compile.analysis import plan_at, verify
+from elixir_compile.api.plan import named_cluster, plan_with_loss, question
 from elixir_compile.api.preview.capture import Capture
-from elixir_compile.cli.failure import fail
-from elixir_compile.cli.request import Request
-from elixir_compile.errors import ElixirError
-from elixir_compile.ir import Bucket, Plan, Tier, plan_to_json
-from elixir_compile.managed.saved import save_plan
+from elixir_compile.api.preview.few_layers import capture_model
+from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
+from elixir_compile.api.preview.models import TextBatch, find_model
+from elixir_compile.capture.tracing import collector_off
+from elixir_compile.cli.reports import fail
+from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan, PlanMismatch
+from elixir_compile.hardware import Cluster, preset_of_ranks
+from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
+from elixir_compile.managed.saved import load_plan, require_same_machine, save_plan
+from elixir_compile.options import Options, parse_options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.report.line import plan_line
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import Chunks
-from elixir_compile.search.largest import largest_feasible
+from elixir_compile.search.planner import largest_feasible
 from elixir_compile.units import format_bytes, format_s
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of a command line, as typed."""
+
+    model: str
+    batch: int
+    seq: int
+    dtype: str
+    recompute: bool
+    hardware: str | None
+    ranks: int
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Options of the backend by name; a value of None stands for the default."""
+
+    def parsed_options(self) -> Options:
+        """Return the parsed options. Raises InvalidOption."""
+        return parse_options({name: value for name, value in self.options.items() if value is not None})
+
+    def cluster(self) -> Cluster | None:
+        """Return the machine to plan for, or None for this machine.
+
+        Raises UnknownHardware, ProfileFileError, or InvalidOption if `ranks` contradicts the hardware.
+        """
+        if self.hardware is None or self.ranks == 1:
+            if self.ranks != 1:
+                raise InvalidOption("ranks", self.ranks, "1 without --hardware: this machine is planned for alone")
+            return named_cluster(self.hardware)
+        is_counted = self.hardware.lstrip()[:1].isdecimal()
+        if Path(self.hardware).suffix != ".json" and not is_counted:
+            return preset_of_ranks(self.hardware, self.ranks)
+        cluster = named_cluster(self.hardware)
+        if cluster is not None and cluster.num_ranks != self.ranks:
+            raise InvalidOption("ranks", self.ranks, f"{cluster.num_ranks}, as {self.hardware} has devices")
+        return cluster
+
+    def capture(self, *, dynamic: bool = False, chunks: Chunks | None = None) -> Capture:
+        """Return the captured step of the model; its batch is symbolic if `dynamic`.
+
+        `chunks` splits the loss. Raises UnknownModel, UnsupportedModel, or InvalidOption for an unknown dtype.
+        """
+        if self.dtype not in DTYPES:
+            raise InvalidOption("dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        # Torch never makes a dimension of size 1 symbolic.
+        batch = max(self.batch, 2) if dynamic else self.batch
+        text = TextBatch(batch=batch, seq=self.seq, dtype=DTYPES[self.dtype], recompute=self.recompute)
+        options = self.parsed_options()
+        with collector_off():  # imports of transformers and new models make many objects
+            key = capture_key(self.model, text, options, dynamic=dynamic, chunks=chunks)
+            capture = None if key is None else kept_capture(key)
+            if capture is None:
+                model, inputs = find_model(self.model, text)
+                capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
+                if key is not None:
+                    keep_capture(key, capture)
+            gc.freeze()  # keeps the collector off torch's leftovers: 5 MB per layer, 1 s per collection
+        return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
+
+
+def _title(model: str) -> str:
+    """Return the name of `model` for a plan: the name of a shape, or the last part of a path without its suffix."""
+    return Path(model.rpartition(":")[0] or model).stem or model
 
 
 def run_plan(request: Request, *, state_bytes: int | None, is_largest: bool, output: Path | None, as_json: bool) -> int:
@@ -156,3 +237,51 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     if plan.formula:
         figures.append(("peak(sizes)", plan.formula))
     return figures
+
+
+def run_verify(plan: Path, request: Request | None, *, as_json: bool) -> int:
+    """Check the file `plan`, print the result, and return the exit code: 0 if all checks pass, else 1.
+
+    If `request` is None, only the file is checked. Otherwise the model is captured again and the plan is checked for
+    its step; if the request names a machine, the machine is compared too.
+    """
+    try:
+        made = load_plan(plan)
+        _require_consistent(made)
+        if request is not None:
+            _require_legal(made, request)
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    checked = "file" if request is None else "file and graph"
+    if as_json:
+        fields = {"plan": made.name, "graph": made.graph, "cluster": made.cluster, "checked": checked}
+        typer.echo(json.dumps(fields, indent=1))
+    else:
+        typer.echo(f"{plan}: {checked} hold. {made.name} on {made.cluster}, graph {made.graph}")
+        if request is None:
+            typer.echo("Add --model to check its actions too: they are legal for some graphs only.")
+    return 0
+
+
+def _require_consistent(plan: Plan) -> None:
+    made = plan.prediction
+    if made.device_peak_bytes > plan.budget_bytes:
+        peak, budget = format_bytes(made.device_peak_bytes), format_bytes(plan.budget_bytes)
+        raise InvalidPlan(f"plan {plan.name} expects a peak of {peak}, over its budget of {budget}.")
+    if plan_from_json(plan_to_json(plan)) != plan:
+        raise InvalidPlan(f"plan {plan.name} does not read back from its own JSON.")
+
+
+def _require_legal(plan: Plan, request: Request) -> None:
+    cluster = request.cluster()
+    if cluster is not None:
+        require_same_machine(plan, cluster)
+    capture = request.capture()
+    if plan.loss_chunks > 1 and capture.chunks is not None:
+        capture = request.capture(chunks=replace(capture.chunks, num_chunks=plan.loss_chunks))
+    graph = capture.graph
+    if plan.graph != fingerprint(graph) and plan.symbols:
+        graph = request.capture(dynamic=True).graph  # with a symbolic batch, as for --largest-batch
+    if plan.graph != fingerprint(graph):
+        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    verify(graph, plan_at(graph, plan))

@@ -5,9 +5,6 @@ are imported by the function that uses them, so a renamed name of torch breaks i
 package. No other package uses `torch._*`; `tests/house/test_names.py` has the exceptions, each with its reason.
 """
 
-from elixir_compile.compat.aot_graphs import gradients_at as gradients_at
-from elixir_compile.compat.aot_graphs import inputs_at as inputs_at
-from elixir_compile.compat.aot_graphs import inputs_that_must_be_real as inputs_that_must_be_real
 from elixir_compile.compat.autograd import AccumulateNode as AccumulateNode
 from elixir_compile.compat.autograd import Asked as Asked
 from elixir_compile.compat.autograd import after_backward as after_backward
@@ -15,14 +12,18 @@ from elixir_compile.compat.autograd import asked_for as asked_for
 from elixir_compile.compat.autograd import backward_pass_id as backward_pass_id
 from elixir_compile.compat.autograd import has_gradient_hooks as has_gradient_hooks
 from elixir_compile.compat.autograd import is_batched as is_batched
+from elixir_compile.compat.capturing import no_names_of_lines as no_names_of_lines
 from elixir_compile.compat.capturing import outside_captures as outside_captures
 from elixir_compile.compat.compilers import Strides as Strides
 from elixir_compile.compat.compilers import boxed as boxed
 from elixir_compile.compat.compilers import compile_plainly as compile_plainly
 from elixir_compile.compat.compilers import compile_with_aot_eager as compile_with_aot_eager
 from elixir_compile.compat.compilers import compile_with_inductor as compile_with_inductor
+from elixir_compile.compat.compilers import gradients_at as gradients_at
 from elixir_compile.compat.compilers import has_cpp_compiler as has_cpp_compiler
 from elixir_compile.compat.compilers import inductor_random_ops as inductor_random_ops
+from elixir_compile.compat.compilers import inputs_at as inputs_at
+from elixir_compile.compat.compilers import inputs_that_must_be_real as inputs_that_must_be_real
 from elixir_compile.compat.compilers import lower_plainly_with_inductor as lower_plainly_with_inductor
 from elixir_compile.compat.compilers import lower_with_inductor as lower_with_inductor
 from elixir_compile.compat.compilers import min_cut_partition as min_cut_partition
@@ -57,14 +58,13 @@ from elixir_compile.compat.dynamo import trace_past_logging as trace_past_loggin
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
 from elixir_compile.compat.kernels import Kernels as Kernels
-from elixir_compile.compat.needless import no_names_of_lines as no_names_of_lines
-from elixir_compile.compat.profiling import cpu_allocations as cpu_allocations
-from elixir_compile.compat.profiling import drop_cublas_workspaces as drop_cublas_workspaces
-from elixir_compile.compat.profiling import is_profiling as is_profiling
+from elixir_compile.compat.tensors import cpu_allocations as cpu_allocations
 from elixir_compile.compat.tensors import dense_parts as dense_parts
+from elixir_compile.compat.tensors import drop_cublas_workspaces as drop_cublas_workspaces
 from elixir_compile.compat.tensors import evaluate_size as evaluate_size
 from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
+from elixir_compile.compat.tensors import is_profiling as is_profiling
 from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import real_tensors as real_tensors

@@ -38,7 +38,7 @@ class AccumulateNode:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         with torch.enable_grad():
-            self._reader = leaf.view_as(leaf).grad_fn
+            self._reader = torch.autograd.graph.get_gradient_edge(leaf.view_as(leaf)).node
         # torch 2.13 holds a reference to the Python object of a node if other nodes lead to it. `_reader` always leads
         # to this node, so the count below is the same whether or not the user's graph does.
         self._node = self._reader.next_functions[0][0]
@@ -91,5 +91,6 @@ def is_batched(tensor: torch.Tensor) -> bool:
     `torch._C._functorch.is_legacy_batchedtensor` and `is_batchedtensor`: torch 2.11 to 2.13. Gone: AttributeError at
     the first `torch.autograd.grad` of a parameter.
     """
-    functorch = torch._C._functorch
-    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
+    from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
+
+    return _functorch.is_legacy_batchedtensor(tensor) or _functorch.is_batchedtensor(tensor)

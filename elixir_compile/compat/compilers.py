@@ -1,16 +1,20 @@
-"""Partition and compile a captured graph by calls into torch, by Inductor or op by op."""
+"""Partition and compile a captured graph by calls into torch, by Inductor or op by op.
+
+AOTAutograd, which both ways use, describes the inputs and outputs of its graphs by the positions of inputs in the graph
+it was given.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
+from elixir_compile.compat.capturing import templates_when_used
 from elixir_compile.compat.dynamo import fake_mode_of
 from elixir_compile.compat.kernels import Kernels
 from elixir_compile.compat.libraries import best_instructions_only
-from elixir_compile.compat.needless import templates_when_used
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any):
@@ -55,12 +59,13 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], partition: 
             return lower(graph, examples, **options)
 
     with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False), best_instructions_only():
-        return compile_fx(
+        compiled = compile_fx(
             gm,
             list(inputs),
-            inner_compile=lower_without_partitioner,
+            inner_compile=lower_without_partitioner,  # pyright: ignore[reportArgumentType]  it is only called
             config_patches={"custom_partitioner_fn": Partitioner()},
         )
+    return cast("Callable[..., Any]", compiled)  # of a graph for one process; another mode returns its source
 
 
 def compile_with_aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], partition: Callable, lower: Callable) -> Callable:
@@ -218,7 +223,7 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     def call(args: list[Any]) -> Any:
         return run(args)
 
-    call._boxed_call = True
+    call.__dict__["_boxed_call"] = True
     return call
 
 
@@ -235,7 +240,8 @@ def report_forward(strides: Sequence[Strides]) -> None:
     if (context := TracingContext.try_get()) is not None:
         if context.output_strides is not None:
             context.output_strides.extend(strides)
-        context.fw_metadata.bw_donated_idxs = []
+        if context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []
 
 
 def has_cpp_compiler() -> bool:
@@ -251,3 +257,61 @@ def has_cpp_compiler() -> bool:
     except InvalidCxxCompiler:
         return False
     return True
+
+
+def inputs_at(graph: fx.Graph, positions: Collection[int]) -> dict[fx.Node, int]:
+    """Return the inputs of AOTAutograd's `graph` with one of `positions` in the graph it was made from.
+
+    Each input comes with its position. Inputs of a backward graph have no position.
+
+    `node.meta["desc"]`, `PlainAOTInput.idx`: checked on torch 2.13, there since 2.9. Gone: ImportError at the first
+    capture.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    found = {node: node.meta.get("desc") for node in (graph.find_nodes(op="placeholder") if positions else ())}
+    return {
+        node: description.idx
+        for node, description in found.items()
+        if isinstance(description, PlainAOTInput) and description.idx in positions
+    }
+
+
+def gradients_at(graph: fx.Graph, positions: Collection[int]) -> dict[int, int]:
+    """Return the indices of gradients of the inputs at `positions` among the outputs of joint `graph`.
+
+    Each index comes with the position of the input.
+
+    `node.meta["desc"]` of the output, `GradAOTOutput.grad_of`: checked on torch 2.13, there since 2.9. Gone:
+    ImportError or KeyError at the first capture.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    described: list[Any] = list(graph.output_node().meta["desc"]) if positions else []
+    return {
+        place: description.grad_of.idx
+        for place, description in enumerate(described)
+        if isinstance(description, GradAOTOutput)
+        and isinstance(description.grad_of, PlainAOTInput)
+        and description.grad_of.idx in positions
+    }
+
+
+def inputs_that_must_be_real() -> set[int]:
+    """Return the positions of the inputs that the graph writes, or of which it returns views.
+
+    The compiled code reads these inputs themselves, so the caller cannot pass other tensors in their place. Called
+    while AOTAutograd compiles.
+
+    `TracingContext.fw_metadata.input_info`, `.output_info`, `OutputType`: checked on torch 2.13, in 2.11 by their
+    names. Gone: ImportError or AttributeError at the first capture.
+    """
+    from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._guards import TracingContext
+
+    metadata: Any = TracingContext.get().fw_metadata
+    written = {
+        position for position, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata
+    }
+    views = (OutputType.alias_of_input, OutputType.is_input)
+    return written | {info.base_idx for info in metadata.output_info if info.output_type in views}

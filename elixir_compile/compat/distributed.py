@@ -3,9 +3,12 @@
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def flat_collectives() -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -24,7 +27,7 @@ def scaled_sum(factor: float) -> Any:
 
     `torch.distributed._make_nccl_premul_sum`: torch 2.11 to 2.13. Gone: AttributeError when ranks weigh gradients.
     """
-    return torch.distributed._make_nccl_premul_sum(factor)
+    return torch.distributed._make_nccl_premul_sum(factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
@@ -34,7 +37,9 @@ def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
 
     The slot `_local_tensor`, which FSDP2 sets too: torch 2.11 to 2.13. Gone: KeyError when a parameter is moved.
     """
-    torch._C._autograd._unsafe_set_version_counter((local,), (local_tensor(sharded)._version,))
+    from torch._C import _autograd
+
+    _autograd._unsafe_set_version_counter((local,), (local_tensor(sharded)._version,))
     _local_slot().__set__(sharded, local)
 
 
@@ -47,7 +52,7 @@ def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
     return _local_slot().__get__(sharded)
 
 
-def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
+def dtensor_like(local: torch.Tensor, like: "DTensor") -> "DTensor":
     """Return a DTensor with `local` as its local tensor and the layout of the DTensor `like`.
 
     `DTensor.from_local` is not used because it copies to the device of the mesh.
@@ -57,6 +62,8 @@ def dtensor_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     spec = like._spec
+    if spec.tensor_meta is None:
+        raise TypeError("a DTensor without shape and dtype has no layout to take over")
     form = spec.tensor_meta._replace(dtype=local.dtype)
     return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=form), requires_grad=False)
 
@@ -91,6 +98,8 @@ def default_timeout() -> timedelta:
     the control channel opens.
     """
     world = torch.distributed.group.WORLD
+    if world is None:
+        raise RuntimeError("torch.distributed is not initialised")
     return world._get_backend(world._device_types[0]).options._timeout
 
 

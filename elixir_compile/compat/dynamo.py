@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch import fx
@@ -150,8 +150,8 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
-    by_source = {getattr(node, "_dynamo_source", None): tensor for node, tensor in inputs.items()}
-    by_source.pop(None, None)
+    found = [(getattr(node, "_dynamo_source", None), tensor) for node, tensor in inputs.items()]
+    by_source = {source: tensor for source, tensor in found if source is not None}
     if context is None or not by_source:
         return
     usual = context.guards_context.dynamo_guards
@@ -176,8 +176,8 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
     context = TracingContext.try_get()
     if context is None:
         return False
-    names = [_name_of(node._dynamo_source) for node in inputs if getattr(node, "_dynamo_source", None) is not None]
-    modules = {name.partition("._parameters[")[0] for name in names}
+    sources = [getattr(node, "_dynamo_source", None) for node in inputs]
+    modules = {_name_of(source).partition("._parameters[")[0] for source in sources if source is not None}
     return any(_names_class_of(_name_of(guard), modules) for guard in context.guards_context.dynamo_guards)
 
 
@@ -192,7 +192,7 @@ def _names_class_of(name: str, modules: Collection[str]) -> bool:
 
 
 def _name_of(named: Any) -> str:
-    return named.name() if callable(named.name) else named.name
+    return str(named.name() if callable(named.name) else named.name)
 
 
 def before_each_capture(call: Callable[[], None]) -> None:
@@ -200,9 +200,12 @@ def before_each_capture(call: Callable[[], None]) -> None:
 
     A second registration of the same function changes nothing.
 
-    `torch._dynamo.callback_handler.start_callbacks`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
+    `torch._dynamo.callback.callback_handler.start_callbacks`: torch 2.11 to 2.13. Gone: ImportError at the first
+    capture.
     """
-    callbacks = torch._dynamo.callback_handler.start_callbacks
+    from torch._dynamo.callback import callback_handler
+
+    callbacks = callback_handler.start_callbacks
     if not any(getattr(callback, "call", None) is call for callback in callbacks):
         callbacks.append(_Callback(call))
 
@@ -233,7 +236,7 @@ def is_operator(target: object) -> bool:
     return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
-def is_op_overload(target: object) -> bool:
+def is_op_overload(target: object) -> "TypeGuard[torch._ops.OpOverload]":
     """Return whether `target` is one overload of an operator, such as `aten.add.Tensor`.
 
     `torch._ops.OpOverload`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
@@ -264,7 +267,7 @@ def own_fake_mode(value: torch.Tensor) -> Any:
 
     `FakeTensor.fake_mode`: torch 2.11 to 2.13. Gone: AttributeError at the first capture.
     """
-    return value.fake_mode
+    return cast(Any, value).fake_mode  # only fake tensors have it
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -287,7 +290,8 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     first capture. Gone: no effect.
     """
     copied = graph_module(gm, copy.deepcopy(gm.graph))
-    copied.meta, copied.compile_subgraph_reason = dict(gm.meta), getattr(gm, "compile_subgraph_reason", None)
+    copied.meta = dict(gm.meta)
+    vars(copied)["compile_subgraph_reason"] = getattr(gm, "compile_subgraph_reason", None)
     for node, twin in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source

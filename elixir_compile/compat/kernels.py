@@ -36,8 +36,8 @@ class Kernel:
     def __init__(self, owner: "Kernels", argtypes: Sequence[str], source: str) -> None:
         self.argtypes = tuple(argtypes)
         self.source = source
-        self.key: str | None = None
-        """The name of the kernel in the cache of code; None until `Kernels.start`."""
+        self.key = ""
+        """The name of the kernel in the cache of code; empty until `Kernels.start`."""
         self.unit: _Unit | None = None
         self._owner = owner
         self._function: Callable[..., Any] | None = None
@@ -51,8 +51,12 @@ class Kernel:
         """The compiled kernel with Inductor's own binding."""
         if self._function is None and self.unit is None:
             self._owner.start()
-        if self._function is None:
+        if self._function is None and self.unit is not None:
             self.unit.finish()
+        if self._function is None:
+            raise AssertionError(
+                "every kernel that is not found in the cache is in a unit, which installs its function"
+            )
         return self._function
 
     @property
@@ -79,6 +83,7 @@ class Kernels:
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[str, ...], str], Kernel] = {}
         self._waiting: list[Kernel] = []
+        self._start_lock = threading.Lock()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -101,7 +106,8 @@ class Kernels:
                     value.put(scope, name)
             usual_wait(compiler, scope)
 
-        AsyncCompile.cpp_pybinding, AsyncCompile.wait = bind, wait
+        AsyncCompile.cpp_pybinding = bind  # pyright: ignore[reportAttributeAccessIssue]  it returns no function
+        AsyncCompile.wait = wait  # pyright: ignore[reportAttributeAccessIssue]  the argument has another name
         try:
             yield
         finally:
@@ -119,27 +125,35 @@ class Kernels:
 
         A kernel that an earlier process compiled is loaded from Inductor's cache of code, even if other kernels are in
         the same library. A kernel that includes more than Inductor's own header has a unit of its own.
-
-        `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.13. Gone: ImportError or AttributeError at
-        the first program.
         """
-        from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+        # A kernel that another thread calls meanwhile is in a unit, or has its function, once the lock is free.
+        with self._start_lock:
+            waiting = list(self._waiting)
+            if waiting:
+                _begin(waiting)
+            del self._waiting[: len(waiting)]  # not before: without g++, each call raises the error of the first call
 
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        num_threads = get_compile_threads()
-        submit = AsyncCompile.submit if num_threads > 1 else None
-        with best_instructions_only():
-            how = command_line()
-            for kernel in waiting:
-                kernel.key = source_key(kernel.argtypes, kernel.source, how)
-            new = [kernel for kernel in waiting if not _is_found(kernel)]
-            plain = [kernel for kernel in new if len(kernel.includes) == 1]
-            num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
-            units = [plain[index::num_units] for index in range(num_units)]
-            for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
-                _Unit(unit, submit)
+
+def _begin(waiting: Sequence[Kernel]) -> None:
+    """Load the kernels `waiting` from the cache of code, and begin to compile the others in units.
+
+    `AsyncCompile.submit`, `get_compile_threads`: checked on torch 2.13. Gone: ImportError or AttributeError at the
+    first program.
+    """
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    num_threads = get_compile_threads()
+    submit = AsyncCompile.submit if num_threads > 1 else None
+    with best_instructions_only():
+        how = command_line()
+        for kernel in waiting:
+            kernel.key = source_key(kernel.argtypes, kernel.source, how)
+        new = [kernel for kernel in waiting if not _is_found(kernel)]
+        plain = [kernel for kernel in new if len(kernel.includes) == 1]
+        num_units = min(num_threads, -(-len(plain) // KERNELS_PER_UNIT))
+        units = [plain[index::num_units] for index in range(num_units)]
+        for unit in [*units, *([kernel] for kernel in new if len(kernel.includes) != 1)]:
+            _Unit(unit, submit)
 
 
 def _is_found(kernel: Kernel) -> bool:
@@ -177,23 +191,32 @@ class _Unit:
 
         `CppCompileError`: checked on torch 2.13. Gone: ImportError at the first call.
         """
+        with self._lock:
+            if not self._kernels:
+                return
+            self._install(self._kernels)
+            self._kernels = []  # not before: each call of a kernel that does not compile raises the compiler's error
+
+    def _install(self, kernels: Sequence[Kernel]) -> None:
+        """Wait for the library of `kernels`, and give each kernel its function.
+
+        If they do not compile together, each is compiled alone.
+
+        `CppCompileError`: checked on torch 2.13. Gone: ImportError at the first call.
+        """
         from torch._inductor.exc import CppCompileError
 
-        with self._lock:
-            kernels, self._kernels = self._kernels, []
-            if not kernels:
-                return
-            try:
-                library = self._load()
-            except CppCompileError as error:
-                log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", len(kernels), error)
-                for kernel in kernels:
-                    kernel.install(_alone(kernel))
-                return
-            for index, kernel in enumerate(kernels):
-                place = Place(library.__file__, library.key, entry_of(index))
-                kernel.install(function_at(place))
-                note_place(kernel.key, place)
+        try:
+            library = self._load()
+        except CppCompileError as error:
+            log.debug("%d kernels do not compile in one unit, so each is compiled alone: %s", len(kernels), error)
+            for kernel in kernels:
+                kernel.install(_alone(kernel))
+            return
+        for index, kernel in enumerate(kernels):
+            place = Place(library.__file__, library.key, entry_of(index))
+            kernel.install(function_at(place))
+            note_place(kernel.key, place)
 
 
 def _alone(kernel: Kernel) -> Callable[..., Any]:

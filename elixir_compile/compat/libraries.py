@@ -122,6 +122,8 @@ def function_at(place: Place) -> Callable[..., Any]:
         CppPythonBindingsCodeCache._load_library(place.path, place.key)
     if name not in sys.modules:
         spec = spec_from_file_location(name, place.path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{place.path} is no library of Python", name=name, path=place.path)
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
         sys.modules[name] = module

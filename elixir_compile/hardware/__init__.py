@@ -1,9 +1,23 @@
 """Machines as values: devices, hosts and links; common machines by name; profiles as JSON."""
 
-from elixir_compile.hardware.cluster import Cluster, Node, cluster_from_json, cluster_to_json, hardware_fingerprint
-from elixir_compile.hardware.device import DeviceProfile, HostProfile, Link
-from elixir_compile.hardware.presets import parse_hardware, preset, preset_names, preset_of_ranks
-from elixir_compile.hardware.rough import profile_for, with_devices
+from elixir_compile.hardware.cluster import (
+    Cluster,
+    DeviceProfile,
+    HostProfile,
+    Link,
+    Node,
+    cluster_from_json,
+    cluster_to_json,
+    hardware_fingerprint,
+)
+from elixir_compile.hardware.presets import (
+    parse_hardware,
+    preset,
+    preset_names,
+    preset_of_ranks,
+    profile_for,
+    with_devices,
+)
 
 __all__ = [
     "Cluster",

@@ -29,7 +29,7 @@ from elixir_compile.ir.kinds import (
 )
 from elixir_compile.ir.plan import PLAN_FORMAT, Decision, Plan, Prediction
 from elixir_compile.ir.record import Origin, Record, Span
-from elixir_compile.ir.schedule import Action, Region, Schedule, grad_of
+from elixir_compile.ir.schedule import Action, BucketRef, GradientRef, GroupRef, Region, RegionRef, Schedule, Target
 
 __all__ = [
     "ITEM_BYTES",
@@ -38,8 +38,11 @@ __all__ = [
     "Activations",
     "Bucket",
     "BucketId",
+    "BucketRef",
     "Decision",
+    "GradientRef",
     "GroupId",
+    "GroupRef",
     "Kernel",
     "Kind",
     "Lane",
@@ -53,18 +56,19 @@ __all__ = [
     "Record",
     "Region",
     "RegionId",
+    "RegionRef",
     "Saving",
     "Schedule",
     "Span",
     "StepGraph",
     "Storage",
     "StorageId",
+    "Target",
     "Tier",
     "Update",
     "Verb",
     "averaged_bytes",
     "fingerprint",
-    "grad_of",
     "graph_at",
     "graph_from_json",
     "graph_to_json",

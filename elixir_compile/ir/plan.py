@@ -13,7 +13,7 @@ from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
 
-PLAN_FORMAT = 5
+PLAN_FORMAT = 6
 _MOST_CHUNKS = 1024
 """The most chunks of a loss. Each chunk is traced and compiled; the planner asks for at most 64."""
 
@@ -66,7 +66,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget."""
+    """The homes of all buckets and the schedule of each rank, for a graph, a machine and a budget.
+
+    It has more than 15 fields, because a plan file must say by itself what was asked, decided and predicted.
+    """
 
     name: str
     graph: str

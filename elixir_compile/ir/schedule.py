@@ -1,15 +1,60 @@
 """Schedules: the regions of a step, and the actions of each rank in order."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir.kinds import BucketId, OpId, Phase, RegionId, Verb
+from elixir_compile.ir.kinds import BucketId, GroupId, OpId, Phase, RegionId, Verb
 from elixir_compile.ir.words import word, words
 
 
-def grad_of(bucket: BucketId) -> str:
-    """Return the name of the gradient of `bucket` in a schedule."""
-    return f"{bucket}.grad"
+@dataclass(frozen=True, slots=True)
+class RegionRef:
+    """The target of a `run`."""
+
+    kind: ClassVar[str] = "region"
+    region: RegionId
+
+    def __str__(self) -> str:
+        return self.region
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRef:
+    """The target of a `gather` of the parameters of a bucket, its `wait`, a `release`, a `reduce` and an `update`."""
+
+    kind: ClassVar[str] = "bucket"
+    bucket: BucketId
+
+    def __str__(self) -> str:
+        return self.bucket
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRef:
+    """The target of an `offload` of the reduced gradient of a bucket, and of the `wait` for it or for the reduce."""
+
+    kind: ClassVar[str] = "gradient"
+    bucket: BucketId
+
+    def __str__(self) -> str:
+        return f"{self.bucket}.grad"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """The target of an `offload` or a `prefetch` of a group of activations, and of its `wait`."""
+
+    kind: ClassVar[str] = "group"
+    group: GroupId
+
+    def __str__(self) -> str:
+        return self.group
+
+
+Target = RegionRef | BucketRef | GradientRef | GroupRef
+"""On what an action acts. Printed as a name: `fwd.0`, `b1`, `b1.grad`, `h.1.matmul`; in JSON an object that states its
+`kind`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,22 +76,18 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """A line of a schedule.
-
-    `what` is a region for `run`, and a bucket for `gather` and its `wait`, `release`, `reduce` and `update`. For
-    `offload`, `prefetch` and their `wait` it is a group of activations or the gradient of a bucket, as `b1.grad`.
-    """
+    """A line of a schedule: a verb, its target, and the micro-batch."""
 
     verb: Verb
-    what: str
+    target: Target
     micro_batch: int = 0
 
     def __post_init__(self) -> None:
         if self.micro_batch < 0:
-            raise InvalidPlan(f"`{self.verb} {self.what}` has micro-batch {self.micro_batch}; expected 0 or more.")
+            raise InvalidPlan(f"`{self.verb} {self.target}` has micro-batch {self.micro_batch}; expected 0 or more.")
 
     def __str__(self) -> str:
-        line = f"{self.verb:<8}  {word(self.what)}"
+        line = f"{self.verb:<8}  {word(str(self.target))}"
         return f"{line:<28}  @{self.micro_batch}" if self.verb is Verb.RUN or self.micro_batch else line
 
 

@@ -8,28 +8,49 @@ from typing import Any
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.deep_calls import with_deep_calls
 from elixir_compile.capture.joint import partition_hidden, reads_parameters, show_in_inference
-from elixir_compile.capture.parameter_inputs import with_handles
+from elixir_compile.capture.rewire import with_handles
+from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.errors import UnsupportedModel
-from elixir_compile.managed.compilation import Compilation
+from elixir_compile.ir import Plan
+from elixir_compile.managed.model import ManagedModel
+from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.managed.programs import outputs_of
-from elixir_compile.ops.gate import Gate
+from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import slot_by_key
-from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.options import Options
 
 
 class FrontEnd:
-    """The callbacks of a compilation."""
+    """The callbacks for one captured graph of a model."""
 
-    def __init__(self, compilation: Compilation, regions: RegionCompiler, gate: Gate, keys: Mapping[int, int]) -> None:
-        """`gate` passes the handles to the graph. `keys` has the keys of parameters among its inputs, by position."""
+    def __init__(
+        self,
+        model: ManagedModel,
+        graph: PlannedGraph,
+        gate: Gate,
+        keys: Mapping[int, int],
+        options: Options,
+        review: Callable[[Plan], Plan] | None,
+    ) -> None:
+        """`gate` passes the handles to the graph. `keys` has the keys of parameters among its inputs, by position.
+
+        `review` is called with the first plan and returns the plan to use.
+        """
         # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
-        self._compilation = weakref.proxy(compilation)
+        self._model = weakref.proxy(model)
+        self._graph = weakref.ref(graph)
         self._gate = weakref.proxy(gate)
-        self._regions = regions
+        self._regions = model.regions_for(options.inner)
         self._keys = keys
+        self._review = review
         self._is_captured = False
+
+    @property
+    def _planned(self) -> PlannedGraph:
+        graph = self._graph()
+        assert graph is not None, "the gate, which is called first, has the same lifetime"
+        return graph
 
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
@@ -58,7 +79,7 @@ class FrontEnd:
             show_in_inference(gm, self._keys)
             self._capture(gm, None, len(outputs_of(gm.graph)))
         if self._is_captured:
-            run = with_deep_calls(partial(self._compilation.runner, is_backward=is_backward))
+            run = with_deep_calls(partial(self._planned.runner, is_backward=is_backward))
             return run if is_backward else compat.boxed(partial(self._run_forward, run))
         given = with_handles(gm, examples, self._keys)
         return self._regions.lower_plain(gm, given, is_backward=is_backward, is_inference=is_inference, **options)
@@ -72,9 +93,10 @@ class FrontEnd:
             raise UnsupportedModel(slot_by_key(self._keys[position]).name, because)
 
     def _run_forward(self, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        self._gate.begin(partial(self._compilation.begin_forward, args))
+        self._gate.begin(partial(self._model.begin_forward, self._planned, args))
         return run(args)
 
     def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
-        self._compilation.capture(forward, backward, num_outputs)
+        review, self._review = self._review, None  # compiled code must not keep it
+        self._planned.capture(forward, backward, num_outputs, review)
         self._is_captured = True

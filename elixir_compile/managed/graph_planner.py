@@ -5,7 +5,8 @@
 ```
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +14,8 @@ from typing import Any
 from elixir_compile.capture.convert import Captured
 from elixir_compile.cost import Measured
 from elixir_compile.ir import Plan, StepGraph
-from elixir_compile.managed.correction import Correction, correct
-from elixir_compile.managed.replan import Outcome, replan, with_buckets_free
 from elixir_compile.managed.saved import load_plan_for
-from elixir_compile.managed.step_profiler import Progress, StepStats
+from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.managed.variants import ActivePlan, PlannedSizes
 from elixir_compile.options import Options
 from elixir_compile.problem.cache import plan_for
@@ -26,6 +25,7 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import as_decided
+from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan, with_buckets_free
 
 
 class GraphPlanner:
@@ -57,16 +57,24 @@ class GraphPlanner:
         self.profile = other.profile
         self.correction = other.correction or self.correction
 
-    def grow(self, captured: Captured, args: Sequence[Any]) -> None:
-        """Plan for the sizes in `args` from now on, if they are larger."""
+    @contextmanager
+    def growing(self, captured: Captured, args: Sequence[Any]) -> Iterator[None]:
+        """Plan for the sizes in `args`, if they are larger, from the context on; if it fails, as before."""
+        sizes, correction = dict(self.sizes.values), self.correction
         grown = self.sizes.grown(captured, args)
         self.sizes.values.update(grown)
-        if grown and self.correction is not None:
+        if grown and correction is not None:
             # The regions were measured at other sizes; the links and the optimizer are the same.
-            self.correction = replace(self.correction, measured=Measured())
+            self.correction = replace(correction, measured=Measured())
+        try:
+            yield
+        except BaseException:
+            # The programs in force are for the smaller sizes, so a later batch of this size has to be planned again.
+            self.sizes.values, self.correction = sizes, correction
+            raise
 
     def graph(self, captured: Captured) -> StepGraph:
-        """Return the step of `captured`, the graph's own capture, at the planned sizes."""
+        """Return the step of `captured`, the capture of this graph, with its dynamic sizes at the planned values."""
         return graph_of(captured, self._executor, self.sizes.values, self.step)
 
     def problem(self, captured: Captured, graph: StepGraph, external: ExternalUsage, *, is_new: bool) -> Problem:

@@ -14,8 +14,8 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.capture.convert import Captured, storages_behind
-from elixir_compile.capture.joint import TICKET
-from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, Verb
+from elixir_compile.capture.markers import TICKET
+from elixir_compile.ir import GroupRef, Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check
 from elixir_compile.rewrite.program import actions_of, write_program
@@ -40,7 +40,7 @@ class Programs:
         *,
         may_choose_strides: bool,
     ) -> None:
-        self.plan = plan
+        self.graph, self.plan = graph, plan
         self.chooses_strides = may_choose_strides and is_one_region_each(plan) and captured.backward is not None
         """Whether Inductor chose the strides of the activations that the forward saves."""
         self._executor = executor
@@ -152,28 +152,83 @@ class Programs:
 
 
 class ProgramVersions:
-    """The programs of a graph that save different activations, each kept until its last backward."""
+    """Writes the programs of a graph; keeps programs that save different activations, each until its last backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, executor: Executor, regions: RegionCompiler, progress: Progress) -> None:
+        self._executor = executor
+        self._regions = regions
+        self._progress = progress
         self._programs: tuple[tuple[int, Programs], ...] = ()
         """Programs, each with the number of the first forward that may run them."""
         self._outstanding: set[int] = set()
         """Numbers of forwards whose ticket autograd holds."""
+        self._has_backward = False
+        self._chose_strides: bool | None = None
 
     @property
     def last(self) -> Programs:
         """The programs of the next forward."""
         return self._programs[-1][1]
 
-    def take(self, programs: Programs, next_number: int, *, is_apart: bool = False) -> None:
-        """Let `programs` run from the forward `next_number` on.
+    @property
+    def forward(self) -> fx.GraphModule | None:
+        """The program of the next forward; None before it was written."""
+        return self.last.forward if self._programs else None
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        """The program of the backward of the next forward; None before the first backward, and for inference."""
+        return self.last.backward if self._programs and self._has_backward else None
+
+    def write_backward(self) -> None:
+        """Write the backward of the last programs, and from now on the backward of all programs with their forward."""
+        self._has_backward = True
+        _ = self.last.backward
+
+    def write_first(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
+        """Return new programs as `write` does; the first call decides whether Inductor chooses strides."""
+        is_first, is_training = self._chose_strides is None, captured.backward is not None
+        if is_first:
+            self._chose_strides = is_one_region_each(plan) and is_training
+        programs = self.write(captured, graph, plan)
+        if is_first and is_training:
+            compat.report_forward(programs.output_strides if programs.chooses_strides else ())
+        return programs
+
+    def write(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
+        """Return new programs of `plan` for `graph`, the step of `captured`."""
+        return Programs(
+            captured,
+            graph,
+            plan,
+            self._executor,
+            self._regions,
+            self._progress,
+            # Autograd keeps the strides of the first programs. If these had several regions, Inductor may choose none.
+            may_choose_strides=bool(self._chose_strides),
+        )
+
+    def write_next(self, captured: Captured, graph: StepGraph, plan: Plan) -> Programs:
+        """Return programs of `plan` for `graph`, which may follow the last programs: these themselves if they are equal
+        to what would be written."""
+        if graph == self.last.graph and runs_as(plan, self.last.plan):
+            return self.last
+        programs = self.write(captured, graph, plan)
+        if self._has_backward:
+            _ = programs.backward
+        return programs
+
+    def take(self, programs: Programs, *, is_apart: bool = False) -> None:
+        """Let `programs` run from the next forward on.
 
         They replace the last programs if these save the same activations, unless `is_apart`.
         """
         if self._programs and not is_apart and self.last.saves_as(programs):
             self._programs = (*self._programs[:-1], (self._programs[-1][0], programs))
         else:
-            self._programs = (*self._programs, (next_number, programs))
+            self._programs = (*self._programs, (self._executor.saved.next_number, programs))
+        if self._has_backward:
+            _ = programs.backward
 
     def keep_for(self, ticket: torch.Tensor) -> None:
         """Keep the programs of the forward of `ticket` as long as the memory of `ticket` lives."""
@@ -229,11 +284,11 @@ def ticket_position(captured: Captured) -> int:
 
 def _saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
     """Return the bytes of saved activations left on the device by a forward under `plan`."""
-    waited = {action.what for action in actions_of(plan, Phase.FORWARD) if action.verb is Verb.WAIT}
+    waited = {action.target for action in actions_of(plan, Phase.FORWARD) if action.verb is Verb.WAIT}
     away = {
         name
         for group in plan.activations
-        if group.saving is Saving.OFFLOAD and group.id in waited
+        if group.saving is Saving.OFFLOAD and GroupRef(group.id) in waited
         for name in group.storages
     }
     storages = as_run(graph, plan.activations).storages

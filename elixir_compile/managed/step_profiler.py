@@ -4,35 +4,21 @@ import logging
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from elixir_compile.ir import Phase, Plan, Span
+from elixir_compile.ir import Phase, Plan
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.planning import device_bytes
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ledger import Recording
+from elixir_compile.search.joint.replan import StepStats
 from elixir_compile.units import format_bytes, format_s
 
 STEPS_SKIPPED = 2  # the first compiles; the second may still warm up caches and allocators
 STEPS_TIMED = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """Measurements of the profiled steps."""
-
-    period_s: float
-    """Median seconds from the beginning of one forward to the beginning of the next."""
-    spans: tuple[Span, ...] = ()
-    """The spans of all profiled steps; empty if the steps were only timed."""
-    device_peak_bytes: int | None = None
-    """Most bytes allocated at once; None on a CPU, whose allocator keeps no such figure."""
-    foreign_bytes: int = 0
-    """Device bytes in use before a forward that belong to neither this model nor its optimizer."""
 
 
 class StepProfiler:

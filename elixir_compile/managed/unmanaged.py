@@ -16,39 +16,39 @@ from elixir_compile.capture.modules import find_roots, is_swapped, read_plainly
 from elixir_compile.capture.rewire import fake_parameter, pass_unmanaged
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.errors import UnsupportedModel
-from elixir_compile.managed.compilation import Compilation
+from elixir_compile.managed.model import ManagedModel, managed_model_of_slot
 from elixir_compile.ops.registry import Slot, forget, slot_by_key, slot_of
 from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.bucket import on_device
-from elixir_compile.runtime.executor import Executor, executor_of_slot
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def stop_managing(executor: Executor, unmanaged: Iterable[tuple[Slot, str]]) -> list[Slot]:
-    """Make the parameters of slots of `executor` unmanaged, each with a reason; return the slots that another graph
+def stop_managing(model: ManagedModel, unmanaged: Iterable[tuple[Slot, str]]) -> list[Slot]:
+    """Make the parameters of slots of `model` unmanaged, each with a reason; return the slots that another graph
     gathers.
 
     Raises UnsupportedModel if a parameter is sharded, or if the backward of an outstanding forward may read it.
     """
-    compilations: list[Compilation] = [other for other in executor.compilations if not other.is_superseded]
+    executor = model.executor
+    graphs = [graph for graph in model.graphs if not graph.is_superseded]
     gathered: list[Slot] = []
     for slot, reason in unmanaged:
         if slot.is_dtensor:
             raise UnsupportedModel(slot.name, f"{reason}, and several ranks share it. Do that outside of the forward")
-        readers = [compilation for compilation in compilations if slot.name in compilation.param_names]
+        readers = [graph for graph in graphs if slot.name in graph.param_names]
         if readers and executor.saved.outstanding_owners():
             raise UnsupportedModel(
                 slot.name,
                 f"{reason}, and another graph, which waits for its backward, gathers it. Call the compiled model once "
                 "under `torch.no_grad()` before it is trained",
             )
-        for compilation in readers:
-            compilation.is_superseded = True
-        if readers or executor.running(slot) is not None:
+        for graph in readers:
+            graph.is_superseded = True
+        if readers or executor.buckets.of(slot) is not None:
             gathered.append(slot)
-            executor.drop_buckets_of([slot])
-        executor.unmanaged_because[slot.name] = reason
+            executor.buckets.drop([slot])
+        model.unmanaged_because[slot.name] = reason
         del executor.slots[slot.name]
         forget(slot)
     return gathered
@@ -65,7 +65,7 @@ def compile_unmanaged(
     gathered: list[Slot] = []
     for slot, reason in unmanaged.items():
         if slot_of(slot.param) is slot:
-            gathered += stop_managing(executor_of_slot(slot), [(slot, reason)])
+            gathered += stop_managing(managed_model_of_slot(slot), [(slot, reason)])
     compiled = compile_graph(gm, passed.example_inputs)
     keys = [slot.key for slot in unmanaged]
     passed_keys = passed.keys  # `run` must not keep `passed`, which holds the first batch
@@ -87,14 +87,14 @@ def compile_unmanaged(
     return run
 
 
-def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], executor: Executor) -> Sequence[Any]:
+def trace_unmanaged(gm: fx.GraphModule, inputs: Sequence[Any], model: ManagedModel) -> Sequence[Any]:
     """Replace gathers by inputs of `gm` for parameters that cannot be gathers, and return all inputs for its trace.
 
-    `gm` is a graph of a stand-in, which `executor` prepared and nobody runs.
+    `gm` is a graph of a stand-in, which belongs to `model` and which nobody runs.
     """
     unmanaged = gathered_among(gm, written_parameters(gm, inputs))
     passed = pass_unmanaged(gm, inputs, unmanaged)
-    stop_managing(executor, unmanaged.items())
+    stop_managing(model, unmanaged.items())
     # All parameters of a stand-in are views of one memory, so a write to a parameter would be a write to all of them.
     return [
         fake_parameter(gm, value, value.device) if isinstance(value, torch.nn.Parameter) else value

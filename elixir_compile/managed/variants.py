@@ -109,9 +109,11 @@ class PlanVariants:
     A set of graphs is named by its digest, which is empty if the graphs of all ranks are equal.
     """
 
-    def __init__(self, executor: Executor, name: str) -> None:
-        """`name` is the name of the graph."""
+    def __init__(self, executor: Executor, name: str, outstanding: Callable[[], Sequence[str]]) -> None:
+        """`name` is the name of the graph. `outstanding` describes each graph of its model with an outstanding
+        forward."""
         self._name = name
+        self._outstanding = outstanding
         self.key = ""
         """The digest of the graph in a roll call; empty on one rank, which calls no roll."""
         self.graph_set_digest = ""
@@ -137,8 +139,7 @@ class PlanVariants:
 
     def _doing(self) -> str:
         """Return in words how far this rank is in its step, for the text of RanksDiffer."""
-        outstanding = self._executor.saved.outstanding_owners()
-        before = [other.outstanding.description for other in self._executor.compilations if other in outstanding]
+        before = self._outstanding()
         behind = f" behind {', '.join(before)}, whose backward is still to come" if before else ""
         return f"is about to run {self._name}{behind}"
 

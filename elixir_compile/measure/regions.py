@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile import compat
-from elixir_compile.measure.memory import peak_bytes
+from elixir_compile.measure.step import peak_bytes
 from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.lowering import CompiledRegion
 

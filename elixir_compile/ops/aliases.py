@@ -95,7 +95,7 @@ def _bound_together(group: Sequence[Named]) -> dict[str, str]:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the offsets in the storage of the first byte of `tensor` and of the first byte behind it."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()
 

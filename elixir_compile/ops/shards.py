@@ -4,12 +4,14 @@ own_part(param)       the local tensor of this rank, or the parameter itself if 
 as_dtensor(own, p)    a DTensor with the local tensor `own` and the layout of `p`, in the same memory
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import distributed
 
 from elixir_compile import compat
 
-if distributed.is_available():
+if TYPE_CHECKING or distributed.is_available():
     from torch.distributed.tensor import DTensor
 else:  # a build of torch without it has no DTensors
 
@@ -46,9 +48,13 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def own_grad(param: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of the gradient of `param`, or the gradient if it is no DTensor. It must exist."""
-    grad = param.grad
-    return compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
+    """Return the local tensor of the gradient of `param`, or the gradient itself if it is no DTensor.
+
+    Raises TypeError if `param` has no gradient.
+    """
+    if param.grad is None:
+        raise TypeError("the parameter has no gradient")
+    return own_part(param.grad)
 
 
 def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,7 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(value, DTensor):
         return own_part(value)
-    if not is_sharded(param) or value.shape != param.shape:
+    if not isinstance(param, DTensor) or not is_sharded(param) or value.shape != param.shape:
         return value
     mesh = param.device_mesh
     parts, index = value.chunk(mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
@@ -76,7 +82,7 @@ def full_tensor(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return param.detach().to(device)
     own = own_part(param).to(device)
-    return as_dtensor(own, param).full_tensor() if is_sharded(param) else own
+    return compat.dtensor_like(own, param).full_tensor() if is_sharded(param) else own
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +91,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_parts(number: float, param: torch.Tensor) -> float:
-    """Return the sum of `number` over the ranks with the shards of `param`, which must all call this together."""
+    """Return the sum of `number` over the ranks with the shards of `param`, which must all call this together.
+
+    Raises TypeError if `param` is no DTensor.
+    """
+    if not isinstance(param, DTensor):
+        raise TypeError("the parameter is no DTensor")
     mesh = param.device_mesh
     total = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
     distributed.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))

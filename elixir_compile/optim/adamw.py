@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ops.registry import slot_of
-from elixir_compile.optim.clip.precision import KeepsMasters
+from elixir_compile.optim.clipping import KeepsMasters
 from elixir_compile.optim.generic.class_rule import ClassRule
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.rule import UpdateRule
@@ -108,7 +108,7 @@ def hybrid(cls: type[C]) -> type[C]:
     """Return a subclass of the optimizer class `cls` that keeps its state and runs its updates as the plan says.
 
     An update runs the step of `cls` on the tensors of a bucket, so the result is bitwise equal to `cls` with the same
-    flags on the same device. On the host, the step runs as a host pass if its ops can be recorded: see `class_pass`.
+    flags on the same device. On the host, the step runs as a host pass if its ops can be recorded: see `ClassPasses`.
     Dry steps on small tensors measure which state `cls` keeps and whether `cls` is element-wise. If `cls` is not
     element-wise, as LBFGS, Adafactor and Muon, its own step runs for all parameters, its state stays beside the
     parameters, and an ElixirWarning says so. `hybrid(torch.optim.AdamW)` is `HybridAdamW`.

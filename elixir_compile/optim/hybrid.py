@@ -12,31 +12,39 @@ class is not element-wise, its own step runs for all parameters at once.
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
 
 from elixir_compile.errors import ElixirWarning, NoGraphCaptured
-from elixir_compile.ir import Tier, Update
-from elixir_compile.ops.registry import ParamState, claim_for_hybrid, slot_of
-from elixir_compile.optim.by_bucket import bucket_of, group_by_bucket
-from elixir_compile.optim.clip.guard import watch
-from elixir_compile.optim.clip.overflow import Overflow
-from elixir_compile.optim.early import EarlyUpdates
-from elixir_compile.optim.generic.transient import plain_step
-from elixir_compile.optim.group_slice import GroupSlice, group_slice_of, require_dense
-from elixir_compile.optim.host.threads import at_least_threads, host_threads_for, on_host_threads
-from elixir_compile.optim.rule import AdamWRule, UpdateRule, scaled
-from elixir_compile.optim.state.disk import DiskState
-from elixir_compile.optim.state.loading import shared_entry, unwrap_statistics, wrap_statistics
-from elixir_compile.optim.state.placer import StatePlacer, States
-from elixir_compile.optim.update import BucketUpdate
-from elixir_compile.runtime.bucket import RunningBucket
-from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.updates import UpdateLine
+from elixir_compile.ops.optimizers import ParamState, claim_for_hybrid
+from elixir_compile.ops.registry import slot_of
+from elixir_compile.optim.generic.class_step import plain_step
+from elixir_compile.optim.guard import EarlyUpdates, Overflow
+from elixir_compile.optim.rule import UpdateRule, scaled
+from elixir_compile.optim.state import (
+    States,
+    is_off_device,
+    saved_entry,
+    saved_names,
+    unwrap_statistics,
+    wrap_statistics,
+)
+from elixir_compile.optim.update import Updater
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` so that `torch.compile(optimizer.step)` calls it and does not trace it.
+
+    Updates use a thread and locks, and follow the plan. `torch.compiler.disable` itself has no type for callers.
+    """
+    return cast("Callable[P, R]", torch.compiler.disable(function))
 
 
 class Hybrid(torch.optim.Optimizer):
@@ -54,9 +62,7 @@ class Hybrid(torch.optim.Optimizer):
         """Return the update rule of the class."""
 
     def _begin(self) -> None:
-        self._rule = self._new_rule()
-        self._line = UpdateLine()
-        self._placer = StatePlacer(self._rule, self._line.fail)
+        self._updater = Updater(self._new_rule())
         self._early = EarlyUpdates()
         self._overflow = Overflow()
         self._is_accumulating = False
@@ -67,22 +73,11 @@ class Hybrid(torch.optim.Optimizer):
 
     @property
     def places_state(self) -> bool:
-        """Return whether the state may live in another memory than the parameters: if the class is element-wise."""
-        return not self._why_not_elementwise()
+        """Return whether the state may live in another memory than the parameters: if the class is element-wise.
 
-    def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
-        """Return the param group and the state bytes of each of `params`, including state to be created."""
-        group_of = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        return [self._state_of(param, group_of.get(id(param))) for param in params]
-
-    def _state_of(self, param: torch.Tensor, group: int | None) -> ParamState:
-        if group is None:  # user code removed the parameter from its group, so it is never updated
-            return ParamState(0, 0)
-        dtypes = self._rule.state_dtypes(param, self.param_groups[group]).values()
-        return ParamState(group=group, nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes))
-
-    def _why_not_elementwise(self) -> str:
-        because = self._rule.why_not_elementwise(self.param_groups)
+        If not, warn once why.
+        """
+        because = self._updater.rule.why_not_elementwise(self.param_groups)
         if because and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -92,7 +87,20 @@ class Hybrid(torch.optim.Optimizer):
                 ),
                 stacklevel=2,
             )
-        return because
+        return not because
+
+    def states_of(self, params: Sequence[torch.Tensor]) -> list[ParamState]:
+        """Return the param group and the state bytes of each of `params`, including state to be created."""
+        group_of = {id(param): index for index, group in enumerate(self.param_groups) for param in group["params"]}
+        found: list[ParamState] = []
+        for param in params:
+            group = group_of.get(id(param))
+            if group is None:  # user code removed the parameter from its group, so it is never updated
+                found.append(ParamState(0, 0))
+                continue
+            dtypes = self._updater.rule.state_dtypes(param, self.param_groups[group]).values()
+            found.append(ParamState(group=group, nbytes=param.numel() * sum(dtype.itemsize for dtype in dtypes)))
+        return found
 
     # The interface of `torch.optim.Optimizer`.
 
@@ -108,9 +116,7 @@ class Hybrid(torch.optim.Optimizer):
 
     def wait(self) -> None:
         """Wait for all queued updates and disk writes. Raises the exception of a failed update or write."""
-        self._line.wait()
-        self._placer.disk.wait_for_writes()
-        self._line.check()
+        self._updater.wait()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group as in `torch.optim.Optimizer`."""
@@ -126,24 +132,14 @@ class Hybrid(torch.optim.Optimizer):
             del states[param]
         found = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
-        names = self._shaped_names(self.param_groups)
-        entries = found["state"].items()
-        in_memory = {key: dict(entry) if isinstance(entry, DiskState) else entry for key, entry in entries}
+        names = saved_names(self._updater.rule, self.param_groups)
         state = {
-            key: shared_entry(self._saved_entry(entry, params[key]), params[key], names)
-            if isinstance(key, int)
+            key: saved_entry(entry, params[key], names)
+            if isinstance(key, int) and isinstance(entry, Mapping)
             else entry
-            for key, entry in in_memory.items()
+            for key, entry in found["state"].items()
         }
         return {**found, "state": state}
-
-    def _saved_entry(self, entry: Mapping[str, Any], param: nn.Parameter) -> Mapping[str, Any]:
-        """Return `entry`, the state of `param`, as state dicts hold it."""
-        return entry
-
-    def _shaped_names(self, groups: Iterable[Mapping[str, Any]]) -> set[str]:
-        """Return the names of all statistics, which have the shape of their parameter, in `groups`."""
-        return {"master", *(name for group in groups for name in self._rule.statistics(group))}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None without waiting: queued updates hold their gradients themselves.
@@ -160,7 +156,7 @@ class Hybrid(torch.optim.Optimizer):
         """Load a state dict of this class or of `updates_as`, and move the state to where the plan wants it."""
         self.wait()
         saved = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        names = self._shaped_names(saved)
+        names = saved_names(self._updater.rule, saved)
         entries = state_dict["state"].items()
         early, is_accumulating = self._early, self._is_accumulating
         early.overwrite(were_updated=self._has_stepped)
@@ -169,12 +165,8 @@ class Hybrid(torch.optim.Optimizer):
         )
         self._early, self._is_accumulating = early, is_accumulating  # `__setstate__`, called above, replaced them
         for param, entry in self.state.items():
-            self.state[param] = unwrap_statistics(entry, param, stays=self._is_off_device(param))
-        self.follow([param for param in self.state if self._is_off_device(param)])
-
-    def _is_off_device(self, param: nn.Parameter) -> bool:
-        found = bucket_of(param)
-        return found is not None and found[0].placement.optim is not Tier.DEVICE
+            self.state[param] = unwrap_statistics(entry, param, stays=is_off_device(param))
+        self.follow([param for param in self.state if is_off_device(param)])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._begin()
@@ -183,49 +175,36 @@ class Hybrid(torch.optim.Optimizer):
             for param in group["params"]:
                 claim_for_hybrid(param, self)
 
-    @torch.compiler.disable  # for `torch.compile(optimizer.step)`: updates use a thread and locks, and follow the plan
+    @_untraced
     @torch.no_grad()
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]  `disable` hides the signature
-        self, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients, or queue their updates; return the loss of `closure`, if given.
 
         Raises GradientsChanged if the plan updates in the backward and a gradient was changed after the backward. No
         update runs in the backward before the first step, so the first step raises before any weight has changed.
         """
-        if self._why_not_elementwise():
+        if not self.places_state:
             self.wait()
             return plain_step(self.updates_as)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._line.check()
+        self._updater.line.check()
         if not self._has_stepped:
-            self._warn_where_unplanned()
+            _warn_if_unplanned(self)
         factor = self._take_factor()
         with torch.DisableTorchFunctionSubclass():
             if factor is not None:
-                self._overflow.require_skipped(self.param_groups)
-            seen = self._early.check(scaled(self.param_groups, 1.0 if factor is None else factor))
+                self._overflow.require_skipped()
+            groups = scaled(self.param_groups, 1.0 if factor is None else factor)
+            seen = self._early.check(groups)
             done = seen if self._has_stepped else frozenset()
             if factor is not None:
-                left = [param for group in self.param_groups for param in group["params"] if param not in done]
-                self._update(left, factor=factor)
+                left = [param for group in groups for param in group["params"] if param not in done]
+                self._updater.update(left, groups, self.__dict__["state"])
         self._has_stepped = True
         return loss
-
-    def _warn_where_unplanned(self) -> None:
-        params = [param for group in self.param_groups for param in group["params"]]
-        if not any(slot_of(param) is not None for param in params):
-            warnings.warn(
-                NoGraphCaptured(
-                    f"no parameter of this {type(self).__name__} belongs to a model that Elixir compiled or prepared, "
-                    "so nothing is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, "
-                    "not `model`."
-                ),
-                stacklevel=4,
-            )
 
     # Updates.
 
@@ -259,19 +238,13 @@ class Hybrid(torch.optim.Optimizer):
                 self._early.note([param for param in group["params"] if id(param) in wanted], group)
             if not self._has_stepped:
                 return  # The first step shows whether the user clips or scales gradients, which forbids such updates.
-            self._update(own, arrived)
+            self._updater.update(own, self.param_groups, self.__dict__["state"], arrived)
             torch.autograd.graph.increment_version(own)
 
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Move the state of `params` to where the active plan wants it; executors call this after a change of plan."""
-        self.wait()
-        moved = {id(param) for param in params}
-        for group in self.param_groups:
-            own = [param for param in group["params"] if id(param) in moved]
-            self._placer.reserve(group, group_by_bucket(own)[0])
-            own = [param for param in own if self._states.get(param)]
-            self._placer.place(self._states, group, group_by_bucket(own)[0])
+        self._updater.follow(params, self.param_groups, self.state)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -285,89 +258,27 @@ class Hybrid(torch.optim.Optimizer):
         """
         self._early.refuse("a GradScaler asked to unscale its gradient")
         self._overflow.spread(self.param_groups)
-        return self._takes_loss_scale()
+        return False
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignore the assignment: torch's fused optimizers assign True in their constructors."""
 
-    def _takes_loss_scale(self) -> bool:
-        return False
-
     def _take_factor(self) -> float | None:
         """Return the factor by which this update multiplies gradients; None if a gradient overflowed."""
         return 1.0
 
-    @property
-    def _states(self) -> States:
-        """Return `state` without waiting for queued updates."""
-        return self.__dict__["state"]
 
-    def _update(
-        self, params: Sequence[nn.Parameter], arrived: torch.cuda.Event | None = None, factor: float = 1.0
-    ) -> None:
-        """Update the parameters in `params` that have gradients, or queue their updates.
-
-        Gradients are multiplied by `factor` if their parameter has a master.
-        """
-        rule = self._rule.snapshot()
-        wanted = {id(param) for param in params if param.grad is not None}
-        parts: dict[RunningBucket, list[GroupSlice]] = {}
-        executors: dict[RunningBucket, Executor] = {}
-        unplanned_by_group: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
-        for group in scaled(self.param_groups, factor):
-            own = [param for param in group["params"] if id(param) in wanted]
-            buckets, unplanned, found = group_by_bucket(own)
-            executors |= found
-            for bucket in buckets:
-                bucket.await_update()
-            if isinstance(rule, AdamWRule):
-                require_dense(unplanned)
-            unplanned_by_group.append((unplanned, group))
-            self._placer.place(self._states, group, buckets)
-            for bucket, members in buckets.items():
-                buffers = self._placer.buffers_of(bucket, members, group)
-                parts.setdefault(bucket, []).append(group_slice_of(members, self._states, group, buffers))
-        for unplanned, group in unplanned_by_group:  # after the checks above for failed updates and a full disk
-            self._update_unplanned(unplanned, group, rule)
-        updates = [
-            BucketUpdate(
-                bucket=bucket,
-                executor=executors[bucket],
-                rule=rule,
-                buffers=self._placer.buffers,
-                parts=tuple(parts[bucket]),
-                disk=self._placer.disk.prepare(bucket, (state for part in parts[bucket] for state in part.states)),
-            )
-            for executor in dict.fromkeys(executors.values())
-            for bucket in executor.in_use_order(b for b in parts if executors[b] is executor)
-        ]
-        for update in updates:
-            if update.is_on_device and not update.bucket.placement.streamed:
-                update.run()
-        for update in updates:
-            if not update.is_on_device:
-                self._run_on_host(update, arrived)
-        for update in updates:
-            if update.bucket.placement.streamed:  # waits for its copies, so queued host updates must already run
-                update.run()
-
-    def _run_on_host(self, update: BucketUpdate, arrived: torch.cuda.Event | None) -> None:
-        threads = host_threads_for(update.executor.device)
-        if update.bucket.update is Update.AFTER_BACKWARD:
-            with at_least_threads(threads.num_threads):
-                update.run()
-            return
-        for param in update.params:
-            if param.grad is not None:
-                watch(param.grad)
-        queued = self._line.queue(on_host_threads(update.work(arrived), threads), update.label)
-        update.bucket.begin_update(queued, update.params)
-        update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
-
-    def _update_unplanned(self, params: list[nn.Parameter], group: Mapping[str, Any], rule: UpdateRule) -> None:
-        for param in params:
-            self._placer.create(self._states, param, group)
-        if params:
-            part = group_slice_of(params, self._states, group)
-            rule.update(part.weights, part.grads, part.states, part.group)
+def _warn_if_unplanned(optimizer: Hybrid) -> None:
+    """Warn if no parameter of `optimizer` belongs to a compiled or prepared model; called by its first `step()`."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(slot_of(param) is not None for param in params):
+        warnings.warn(
+            NoGraphCaptured(
+                f"no parameter of this {type(optimizer).__name__} belongs to a model that Elixir compiled or prepared, "
+                "so nothing is planned or offloaded. Call what `torch.compile(model, backend='elixir')` returns, "
+                "not `model`. If torch has logged that `recompile_limit` was reached, call `torch.compiler.reset()` "
+                "before compiling another model of the same class."
+            ),
+            stacklevel=4,
+        )

@@ -12,11 +12,9 @@ from torch import nn
 
 from elixir_compile.ops.masters import REST_DTYPES, REST_NAMES, has_master, take_rest
 from elixir_compile.ops.shards import own_part
-from elixir_compile.optim.host import HostThreads, fallback, host_threads_for, mixed_adamw, split_adamw
-from elixir_compile.optim.host.coalesce import coalesce
-from elixir_compile.optim.host.fallback import joined, split
-from elixir_compile.optim.host.kernel import kernel
-from elixir_compile.optim.host.passes import Extras, Scalars
+from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw, split_adamw
+from elixir_compile.optim.host.flat_step import joined, split
+from elixir_compile.optim.host.passes import Extras, Scalars, coalesce, kernel
 from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
 from elixir_compile.runtime.slab import flat
 
@@ -87,12 +85,12 @@ class MixedAdamWRule(AdamWRule):
             high, given, rest, *moments = (tensor[start : start + _BLOCK] for tensor in tensors)
             wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))
             is_split = rest.dtype == torch.int16
-            master = fallback.joined(high, rest) if is_split else rest
+            master = joined(high, rest) if is_split else rest
             # The update of a block adds 1 to its step, so each block gets a copy of the step before the update.
             block = {**dict(zip(names, moments, strict=True)), "step": state["step"].clone()}
             super().update([master], [wide], [block], group)
             if is_split:
-                fallback.split(master, high, rest)
+                split(master, high, rest)
             else:
                 high.copy_(master)
         state["step"].add_(1)

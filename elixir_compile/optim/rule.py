@@ -1,14 +1,20 @@
 """Update rules: the arithmetic of an optimizer class, from gradients and statistics to new weights, in place.
 
-A rule does not know placements, threads or devices. `BucketUpdate` calls it with the tensors of a group slice. This
-module has the rule of AdamW in the parameter's own dtype; `class_rule` has the rule of any other optimizer class.
+A rule does not know placements, threads or devices. `BucketUpdate` calls it with the tensors and hyperparameters of a
+group slice, which were copied when the update was requested. This module has the rule of AdamW in the parameter's own
+dtype; `class_rule` has the rule of any other optimizer class.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.adamw import adamw
+
+from elixir_compile.errors import UnsupportedModel
+from elixir_compile.ops.shards import own_grad, own_part
 
 State = MutableMapping[str, Any]
 """The optimizer state of a parameter by name: its statistics, and counters such as `step`."""
@@ -31,7 +37,7 @@ class UpdateRule(Protocol):
         ...
 
     def snapshot(self) -> "UpdateRule":
-        """Return the rule with the optimizer's present attributes, for updates that run later."""
+        """Return the rule with the optimizer's attributes as they are now, for an update that runs later."""
         ...
 
     def why_not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
@@ -135,3 +141,53 @@ def lr_for_device_of(lr: "float | torch.Tensor", weight: torch.Tensor) -> "float
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" and lr.device != weight.device:
         return lr.to(weight.device)
     return lr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSlice:
+    """The tensors and hyperparameters of a param group in a bucket, for a single update."""
+
+    params: tuple[nn.Parameter, ...]
+    weights: tuple[torch.Tensor, ...]
+    """The values of `params` on this rank: the parameters' own memory, or copies on the host for a host update."""
+    grads: tuple[torch.Tensor, ...]
+    states: tuple[State, ...]
+    buffers: tuple[Mapping[str, torch.Tensor], ...]
+    """For each parameter, host tensors by name for statistics created by the update."""
+    group: Mapping[str, Any]
+
+
+def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a copy of the hyperparameters of `group`; tensors are cloned."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def group_slice_of(
+    params: Sequence[nn.Parameter],
+    states: Mapping[nn.Parameter, State],
+    group: Mapping[str, Any],
+    buffers: Sequence[Mapping[str, torch.Tensor]] = (),
+) -> GroupSlice:
+    """Return the slice of `group` with `params`; each parameter must have a gradient."""
+    return GroupSlice(
+        params=tuple(params),
+        weights=tuple(own_part(param).detach() for param in params),
+        grads=tuple(own_grad(param) for param in params),
+        states=tuple(states[param] for param in params),
+        buffers=tuple(buffers),
+        group=snapshot(group),
+    )
+
+
+def require_dense(params: Iterable[nn.Parameter]) -> None:
+    """Raise UnsupportedModel if a parameter in `params` has a sparse gradient. Plans never place such parameters."""
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            raise UnsupportedModel(
+                f"a parameter of shape {tuple(param.shape)}",
+                "its gradient is sparse, and HybridAdamW updates dense ones. Give it to torch.optim.SparseAdam",
+            )

@@ -1,4 +1,6 @@
-"""Update a bucket with its tensors and hyperparameters at the time of the request.
+"""Update parameters bucket by bucket, with their tensors and hyperparameters at the time of the request.
+
+`Updater` says when each bucket is updated, `BucketUpdate` where:
 
     update DEVICE, state DEVICE     in place, on the device
     update HOST                     in place, on the host; if the parameter is on the device, its value and gradient are
@@ -8,23 +10,131 @@
 If the compute device is the CPU, device and host share a memory, and only streamed state is copied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from elixir_compile.ir import Lane, Tier
-from elixir_compile.optim.clip.guard import GradientGuard
-from elixir_compile.optim.group_slice import GroupSlice
-from elixir_compile.optim.rule import State, UpdateRule
-from elixir_compile.optim.state.disk_update import DiskUpdate
-from elixir_compile.optim.state.placer import StateBuffers
+from elixir_compile.ir import Lane, Tier, Update
+from elixir_compile.optim.disk.updates import DiskUpdate
+from elixir_compile.optim.guard import GradientGuard, watch
+from elixir_compile.optim.host.threads import at_least_threads, host_threads_for, on_host_threads
+from elixir_compile.optim.rule import AdamWRule, GroupSlice, State, UpdateRule, group_slice_of, require_dense
+from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_by_bucket
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.streams import wait_on_compute
-from elixir_compile.runtime.updates import Work
+from elixir_compile.runtime.updates import UpdateLine, Work
+
+
+class Updater:
+    """The updates and the state of an optimizer: each bucket is updated at the time and place chosen by the plan."""
+
+    def __init__(self, rule: UpdateRule) -> None:
+        self.rule = rule
+        self.line = UpdateLine()
+        self.placer = StatePlacer(rule, self.line.fail)
+
+    def wait(self) -> None:
+        """Wait for all queued updates and disk writes. Raises the exception of a failed update or write."""
+        self.line.wait()
+        self.placer.disk.wait_for_writes()
+        self.line.check()
+
+    def follow(self, params: Iterable[torch.Tensor], groups: Iterable[Mapping[str, Any]], states: States) -> None:
+        """Move the state of `params`, parameters of `groups`, to where the active plan wants it."""
+        moved = {id(param) for param in params}
+        for group in groups:
+            own = [param for param in group["params"] if id(param) in moved]
+            self.placer.reserve(group, group_by_bucket(own)[0])
+            own = [param for param in own if states.get(param)]
+            self.placer.place(states, group, group_by_bucket(own)[0])
+
+    def update(
+        self,
+        params: Iterable[nn.Parameter],
+        groups: Iterable[Mapping[str, Any]],
+        states: States,
+        arrived: torch.cuda.Event | None = None,
+    ) -> None:
+        """Update the parameters in `params` that have gradients, or queue their updates.
+
+        `groups` are the param groups and `states` the state of the optimizer. `arrived` is the event after which the
+        gradients are in memory; None if they are there. Device updates are launched first, so that an accelerator and
+        the host work at once. Raises UnsupportedModel if a gradient is sparse and the rule is that of AdamW.
+        """
+        updates = self._prepared({id(param) for param in params if param.grad is not None}, groups, states)
+        for update in updates:
+            if update.is_on_device and not update.bucket.placement.streamed:
+                update.run()
+        for update in updates:
+            if not update.is_on_device:
+                self._run_on_host(update, arrived)
+        for update in updates:
+            if update.bucket.placement.streamed:  # waits for its copies, so queued host updates must already run
+                update.run()
+
+    def _prepared(
+        self, wanted: Collection[int], groups: Iterable[Mapping[str, Any]], states: States
+    ) -> "list[BucketUpdate]":
+        """Return the updates of the parameters with the ids `wanted`, in the order in which forwards use the buckets.
+
+        Their state is in its place. Parameters without a bucket are updated already.
+        """
+        rule = self.rule.snapshot()
+        parts: dict[RunningBucket, list[GroupSlice]] = {}
+        executors: dict[RunningBucket, Executor] = {}
+        unplanned_by_group: list[tuple[list[nn.Parameter], Mapping[str, Any]]] = []
+        for group in groups:
+            buckets, unplanned, found = group_by_bucket(param for param in group["params"] if id(param) in wanted)
+            executors |= found
+            for bucket in buckets:
+                bucket.queued.wait()
+            if isinstance(rule, AdamWRule):
+                require_dense(unplanned)
+            unplanned_by_group.append((unplanned, group))
+            self.placer.place(states, group, buckets)
+            for bucket, members in buckets.items():
+                buffers = self.placer.buffers_of(bucket, members, group)
+                parts.setdefault(bucket, []).append(group_slice_of(members, states, group, buffers))
+        for unplanned, group in unplanned_by_group:  # after the checks above for failed updates and a full disk
+            self._update_unplanned(unplanned, group, states, rule)
+        return [
+            BucketUpdate(
+                bucket=bucket,
+                executor=executors[bucket],
+                rule=rule,
+                buffers=self.placer.buffers,
+                parts=tuple(parts[bucket]),
+                disk=self.placer.disk.prepare(bucket, (state for part in parts[bucket] for state in part.states)),
+            )
+            for executor in dict.fromkeys(executors.values())
+            for bucket in executor.buckets.in_use_order(b for b in parts if executors[b] is executor)
+        ]
+
+    def _update_unplanned(
+        self, params: Sequence[nn.Parameter], group: Mapping[str, Any], states: States, rule: UpdateRule
+    ) -> None:
+        for param in params:
+            self.placer.create(states, param, group)
+        if params:
+            part = group_slice_of(params, states, group)
+            rule.update(part.weights, part.grads, part.states, part.group)
+
+    def _run_on_host(self, update: "BucketUpdate", arrived: torch.cuda.Event | None) -> None:
+        threads = host_threads_for(update.executor.device)
+        if update.bucket.update is Update.AFTER_BACKWARD:
+            with at_least_threads(threads.num_threads):
+                update.run()
+            return
+        for param in update.params:
+            if param.grad is not None:
+                watch(param.grad)
+        queued = self.line.queue(on_host_threads(update.work(arrived), threads), update.label)
+        update.bucket.queued.add(queued, update.params)
+        update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

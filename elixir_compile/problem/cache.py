@@ -18,8 +18,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from elixir_compile.analysis import verify
-from elixir_compile.errors import ElixirError, ElixirWarning
-from elixir_compile.folders import cache_dir, drop_oldest, write_cached
+from elixir_compile.errors import ElixirWarning
+from elixir_compile.folders import cache_dir, drop_oldest, read_cached, write_cached
 from elixir_compile.hardware import hardware_fingerprint
 from elixir_compile.ir import PLAN_FORMAT, Op, Plan, StepGraph, Tier, plan_from_json, plan_to_json
 from elixir_compile.options import Options
@@ -60,26 +60,24 @@ def cached_plan(problem: Problem, options: Options) -> Plan | None:
     if not options.plan_cache:
         return None
     path = _path(problem, options)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    found = read_cached(path, lambda text: _usable(plan_from_json(text), problem, options), _drop)
+    if found is not None:
+        with suppress(OSError):  # in a read-only folder plans do not age
+            os.utime(path)
+    return found
+
+
+def _usable(kept: Plan, problem: Problem, options: Options) -> Plan | None:
+    """Return the plan `kept` for `problem`, verified; None if it does not fit, or is likely not the best any more.
+
+    Raises an ElixirError if it is no legal plan for the graph.
+    """
+    if not _holds(kept, problem, options):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        _drop(path, error)
-        return None
-    try:
-        kept = plan_from_json(text)
-        if not _holds(kept, problem, options):
-            return None
-        found = replace(kept, name=problem.name, budget_bytes=problem.budget_bytes)
-        if problem.budget_bytes > kept.budget_bytes and not _keeps_all(kept):
-            found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # the bound was proved for less memory
-        verify(problem.graph, found)
-    except ElixirError as error:
-        _drop(path, error)
-        return None
-    with suppress(OSError):  # in a read-only folder plans do not age
-        os.utime(path)
+    found = replace(kept, name=problem.name, budget_bytes=problem.budget_bytes)
+    if problem.budget_bytes > kept.budget_bytes and not _keeps_all(kept):
+        found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # the bound was proved for less memory
+    verify(problem.graph, found)
     return found
 
 
@@ -173,6 +171,6 @@ def _keeps_all(kept: Plan) -> bool:
 
 
 def _drop(path: Path, error: Exception) -> None:
-    warnings.warn(f"a cached plan was not usable and is removed: {path}: {error}", ElixirWarning, stacklevel=3)
+    warnings.warn(f"a cached plan was not usable and is removed: {path}: {error}", ElixirWarning, stacklevel=4)
     with suppress(OSError):  # it stays if the folder is read-only
         path.unlink(missing_ok=True)

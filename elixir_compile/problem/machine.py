@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from elixir_compile import compat
-from elixir_compile.errors import ElixirWarning, InvalidPlan, ProfileFileError
-from elixir_compile.folders import cache_dir, write_cached
+from elixir_compile.errors import ElixirWarning, ProfileFileError
+from elixir_compile.folders import cache_dir, read_cached, write_cached
 from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, parse_hardware, profile_for
 from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes, num_local_ranks, num_usable_cores
 from elixir_compile.ops.registry import Slot
@@ -26,19 +26,11 @@ def cached_machine(device: torch.device) -> Cluster | None:
 
     A file that cannot be read counts as not measured, with an `ElixirWarning`.
     """
-    path = machine_path(device)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        _warn(path, error)
-        return None
-    try:
+
+    def with_present_memory(text: str) -> Cluster:
         return with_memory(cluster_from_json(text), *memory_sizes_bytes(device))
-    except (ProfileFileError, InvalidPlan) as error:
-        _warn(path, error)
-        return None
+
+    return read_cached(machine_path(device), with_present_memory, _warn)
 
 
 def store_machine(cluster: Cluster, device: torch.device) -> Path:
@@ -88,7 +80,7 @@ def _warn(path: Path, error: Exception) -> None:
         f"the measured profile {path} cannot be used and is ignored: {error} "
         "Run `elixir-compile measure` to replace it.",
         ElixirWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

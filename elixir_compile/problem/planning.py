@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir_compile.analysis.timeline import bucket_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
 from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
-from elixir_compile.ops.registry import ParamState, Slot, planned_states
+from elixir_compile.ops.optimizers import ParamState, planned_states
+from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
 from elixir_compile.problem.machine import (
     device_budget_bytes,
@@ -178,7 +179,7 @@ def problem_of(
     cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
-    in_force = executor.buckets_in_force(for_training=is_training)
+    in_force = executor.buckets.in_force(for_training=is_training)
     held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
@@ -196,7 +197,7 @@ def problem_of(
         options,
         params=_trained_params([slot for slot in slots if is_training and slot.param.requires_grad], ranks),
         memory=memory,
-        disk=executor.disk is not None,
+        disk=executor.buckets.disk is not None,
         shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
@@ -251,7 +252,7 @@ def unread_bytes(captured: Captured, executor: Executor) -> int:
         return 0
     read = set(param_names_of(captured, executor))
     slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
-    return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.running(slot) is None)
+    return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.buckets.of(slot) is None)
 
 
 def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
@@ -262,7 +263,7 @@ def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: 
     """
     grads_bytes = eager_bytes = 0
     for slot in executor.slots.values():
-        bucket = executor.running(slot)
+        bucket = executor.buckets.of(slot)
         if slot.name in read or not slot.param.requires_grad:
             continue
         if bucket is not None:
@@ -282,7 +283,7 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
     for slot in executor.slots.values():
         if slot.name in leaving_out:
             continue
-        bucket = executor.running(slot)
+        bucket = executor.buckets.of(slot)
         total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_on_host) else 0
         if bucket is not None and bucket.placement.optim is Tier.DEVICE:
             total += bucket.spec.state_nbytes * slot.own_nbytes // bucket.spec.nbytes
@@ -330,7 +331,7 @@ def may_move_back(problem: Problem, executor: Executor) -> bool:
 def param_names_of(captured: Captured, executor: Executor) -> list[str]:
     """Return the names of the parameters that the step reads, and of all others in their buckets in force."""
     read = dict.fromkeys(captured.param_names.values())
-    for bucket, _ in executor.buckets_in_force(for_training=captured.backward is not None):
+    for bucket, _ in executor.buckets.in_force(for_training=captured.backward is not None):
         if not read.keys().isdisjoint(bucket.params):
             read.update(dict.fromkeys(bucket.params))
     return list(read)

@@ -14,6 +14,7 @@ from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import GroupId, RegionId, Saving, Verb
 from elixir_compile.ir.plan import Decision, Plan
+from elixir_compile.ir.schedule import GroupRef
 from elixir_compile.report.subject import Move, moves_of
 from elixir_compile.units import format_bytes
 
@@ -106,7 +107,7 @@ def layer_answers(plan: Plan, groups: Sequence[Activations], graph: StepGraph | 
     for group in groups:
         found = GroupAnswer(
             group=group,
-            moves=moves_of(plan, (group.id,)),
+            moves=moves_of(plan, (GroupRef(group.id),)),
             again=None if again is None else tuple(part for part in again if part.group == group.id),
             is_saved=None if saved is None else saved.issuperset(group.storages),
         )
@@ -149,5 +150,5 @@ def moving_at(plan: Plan, region: RegionId, verb: Verb) -> tuple[Activations, ..
     return tuple(
         group
         for group in plan.activations
-        if any(move.verb is verb and move.region == region for move in moves_of(plan, (group.id,)))
+        if any(move.verb is verb and move.region == region for move in moves_of(plan, (GroupRef(group.id),)))
     )

@@ -9,7 +9,7 @@ from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, StorageId, Tier, Update, Verb
 from elixir_compile.ir.plan import Decision, Plan, Prediction
-from elixir_compile.ir.schedule import Action, Region, grad_of
+from elixir_compile.ir.schedule import Action, BucketRef, GradientRef, Region, RegionRef
 from elixir_compile.report.activations import (
     Again,
     LayerAnswer,
@@ -65,7 +65,7 @@ class RegionAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """The figures of a whole plan."""
+    """The figures of a whole plan. It has more than 15 fields, because each is a line of `explain`."""
 
     name: str
     cluster: str
@@ -148,7 +148,7 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
     placement = plan.placement(bucket.id)
     is_kept = placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
     own = tuple(decision for decision in plan.decisions if decision.subject == bucket.id)
-    moves = moves_of(plan, (bucket.id, grad_of(bucket.id)))
+    moves = moves_of(plan, (BucketRef(bucket.id), GradientRef(bucket.id)))
     always_bytes = bucket.shard_nbytes() + bucket.sum_nbytes if placement.param is Tier.DEVICE else 0
     always_bytes += bucket.shard_state_nbytes() if placement.optim is Tier.DEVICE else 0
     return BucketAnswer(
@@ -173,7 +173,7 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
 def region_answer(plan: Plan, region: Region, graph: StepGraph | None) -> RegionAnswer:
     """Return the facts about `region`; with the graph of the plan also its ops and its peak."""
     actions = actions_of(plan)
-    at = next((i for i, action in enumerate(actions) if action.verb is Verb.RUN and action.what == region.id), None)
+    at = next((i for i, action in enumerate(actions) if action.target == RegionRef(region.id)), None)
     num_ops = peak_bytes = again = None
     if graph is not None:
         timeline = plan_timeline(graph, plan)
@@ -210,7 +210,7 @@ def _shared(plan: Plan) -> tuple[Decision, ...]:
 
 def _until_run(actions: Sequence[Action]) -> list[str]:
     end = next((i for i, action in enumerate(actions) if action.verb is Verb.RUN), len(actions))
-    return [f"{action.verb} {action.what}" for action in actions[:end]]
+    return [f"{action.verb} {action.target}" for action in actions[:end]]
 
 
 def _peak_bytes(plan: Plan, bucket: Bucket, graph: StepGraph) -> Mapping[Kind, int]:

@@ -7,7 +7,7 @@ from elixir_compile.errors import UnknownSubject
 from elixir_compile.ir.bucket import Activations, Bucket
 from elixir_compile.ir.kinds import StorageId, Verb
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.schedule import Action, Region
+from elixir_compile.ir.schedule import Action, Region, RegionRef, Target
 
 _COPIES = (Verb.GATHER, Verb.OFFLOAD, Verb.PREFETCH)
 _BROUGHT = (Verb.GATHER, Verb.PREFETCH)
@@ -30,15 +30,15 @@ def actions_of(plan: Plan) -> tuple[Action, ...]:
     return plan.schedules[0].actions if plan.schedules else ()
 
 
-def moves_of(plan: Plan, names: Collection[str]) -> tuple[Move, ...]:
-    """Return the actions on targets in `names`, in order. A wait counts to its copy and is not listed."""
+def moves_of(plan: Plan, targets: Collection[Target]) -> tuple[Move, ...]:
+    """Return the actions on `targets`, in order. A wait counts to its copy and is not listed."""
     actions = actions_of(plan)
     moves: list[Move] = []
     last = ""
     for at, action in enumerate(actions):
-        if action.verb is Verb.RUN:
-            last = action.what
-        elif action.what in names and action.verb is not Verb.WAIT:
+        if isinstance(action.target, RegionRef):
+            last = action.target.region
+        elif action.target in targets and action.verb is not Verb.WAIT:
             end = _wait_index(actions, at) if action.verb in _COPIES else at
             num_ahead = sum(between.verb is Verb.RUN for between in actions[at:end])
             region = _next_run(actions[end:]) if action.verb in _BROUGHT else last
@@ -47,13 +47,12 @@ def moves_of(plan: Plan, names: Collection[str]) -> tuple[Move, ...]:
 
 
 def _wait_index(actions: Sequence[Action], start: int) -> int:
-    what = actions[start].what
-    waits = (at for at in range(start, len(actions)) if actions[at].verb is Verb.WAIT and actions[at].what == what)
-    return next(waits, start)
+    wait = Action(verb=Verb.WAIT, target=actions[start].target)
+    return next((at for at in range(start, len(actions)) if actions[at] == wait), start)
 
 
 def _next_run(actions: Sequence[Action]) -> str:
-    return next((action.what for action in actions if action.verb is Verb.RUN), "")
+    return next((action.target.region for action in actions if isinstance(action.target, RegionRef)), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

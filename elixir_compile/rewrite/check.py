@@ -1,10 +1,14 @@
 """Compare a program with its plan: its actions, its waits, and its reads of released buckets."""
 
+from collections.abc import Mapping
+
 from torch import fx
 
+from elixir_compile.capture.node_facts import source_of
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import BucketId, Phase, Plan, Verb, grad_of
+from elixir_compile.ir import BucketId, BucketRef, GradientRef, GroupId, GroupRef, Phase, Plan, RegionRef, Target, Verb
 from elixir_compile.rewrite.program import actions_of
+from elixir_compile.rewrite.regions import name_of
 
 _ACTIONS = frozenset({"gather", "wait", "release", "reduce", "offload", "offload_saved", "prefetch"})
 """The methods of the executor that are actions of a schedule."""
@@ -21,11 +25,14 @@ def check(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
 
 
 def _check_order(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
-    planned = [f"{action.verb} {action.what}" for action in actions_of(plan, phase)]
-    written = [text for node in program.graph.nodes if (text := _action_text(node)) is not None]
-    for position, (wanted, found) in enumerate(zip(planned, written, strict=False)):
+    actions = [(action.verb, action.target) for action in actions_of(plan, phase)]
+    regions = {name_of(region.id): RegionRef(region.id) for region in plan.regions}
+    written = [found for node in program.graph.nodes if (found := _action(node, regions)) is not None]
+    planned = [f"{verb} {target}" for verb, target in actions]
+    for position, (wanted, found) in enumerate(zip(actions, written, strict=False)):
         if wanted != found:
-            raise _fault(planned, position, f"the {phase} program does `{found}` where the schedule has `{wanted}`")
+            sentence = f"the {phase} program does `{found[0]} {found[1]}` where the schedule has `{planned[position]}`"
+            raise _fault(planned, position, sentence)
     if len(planned) != len(written):
         position = min(len(planned), len(written))
         raise _fault(
@@ -33,24 +40,34 @@ def _check_order(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
         )
 
 
-def _action_text(node: fx.Node) -> str | None:
+def _action(node: fx.Node, regions: Mapping[str, RegionRef]) -> tuple[Verb, Target] | None:
+    """Return the action that `node` does, or None if it does none. `regions` holds the regions by attribute name."""
     if node.op == "call_module":
-        return f"{Verb.RUN} {str(node.target).replace('_', '.', 1)}"
+        return Verb.RUN, regions[str(node.target)]
     if node.op != "call_method" or node.target not in _ACTIONS:
         return None
     if node.target == Verb.WAIT:
-        waited = node.args[1]
-        grad = grad_of(BucketId(waited.args[1])) if waited.target == Verb.REDUCE else _subject(waited)
-        return f"{Verb.WAIT} {grad}"
-    verb = Verb.OFFLOAD if node.target == "offload_saved" else node.target
-    return f"{verb} {_subject(node)}"
+        waited = source_of(node, 1)
+        return Verb.WAIT, GradientRef(_bucket(waited)) if waited.target == Verb.REDUCE else _target(waited)
+    return Verb.OFFLOAD if node.target == "offload_saved" else Verb(str(node.target)), _target(node)
 
 
-def _subject(call: fx.Node) -> str:
-    """Return the target of a call of the executor, in the words of a schedule."""
-    if call.target == Verb.OFFLOAD:
-        return f"{call.args[1]}.grad"
-    return call.args[2] if call.target in (Verb.PREFETCH, "leaving") else call.args[1]
+def _target(call: fx.Node) -> Target:
+    """Return the target of a call of the executor."""
+    match call.target:
+        case Verb.OFFLOAD:
+            return GradientRef(_bucket(call))
+        case "offload_saved":
+            return GroupRef(GroupId(str(call.args[1])))
+        case Verb.PREFETCH | "leaving":
+            return GroupRef(GroupId(str(call.args[2])))
+        case _:
+            return BucketRef(_bucket(call))
+
+
+def _bucket(call: fx.Node) -> BucketId:
+    """Return the bucket of a call of the executor."""
+    return BucketId(str(call.args[1]))
 
 
 def _check_waits(program: fx.GraphModule) -> None:
@@ -61,23 +78,22 @@ def _check_waits(program: fx.GraphModule) -> None:
             is_left_to_backward = node.target == "offload_saved" and not node.users
             if not is_left_to_backward and (num_waits != 1 or len(node.users) != 1):
                 raise IllegalSchedule(
-                    f"the handle of `{node.target} {_subject(node)}` is waited for {num_waits} times, "
-                    "needs exactly once"
+                    f"the handle of `{node.target} {_target(node)}` is waited for {num_waits} times, needs exactly once"
                 )
 
 
 def _check_releases(program: fx.GraphModule) -> None:
     position = {node: index for index, node in enumerate(program.graph.nodes)}
-    held: dict[str, fx.Node] = {}
+    held: dict[BucketId, fx.Node] = {}
     for node in program.graph.nodes:
         if node.op != "call_method":
             continue
-        if node.target == Verb.WAIT and node.args[1].target == Verb.GATHER:
-            held[node.args[1].args[1]] = node
+        if node.target == Verb.WAIT and source_of(node, 1).target == Verb.GATHER:
+            held[_bucket(source_of(node, 1))] = node
         elif node.target == "whole":
-            held[node.args[1]] = node
-        elif node.target == Verb.RELEASE and node.args[1] in held:
-            reader = _last_reader(held.pop(node.args[1]), position)
+            held[_bucket(node)] = node
+        elif node.target == Verb.RELEASE and _bucket(node) in held:
+            reader = _last_reader(held.pop(_bucket(node)), position)
             if position[reader] > position[node]:
                 raise IllegalSchedule(f"`{reader.name}` reads bucket {node.args[1]} after `release {node.args[1]}`")
 

@@ -16,16 +16,29 @@ planned. The functions here decide nothing: each action comes from the schedule 
 """
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
-from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
-from elixir_compile.capture.views import is_number
+from elixir_compile.capture.markers import TICKET, gradient, key_of, parameter, ticket
+from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, source_of
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import Action, BucketId, GroupId, Phase, Plan, Saving, Verb, grad_of
+from elixir_compile.ir import (
+    Action,
+    BucketId,
+    BucketRef,
+    GradientRef,
+    GroupId,
+    GroupRef,
+    Phase,
+    Plan,
+    RegionRef,
+    Target,
+    Verb,
+)
 from elixir_compile.rewrite.recompute import Partition
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
 
@@ -47,12 +60,12 @@ class _Writer:
     phase: Phase
     keys: Mapping[str, int]
     """The key of each parameter, by its name."""
-    graph: fx.Graph = field(default_factory=fx.Graph)
+    graph: fx.Graph
+    executor: fx.Node
     values: dict[str, fx.Node] = field(default_factory=dict)
     """The node of the program for each value of the captured graph, by the name of the value."""
-    bucket_values: dict[str, fx.Node] = field(default_factory=dict)
-    transfers: dict[str, fx.Node] = field(default_factory=dict)
-    executor: fx.Node | None = None
+    bucket_values: dict[BucketId, fx.Node] = field(default_factory=dict)
+    transfers: dict[Target, fx.Node] = field(default_factory=dict)
 
 
 def write_program(
@@ -63,12 +76,11 @@ def write_program(
     `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles a
     region, and the program calls `executor`.
     """
-    source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward
+    source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward_module
     regions = split_regions(source, plan.regions, phase, halves.inline)
-    writer = _Writer(halves, plan, phase, keys)
     root = torch.nn.Module()
-    root.executor = executor
-    _write_inputs(writer, source.graph)
+    vars(root)["executor"] = executor
+    writer = _write_inputs(halves, plan, phase, keys, source.graph)
     actions = actions_of(plan, phase)
     if phase is Phase.BACKWARD:
         _write_copies(writer, actions)
@@ -89,47 +101,47 @@ def actions_of(plan: Plan, phase: Phase) -> Sequence[Action]:
     IllegalSchedule if activations are offloaded later, because only the forward has them.
     """
     actions = plan.schedules[0].actions
-    forward = {region.id for region in plan.regions if region.phase is Phase.FORWARD}
-    groups = _groups_away(plan)
-    runs = [index for index, action in enumerate(actions) if action.verb is Verb.RUN and action.what in forward]
+    forward = {RegionRef(region.id) for region in plan.regions if region.phase is Phase.FORWARD}
+    runs = [index for index, action in enumerate(actions) if action.target in forward]
     backward_from = runs[-1] + 1 if runs else 0
-    while runs and backward_from < len(actions) and _may_end_forward(actions[backward_from], groups):
+    while runs and backward_from < len(actions) and _may_end_forward(actions[backward_from]):
         backward_from += 1
     for action in actions[backward_from:]:
-        if action.verb is Verb.OFFLOAD and action.what in groups:
-            raise IllegalSchedule(f"{action.what} is offloaded behind the forward.", f"  {action}    <-- here")
+        if action.verb is Verb.OFFLOAD and isinstance(action.target, GroupRef):
+            raise IllegalSchedule(f"{action.target} is offloaded behind the forward.", f"  {action}    <-- here")
     part = actions[:backward_from] if phase is Phase.FORWARD else actions[backward_from:]
     return [action for action in part if action.verb is not Verb.UPDATE]
 
 
-def _groups_away(plan: Plan) -> frozenset[GroupId]:
-    return frozenset(group.id for group in plan.activations if group.saving is Saving.OFFLOAD)
+def _may_end_forward(action: Action) -> bool:
+    is_leaving = action.verb in (Verb.OFFLOAD, Verb.WAIT) and isinstance(action.target, GroupRef)
+    return is_leaving or action.verb is Verb.RELEASE
 
 
-def _may_end_forward(action: Action, groups: Collection[str]) -> bool:
-    return action.verb is Verb.RELEASE or (action.verb in (Verb.OFFLOAD, Verb.WAIT) and action.what in groups)
-
-
-def _write_inputs(writer: _Writer, source: fx.Graph) -> None:
-    graph = writer.graph
+def _write_inputs(halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], source: fx.Graph) -> _Writer:
+    """Begin the program with the reads of its inputs and of its executor."""
+    graph = fx.Graph()
     args = graph.placeholder("args")
-    away = writer.halves.away_names if writer.phase is Phase.BACKWARD else ()
+    away = halves.away_names if phase is Phase.BACKWARD else ()
+    values: dict[str, fx.Node] = {}
     for index, node in enumerate(source.find_nodes(op="placeholder")):
         if node.target in away:
             continue
         if node.users or node.target == TICKET or is_number(node):
             value = graph.create_node("call_function", operator.getitem, (args, index), name=node.name)
             value.meta = dict(node.meta)
-            writer.values[node.name] = value
+            values[node.name] = value
     graph.call_method("clear", (args,))
-    writer.executor = graph.get_attr("executor")
-    if writer.phase is Phase.BACKWARD:
-        stamp = writer.halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
-        graph.call_method("check", (writer.executor, writer.values[TICKET], _names(writer, stamp.args[0])))
+    writer = _Writer(halves, plan, phase, keys, graph, graph.get_attr("executor"), values)
+    if phase is Phase.BACKWARD:
+        stamp = halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
+        graph.call_method("check", (writer.executor, values[TICKET], _ticket_names(writer, stamp)))
+    return writer
 
 
-def _names(writer: _Writer, keys: Sequence[int]) -> tuple[str, ...]:
-    return tuple(writer.halves.captured.param_names[key] for key in keys)
+def _ticket_names(writer: _Writer, stamp: fx.Node) -> tuple[str, ...]:
+    """Return the names of the parameters whose versions the ticket `stamp` has."""
+    return tuple(writer.halves.captured.param_names[key] for key in ints_of(stamp, 0))
 
 
 def _write_copies(writer: _Writer, actions: Sequence[Action]) -> None:
@@ -138,67 +150,62 @@ def _write_copies(writer: _Writer, actions: Sequence[Action]) -> None:
     If another backward released a bucket, this call gathers it again. All ranks must gather together, so the call is
     there even if the graph of this rank does not read the bucket.
     """
-    gathered = {action.what for action in actions if action.verb is Verb.GATHER}
-    released = {action.what for action in actions if action.verb is Verb.RELEASE}
+    gathered = {action.target for action in actions if action.verb is Verb.GATHER}
+    released = {action.target for action in actions if action.verb is Verb.RELEASE}
     for bucket in writer.plan.buckets:
-        if bucket.is_sharded and bucket.id in released - gathered:
+        if bucket.is_sharded and BucketRef(bucket.id) in released - gathered:
             writer.bucket_values[bucket.id] = _call(writer, "whole", bucket.id, bucket.id)
 
 
 def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionGraph]) -> None:
-    what = action.what
-    match action.verb:
-        case Verb.RUN:
-            _write_run(writer, regions[what])
-        case Verb.GATHER:
-            writer.transfers[what] = _call(writer, "gather", what, f"{what}_gather")
-        case Verb.OFFLOAD if what in writer.halves.away:
-            values = [writer.values[name] for name in writer.halves.away[GroupId(what)]]
-            args = (writer.executor, what, values)
-            writer.transfers[what] = writer.graph.create_node(
-                "call_method", "offload_saved", args, name=f"{what}_offload"
-            )
-        case Verb.PREFETCH:
-            writer.transfers[what] = _call_for_forward(writer, "prefetch", what, f"{what}_prefetch")
-        case Verb.WAIT if what in writer.halves.away:
-            _write_wait(writer, GroupId(what))
-        case Verb.OFFLOAD:
-            bucket = what.removesuffix(".grad")
-            writer.transfers[what] = _call(writer, "offload", bucket, f"{bucket}_offload")
-        case Verb.WAIT:
-            name = None if what.endswith(".grad") else what
-            waited = _call(writer, "wait", writer.transfers.pop(what), name)
-            if name is not None:
-                writer.bucket_values[what] = waited
-        case Verb.RELEASE:
-            writer.bucket_values.pop(what, None)
-            _call(writer, "release", what)
-        case Verb.REDUCE:
-            _write_reduce(writer, what)
+    match action.verb, action.target:
+        case Verb.RUN, RegionRef(region):
+            _write_run(writer, regions[region])
+        case Verb.GATHER, BucketRef(bucket) as target:
+            writer.transfers[target] = _call(writer, "gather", bucket, f"{bucket}_gather")
+        case Verb.WAIT, BucketRef(bucket) as target:
+            writer.bucket_values[bucket] = _call(writer, "wait", writer.transfers.pop(target), bucket)
+        case Verb.RELEASE, BucketRef(bucket):
+            writer.bucket_values.pop(bucket, None)
+            _call(writer, "release", bucket)
+        case Verb.REDUCE, BucketRef(bucket):
+            _write_reduce(writer, bucket)
+        case Verb.OFFLOAD, GradientRef(bucket) as target:
+            writer.transfers[target] = _call(writer, "offload", bucket, f"{bucket}_offload")
+        case Verb.WAIT, GradientRef() as target:
+            _call(writer, "wait", writer.transfers.pop(target))
+        case Verb.OFFLOAD, GroupRef(group) as target:
+            args = (writer.executor, group, [writer.values[name] for name in writer.halves.away[group]])
+            name = f"{group}_offload"
+            writer.transfers[target] = writer.graph.create_node("call_method", "offload_saved", args, name=name)
+        case Verb.PREFETCH, GroupRef(group) as target:
+            writer.transfers[target] = _call_for_forward(writer, "prefetch", group, f"{group}_prefetch")
+        case Verb.WAIT, GroupRef(group):
+            _write_wait(writer, group)
         case _:
-            raise AssertionError(f"a verified schedule has no {action.verb} in a {writer.phase} program")
+            raise AssertionError(f"a verified schedule has no `{action}` in a {writer.phase} program")
 
 
-def _call(writer: _Writer, verb: str, what: "str | fx.Node", name: str | None = None) -> fx.Node:
-    return writer.graph.create_node("call_method", verb, (writer.executor, what), name=name)
+def _call(writer: _Writer, verb: str, argument: "str | fx.Node", name: str | None = None) -> fx.Node:
+    return writer.graph.create_node("call_method", verb, (writer.executor, argument), name=name)
 
 
-def _call_for_forward(writer: _Writer, verb: str, what: str, name: str) -> fx.Node:
+def _call_for_forward(writer: _Writer, verb: str, group: GroupId, name: str) -> fx.Node:
     """Call a method of the executor for the activations of a forward, given by the ticket."""
-    args = (writer.executor, writer.values[TICKET], what)
+    args = (writer.executor, writer.values[TICKET], group)
     return writer.graph.create_node("call_method", verb, args, name=name)
 
 
 def _write_wait(writer: _Writer, group: GroupId) -> None:
     """Wait for the offload of activations, which the forward may have started, or for their prefetch."""
-    transfer = writer.transfers.pop(group, None)
+    transfer = writer.transfers.pop(GroupRef(group), None)
     if transfer is None:
         transfer = _call_for_forward(writer, "leaving", group, f"{group}_offload")
     if transfer.target != Verb.PREFETCH:
         _call(writer, "wait", transfer)
         return
     arrived = _call(writer, "wait", transfer, group)
-    placeholders = writer.halves.captured.backward.graph.find_nodes(op="placeholder")
+    placeholders = writer.halves.captured.backward_module.graph.find_nodes(op="placeholder")
     by_target = {str(node.target): node for node in placeholders}
     for index, name in enumerate(writer.halves.away[group]):
         node = by_target[name]
@@ -210,7 +217,7 @@ def _write_wait(writer: _Writer, group: GroupId) -> None:
 def _write_run(writer: _Writer, region: RegionGraph) -> None:
     graph = writer.graph
     arguments = [
-        _param_value(writer, source.args[0]) if source.target is parameter else writer.values[source.name]
+        _param_value(writer, key_of(source)) if source.target is parameter else writer.values[source.name]
         for source in region.inputs
     ]
     box = graph.call_function(boxed, tuple(arguments))
@@ -235,18 +242,18 @@ def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
     bucket = next(b for b in writer.plan.buckets if b.id == bucket_id)
     # A bucket may hold parameters that only other graphs read.
     members = {writer.keys[name]: position for position, name in enumerate(bucket.params) if name in writer.keys}
-    markers = writer.halves.captured.backward.graph.find_nodes(op="call_function", target=gradient)
-    made = [(members[node.args[1]], writer.values[node.args[0].name]) for node in markers if node.args[1] in members]
-    positions, grads = tuple(position for position, _ in made), [grad for _, grad in made]
-    if bucket.is_sharded:  # the reduce frees the full gradients once they are copied, before the mean is complete
-        grads = writer.graph.call_function(boxed, tuple(grads))
+    markers = writer.halves.captured.backward_module.graph.find_nodes(op="call_function", target=gradient)
+    found = [(members[key_of(node)], source_of(node)) for node in markers if key_of(node) in members]
+    positions, made = tuple(position for position, _ in found), [writer.values[grad.name] for _, grad in found]
+    # If sharded, the reduce frees the full gradients once they are copied, before the mean is complete.
+    grads = writer.graph.call_function(boxed, tuple(made)) if bucket.is_sharded else made
     reduced = writer.graph.call_method("reduce", (writer.executor, bucket_id, positions, grads))
     if bucket.is_sharded:
-        writer.transfers[grad_of(bucket_id)] = reduced
+        writer.transfers[GradientRef(bucket_id)] = reduced
 
 
 def _write_output(writer: _Writer, source: fx.Graph) -> None:
-    outputs = source.output_node().args[0]
+    outputs = outputs_of(source)
     num_given = writer.halves.captured.num_outputs if writer.phase is Phase.FORWARD else len(outputs)
     away = writer.halves.away_names
     saved = [None if isinstance(node, fx.Node) and node.name in away else node for node in outputs[num_given:]]
@@ -255,13 +262,13 @@ def _write_output(writer: _Writer, source: fx.Graph) -> None:
         args = (writer.executor, "nothing")
         nothing = writer.graph.create_node("call_function", getattr, args, name="nothing")
 
-    def value(node: object) -> object:
+    def value(node: Argument) -> Argument:
         if not isinstance(node, fx.Node):
             return node
         if node.target is ticket:
-            return writer.graph.call_method("ticket", (writer.executor, _names(writer, node.args[0])))
+            return writer.graph.call_method("ticket", (writer.executor, _ticket_names(writer, node)))
         if node.target is parameter:
-            return _param_value(writer, node.args[0])
+            return _param_value(writer, key_of(node))
         return writer.values[node.name]
 
     given = [value(node) for node in outputs[:num_given]]

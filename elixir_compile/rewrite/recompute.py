@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from elixir_compile import compat
 from elixir_compile.analysis.fusion import absorbed_storages
 from elixir_compile.analysis.recompute import AGAIN, repeats, stored, with_repeats
-from elixir_compile.capture.convert import Captured, op_id, ops_of, storages_behind
-from elixir_compile.capture.joint import marker_node, merge_markers, parameter, ticket
-from elixir_compile.capture.views import by_owner, example_of, inverse, is_number, path_to, view_chain
+from elixir_compile.capture.convert import Captured, op_id, storages_behind
+from elixir_compile.capture.markers import key_of, marker_node, merge_markers, parameter, ticket
+from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, set_outputs
+from elixir_compile.capture.views import by_owner, fresh_value, ops_of, path_to, undo, view_chain
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGraph, StorageId
 
@@ -91,12 +93,12 @@ class _Repeater:
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph: StepGraph, activations: Sequence[Activations]) -> None:
-        backward = self.captured.backward.graph
+        backward = self.captured.backward_module.graph
         found = repeats(graph, activations)
         if not found:
             return
         self.there = {str(node.target): node for node in backward.find_nodes(op="placeholder")}
-        saved = [node for node in _saved(self.captured) if isinstance(node, fx.Node) and node.name in self.there]
+        saved = [node for node in self.captured.saved if isinstance(node, fx.Node) and node.name in self.there]
         self.sources = by_owner([node for node in saved if self.behind.get(node) in self.stored])
         ops = _by_id(self.captured)
         placed: dict[fx.Node, fx.Node] = {}
@@ -125,7 +127,7 @@ class _Repeater:
         if is_number(node):
             return self.there[node.name]
         if node.target is parameter:
-            return marker_node(self.captured.backward.graph, parameter, node.args, node.meta)
+            return marker_node(self.captured.backward_module.graph, parameter, node.args, node.meta)
         if node.op == "get_attr":
             return self._constant(node)
         chain = view_chain(node)
@@ -137,32 +139,25 @@ class _Repeater:
             raise InvalidPlan(f"a recomputed op reads {node.name}, which cannot be made from saved values.")
         value = self.there[path.source.name]
         for view in path.undo:
-            value = self._undone(view, value)
+            value = undo(view, value)
         for view in path.redo:
             value = self._copy(view, value)
         return value
 
     def _copy(self, node: fx.Node, base: fx.Node | None = None) -> fx.Node:
         """Copy `node` into the backward. If it is a view, `base` replaces the node of which it is a view."""
-        graph, viewed = self.captured.backward.graph, view_chain(node)[1:2]
+        graph, viewed = self.captured.backward_module.graph, view_chain(node)[1:2]
 
         def read(source: fx.Node) -> fx.Node:
             return base if base is not None and source in viewed else self._value(source)
 
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), read)
         made = graph.create_node(node.op, node.target, args, kwargs, name=f"{AGAIN}{node.name}")
-        made.meta = {**node.meta, RECOMPUTED: True, "val": example_of(node, read(viewed[0]) if viewed else None)}
-        return made
-
-    def _undone(self, view: fx.Node, value: fx.Node) -> fx.Node:
-        target, rest = inverse(view)
-        graph, base = self.captured.backward.graph, view.args[0]
-        made = graph.call_function(target, (value, *rest))
-        made.meta = {**base.meta, "val": example_of(base, value)}
+        made.meta = {**node.meta, RECOMPUTED: True, "val": fresh_value(node, read(viewed[0]) if viewed else None)}
         return made
 
     def _constant(self, node: fx.Node) -> fx.Node:
-        module, name = self.captured.backward, f"{AGAIN}{str(node.target).replace('.', '_')}"
+        module, name = self.captured.backward_module, f"{AGAIN}{str(node.target).replace('.', '_')}"
         setattr(module, name, getattr(self.captured.forward, str(node.target)))
         made = module.graph.create_node("get_attr", name, name=name)
         made.meta = {**node.meta, RECOMPUTED: True}
@@ -171,16 +166,12 @@ class _Repeater:
     def _stamp(self) -> None:
         """Add the versions of the parameters of recomputed ops to the ticket."""
         stamp = self.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
-        read = self.captured.backward.graph.find_nodes(op="call_function", target=parameter)
-        stamp.args = (tuple(dict.fromkeys([*stamp.args[0], *(node.args[0] for node in read)])),)
-
-
-def _saved(captured: Captured) -> tuple[object, ...]:
-    return captured.forward.graph.output_node().args[0][captured.num_outputs :]
+        read = self.captured.backward_module.graph.find_nodes(op="call_function", target=parameter)
+        stamp.args = (tuple(dict.fromkeys([*ints_of(stamp, 0), *map(key_of, read)])),)
 
 
 def _by_id(captured: Captured) -> dict[OpId, fx.Node]:
-    halves = ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward))
+    halves = ((Phase.FORWARD, captured.forward), (Phase.BACKWARD, captured.backward_module))
     return {op_id(phase, node): node for phase, half in halves for node in ops_of(half.graph)}
 
 
@@ -216,12 +207,11 @@ def _save_what_is_read(
     captured: Captured, behind: Mapping[fx.Node, StorageId], activations: Sequence[Activations]
 ) -> Mapping[GroupId, tuple[str, ...]]:
     """Replace saved values without a reader in the backward by None; return the offloaded values by group."""
-    placeholders = captured.backward.graph.find_nodes(op="placeholder")
+    placeholders = captured.backward_module.graph.find_nodes(op="placeholder")
     read = {str(node.target) for node in placeholders if node.users}
     group_of = {s: group.id for group in activations if group.saving is Saving.OFFLOAD for s in group.storages}
     away: dict[GroupId, list[str]] = {group: [] for group in group_of.values()}
-    output = captured.forward.graph.output_node()
-    values = list(output.args[0])
+    values = list(outputs_of(captured.forward.graph))
     for index in range(captured.num_outputs, len(values)):
         node = values[index]
         if not isinstance(node, fx.Node) or node.target is ticket or is_number(node):
@@ -230,5 +220,5 @@ def _save_what_is_read(
             values[index] = None
         elif behind.get(node) in group_of:
             away[group_of[behind[node]]].append(node.name)
-    output.args = (tuple(values),)
+    set_outputs(captured.forward.graph, values)
     return {group: tuple(names) for group, names in away.items()}

@@ -7,9 +7,10 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.convert import MARKERS, is_parameter_view, op_id, ops_of
-from elixir_compile.capture.joint import gradient, parameter
-from elixir_compile.capture.views import is_number, viewed
+from elixir_compile.capture.convert import op_id
+from elixir_compile.capture.markers import MARKERS, gradient, parameter
+from elixir_compile.capture.node_facts import is_number, outputs_of, size_of
+from elixir_compile.capture.views import is_parameter_view, ops_of, viewed
 from elixir_compile.ir import OpId, Phase, Region, RegionId
 
 
@@ -28,7 +29,12 @@ class RegionGraph:
     @property
     def name(self) -> str:
         """The id as an attribute name, such as `fwd_0`."""
-        return self.id.replace(".", "_")
+        return name_of(self.id)
+
+
+def name_of(region: RegionId) -> str:
+    """Return the id of a region as an attribute name, such as `fwd_0`."""
+    return region.replace(".", "_")
 
 
 def split_regions(
@@ -81,7 +87,7 @@ def _is_output(node: fx.Node) -> bool:
     return any(user.op == "output" or user.target is gradient for user in node.users)
 
 
-def _assign(graph: fx.Graph, spans: Sequence, phase: Phase, loose: set[fx.Node]) -> dict[fx.Node, int]:
+def _assign(graph: fx.Graph, spans: Sequence[Region], phase: Phase, loose: set[fx.Node]) -> dict[fx.Node, int]:
     """Return the region index of each op not in `loose`.
 
     A view costs nothing, so it belongs to the region of its base, or of the last size among its inputs. So a gradient
@@ -164,10 +170,10 @@ def _symbols(graph: fx.Graph) -> list[fx.Node]:
     Inductor needs each symbol as an input: `s0` and `s1` for a tensor of `s0*s1`.
     """
     numbers = [node for node in graph.find_nodes(op="placeholder") if is_number(node)]
-    return [node for node in numbers if compat.expression_of(node.meta["val"])[0].isidentifier()]
+    return [node for node in numbers if compat.expression_of(size_of(node))[0].isidentifier()]
 
 
 def _in_output_order(graph: fx.Graph, outputs: Sequence[fx.Node]) -> list[fx.Node]:
     wanted = set(outputs)
-    listed = [node for node in graph.output_node().args[0] if isinstance(node, fx.Node) and node in wanted]
+    listed = [node for node in outputs_of(graph) if isinstance(node, fx.Node) and node in wanted]
     return list(dict.fromkeys([*listed, *outputs]))

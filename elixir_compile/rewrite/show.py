@@ -6,7 +6,9 @@ from torch import fx
 
 from elixir_compile.analysis import MemoryTimeline
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.capture.node_facts import outputs_of, source_of
 from elixir_compile.ir import Lane, Phase, Plan, StepGraph
+from elixir_compile.rewrite.regions import name_of
 from elixir_compile.units import format_bytes
 
 _LANES = {"gather": Lane.H2D, "prefetch": Lane.H2D, "offload": Lane.D2H, "offload_saved": Lane.D2H}
@@ -41,7 +43,7 @@ def program_text(
 def _region_peaks(plan: Plan, timeline: MemoryTimeline, graph: StepGraph) -> dict[str, int]:
     index = {op.id: position for position, op in enumerate(as_run(graph, plan.activations).ops)}
     return {
-        region.id.replace(".", "_"): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
+        name_of(region.id): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
         for region in plan.regions
     }
 
@@ -54,9 +56,9 @@ def _node_lines(program: fx.GraphModule, peaks: dict[str, int]) -> list[str]:
             continue
         notes = []
         if node.op == "call_module":
-            notes = [Lane.COMPUTE.value, f"live {format_bytes(peaks[node.target])}"]
-        elif node.op == "call_method" and node.target in _LANES:
-            notes = [_LANES[node.target].value]
+            notes = [Lane.COMPUTE.value, f"live {format_bytes(peaks[str(node.target)])}"]
+        elif node.op == "call_method" and str(node.target) in _LANES:
+            notes = [_LANES[str(node.target)].value]
         lines.append(f"  {text:<{_WIDTH}} # {'  '.join(notes)}" if notes else f"  {text}")
     return lines
 
@@ -65,22 +67,22 @@ def _call_text(node: fx.Node) -> str | None:
     """Return `node` as a line of Python, None if it only unpacks values."""
     if node.op == "call_module":
         made = [user.name for user in node.users]
-        inputs = [_value_text(value) for value in node.args[0].args]
+        inputs = [_value_text(value) for value in source_of(node).args]
         return f"{_short(made)} = {node.target}({_short(inputs)})"
     if node.op == "call_method" and node.target != "clear":
         args = ", ".join(_value_text(value) for value in node.args[1:])
         call = f"{node.target}({args})"
         return f"{node.name} = {call}" if node.users else call
     if node.op == "output":
-        return f"return {_short([_value_text(value) for value in node.args[0]])}"
+        return f"return {_short([_value_text(value) for value in outputs_of(node.graph)])}"
     return None
 
 
 def _value_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{_short([_value_text(v) for v in value])}]"
-    if isinstance(value, fx.Node) and value.target is operator.getitem and value.args[0].op == "call_method":
-        return f"{value.args[0].name}[{value.args[1]}]"
+    if isinstance(value, fx.Node) and value.target is operator.getitem and source_of(value).op == "call_method":
+        return f"{source_of(value).name}[{value.args[1]}]"
     return value.name if isinstance(value, fx.Node) else repr(value)
 
 

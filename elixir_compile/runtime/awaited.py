@@ -16,16 +16,19 @@ executor that needs only an address.
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
 from elixir_compile import compat
-from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.registry import Slot, slot_of
 from elixir_compile.ops.shards import is_dtensor
+from elixir_compile.runtime.updates import QueuedUpdate
 
+_queued_lock = threading.Lock()
 _Tensor = torch.Tensor
 _UNCHANGED_PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "grad_fn"),
@@ -101,7 +104,7 @@ def await_update(param: torch.Tensor) -> None:
     if slot is None:  # the model is gone, and it waited for its updates when it went
         end_update(param)
     else:
-        slot.sink.await_update(slot)
+        slot.sink.buckets.await_update(slot)
 
 
 def _awaited_in(values: Iterable[Any]) -> Iterator[Any]:
@@ -112,3 +115,52 @@ def _awaited_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from _awaited_in(value)
         elif isinstance(value, dict):
             yield from _awaited_in(value.values())
+
+
+class QueuedUpdates:
+    """The queued updates of the parameters of one bucket. `wait` is thread-safe."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        """`slots` are the slots of the bucket."""
+        self._slots = slots
+        self._updates: tuple[QueuedUpdate, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no queued update for which no thread has waited yet."""
+        return not self._updates
+
+    def add(self, update: QueuedUpdate, params: Iterable[nn.Parameter]) -> None:
+        """Make every read of `params` wait for `update`."""
+        params = list(params)
+        with _queued_lock:
+            self._updates = (*self._updates, update)
+            for param in params:
+                begin_update(param)
+
+    def check(self) -> None:
+        """Raise the exception of a queued update if one has already failed; return at once otherwise."""
+        if self._updates and all(update.is_done for update in self._updates):
+            self.wait()
+
+    def follow(self, work: Callable[[], None]) -> bool:
+        """Make the update worker call `work` right after the last queued update, as a part of it.
+
+        Return False, without calling `work`, if no update is queued or the last update is done already.
+        """
+        updates = self._updates
+        return bool(updates) and updates[-1].then(work)
+
+    def wait(self) -> None:
+        """Wait until no update is queued. Raises the exception of a failed update."""
+        while updates := self._updates:
+            try:
+                for update in updates:
+                    update.wait()
+            finally:
+                with _queued_lock:
+                    # Another thread may have ended this wait already, and the next step may have queued more updates.
+                    if self._updates is updates and all(update.is_done for update in updates):
+                        self._updates = ()
+                        for slot in self._slots:
+                            end_update(slot.param)

@@ -5,9 +5,8 @@ home HOST     param.data is cut from a slab; a gather copies the slab into one f
               is cut from this tensor
 """
 
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,17 +14,15 @@ import torch
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import rehome
-from elixir_compile.runtime.awaited import begin_update, end_update
+from elixir_compile.runtime.awaited import QueuedUpdates
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
-from elixir_compile.runtime.updates import QueuedUpdate
-
-_queued_lock = threading.Lock()
 
 
 class RunningBucket:
     """A bucket of an executor.
 
-    Only `await_update` is thread-safe; the executor calls the other methods from the thread of the step.
+    Only `queued` is thread-safe; the executor calls the methods from the thread of the step. Of its 16 attributes, 4
+    are set by the plan, and the others belong to one of its memories: home, gathered copy, gradients.
     """
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
@@ -42,7 +39,8 @@ class RunningBucket:
         self.closes: Verb | None = None
         """The verb after which the program of the backward neither reads the parameters nor adds to their gradient:
         their reduce or offload, or the first release after it. None if unknown."""
-        self._queued: tuple[QueuedUpdate, ...] = ()
+        self.queued = QueuedUpdates(self.slots)
+        """The updates on the host for which no thread has waited yet."""
         self._gathered_versions: list[int] = []
         self._offsets_bytes, self._total_bytes = self._layout()
         self._params: Slab | None = None
@@ -62,46 +60,6 @@ class RunningBucket:
         name = self.spec.reduce_dtype
         return self.slots[0].param.dtype if name is None else getattr(torch, name)
 
-    @property
-    def is_updating(self) -> bool:
-        """Whether a queued update exists for which no thread has waited yet."""
-        return bool(self._queued)
-
-    def begin_update(self, update: QueuedUpdate, params: Iterable[torch.nn.Parameter]) -> None:
-        """Make every read of `params` wait for `update`."""
-        params = list(params)
-        with _queued_lock:
-            self._queued = (*self._queued, update)
-            for param in params:
-                begin_update(param)
-
-    def check_update(self) -> None:
-        """Raise the exception of a queued update if one has already failed; return at once otherwise."""
-        if self._queued and all(update.is_done for update in self._queued):
-            self.await_update()
-
-    def follow(self, work: Callable[[], None]) -> bool:
-        """Make the update worker call `work` right after the last queued update of this bucket, as a part of it.
-
-        Return False, without calling `work`, if no update is queued or the last update is done already.
-        """
-        queued = self._queued
-        return bool(queued) and queued[-1].then(work)
-
-    def await_update(self) -> None:
-        """Wait until no update of this bucket is queued. Raises the exception of a failed update."""
-        while queued := self._queued:
-            try:
-                for update in queued:
-                    update.wait()
-            finally:
-                with _queued_lock:
-                    # Another thread may have ended this wait already, and the next step may have queued more updates.
-                    if self._queued is queued and all(update.is_done for update in queued):
-                        self._queued = ()
-                        for slot in self.slots:
-                            end_update(slot.param)
-
     def is_outdated(self) -> bool:
         """Whether the bucket was made of frozen parameters and one of them is trained by now."""
         return not self.spec.trainable and any(slot.param.requires_grad for slot in self.slots)
@@ -111,7 +69,7 @@ class RunningBucket:
 
         Raises UnsupportedModel if a parameter was cast after its slot was made.
         """
-        self.await_update()
+        self.queued.wait()
         for slot in self.slots:
             slot.check_form()
         if self.is_on_host:

@@ -1,7 +1,7 @@
 """Copies of buckets from the host to the device.
 
-If the host is still updating the bucket, the update worker issues the copy when the update ends. The thread of the step
-continues meanwhile:
+If the host is still updating the bucket, the copy starts when the update ends: the thread that runs host updates (the
+update worker, see `updates`) issues it. The thread of the step continues meanwhile:
 
     gather b1    allocates device memory on the compute stream            worker: update b1 | copy b1 |
     run h.0      does not read b1, so it runs at once
@@ -48,7 +48,7 @@ class Gather(Transfer):
     def ensure_issued(self) -> "torch.cuda.Event | None":
         """Issue the copy if the worker has not, and return its event. Raises the update's exception if it failed."""
         if not self._is_held:
-            self.bucket.await_update()
+            self.bucket.queued.wait()
             with self._lock:
                 # The worker made no copy: the update failed and raised elsewhere, or this gather was called off.
                 if self._versions is None:
@@ -81,12 +81,12 @@ class Gathers:
         """Start copying `bucket` to the device; if an update of it is queued, the copy starts when the update ends."""
         label = f"gather {bucket.spec.id}"
         if isinstance(bucket, ShardedBucket):
-            bucket.await_update()
+            bucket.queued.wait()
             copy = bucket.current_copy()
             return Transfer(label, None, copy) if copy is not None else ShardGather(bucket, self.h2d, self.ledger)
         if not bucket.is_on_host:
-            bucket.await_update()
-        copy = None if bucket.is_updating else bucket.current_copy()
+            bucket.queued.wait()
+        copy = bucket.current_copy() if bucket.queued.is_empty else None
         if copy is not None:
             return Transfer(label, None, copy)
         # Allocated on the compute stream, which uses and frees it. The program waits for the copy before both.
@@ -95,7 +95,7 @@ class Gathers:
             values = bucket.cut(flat)
         allocated = mark_compute(self._device)
         gather = Gather(label, None, values, bucket=bucket, flat=flat, lanes=self, allocated=allocated)
-        if bucket.follow(gather.begin):
+        if bucket.queued.follow(gather.begin):
             self._late.add(gather)
         else:
             gather.ensure_issued()

@@ -7,12 +7,13 @@
     inputs=[x], p is not in it       dropped as soon as it is made; with several ranks, after its collective
     torch.autograd.grad(loss, [p])   handed to autograd, which returns it
 
-Autograd takes gradients at the gate (see `ops.gate`), which runs after all graphs of the backward that read the gate's
-parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own gradients.
+Autograd takes gradients at the gate (see `ops.gather`), which runs after all graphs of the backward that read the
+gate's parameters. If a backward runs inside another backward, as in a reentrant checkpoint, each publishes its own
+gradients.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,14 +21,15 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import UnsupportedBackward
 from elixir_compile.ir import BucketId, Lane, Update, Verb
-from elixir_compile.ops.registry import Slot, let_update
+from elixir_compile.ops.optimizers import let_update
+from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import as_dtensor
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
-from elixir_compile.runtime.grad_norms import GradNormCache
 from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.publish import fitted, publish, widen_sum
+from elixir_compile.runtime.placed import PlacedBuckets
+from elixir_compile.runtime.published import GradNormCache, fitted, publish, widen_sum
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, wait_on_compute
 
@@ -74,11 +76,11 @@ class GradientAccumulator:
         device: torch.device,
         ledger: Ledger,
         saved: SavedActivations,
-        bucket_of: Mapping[int, RunningBucket],
+        buckets: PlacedBuckets,
         ranks: Ranks | None,
     ) -> None:
-        """`name` is the model's name, and `bucket_of` holds the buckets in force by the keys of their slots. `ranks`
-        train the model together; None if a single rank trains it."""
+        """`name` is the model's name, and `buckets` are the buckets in force. `ranks` train the model together; None if
+        a single rank trains it."""
         self.norm_cache = GradNormCache()
         self.trained_eagerly: set[int] = set()
         """Keys of the slots whose gradients eager code made; planning counts the bytes of these gradients."""
@@ -91,7 +93,7 @@ class GradientAccumulator:
         self._device = device
         self._ledger = ledger
         self._saved = saved
-        self._bucket_of = bucket_of
+        self._buckets = buckets
         self._ranks = ranks
         self._backwards: dict[int, _Backward] = {}
         """Running backward passes by autograd's number of the pass; several if passes are nested."""
@@ -242,7 +244,7 @@ class GradientAccumulator:
 
         A gate asks twice for a parameter that two modules share, because it has two handles of it.
         """
-        self._await_update(slot)
+        self._buckets.await_update(slot)
         _, grad = backward.pending.pop(slot.key, (slot, None))
         if grad is None:
             return None
@@ -268,7 +270,7 @@ class GradientAccumulator:
         self._publish(backward, slots)
         self.norm_cache.end_backward()
         slots += backward.handed
-        for bucket in dict.fromkeys(self._bucket_of.get(slot.key) for slot in slots):
+        for bucket in dict.fromkeys(self._buckets.of(slot) for slot in slots):
             if bucket is not None and bucket.update is Update.IN_BACKWARD:
                 own = [slot.param for slot in slots if slot in bucket.slots and slot.param.requires_grad]
                 let_update(own, None)
@@ -280,19 +282,14 @@ class GradientAccumulator:
 
     def _publish(self, backward: _Backward, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            self._await_update(slot)
+            self._buckets.await_update(slot)
             _, grad = backward.pending.pop(slot.key)
             publish(slot.param, grad, self._new_fp32_sum(slot))
             self.norm_cache.keep(slot)
 
     def _new_fp32_sum(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":
-        bucket = self._bucket_of.get(slot.key) if self.sums_in_fp32 else None
+        bucket = self._buckets.of(slot) if self.sums_in_fp32 else None
         return None if bucket is None else functools.partial(bucket.fp32_sum_buffer, slot)
-
-    def _await_update(self, slot: Slot) -> None:
-        """Wait for queued updates of the slot's bucket. Raises the exception of a failed update."""
-        if (bucket := self._bucket_of.get(slot.key)) is not None:
-            bucket.await_update()
 
 
 def _asked_for(slot: Slot) -> compat.Asked:

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from elixir_compile import compat
-from elixir_compile.capture.joint import parameter
+from elixir_compile.capture.markers import parameter
 from elixir_compile.ir import Lane, Phase
 from elixir_compile.rewrite.recompute import RECOMPUTED
 from elixir_compile.rewrite.regions import RegionGraph

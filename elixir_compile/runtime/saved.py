@@ -125,6 +125,46 @@ class _Forward:
     slab: Slab | None = None
     """The memory of the bytes in `emptied`; None if no storage is emptied."""
 
+    def empty(self, pool: SlabPool) -> bool:
+        """Move the kept storages to a slab of `pool` and free their device memory; return whether there were any."""
+        storages = [storage for reference in self.kept if (storage := reference()) is not None]
+        storages = [storage for storage in storages if storage.nbytes() and storage.resizable()]
+        if not storages:
+            return False
+        self.slab = pool.take(sum(aligned_bytes(storage.nbytes()) for storage in storages))
+        start = 0
+        for storage in storages:
+            host = self.slab.tensor(torch.uint8, (storage.nbytes(),), start)
+            start = aligned_bytes(start + storage.nbytes())
+            # Not asynchronous: this happens in a few steps at most, and the caller needs the memory at once.
+            host.copy_(_as_bytes(storage))
+            self.emptied.append((weakref.ref(storage), host))
+            storage.resize_(0)
+        return True
+
+    def refill(self, pool: SlabPool) -> None:
+        """Copy the bytes of the emptied storages back to the device."""
+        for reference, host in self.emptied:
+            storage = reference()
+            if storage is not None:
+                storage.resize_(host.numel())
+                _as_bytes(storage).copy_(host)
+        self._free_emptied(pool)
+
+    def free(self, pool: SlabPool) -> None:
+        """Give all memory on the host back to `pool`."""
+        self._free_emptied(pool)
+        for offloaded in self.groups.values():
+            offloaded.transfer.kept = ()
+            offloaded.on_host = ()
+            pool.give_back(offloaded.slab)
+
+    def _free_emptied(self, pool: SlabPool) -> None:
+        self.emptied.clear()
+        slab, self.slab = self.slab, None
+        if slab is not None:
+            pool.give_back(slab)
+
 
 class SavedActivations:
     """The outstanding forwards of an executor, and its running forward."""
@@ -139,11 +179,13 @@ class SavedActivations:
         self._current = _Forward()
         self.next_number = 0
         """The number of the next forward."""
+        self.num_calls = 0
+        """How many forwards all ranks have run together; the same number on each rank, 0 if there is one rank."""
 
     def begin(self) -> None:
         """Free the activations of a forward that raised an exception; runs before each forward."""
         failed, self._current = self._current, _Forward()
-        self._free(failed)
+        failed.free(self._pool)
 
     def offload(self, group: str, values: Sequence[torch.Tensor]) -> Transfer:
         """Start copying the storages of `values`, the activations of `group`, from the running forward to the host.
@@ -188,13 +230,13 @@ class SavedActivations:
         values = tuple(view.of(flats[view.storage]) for view in offloaded.views)
         return Transfer(label, self._h2d.mark(), values, offloaded.on_host)
 
-    def ticket(self, versions: Sequence[int], call: int) -> torch.Tensor:
-        """End the running forward, number `call` of all ranks, and return its ticket: its number here and `versions`.
+    def ticket(self, versions: Sequence[int]) -> torch.Tensor:
+        """End the running forward, and return its ticket: its number on this rank and `versions`.
 
         The activations of the forward are freed when the memory of the ticket is.
         """
         number, self.next_number = self.next_number, self.next_number + 1
-        self._current.call = call
+        self._current.call = self.num_calls
         self._forwards[number], self._current = self._current, _Forward()
         ticket = torch.tensor([number, *versions], dtype=torch.int64)
         weakref.finalize(ticket.untyped_storage(), self._forget, number).atexit = False
@@ -239,7 +281,7 @@ class SavedActivations:
         """
         found = [forward for forward in list(self._forwards.values()) if forward.slab is None and forward.kept]
         with compat.real_tensors():  # the call may come while a later graph is being traced
-            return sum(map(self._empty, found)) > 0
+            return sum(forward.empty(self._pool) for forward in found) > 0
 
     @torch.no_grad()
     def restore(self, ticket: torch.Tensor) -> None:
@@ -251,36 +293,7 @@ class SavedActivations:
         if forward is None or forward.slab is None:
             return
         self.offload_outstanding()
-        for reference, host in forward.emptied:
-            storage = reference()
-            if storage is not None:
-                storage.resize_(host.numel())
-                _as_bytes(storage).copy_(host)
-        self._free_emptied(forward)
-
-    def _empty(self, forward: _Forward) -> bool:
-        """Move the kept storages of `forward` to a slab and free their device memory; return whether there were any."""
-        storages = [storage for reference in forward.kept if (storage := reference()) is not None]
-        storages = [storage for storage in storages if storage.nbytes() and storage.resizable()]
-        if not storages:
-            return False
-        forward.slab = self._pool.take(sum(aligned_bytes(storage.nbytes()) for storage in storages))
-        start = 0
-        for storage in storages:
-            host = forward.slab.tensor(torch.uint8, (storage.nbytes(),), start)
-            start = aligned_bytes(start + storage.nbytes())
-            # Not asynchronous: this happens in a few steps at most, and the caller needs the memory at once.
-            host.copy_(_as_bytes(storage))
-            forward.emptied.append((weakref.ref(storage), host))
-            storage.resize_(0)
-        return True
-
-    def _free_emptied(self, forward: _Forward) -> None:
-        """Free the bytes on the host of the emptied storages of `forward`."""
-        forward.emptied.clear()
-        slab, forward.slab = forward.slab, None
-        if slab is not None:
-            self._pool.give_back(slab)
+        forward.refill(self._pool)
 
     def end(self) -> None:
         """Unmap slabs without recent use; called after each backward."""
@@ -308,14 +321,7 @@ class SavedActivations:
         return forward.groups[group]
 
     def _forget(self, number: int) -> None:
-        self._free(self._forwards.pop(number))
-
-    def _free(self, forward: _Forward) -> None:
-        self._free_emptied(forward)
-        for offloaded in forward.groups.values():
-            offloaded.transfer.kept = ()
-            offloaded.on_host = ()
-            self._pool.give_back(offloaded.slab)
+        self._forwards.pop(number).free(self._pool)
 
 
 def number_of(ticket: torch.Tensor) -> int:

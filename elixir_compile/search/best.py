@@ -5,8 +5,8 @@ simulated step is within the tolerance of the bound. In a large program the tole
 simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
-    counted     how many of like buckets and layers take each option; in large programs  `formulation.counted`
-    bound       the relaxed optimum; columns and rows are added to the program as needed           `pricing`
+    counted     how many of like buckets and layers take each option; in large programs           `counted`
+    bound       the relaxed optimum; columns and rows are added to the program as needed            `solver`
     rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
     streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
     pool        the best integral candidates over all options used by the relaxed optima
@@ -27,9 +27,8 @@ import numpy as np
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
 from elixir_compile.search.formulation.counted import CountedProgram
-from elixir_compile.search.formulation.pricing import Priced, priced
 from elixir_compile.search.formulation.program import Program, Vector
-from elixir_compile.search.formulation.solver import integral_candidates, rounded
+from elixir_compile.search.formulation.solver import Priced, integral_candidates, priced, rounded
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.modes import modes_by_depth
 from elixir_compile.search.tries import Tries, bring_back, flip

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.analysis.windows import closing_of
-from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Update, Verb
+from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Target, Update, Verb
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.schedule import Cut, cut_regions, program, regions
 from elixir_compile.search.space.facts import Facts, gather_facts
-from elixir_compile.search.space.levels import Level, host_bytes_of, host_bytes_without_state, placement_of
+from elixir_compile.search.space.levels import Level, host_bytes_of, placement_of
 from elixir_compile.search.space.memory import MemoryModel
-from elixir_compile.search.space.min_memory import min_memory_levels
+from elixir_compile.search.space.min_memory import lowered_modes, min_memory_levels
 from elixir_compile.search.space.profiles import Profile, profiles
 from elixir_compile.search.space.residency import Moves, moves_at_use
 from elixir_compile.simulate import Cycle, Played, play, prices
@@ -85,21 +85,17 @@ class Evaluator:
         self.update = asked_time(problem)
         """When the host updates its buckets."""
         self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
-        # If state may go to disk, it counts as no host memory: a relaxation, which `disk_placement` corrects.
+        # If state may go to disk, it counts as no host memory: a relaxation, which `host_memory` corrects.
         without_state = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
         self._host_bytes = [
-            {
-                level: (host_bytes_without_state if bucket.id in without_state else host_bytes_of)(bucket, level)
-                for level in Level
-            }
+            {level: host_bytes_of(bucket, level, on_disk=bucket.id in without_state) for level in Level}
             for bucket in facts.buckets
         ]
         self._step_s: dict[tuple[Level, ...], float] = {}
         self._profiles: tuple[tuple[Profile, ...], ...] | None = None
         self._min_memory_levels: tuple[Level, ...] = ()
         self._floor_bytes: int | None = None
-        self.lowered_modes: tuple[int, ...] | None = None
-        """Modes with fewer bytes, reached from `modes` layer by layer; None until `uniform_modes` looked for them."""
+        self._lowered_modes: tuple[int, ...] | None = None
 
     def at(self, modes: Sequence[int]) -> "Evaluator":
         """Return the evaluator of the same problem at `modes`, one per layer."""
@@ -121,6 +117,14 @@ class Evaluator:
         """The levels with the smallest peak found, with every gather at its use."""
         self._min_memory_levels = self._min_memory_levels or min_memory_levels(self.facts, self.memory)
         return self._min_memory_levels
+
+    @property
+    def lowered_modes(self) -> tuple[int, ...]:
+        """Modes with fewer bytes at `min_memory_levels`, reached from the modes of this evaluator layer by layer."""
+        if self._lowered_modes is None:
+            kept = self.at([0] * len(self.facts.modes)).facts
+            self._lowered_modes = lowered_modes(kept, self.profiles, self.facts.modes, self.min_memory_levels)
+        return self._lowered_modes
 
     @property
     def floor_bytes(self) -> int:
@@ -189,7 +193,7 @@ class Evaluator:
         levels: Sequence[Level],
         moves: Moves,
         cuts: Sequence[Cut],
-        actions: Sequence[tuple[Verb, str]],
+        actions: Sequence[tuple[Verb, Target]],
         placements: Mapping[BucketId, Placement],
     ) -> Cycle:
         """Return when updates run, and which regions of the next step wait for them."""

@@ -1,15 +1,47 @@
-"""Count the fewest device bytes of a graph, and its device bytes if nothing moves, without a search."""
+"""Enumerate the modes from which a search starts, and count the limits between which its device bytes lie.
 
-from collections.abc import Iterable, Sequence
+kept, pointwise, matmul, attention, fixed        recompute up to this class, keep the rest on the device
+kept, pointwise, matmul, attention, fixed        recompute up to this class, offload the rest
+layer by layer                                   from the first and from the leanest of these, as long as bytes fall
+
+The limits are the fewest device bytes of a graph, and its device bytes if nothing moves, both without a search.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.heuristics.uniform_modes import uniform_modes
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level, placement_of
+from elixir_compile.search.space.modes import modes_by_depth
+
+
+def uniform_modes(evaluator: Evaluator) -> Iterator[Evaluator]:
+    """Yield the evaluator of each choice of modes for the start of a search, each once.
+
+    The first keeps all activations.
+    """
+    layers = evaluator.facts.layers
+    seen: set[tuple[int, ...]] = set()
+    for modes in modes_by_depth(layers):
+        if modes not in seen:
+            seen.add(modes)
+            yield evaluator.at(modes)
+    if not layers:
+        yield evaluator
+        return
+    for start in (evaluator.at([0] * len(layers)), min(map(evaluator.at, seen), key=lambda at: at.floor_bytes)):
+        if start.lowered_modes not in seen:
+            seen.add(start.lowered_modes)
+            yield evaluator.at(start.lowered_modes)
+
+
+def leanest(evaluator: Evaluator) -> Evaluator:
+    """Return the evaluator of the uniform modes with the fewest device bytes if all buckets are at minimum memory."""
+    return min(uniform_modes(evaluator), key=lambda at: at.floor_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

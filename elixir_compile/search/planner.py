@@ -3,6 +3,9 @@
     plan(problem) -> Plan
 
 The choices themselves are made by `best` for the planner `milp`, by `heuristics.greedy` and by `heuristics.rules`.
+
+`largest_feasible` finds the largest batch that any plan can train within the budgets. A larger batch never needs fewer
+bytes, so doubling and bisection find it in 2 log2(batch) trials.
 """
 
 import contextlib
@@ -16,13 +19,12 @@ from elixir_compile.ir import Decision, Plan
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
 from elixir_compile.search.clock import Clock
-from elixir_compile.search.disk_placement import plan_with_disk
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.greedy import place_greedily
-from elixir_compile.search.heuristics.host_memory import host_floor_bytes, with_min_host_bytes
 from elixir_compile.search.heuristics.rules import MAX_PLACEMENTS, RULES, num_placements, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
-from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
+from elixir_compile.search.host_memory import host_floor_bytes, plan_with_disk, with_min_host_bytes
+from elixir_compile.search.limits import leanest, uniform_modes
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
@@ -237,3 +239,50 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
     return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host")
+
+
+MAX_BATCH = 1 << 30
+"""The largest batch that is tried."""
+
+
+def floor_bytes(problem: Problem) -> int:
+    """Return the smallest peak in device bytes over the uniform modes, with buckets at the levels of minimum memory.
+
+    It is not proved that no plan for `problem` has a smaller peak.
+    """
+    return leanest(Evaluator(gather_facts(problem))).floor_bytes
+
+
+def is_feasible(problem: Problem) -> bool:
+    """Return whether some plan fits both budgets of `problem`.
+
+    The uniform modes decide it if the host can hold all buckets, else the greedy planner, by finding a plan or not.
+    """
+    evaluator = Evaluator(gather_facts(problem))
+    if all(uniform.floor_bytes > problem.budget_bytes for uniform in uniform_modes(evaluator)):
+        return False
+    if any(uniform.fits(uniform.min_memory_levels, ahead=0) for uniform in uniform_modes(evaluator)):
+        return True
+    try:
+        plan(problem, planner="greedy")
+    except NoFeasiblePlan:
+        return False
+    return True
+
+
+def largest_feasible(problem_at: Callable[[int], Problem], limit: int = MAX_BATCH) -> int:
+    """Return the largest value, at most `limit`, for which `problem_at(value)` has a plan; 0 if 1 has no plan.
+
+    `problem_at` is called once for each value. The bytes of its problems must not decrease with the value.
+    """
+    low, high = 0, 1
+    while high <= limit and is_feasible(problem_at(high)):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_feasible(problem_at(middle)):
+            low = middle
+        else:
+            high = middle
+    return low

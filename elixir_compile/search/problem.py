@@ -12,7 +12,10 @@ from elixir_compile.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A question to `plan`."""
+    """A question to `plan`.
+
+    It has more than 15 fields, because a plan depends on all of them: the plan cache compares problems field by field.
+    """
 
     name: str
     graph: StepGraph

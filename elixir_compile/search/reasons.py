@@ -1,4 +1,4 @@
-"""Explain a draft plan: decisions with their reasons, and the rows of the program that hold up the bound."""
+"""Explain a draft plan: decisions with their reasons, and the limits that the relaxed optimum reaches."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -47,9 +47,10 @@ def _longest_labels(program: Program, x: Vector) -> list[str]:
 
 
 _NUM_REJECTED = 6
-"""Rejected options in a decision, the nearest ones; a bucket has no more."""
+"""Rejected options that a decision names: those that add the fewest seconds, then those least over a budget. A bucket
+has no more options."""
 _MAX_PRICED = 600
-"""Rejected options in all decisions with computed seconds; each takes a millisecond or more."""
+"""Rejected options of all decisions together whose seconds are computed; computing one takes a millisecond or more."""
 
 
 def decisions(program: Program, draft: DraftPlan, deadline: Deadline | None = None) -> tuple[Decision, ...]:

@@ -14,7 +14,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from elixir_compile.ir import Action, Bucket, BucketId, Phase, Region, RegionId, Schedule, Verb, grad_of
+from elixir_compile.ir import (
+    Action,
+    BucketId,
+    GradientRef,
+    Phase,
+    Region,
+    RegionId,
+    RegionRef,
+    Schedule,
+    Target,
+    Verb,
+)
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.residency import Moves
@@ -67,68 +78,67 @@ def _layer_starts(facts: Facts, acting: Sequence[int]) -> set[int]:
     }
 
 
-def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, str]]:
-    """Return the actions of a step as pairs of a verb and the name on which it acts."""
-    num_buckets = len(facts.buckets)
-    names = [
-        *(str(bucket.id) for bucket in facts.buckets),
-        *(str(interval.group) for interval in facts.offload_intervals),
-    ]
+def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, Target]]:
+    """Return the actions of a step as pairs of a verb and its target."""
+    buckets, grads, groups = facts.targets.buckets, facts.targets.gradients, facts.targets.groups
+    moving = (*buckets, *groups)
     leaving = _leaving_activations(facts, moves)
-    gathers: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
-    waits: defaultdict[int, list[str]] = defaultdict(list)
-    releases: defaultdict[int, list[str]] = defaultdict(list)
+    gathers: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
+    waits: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
+    releases: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
     for residency in moves.residencies:
-        is_bucket, name = residency.bucket < num_buckets, names[residency.bucket]
-        gathers[residency.gather].append((Verb.GATHER if is_bucket else Verb.PREFETCH, name))
-        waits[residency.first].append(name)
+        is_bucket, target = residency.bucket < len(buckets), moving[residency.bucket]
+        gathers[residency.gather].append((Verb.GATHER if is_bucket else Verb.PREFETCH, target))
+        waits[residency.first].append((Verb.WAIT, target))
         if is_bucket:
-            releases[residency.last].append(name)
-    complete = sorted((grads.complete, bucket) for bucket, grads in enumerate(facts.gradients) if grads is not None)
-    under_way: dict[str, int] = {}
-    actions: list[tuple[Verb, str]] = []
+            releases[residency.last].append((Verb.RELEASE, target))
+    complete = sorted((own.complete, bucket) for bucket, own in enumerate(facts.gradients) if own is not None)
+    under_way: dict[int, int] = {}
+    actions: list[tuple[Verb, Target]] = []
     done = 0
     for cut in cuts:
         actions += gathers[cut.first]
-        actions += [(Verb.WAIT, name) for name in waits[cut.first]]
-        actions.append((Verb.RUN, cut.id))
-        actions += [(Verb.RELEASE, name) for name in releases[cut.last]]
+        actions += waits[cut.first]
+        actions.append((Verb.RUN, RegionRef(cut.id)))
+        actions += releases[cut.last]
         actions += leaving[cut.last]
         while done < len(complete) and complete[done][0] <= cut.last:
             op, bucket = complete[done]
             if bucket not in moves.grad_ends:
-                actions.append((Verb.REDUCE, names[bucket]))
+                actions.append((Verb.REDUCE, buckets[bucket]))
             else:
-                ending = [grad for grad, end in under_way.items() if end <= op]
-                actions += _leave(facts.buckets[bucket], levels[bucket], ending)
-                under_way = {grad: end for grad, end in under_way.items() if end > op}
-                under_way[grad_of(facts.buckets[bucket].id)] = moves.grad_ends[bucket]
+                ending = [grads[other] for other, end in under_way.items() if end <= op]
+                actions += _leave(facts, bucket, levels[bucket], ending)
+                under_way = {other: end for other, end in under_way.items() if end > op}
+                under_way[bucket] = moves.grad_ends[bucket]
             done += 1
-    actions += [(Verb.WAIT, grad) for grad in under_way]
+    actions += [(Verb.WAIT, grads[bucket]) for bucket in under_way]
     if facts.is_training:
-        actions += [(Verb.UPDATE, bucket.id) for bucket in facts.buckets if bucket.trainable]
+        actions += [
+            (Verb.UPDATE, target) for target, bucket in zip(buckets, facts.buckets, strict=True) if bucket.trainable
+        ]
     return actions
 
 
-def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[Verb, str]]]:
+def _leaving_activations(facts: Facts, moves: Moves) -> Mapping[int, list[tuple[Verb, Target]]]:
     """Return per op the offloads started after it, then the waits for offloads due by then."""
-    found: defaultdict[int, list[tuple[Verb, str]]] = defaultdict(list)
-    for interval in facts.offload_intervals:
-        found[interval.leave].append((Verb.OFFLOAD, str(interval.group)))
+    found: defaultdict[int, list[tuple[Verb, Target]]] = defaultdict(list)
+    for interval, group in zip(facts.offload_intervals, facts.targets.groups, strict=True):
+        found[interval.leave].append((Verb.OFFLOAD, group))
     for number, end in moves.leave_ends.items():
-        found[end].append((Verb.WAIT, str(facts.offload_intervals[number].group)))
+        found[end].append((Verb.WAIT, facts.targets.groups[number]))
     return found
 
 
-def _leave(bucket: Bucket, level: Level, ending: Sequence[str]) -> list[tuple[Verb, str]]:
+def _leave(facts: Facts, bucket: int, level: Level, ending: Sequence[GradientRef]) -> list[tuple[Verb, Target]]:
     """Return the reduce and the offload of a bucket's gradients, and the waits for the earlier gradients in `ending`.
 
     On one rank the reduce comes before the waits: there it is no transfer.
     """
     waits = [(Verb.WAIT, grad) for grad in ending]
-    reduces = [(Verb.REDUCE, str(bucket.id))]
-    offloads = [(Verb.OFFLOAD, grad_of(bucket.id))] if level.has_param_on_host else []
-    return [*waits, *reduces, *offloads] if bucket.is_sharded else [*reduces, *waits, *offloads]
+    reduces = [(Verb.REDUCE, facts.targets.buckets[bucket])]
+    offloads = [(Verb.OFFLOAD, facts.targets.gradients[bucket])] if level.has_param_on_host else []
+    return [*waits, *reduces, *offloads] if facts.buckets[bucket].is_sharded else [*reduces, *waits, *offloads]
 
 
 def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
@@ -151,9 +161,9 @@ def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
     )
 
 
-def schedule(actions: Sequence[tuple[Verb, str]]) -> Schedule:
+def schedule(actions: Sequence[tuple[Verb, Target]]) -> Schedule:
     """Return the pairs of `program` as the schedule of rank 0."""
-    return Schedule(rank=0, actions=tuple(Action(verb=verb, what=what) for verb, what in actions))
+    return Schedule(rank=0, actions=tuple(Action(verb=verb, target=target) for verb, target in actions))
 
 
 def _uses(facts: Facts) -> list[tuple[BucketId, list[int]]]:

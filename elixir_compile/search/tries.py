@@ -14,7 +14,7 @@ _MIN_SWAP_GAIN, _MIN_FLIP_GAIN = 1e-5, 1e-4
 """Swaps and flips with a smaller gain, as a share of the step, do not count."""
 _MAX_SWAPS_SIMULATED, _MAX_SWAPS = 8, 64
 """The most swaps of streamed updates simulated in a round, and the most rounds."""
-_GOOD_ENOUGH = ((6, 5e-3), (8, 1e-2))
+_GOOD_ENOUGH = ((9, 5e-3), (14, 1e-2))
 """(number, share): after so many simulated candidates the search of a large program ends if untried candidates can be
 shorter by no more than this share of the step. Llama 7B on an RTX 4090 came to 0.3 % with its 7th candidate after 6 CPU
 seconds, and to 0.2 % after 11; GPT-2 20B on an A100 to 0.9 % with its 8th after 9, and to 0.4 % with its 100th after

@@ -1,14 +1,26 @@
 """Write a draft plan out as a plan: its regions, its schedule, its simulated prediction and its decisions."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from elixir_compile.analysis.formula import peak_formula
 from elixir_compile.analysis.timeline import plan_timeline
-from elixir_compile.ir import Decision, OpId, Plan, Prediction, fingerprint
+from elixir_compile.ir import (
+    Activations,
+    Bucket,
+    Decision,
+    OpId,
+    Placement,
+    Plan,
+    Prediction,
+    Region,
+    Schedule,
+    fingerprint,
+)
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import update_decisions
-from elixir_compile.search.problem import update_time
+from elixir_compile.search.problem import Problem, update_time
 from elixir_compile.search.schedule import cut_regions, program, regions, schedule
 from elixir_compile.search.space.levels import placement_of
 from elixir_compile.search.space.residency import num_ahead
@@ -25,26 +37,13 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     streamed = draft.moves.streamed
     buckets = enumerate(zip(facts.buckets, draft.levels, strict=True))
     placements = tuple(placement_of(bucket, level, streamed=i in streamed) for i, (bucket, level) in buckets)
-    unpredicted = Plan(
-        name=problem.name,
-        graph=fingerprint(problem.graph),
-        cluster=problem.cluster.name,
-        num_copies=problem.num_copies,
-        budget_bytes=problem.budget_bytes,
-        base_bytes=problem.base_bytes,
-        buckets=facts.buckets,
-        placements=placements,
-        activations=facts.activations,
-        update=update_time(problem, placements),
-        regions=regions(facts, cuts),
-        schedules=(schedule(actions),),
-        decisions=(),
-        prediction=_NOTHING,
-        planner=draft.planner,
-        bound_s=proved.bound_s if proved else None,
-        binding=proved.binding if proved else (),
-        gib_saves_s=proved.gib_saves_s if proved else None,
+    unpredicted = unpredicted_plan(
+        problem, facts.buckets, placements, facts.activations, regions(facts, cuts), schedule(actions), draft.planner
     )
+    if proved is not None:
+        unpredicted = replace(
+            unpredicted, bound_s=proved.bound_s, binding=proved.binding, gib_saves_s=proved.gib_saves_s
+        )
     peak = plan_timeline(problem.graph, unpredicted).peak
     record = simulate(problem.graph, unpredicted, problem.cluster, problem.measured)
     prediction = prediction_of(record, peak.nbytes, peak.op)
@@ -58,6 +57,40 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
         ),
         formula=peak_formula(problem.graph, unpredicted),
         symbols=problem.graph.symbols,
+    )
+
+
+_NOTHING = Prediction(
+    step_s=0.0, exposed_s=0.0, hidden_share=1.0, device_peak_bytes=0, device_peak_at=OpId(""), host_peak_bytes=0
+)
+
+
+def unpredicted_plan(
+    problem: Problem,
+    buckets: Sequence[Bucket],
+    placements: tuple[Placement, ...],
+    activations: tuple[Activations, ...],
+    regions: tuple[Region, ...],
+    schedule: Schedule,
+    planner: str,
+) -> Plan:
+    """Return the plan of `planner` for `problem`, with an empty prediction and without decisions."""
+    return Plan(
+        name=problem.name,
+        graph=fingerprint(problem.graph),
+        cluster=problem.cluster.name,
+        num_copies=problem.num_copies,
+        budget_bytes=problem.budget_bytes,
+        base_bytes=problem.base_bytes,
+        buckets=tuple(buckets),
+        placements=placements,
+        activations=activations,
+        update=update_time(problem, placements),
+        regions=regions,
+        schedules=(schedule,),
+        decisions=(),
+        prediction=_NOTHING,
+        planner=planner,
     )
 
 
@@ -85,11 +118,6 @@ def unused_memory(made: Plan, prediction: Prediction) -> tuple[Decision, ...]:
             because=f"the search ended with a gap of {gap:.1%} before it found a use for them",
         ),
     )
-
-
-_NOTHING = Prediction(
-    step_s=0.0, exposed_s=0.0, hidden_share=1.0, device_peak_bytes=0, device_peak_at=OpId(""), host_peak_bytes=0
-)
 
 
 def _decisions(draft: DraftPlan, made: Plan, prediction: Prediction) -> tuple[Decision, ...]:

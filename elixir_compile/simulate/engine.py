@@ -41,6 +41,7 @@ from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import BucketId, Lane, RegionId, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
+from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
 from elixir_compile.simulate.lanes import Lanes
 from elixir_compile.simulate.prices import Prices, prices
 
@@ -48,7 +49,7 @@ _NOT_MEASURED = Measured()
 _MOST_CYCLES = 16
 _ROUNDING_S = 1e-12
 
-_Program = Sequence[tuple[Verb, str]]
+_Program = Sequence[tuple[Verb, Target]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
         closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
     )
     spans: list[Span] = []
-    program = ((action.verb, action.what) for action in actions)
+    program = ((action.verb, action.target) for action in actions)
     played = play(program, run_s, placements, price, spans, cycle)
     timeline = plan_timeline(graph, plan)
     return Record(
@@ -101,7 +102,7 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
 
 
 def play(
-    program: Iterable[tuple[Verb, str]],
+    program: Iterable[tuple[Verb, Target]],
     run_s: Mapping[RegionId, float],
     placements: Mapping[BucketId, Placement],
     price: Prices,
@@ -120,10 +121,14 @@ def play(
         player.run(program)
     else:
         actions = tuple(program)
-        player.update_across([what for verb, what in actions if verb is Verb.UPDATE])
+        player.update_across([target.bucket for target in _updated(actions)])
         player.run(action for action in actions if action[0] is not Verb.UPDATE)
     lanes.await_all_updates()
     return _played(max(lanes.free_s.values()), lanes.memory_s, lanes.stalled_s)
+
+
+def _updated(program: _Program) -> list[BucketRef]:
+    return [target for verb, target in program if verb is Verb.UPDATE and isinstance(target, BucketRef)]
 
 
 def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:
@@ -181,37 +186,38 @@ class _Player:
         cycle: Cycle,
     ) -> None:
         self.lanes, self._run_s, self._placements, self._cycle = lanes, run_s, placements, cycle
-        self.updated: set[str] = set()
+        self.updated: set[BucketId] = set()
         """Buckets that are updated in this step."""
         self._backward_end_s: float | None = None
 
-    def run(self, program: Iterable[tuple[Verb, str]]) -> None:
-        lanes, placements = self.lanes, self._placements
-        for verb, what in program:
-            if verb is Verb.RUN:
-                self._run_region(what)
-            elif verb is Verb.WAIT:
-                lanes.wait(what)
+    def run(self, program: Iterable[tuple[Verb, Target]]) -> None:
+        lanes, placements, is_closing = self.lanes, self._placements, bool(self._cycle.closing)
+        for verb, target in program:
+            if isinstance(target, RegionRef):
+                self._run_region(target.region)
+                continue
+            if verb is Verb.WAIT:
+                lanes.wait(target)
+            elif isinstance(target, GroupRef):
+                (lanes.offload_group if verb is Verb.OFFLOAD else lanes.prefetch)(target.group)
+            elif isinstance(target, GradientRef):
+                lanes.offload_gradient(target.bucket)
             elif verb is Verb.GATHER:
-                lanes.gather(what, placements[BucketId(what)])
+                lanes.gather(target.bucket, placements[target.bucket])
             elif verb is Verb.REDUCE:
-                lanes.reduce(what)
-            elif verb is Verb.OFFLOAD:
-                lanes.offload(what)
-            elif verb is Verb.PREFETCH:
-                lanes.prefetch(what)
+                lanes.reduce(target.bucket)
             elif verb is Verb.UPDATE:
-                self._update(what, placements[BucketId(what)])
-            if self._cycle.closing:
-                self._close(verb, what)
+                self._update(target.bucket, placements[target.bucket])
+            if is_closing and not isinstance(target, GroupRef):
+                self._close(verb, target.bucket)
 
-    def update_across(self, buckets: Sequence[str]) -> None:
+    def update_across(self, buckets: Sequence[BucketId]) -> None:
         """Simulate `optimizer.step()`, see `HybridAdamW`: updates on the device, queued updates on the host, streams.
 
         The forward begins when gradients for the host have left the device.
         """
         lanes = self.lanes
-        homes = [(name, self._placements[BucketId(name)]) for name in buckets]
+        homes = [(name, self._placements[name]) for name in buckets]
         for name, placement in homes:
             if placement.optim is Tier.DEVICE:
                 lanes.update_on_device(name)
@@ -225,14 +231,14 @@ class _Player:
                 lanes.stream(name, placement)
         lanes.free_s[Lane.COMPUTE] = max(lanes.free_s[Lane.COMPUTE], left_s)
 
-    def _run_region(self, region: str) -> None:
+    def _run_region(self, region: RegionId) -> None:
         lanes = self.lanes
         if lanes.updating_s or lanes.arriving:
-            for bucket in self._cycle.reads.get(RegionId(region), ()):
+            for bucket in self._cycle.reads.get(region, ()):
                 lanes.await_update(bucket)
-        lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[RegionId(region)])
+        lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[region])
 
-    def _update(self, bucket: str, placement: Placement) -> None:
+    def _update(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket after the backward; updates by the host do not wait for updates by the device."""
         lanes = self.lanes
         if bucket in self.updated:
@@ -247,19 +253,19 @@ class _Player:
             lanes.await_all_updates()
         self._update_where_placed(bucket, placement, self._backward_end_s)
 
-    def _close(self, verb: Verb, what: str) -> None:
-        bucket = BucketId(what.removesuffix(".grad") if verb is Verb.OFFLOAD else what)
+    def _close(self, verb: Verb, bucket: BucketId) -> None:
+        """Update `bucket` if its updates begin after an action with this verb, on its parameters or its gradient."""
         if self._cycle.closing.get(bucket) is verb and bucket not in self.updated:
-            landed_s = self.lanes.ready_s.get(f"{bucket}.grad", 0.0)
+            landed_s = self.lanes.gradient_s.get(bucket, 0.0)
             self._update_early(bucket, self._placements[bucket], landed_s)
 
-    def _update_early(self, bucket: str, placement: Placement, landed_s: float) -> None:
+    def _update_early(self, bucket: BucketId, placement: Placement, landed_s: float) -> None:
         lanes = self.lanes
         self.updated.add(bucket)
         lanes.await_update(bucket)
         self._update_where_placed(bucket, placement, max(landed_s, lanes.free_s[Lane.COMPUTE]))
 
-    def _update_where_placed(self, bucket: str, placement: Placement, landed_s: float) -> None:
+    def _update_where_placed(self, bucket: BucketId, placement: Placement, landed_s: float) -> None:
         """Update a bucket: on the device when compute is free, on the host from `landed_s` on, when it has the
         gradient."""
         if placement.streamed:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elixir_compile.ir.bucket import Placement
-from elixir_compile.ir.kinds import Lane, Tier
+from elixir_compile.ir.kinds import BucketId, GroupId, Lane, Tier
 from elixir_compile.ir.record import Span
+from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, Target
 from elixir_compile.simulate.prices import Prices
 
 
@@ -19,22 +20,29 @@ class Arrival(NamedTuple):
     """Updated parameters of a bucket that are to be copied to the device from `since_s` on. Sorts by time."""
 
     since_s: float
-    bucket: str
+    bucket: BucketId
     is_gathered: bool
     """True if the copy is part of a gather; False if it ends an update of parameters on the device."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Lanes:
-    """The state of all lanes, in seconds since the step began."""
+    """The state of all lanes, in seconds since the step began.
+
+    It has more than 20 methods: one for each action of a schedule, and for each way to update a bucket.
+    """
 
     price: Prices
     spans: list[Span] | None
     free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
     """When each lane is free."""
-    ready_s: dict[str, float] = field(default_factory=dict)
-    """When each transfer ends for which compute may wait, by the target of its action."""
-    updating_s: dict[str, float] = field(default_factory=dict)
+    gathered_s: dict[BucketId, float] = field(default_factory=dict)
+    """When each gather ends for which compute has not waited."""
+    gradient_s: dict[BucketId, float] = field(default_factory=dict)
+    """When the last transfer of each gradient ends, its reduce or its offload, for which compute has not waited."""
+    group_s: dict[GroupId, float] = field(default_factory=dict)
+    """When the last transfer of each group of activations ends for which compute has not waited."""
+    updating_s: dict[BucketId, float] = field(default_factory=dict)
     """When the update of each bucket ends that the host runs beside the step."""
     arriving: list[Arrival] = field(default_factory=list)
     """Copies to the device that have not started, in the order of time."""
@@ -53,7 +61,7 @@ class Lanes:
             self.spans.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
         return end_s
 
-    def gather(self, bucket: str, placement: Placement) -> None:
+    def gather(self, bucket: BucketId, placement: Placement) -> None:
         """Issue a gather: a copy from the host after the update, if the bucket is there, and an all-gather if it is
         sharded."""
         is_copied = placement.param is not Tier.DEVICE
@@ -68,9 +76,9 @@ class Lanes:
             ready_s = self._to_device(f"gather {bucket}", ready_s, self.price.h2d_s[bucket])
         if self.price.gather_s[bucket]:
             ready_s = self.occupy(Lane.GATHER, f"gather {bucket}", ready_s, self.price.gather_s[bucket])
-        self.ready_s[bucket] = ready_s
+        self.gathered_s[bucket] = ready_s
 
-    def reduce(self, bucket: str) -> None:
+    def reduce(self, bucket: BucketId) -> None:
         """Issue a reduce over the ranks of a copy, then an average over copies.
 
         Compute waits for both at once if the bucket is not sharded. A single rank has nothing to do.
@@ -81,36 +89,46 @@ class Lanes:
         if price.average_s.get(bucket):
             ends_s = self.occupy(Lane.REDUCE, f"average {bucket}", ends_s, price.average_s[bucket])
         if price.gather_s[bucket]:
-            self.ready_s[f"{bucket}.grad"] = ends_s
+            self.gradient_s[bucket] = ends_s
         else:
             self._hold_compute(ends_s)
 
-    def offload(self, what: str) -> None:
-        """Issue the copy of a gradient, after its reduce, or of activations to the host."""
-        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(what, 0.0))
-        owner = what if what in self.price.d2h_s else what.removesuffix(".grad")
-        self._copy(owner)
-        self.ready_s[what] = self.occupy(Lane.D2H, f"offload {what}", after_s, self.price.d2h_s[owner])
+    def offload_gradient(self, bucket: BucketId) -> None:
+        """Issue the copy of a gradient to the host, after its reduce."""
+        self.gradient_s[bucket] = self._to_host(
+            f"offload {GradientRef(bucket)}", bucket, self.gradient_s.get(bucket, 0.0)
+        )
 
-    def prefetch(self, group: str) -> None:
+    def offload_group(self, group: GroupId) -> None:
+        """Issue the copy of activations to the host."""
+        self.group_s[group] = self._to_host(f"offload {group}", group, self.group_s.get(group, 0.0))
+
+    def prefetch(self, group: GroupId) -> None:
         """Issue the copy of activations to the device, after their offload."""
-        after_s = max(self.free_s[Lane.COMPUTE], self.ready_s.get(group, 0.0))
+        after_s = max(self.free_s[Lane.COMPUTE], self.group_s.get(group, 0.0))
         self._copy(group)
-        self.ready_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
+        self.group_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
 
-    def wait(self, what: str) -> None:
-        """Let compute wait for the transfer of `what`."""
-        if self.arriving:
-            self._stall(self._land_up_to(what))
-        self._hold_compute(self.ready_s.pop(what, 0.0))
+    def wait(self, target: Target) -> None:
+        """Let compute wait for the transfer of `target`."""
+        ready_s = 0.0
+        if isinstance(target, BucketRef):
+            if self.arriving:
+                self._stall(self._land_up_to(target.bucket))
+            ready_s = self.gathered_s.pop(target.bucket, 0.0)
+        elif isinstance(target, GradientRef):
+            ready_s = self.gradient_s.pop(target.bucket, 0.0)
+        elif isinstance(target, GroupRef):
+            ready_s = self.group_s.pop(target.group, 0.0)
+        self._hold_compute(ready_s)
 
     # Updates.
 
-    def update_on_device(self, bucket: str) -> None:
+    def update_on_device(self, bucket: BucketId) -> None:
         """Update a bucket with its state on the device."""
         self.occupy(Lane.COMPUTE, f"update {bucket}", 0.0, self.price.device_update_s[bucket])
 
-    def stream(self, bucket: str, placement: Placement) -> None:
+    def stream(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket on the device with state from the host, and copy the state back.
 
         Parameters and gradients are copied too if they are on the host. Compute waits for the last copy.
@@ -121,12 +139,12 @@ class Lanes:
         ends_s = self.occupy(Lane.COMPUTE, f"update {bucket}", ends_s, self.price.device_update_s[bucket])
         self._hold_compute(self.occupy(Lane.D2H, f"offload {bucket}.state", ends_s, back_s))
 
-    def update_on_host(self, bucket: str, placement: Placement, after_s: float) -> None:
+    def update_on_host(self, bucket: BucketId, placement: Placement, after_s: float) -> None:
         """Update a bucket on the host from `after_s` on, after the copy of its gradient if parameters are on the
         device."""
         if self.is_staged(placement):
             self._copy(bucket)
-            after_s = self.occupy(Lane.D2H, f"offload {bucket}.grad", after_s, self.price.d2h_s[bucket])
+            after_s = self.occupy(Lane.D2H, f"offload {GradientRef(bucket)}", after_s, self.price.d2h_s[bucket])
         update_s = self.price.off_device_update_s(bucket, placement.optim)
         self.memory_s += self.price.memory.update_s.get(bucket, 0.0)
         ends_s = self.occupy(Lane.HOST, f"update {bucket}", after_s, update_s)
@@ -139,7 +157,7 @@ class Lanes:
         """Return whether an update by the host copies the gradient to the host and the parameters back."""
         return placement.param is Tier.DEVICE and not self.price.is_one_memory
 
-    def await_update(self, bucket: str) -> None:
+    def await_update(self, bucket: BucketId) -> None:
         """Let compute, and every action issued later, wait for the update of `bucket`."""
         self._land_up_to(bucket)
         self._stall(self.updating_s.pop(bucket, 0.0))
@@ -156,14 +174,16 @@ class Lanes:
         passed_s = self.free_s[Lane.COMPUTE]
         self.memory_s = 0.0
         self.free_s = {lane: max(free_s - passed_s, 0.0) for lane, free_s in self.free_s.items()}
-        self.ready_s.clear()
+        self.gathered_s.clear()
+        self.gradient_s.clear()
+        self.group_s.clear()
         self.updating_s = {name: end_s - passed_s for name, end_s in self.updating_s.items() if end_s > passed_s}
         self.arriving = [arrival._replace(since_s=arrival.since_s - passed_s) for arrival in self.arriving]
         return passed_s
 
-    def _copy(self, what: str) -> None:
+    def _copy(self, owner: BucketId | GroupId) -> None:
         """Count the host memory traffic of a copy."""
-        self.memory_s += self.price.memory.copy_s.get(what, 0.0)
+        self.memory_s += self.price.memory.copy_s.get(owner, 0.0)
 
     def _hold_compute(self, until_s: float) -> None:
         self.free_s[Lane.COMPUTE] = max(self.free_s[Lane.COMPUTE], until_s)
@@ -173,12 +193,16 @@ class Lanes:
         self.stalled_s += max(0.0, until_s - self.free_s[Lane.COMPUTE])
         self._hold_compute(until_s)
 
+    def _to_host(self, label: str, owner: BucketId | GroupId, after_s: float) -> float:
+        self._copy(owner)
+        return self.occupy(Lane.D2H, label, max(self.free_s[Lane.COMPUTE], after_s), self.price.d2h_s[owner])
+
     def _to_device(self, label: str, after_s: float, seconds: float) -> float:
         while self.arriving and self.arriving[0].since_s <= after_s:
             self._land()
         return self.occupy(Lane.H2D, label, after_s, seconds)
 
-    def _land_up_to(self, bucket: str) -> float:
+    def _land_up_to(self, bucket: BucketId) -> float:
         """Run the waiting copies up to that of `bucket`. Return the end of its update, or 0 if it has no waiting
         copy."""
         since_s = 0.0
@@ -190,10 +214,13 @@ class Lanes:
         since_s, bucket, is_gathered = self.arriving.pop(0)
         self._copy(bucket)
         ends_s = self.occupy(Lane.H2D, f"gather {bucket}", since_s, self.price.h2d_s[bucket])
-        (self.ready_s if is_gathered else self.updating_s)[bucket] = ends_s
+        if is_gathered:
+            self.gathered_s[bucket] = ends_s
+        else:
+            self.updating_s[bucket] = ends_s
         return since_s
 
-    def _may_be_late(self, bucket: str) -> bool:
+    def _may_be_late(self, bucket: BucketId) -> bool:
         """Return whether a gather of a bucket in update can be issued without letting compute wait.
 
         It cannot if copies run on the compute lane, or if the bucket is sharded: all ranks gather in the same order.

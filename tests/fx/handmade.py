@@ -29,6 +29,7 @@ from elixir_compile.ir import (
     Verb,
     fingerprint,
 )
+from elixir_compile.ir.schedule import BucketRef, GroupRef, RegionRef
 from elixir_compile.search import Problem
 
 Choice = Callable[[Group], Saving | None]
@@ -158,24 +159,24 @@ def _actions(
     last_forward = max(at for at, region in enumerate(regions) if region.phase is Phase.FORWARD)
     waiting: list[str] = []
     for at, region in enumerate(regions):
-        before = [Action(verb=Verb.PREFETCH, what=name) for name, turn in returns.items() if turn == at]
+        before = [Action(verb=Verb.PREFETCH, target=GroupRef(name)) for name, turn in returns.items() if turn == at]
         if before and waiting:
-            yield from (Action(verb=Verb.WAIT, what=name) for name in waiting)
+            yield from (Action(verb=Verb.WAIT, target=GroupRef(name)) for name in waiting)
             waiting = []
         yield from before
-        yield from (Action(verb=Verb.WAIT, what=action.what) for action in before)
-        yield Action(verb=Verb.RUN, what=region.id)
+        yield from (Action(verb=Verb.WAIT, target=action.target) for action in before)
+        yield Action(verb=Verb.RUN, target=RegionRef(region.id))
         if not waits_late:
-            yield from (Action(verb=Verb.WAIT, what=name) for name in waiting)
+            yield from (Action(verb=Verb.WAIT, target=GroupRef(name)) for name in waiting)
             waiting = []
         left = [name for name, turn in leaves.items() if turn == at]
-        yield from (Action(verb=Verb.OFFLOAD, what=name) for name in left)
+        yield from (Action(verb=Verb.OFFLOAD, target=GroupRef(name)) for name in left)
         waiting += left
         if at == last_forward and not waits_late:
-            yield from (Action(verb=Verb.WAIT, what=name) for name in waiting)
+            yield from (Action(verb=Verb.WAIT, target=GroupRef(name)) for name in waiting)
             waiting = []
-    yield Action(verb=Verb.REDUCE, what=bucket.id)
-    yield Action(verb=Verb.UPDATE, what=bucket.id)
+    yield Action(verb=Verb.REDUCE, target=BucketRef(bucket.id))
+    yield Action(verb=Verb.UPDATE, target=BucketRef(bucket.id))
 
 
 def _turns(

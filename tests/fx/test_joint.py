@@ -4,8 +4,8 @@ import torch
 from torch import fx, nn
 
 from elixir_compile.capture.convert import ops_of
-from elixir_compile.capture.joint import TICKET, gradient, parameter, ticket
-from elixir_compile.ops.schema import GATHER, REDUCE
+from elixir_compile.capture.markers import TICKET, gradient, parameter, ticket
+from elixir_compile.ops.gather import GATHER, REDUCE
 from tests.fx.captures import Pair, Shared, halves_of_torch, record_of
 
 

@@ -9,7 +9,7 @@ import elixir_compile as elixir
 from elixir_compile.capture.chunked import chunked_cross_entropy
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.compat import storage_key
-from elixir_compile.ops.schema import GATHER
+from elixir_compile.ops.gather import GATHER
 from tests.fx.losses import (
     CLASSES,
     LOSSES,

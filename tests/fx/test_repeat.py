@@ -1,4 +1,4 @@
-"""`rewrite.recompute` and `capture.extra_saved`: the rewritten halves are the step that the planner counts."""
+"""`rewrite.recompute` and `capture.additions`: the rewritten halves are the step that the planner counts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from torch.nn import functional
 
 import elixir_compile as elixir
 from elixir_compile.analysis import Depth, as_run, fused, repeats
+from elixir_compile.capture.additions import add_extra_saved
 from elixir_compile.capture.convert import Captured, step_graph
-from elixir_compile.capture.extra_saved import add_extra_saved
-from elixir_compile.capture.joint import TICKET, parameter, ticket
+from elixir_compile.capture.markers import TICKET, parameter, ticket
 from elixir_compile.capture.tracing import trace_step
 from elixir_compile.capture.views import by_owner, path_to
 from elixir_compile.errors import InvalidPlan

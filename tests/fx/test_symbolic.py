@@ -9,8 +9,9 @@ from torch import fx, nn
 
 from elixir_compile.analysis import keep_everything_timeline, peak_formula, plan_at, plan_timeline, verify
 from elixir_compile.capture.convert import step_graph
-from elixir_compile.capture.joint import _Hidden, _rebuild_view, _view_chain, parameter
-from elixir_compile.capture.op_facts import kernel_of
+from elixir_compile.capture.joint import _Hidden, _rebuild_view, _view_chain
+from elixir_compile.capture.markers import parameter
+from elixir_compile.capture.node_facts import kernel_of
 from elixir_compile.capture.tracing import _renamed
 from elixir_compile.capture.views import is_view, viewed
 from elixir_compile.ir import (

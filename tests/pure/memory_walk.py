@@ -12,9 +12,9 @@ from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
 from elixir_compile.ir.bucket import Activations, Bucket, averaged_bytes
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Kind, Phase, RegionId, Saving, Tier, Verb
+from elixir_compile.ir.kinds import Kind, Phase, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.schedule import grad_of
+from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
 
 _PASSING = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
 """Kinds that are allocated during the step."""
@@ -39,12 +39,12 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
     regions = {region.id: region for region in plan.regions}
     index = {op.id: i for i, op in enumerate(step.ops)}
     for action in plan.schedules[0].actions:
-        if action.verb is Verb.RUN:
-            region = regions[RegionId(action.what)]
+        if isinstance(action.target, RegionRef):
+            region = regions[action.target.region]
             for i in range(index[region.first], index[region.last] + 1):
                 walk.run(i)
         else:
-            walk.act(action.verb, action.what)
+            walk.act(action.verb, action.target)
     walk.drop("means", "")
     walk.stream()
     for i, op in enumerate(step.ops):
@@ -131,30 +131,34 @@ class _Walk:
             if self.uses_left[name] == 0 and self.storages[name].kind in (Kind.TEMP, Kind.SAVED) and not is_kept:
                 self.drop("storage", name)
 
-    def act(self, verb: Verb, what: str) -> None:
-        if verb is Verb.GATHER:
-            self.gather(self.buckets[what])
-        elif verb is Verb.WAIT and what in self.buckets:
-            self.unpack(self.buckets[what])
-        elif verb is Verb.RELEASE:
-            self.drop("copy", what)
-            self.released.update({what} - self.arriving)
-        elif verb is Verb.REDUCE and self.buckets[what].is_sharded:
-            self.reduce(self.buckets[what])
-        elif verb is Verb.REDUCE and self.buckets[what].reduce_dtype is not None:
-            self.widen(self.buckets[what])
-        elif what in self.offloaded:
-            self.carry(verb, what)
-        elif verb is Verb.WAIT:
-            bucket = next(bucket for bucket in self.plan.buckets if grad_of(bucket.id) == what)
-            if bucket.id in self.reducing:
-                self.seen[-1] += bucket.reduced_nbytes
-            if bucket.id in self.packed:
-                self.seen[-1] += max(0, bucket.reduced_nbytes - self.packed[bucket.id])
-            self.drop_unreduced(bucket)
-            self.drop("flat", bucket.id)
-            if self.homes[bucket.id].param is Tier.HOST:
-                self.drop("shard", bucket.id)
+    def act(self, verb: Verb, target: Target) -> None:
+        match verb, target:
+            case Verb.GATHER, BucketRef(bucket):
+                self.gather(self.buckets[bucket])
+            case Verb.WAIT, BucketRef(bucket):
+                self.unpack(self.buckets[bucket])
+            case Verb.RELEASE, BucketRef(bucket):
+                self.drop("copy", bucket)
+                self.released.update({bucket} - self.arriving)
+            case Verb.REDUCE, BucketRef(bucket) if self.buckets[bucket].is_sharded:
+                self.reduce(self.buckets[bucket])
+            case Verb.REDUCE, BucketRef(bucket) if self.buckets[bucket].reduce_dtype is not None:
+                self.widen(self.buckets[bucket])
+            case _, GroupRef(group) if group in self.offloaded:
+                self.carry(verb, group)
+            case Verb.WAIT, GradientRef(bucket):
+                self.end(self.buckets[bucket])
+
+    def end(self, bucket: Bucket) -> None:
+        """Free the unreduced gradients of `bucket` at the wait for its reduce or its offload."""
+        if bucket.id in self.reducing:
+            self.seen[-1] += bucket.reduced_nbytes
+        if bucket.id in self.packed:
+            self.seen[-1] += max(0, bucket.reduced_nbytes - self.packed[bucket.id])
+        self.drop_unreduced(bucket)
+        self.drop("flat", bucket.id)
+        if self.homes[bucket.id].param is Tier.HOST:
+            self.drop("shard", bucket.id)
 
     def gather(self, bucket: Bucket) -> None:
         """Allocate the flat buffer, and the shard if it is copied from the host."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hypothesis import strategies as st
 
@@ -28,8 +28,8 @@ from elixir_compile.ir import (
     Tier,
     Verb,
     fingerprint,
-    grad_of,
 )
+from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
 from tests.pure.mixes import activations_of, layers_of, mixed_graphs
 from tests.pure.strategies import ITEM_BYTES, step_graphs
 
@@ -136,13 +136,35 @@ def shortest_stay(step: StepGraph, group: Activations) -> Trip:
     return Trip(leave=leave, gone=leave, back=need, need=need)
 
 
+def action_of(line: str, groups: Collection[str] = ()) -> Action:
+    """Return the action of `line`, a verb and the name of a target; `groups` are the names of activations."""
+    verb, name = line.split()
+    return Action(verb=Verb(verb), target=target_of(Verb(verb), name, groups))
+
+
+def target_of(verb: Verb, name: str, groups: Collection[str] = ()) -> Target:
+    """Return the target called `name` of an action with `verb`; `groups` are the names of activations."""
+    if verb is Verb.RUN:
+        return RegionRef(RegionId(name))
+    if verb is Verb.PREFETCH or name in groups:
+        return GroupRef(GroupId(name))
+    if name.endswith(".grad"):
+        return GradientRef(BucketId(name.removesuffix(".grad")))
+    return BucketRef(BucketId(name))
+
+
+def typed(program: Iterable[tuple[Verb, str]], groups: Collection[str] = ()) -> list[tuple[Verb, Target]]:
+    """Return `program` with targets for their names; `groups` are the names of activations."""
+    return [(verb, target_of(verb, name, groups)) for verb, name in program]
+
+
 def _carries(trips: Mapping[GroupId, Trip], at: int) -> list[Action]:
     """What happens to activations before op number `at`."""
     found = [(Verb.OFFLOAD, name) for name, trip in trips.items() if trip.leave == at]
     found += [(Verb.WAIT, name) for name, trip in trips.items() if trip.gone == at]
     found += [(Verb.PREFETCH, name) for name, trip in trips.items() if trip.back == at]
     found += [(Verb.WAIT, name) for name, trip in trips.items() if trip.need == at]
-    return [Action(verb=verb, what=name) for verb, name in found]
+    return [Action(verb=verb, target=GroupRef(name)) for verb, name in found]
 
 
 def _program(
@@ -166,20 +188,22 @@ def _program(
         regions.append(_region(graph, buckets, first, after - 1, regions))
         actions += _carries(trips, first)
         here = [window.bucket for window in held if window.first == first]
-        actions += [Action(verb=verb, what=bucket) for bucket in here for verb in (Verb.GATHER, Verb.WAIT)]
-        actions.append(Action(verb=Verb.RUN, what=regions[-1].id))
-        actions += [Action(verb=Verb.RELEASE, what=window.bucket) for window in held if window.last == after - 1]
+        actions += [Action(verb=verb, target=BucketRef(bucket)) for bucket in here for verb in (Verb.GATHER, Verb.WAIT)]
+        actions.append(Action(verb=Verb.RUN, target=RegionRef(regions[-1].id)))
+        actions += [
+            Action(verb=Verb.RELEASE, target=BucketRef(window.bucket)) for window in held if window.last == after - 1
+        ]
         for bucket, at in last_writes.items():
             if first <= at < after:
-                actions.append(Action(verb=Verb.REDUCE, what=bucket))
+                actions.append(Action(verb=Verb.REDUCE, target=BucketRef(bucket)))
                 if bucket in on_host:
-                    actions += [Action(verb=Verb.WAIT, what=grad_of(leaving.pop()))] if leaving else []
-                    actions.append(Action(verb=Verb.OFFLOAD, what=grad_of(bucket)))
+                    actions += [Action(verb=Verb.WAIT, target=GradientRef(leaving.pop()))] if leaving else []
+                    actions.append(Action(verb=Verb.OFFLOAD, target=GradientRef(bucket)))
                     leaving.append(bucket)
     actions += _carries(trips, num_ops)
-    actions += [Action(verb=Verb.WAIT, what=grad_of(bucket)) for bucket in leaving]
+    actions += [Action(verb=Verb.WAIT, target=GradientRef(bucket)) for bucket in leaving]
     if any(op.phase is Phase.UPDATE for op in graph.ops):
-        actions += [Action(verb=Verb.UPDATE, what=bucket.id) for bucket in buckets if bucket.trainable]
+        actions += [Action(verb=Verb.UPDATE, target=BucketRef(bucket.id)) for bucket in buckets if bucket.trainable]
     return tuple(regions), actions
 
 

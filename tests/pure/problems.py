@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elixir_compile.analysis import timeline
-from elixir_compile.search import Problem, disk_placement, evaluator, plan
+from elixir_compile.search import Problem, evaluator, host_memory, plan
 from tests.pure import memory_walk
 from tests.pure.search.test_planner import chain_of, problem_of
 
@@ -24,6 +24,6 @@ def disk_staging(nbytes: int) -> Iterator[None]:
     """Inside, the buffers through which state on disk passes take `nbytes`: those that there are are larger than all
     of these problems."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (timeline, disk_placement, evaluator, memory_walk):
+        for module in (timeline, host_memory, evaluator, memory_walk):
             patch.setattr(module, "disk_staging_bytes", lambda buckets: nbytes if list(buckets) else 0)
         yield

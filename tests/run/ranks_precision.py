@@ -166,11 +166,11 @@ def has_planned_collectives(plan: Plan, times: Counter[str], nbytes: Counter[str
     words = {Verb.GATHER: ("all-gather", 2), Verb.REDUCE: ("reduce", 4)}
     expected_times, expected_bytes = Counter[str](), Counter[str]()
     for action in plan.schedules[0].actions:
-        if action.verb in words and action.what in cut:
+        if action.verb in words and str(action.target) in cut:
             word, item_bytes = words[action.verb]
-            numels = cut[action.what].shard_numels
-            expected_times[f"{word} {action.what}"] += 1
-            expected_bytes[f"{word} {action.what}"] += item_bytes * len(numels) * max(numels)
+            numels = cut[str(action.target)].shard_numels
+            expected_times[f"{word} {action.target}"] += 1
+            expected_bytes[f"{word} {action.target}"] += item_bytes * len(numels) * max(numels)
     assert {label: times[label] for label in expected_times} == expected_times
     assert {label: nbytes[label] for label in expected_bytes} == expected_bytes
 

@@ -145,7 +145,7 @@ def least_bytes(
 
 def homes(model: nn.Module) -> dict[str, list[str]]:
     """Return on which sides parameters and optimizer state are, of buckets that are cut over the ranks."""
-    placed = executor_of(model).buckets_in_force(for_training=True)
+    placed = executor_of(model).buckets.in_force(for_training=True)
     own = [placement for bucket, placement in placed if bucket.is_sharded]
     return {
         "param": sorted({placement.param.value for placement in own}),

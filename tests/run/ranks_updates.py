@@ -147,7 +147,7 @@ def landings(pair: Pair) -> Iterator[list[tuple[str, bool]]]:
     usual, seen = Hybrid.landed, list[tuple[str, bool]]()
 
     def landed(optimizer: Hybrid, params: Any, arrived: Any) -> None:
-        bucket = executor.running(executor.slot_for(params[0]))
+        bucket = executor.buckets.of(executor.slot_for(params[0]))
         if bucket.spec.is_sharded:
             seen.append((bucket.placement.param.value, executor.gradients.is_in_backward))
         usual(optimizer, params, arrived)

@@ -102,13 +102,13 @@ def tight_bytes(model: nn.Module, batch: Any, **options: object) -> int:
 def on_host(run: Run) -> list[str]:
     """Return the parameters that the plans in force keep on the host."""
     executor = executor_of(run.model)
-    placed = executor.buckets_in_force(for_training=False)
+    placed = executor.buckets.in_force(for_training=False)
     return [name for bucket, placement in placed if placement.param is Tier.HOST for name in bucket.params]
 
 
 def state_on_host(run: Run) -> list[str]:
     """Return the parameters whose optimizer state the plans in force keep on the host."""
-    placed = executor_of(run.model).buckets_in_force(for_training=True)
+    placed = executor_of(run.model).buckets.in_force(for_training=True)
     return [name for bucket, placement in placed if placement.optim is Tier.HOST for name in bucket.params]
 
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.ir import Placement, Plan, Tier, Update
 from elixir_compile.optim import rule
+from elixir_compile.optim.disk import updates as disk_updates
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.optim.state import disk_states
 from elixir_compile.options import Options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.runtime.bucket import RunningBucket
@@ -119,7 +118,7 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (disk_store, disk_file, disk_queue):
             patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
-        patch.setattr(disk_states, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
+        patch.setattr(disk_updates, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
         patch.setattr("tests.run.updating.WIDTH", 53)
         patch.setattr(StagingBuffers, "try_acquire", spoiled)
         yield
@@ -198,23 +197,23 @@ def assert_equal(expected: Run, got: Run) -> None:
 def buckets_of(run: Run) -> list[RunningBucket]:
     """Return the buckets in force."""
     executor: Any = executor_of(run.model)
-    return list(executor._buckets.values())
+    return list(executor.buckets)
 
 
 def move_state(run: Run, optim: Tier) -> None:
     """Let a plan that has all optimizer state in `optim` be in force from now on."""
     executor: Any = executor_of(run.model)
-    in_force = executor.buckets_in_force(for_training=True)
+    in_force = executor.buckets.in_force(for_training=True)
     homes = [replace(home, optim=optim) for _, home in in_force]
-    compilation: Any = elixir.compilations(run.model)[0]
-    plan = replace(compilation.plan, placements=tuple(homes))
-    compilation._active = replace(compilation.active, plan=plan)
-    executor.move([bucket for bucket, _ in in_force], homes)
+    graph: Any = model_of(run.model).graphs[0]
+    plan = replace(graph.active.plan, placements=tuple(homes))
+    graph._active = replace(graph.active, plan=plan)
+    executor.buckets.move([bucket for bucket, _ in in_force], homes)
 
 
 def in_flight(run: Run) -> int:
     """Return how many buckets have a queued update that nobody waited for."""
-    return sum(bucket.is_updating for bucket in buckets_of(run))
+    return sum(not bucket.queued.is_empty for bucket in buckets_of(run))
 
 
 @contextmanager

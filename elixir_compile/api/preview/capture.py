@@ -2,8 +2,13 @@
 
 No weights are allocated, nothing is compiled or run, and the model stays as it is. A capture takes seconds and a
 problem much less, so a capture serves many machines and budgets.
+
+What is traced is a stand-in of the model: its modules and the shapes of its parameters, but not its weights. Every
+parameter of the stand-in is a view of one allocation, as large as the largest parameter. Nobody reads or writes this
+memory, so the operating system gives it addresses and no pages.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +18,6 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.backend import with_compiler
-from elixir_compile.api.prepare import move_rest, new_executor, swap_modules
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
@@ -21,10 +25,10 @@ from elixir_compile.errors import InvalidOption, UnsupportedModel
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.ir.graph import graph_at
-from elixir_compile.managed.masters import torch_dtype
-from elixir_compile.managed.stand_in import built, stand_in
+from elixir_compile.managed.cast_and_shard import gets_master, torch_dtype
+from elixir_compile.managed.model import ManagedModel
 from elixir_compile.managed.unmanaged import trace_unmanaged
-from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.masters import add_master, has_master
 from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
 from elixir_compile.problem.planning import Memory, TrainedParams, build_problem, graph_of, state_bytes_per_element
@@ -121,32 +125,32 @@ def capture_step(
     earlier capture, if they are given. Raises UnsupportedModel if the model cannot be traced as one graph or trains
     nothing.
     """
-    model = built(model)
+    model = _built(model)
     target = _device_of(model) if device is None else torch.device(device)
     param_dtype = None if options is None else options.param_dtype
-    own, memory = stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
-    executor = new_executor([own], target, originals=[model])
-    swap_modules([own], executor)
-    move_rest([own], executor)
+    own, memory = _stand_in(model, target, None if param_dtype is None else torch_dtype(param_dtype))
+    managed = ManagedModel([own], target, originals=[model])
+    managed.swap_modules()
+    managed.move_rest()
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
     options = with_compiler(options or Options())
     possible: list[Chunks | None] = []
 
     def edit(gm: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-        inputs = trace_unmanaged(gm, inputs, executor)
+        inputs = trace_unmanaged(gm, inputs, managed)
         possible.append(possible_chunks(find_loss(gm), options) if chunks is None else None)
         if chunks is not None:
             # The loss is looked for again: `chunks` may be of a model with fewer layers, and nodes have other names.
             chunk_loss(gm, find_loss(gm) or chunks.region, chunks.num_chunks)
         return inputs
 
-    captured = trace_step(own, args, kwargs, name=executor.name, inner=options.inner, edit=edit)
+    captured = trace_step(own, args, kwargs, name=managed.executor.name, inner=options.inner, edit=edit)
     # Graphs are reference cycles: without this, the parameters would count for the device until the collector runs.
     memory.resize_(0)
     batch = _batch_of((*args, *kwargs.values())) if dynamic else None
     on_device = {id(param): param for param in model.parameters() if param.device == target}
     held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
-    made = _capture(captured, executor, held_bytes, batch)
+    made = _capture(captured, managed.executor, held_bytes, batch)
     return replace(made, chunks=possible[0], loss_chunks=1 if chunks is None else chunks.num_chunks)
 
 
@@ -208,3 +212,77 @@ def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dyna
             compat.mark_dynamic(empty, 0)
         made[id(value)] = empty.requires_grad_(value.requires_grad)
     return made[id(value)]
+
+
+def _built(model: "nn.Module | Callable[[], nn.Module]") -> nn.Module:
+    """Return `model`; if it is a function, the module that it builds on the `meta` device, where parameters take no
+    memory.
+
+    Raises InvalidOption if `model` is neither a module nor a function that returns one.
+    """
+    if isinstance(model, nn.Module):
+        return compat.undo_compile(model)
+    if not callable(model):
+        raise InvalidOption("model", model, "a torch.nn.Module, or a function that returns one")
+    with torch.device("meta"):
+        made = model()
+    if not isinstance(made, nn.Module):
+        raise InvalidOption("model", made, "a function that returns a torch.nn.Module")
+    return compat.undo_compile(made)
+
+
+def _stand_in(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, torch.UntypedStorage]:
+    """Return a copy of `model` without its weights, and the allocation shared by the parameters of the copy.
+
+    The buffers of the copy are on `device`. If `dtype` is given, its parameters are as after a cast to `dtype`, with
+    masters. `model` stays as it is.
+
+    Raises UnsupportedModel if the model has no parameters, a parameter has no shape yet, or the model cannot be copied.
+    """
+    params = list(model.parameters())
+    if not params:
+        raise UnsupportedModel(type(model).__name__, "it has no parameters, so there is nothing to place")
+    memo: dict[int, Any] = {}
+    memory = torch.UntypedStorage(max(_nbytes(param) for param in params))
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise UnsupportedModel(name, "it has no shape yet: run the model once on a batch")
+        is_cast = dtype is not None and gets_master(param, dtype)
+        own = _without_weights(param, memory, dtype if is_cast else None)
+        if is_cast or has_master(param):
+            add_master(own, None)
+        memo[id(param)] = own
+    for module in model.modules():
+        # Tensors that a module keeps as plain attributes are constants of its graph.
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _buffer_on(value, device)
+    try:
+        return copy.deepcopy(model, memo), memory
+    except Exception as error:
+        reason = f"it cannot be copied ({error}). Pass a function that makes it instead"
+        raise UnsupportedModel(type(model).__name__, reason) from error
+
+
+def _nbytes(param: nn.Parameter) -> int:
+    is_uninitialized = isinstance(param, nn.parameter.UninitializedParameter)
+    return 0 if is_uninitialized else param.numel() * param.element_size()
+
+
+def _without_weights(param: nn.Parameter, memory: torch.UntypedStorage, dtype: torch.dtype | None) -> nn.Parameter:
+    """Return a parameter with the shape and strides of `param` in `memory`.
+
+    A parameter with gaps in memory, or of a tensor subclass, keeps its values: no plan moves it.
+    """
+    if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
+        return nn.Parameter(
+            param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad
+        )  # no plan moves it
+    empty = torch.empty(0, dtype=dtype or param.dtype)
+    return nn.Parameter(empty.set_(memory, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
+
+
+def _buffer_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value.detach() if value.device == device else torch.zeros_like(value, device=device)

@@ -28,7 +28,7 @@ from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.models import TextBatch, description_of
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.folders import cache_dir, drop_oldest, write_cached
+from elixir_compile.folders import cache_dir, drop_oldest, read_cached, write_cached
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.options import Options
 from elixir_compile.search.joint.loss import Chunks
@@ -95,14 +95,8 @@ def kept_capture(key: str) -> Capture | None:
     A file that cannot be read is removed, with a line in the log.
     """
     path = _path(key)
-    try:
-        kept = from_json(_FORM, _Kept, path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # InvalidPlan and UnicodeDecodeError are ValueErrors
-        log.info("the kept capture %s cannot be read and is removed: %s", path, error)
-        with suppress(OSError):  # it stays if the folder is read-only
-            path.unlink(missing_ok=True)
+    kept = read_cached(path, lambda text: from_json(_FORM, _Kept, text), _drop)
+    if kept is None:
         return None
     with suppress(OSError):  # in a read-only folder files do not age
         os.utime(path)
@@ -127,6 +121,12 @@ def keep_capture(key: str, capture: Capture) -> None:
         drop_oldest(path.parent, MOST_CAPTURES)
     except OSError as error:
         log.info("captures cannot be kept in %s: %s", path.parent, error.strerror)
+
+
+def _drop(path: Path, error: Exception) -> None:
+    log.info("the kept capture %s cannot be read and is removed: %s", path, error)
+    with suppress(OSError):  # it stays if the folder is read-only
+        path.unlink(missing_ok=True)
 
 
 def _path(key: str) -> Path:

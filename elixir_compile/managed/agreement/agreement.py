@@ -172,7 +172,7 @@ def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: 
     """
 
     def adopt() -> None:
-        executor.adopt(plan.buckets, plan.placements, for_training=for_training)
+        executor.buckets.adopt(plan.buckets, plan.placements, for_training=for_training)
 
     if executor.ranks is None or not is_new or all(home.optim is not Tier.DISK for home in plan.placements):
         adopt()
@@ -202,13 +202,13 @@ def call_the_roll(executor: Executor, key: str, graph_set_digest: str, *, wants_
         return RollCall(step=Step.PLAN if wants_plan else Step.RUN, graph_set_digest=graph_set_digest)
     control = executor.ranks.control
     try:
-        executor.check_updates()
+        executor.buckets.check_updates()
     except Exception as error:
         with suppress(ElixirError):  # this rank's own error says more than an error about a lost peer
             control.exchange(f"{_FAULT}{type(error).__name__}: {error}", _ROLL, doing)
         raise
     found = roll_call(control, key, graph_set_digest, wants_plan=wants_plan, doing=doing)
-    executor.num_calls += 1
+    executor.saved.num_calls += 1
     return found
 
 

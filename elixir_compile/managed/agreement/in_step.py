@@ -2,7 +2,7 @@
 
 ```text
   uses       every rank: which parameters its graph reads and trains
-  capture    every rank: parameters of other ranks' graphs are added to its graph by `capture.absent`
+  capture    every rank: parameters of other ranks' graphs are added to its graph by `capture.additions`
   facts      as for any plan, see `agreement`
   buckets    the leader forms buckets of the parameters of all ranks
   homes      every rank: under which placements its own step fits; the first placements that fit on all ranks are taken
@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elixir_compile.capture.absent import trained_keys, with_absent
+from elixir_compile.capture.additions import trained_keys, with_absent
 from elixir_compile.capture.convert import Captured
 from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import NoFeasiblePlan, PlanFileError

@@ -1,18 +1,13 @@
 """Measure the machine of this process as a `Cluster`; each rate comes from real runs.
 
-clock         median seconds of a function, alone or beside another
-copies        host to device, device to host, and both at once
-updates       AdamW on the device, on the host, and on a host busy with copies
-kernels       matrix products, pointwise kernels, the launch of an op, and the host's DRAM
-collectives   all-gather and reduce-scatter by size
-disk          reads and writes of optimizer state
-rates         all rates, in several rounds
-limits        the cores and the memory of this process
-cluster       the `Cluster` of all rates and limits
+clock      median seconds of a function, alone or beside another
+links      copies between host and device, alone and both at once; all-gather and reduce-scatter by size
+rates      matrix products, pointwise kernels, launches, the host's DRAM and updates; all rates in several rounds
+limits     the cores and the memory of this process
+cluster    the `Cluster` of all rates and limits, and of the reads and writes of optimizer state on a disk
 """
 
-from elixir_compile.measure.machine.cluster import measure_machine
-from elixir_compile.measure.machine.disk import with_disk
+from elixir_compile.measure.machine.cluster import measure_machine, with_disk
 from elixir_compile.measure.machine.limits import (
     allowed_cores,
     available_host_bytes,

@@ -1,20 +1,28 @@
-"""Measure the machine and combine its rates and sizes in a `Cluster`."""
+"""Measure the machine and combine its rates and sizes in a `Cluster`; add the rates of a disk to a `Cluster`."""
 
-from collections.abc import Mapping
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import distributed
 
 from elixir_compile.hardware import Cluster, Link, Node, profile_for
-from elixir_compile.measure.machine.collectives import measure_collectives
 from elixir_compile.measure.machine.limits import (
     memory_sizes_bytes,
     num_local_ranks,
     num_usable_cores,
     pinned_limit_bytes,
 )
+from elixir_compile.measure.machine.links import measure_collectives
 from elixir_compile.measure.machine.rates import Progress, measure_rates
+from elixir_compile.runtime.disk.disk_queue import DiskTransfer
+from elixir_compile.runtime.disk.disk_store import DiskStore
+from elixir_compile.runtime.disk.staging import StagingBuffers
+from elixir_compile.units import MIB
 
 
 @torch.no_grad()
@@ -111,7 +119,8 @@ def _collective_links(device: torch.device, ranks: _Ranks, source: str) -> tuple
     if ranks.num_local == 1:
         return None, over_all
     own, _ = distributed.new_subgroups(group_size=ranks.num_local)
-    return _collective_link(device, own, source), over_all
+    # Each rank is in one of the subgroups; torch returns a number to ranks outside of all of them.
+    return _collective_link(device, cast("distributed.ProcessGroup", own), source), over_all
 
 
 def _collective_link(device: torch.device, group: "distributed.ProcessGroup | None", source: str) -> Link:
@@ -122,6 +131,40 @@ def _collective_link(device: torch.device, group: "distributed.ProcessGroup | No
         overlaps_compute=device.type == "cuda",
         source=source,
     )
+
+
+_NBYTES = 256 * MIB
+"""Twice the bytes after which four threads of 4 MiB reached their rate."""
+_NUM_RUNS = 3
+
+
+def with_disk(cluster: Cluster, disk_path: "str | os.PathLike[str]", nbytes: int = _NBYTES) -> Cluster:
+    """Return `cluster` with the rates of the disk of the folder `disk_path`, measured with a file of `nbytes`.
+
+    Raises DiskFailed if the folder cannot be written, DiskFull if the disk is full.
+    """
+    store = DiskStore(disk_path)
+    try:
+        region = store.allocate("measure", nbytes)
+        buffer = StagingBuffers(1, nbytes).acquire().tensor
+        buffer.random_(0, 256)  # random bytes, because a drive may store zeros faster
+        region.write_from(buffer).wait()  # not timed, because the first write also allocates the blocks of the file
+        write_s = _median_s(lambda: region.write_from(buffer))
+        read_s = _median_s(lambda: region.read_into(buffer))
+    finally:
+        store.close()
+    rates = {"disk_read_bytes_per_s": _rounded(nbytes / read_s), "disk_write_bytes_per_s": _rounded(nbytes / write_s)}
+    nodes = tuple(replace(node, host=replace(node.host, **rates)) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes)
+
+
+def _median_s(begin: Callable[[], DiskTransfer]) -> float:
+    seconds: list[float] = []
+    for _ in range(_NUM_RUNS):
+        began_s = time.perf_counter()
+        begin().wait()
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
 
 
 def _rounded(rate: float) -> float:

@@ -4,20 +4,36 @@
 
 The parameters of the transient optimizer share memory with the weights and gradients. So no formula is written a second
 time, and the result is bitwise equal to the class with the same flags on the same device. The class creates the state
-of a parameter at the first step. Later steps on the host run as a host pass if `class_pass` can record the class.
+of a parameter at the first step.
+
+Later steps on the host run as a single host pass: the class's own step reads and writes memory once for each of its
+ops, a host pass does so once in all.
+
+    the step on tensors without values  ->  a tape  ->  C, compiled once per form  ->  weights, gradients, statistics
+
+Each form is compared with the class on small tensors before its first use. If a step cannot be recorded, uses an op
+without a formula or gives other bits, the class's own step runs, and a log line says why once. The Python code of the
+step runs again in each step, so a new learning rate or step count is an input of the same pass.
 """
 
+import logging
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from elixir_compile.optim.generic.class_pass import ClassPasses
-from elixir_compile.optim.generic.state_schema import StateSchema, dry_step, group_key
-from elixir_compile.optim.generic.transient import ClassStep, Row, attributes_of
-from elixir_compile.optim.host import host_threads_for
+from elixir_compile import compat
+from elixir_compile.optim.generic.class_step import ClassStep, Row, StateSchema, attributes_of, dry_step, group_key
+from elixir_compile.optim.generic.code import Pass, compiled
+from elixir_compile.optim.generic.formula import is_same, samples
+from elixir_compile.optim.generic.tape import Form, Recorder, TapeError
+from elixir_compile.optim.host import HostThreads, host_threads_for
+from elixir_compile.optim.host.passes import coalesce
+from elixir_compile.optim.master_adamw import in_layout_of
 from elixir_compile.optim.rule import State
 
 
@@ -102,3 +118,183 @@ class ClassRule:
     def _attributes_now(self) -> Mapping[str, Any]:
         optimizer = self._optimizer()
         return self._attributes if optimizer is None else attributes_of(optimizer)
+
+
+log = logging.getLogger("elixir_compile")
+
+_COMPARED = 4099
+"""Elements on which a pass is compared with its class: a prime, so that every vector width has a remainder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The recorded step of a parameter."""
+
+    form: Form
+    numbers: tuple[float, ...]
+    counts: Mapping[str, Any]
+    """The entries of the state after the step that are not statistics, such as `step`."""
+
+
+class ClassPasses:
+    """The host passes of an optimizer, compiled when a form is first seen."""
+
+    def __init__(self) -> None:
+        self.threads: HostThreads | None = None
+        """The threads for the passes; None for the threads of the process without a device."""
+        self._lock = threading.Lock()
+        self._passes: dict[Form, Pass | None] = {}
+        """The pass of each form; None if the form cannot run as a pass."""
+        self._said: set[str] = set()
+
+    def update(self, step: ClassStep, rows: Sequence[Row], schema: StateSchema) -> list[Row]:
+        """Update rows for which a pass exists; return the remaining rows unchanged, for the class's own step."""
+        names = tuple(schema.dtypes)
+        found: dict[object, Recorded | None] = {}
+        ready: dict[tuple[Form, tuple[float, ...]], list[tuple[Row, Recorded]]] = {}
+        left: list[Row] = []
+        for row in rows:
+            is_begun = bool(row.state) or schema.is_stateless  # else the class's own step creates the state
+            key = _key_of(row, names) if is_begun else None
+            if key is not None and key not in found:
+                found[key] = self._recorded(step, row, names)
+            recorded = None if key is None else found[key]
+            if recorded is None:
+                left.append(row)
+            else:
+                ready.setdefault((recorded.form, recorded.numbers), []).append((row, recorded))
+        for (form, numbers), members in ready.items():
+            run = self._passes[form]
+            assert run is not None
+            tensors = [_tensors_of(row, names) for row, _ in members]
+            _run_pass(run, form, numbers, tensors, self.threads or host_threads_for())
+            for (row, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
+                if grad is not row.grad and any(place == 1 for place, _ in form.outputs):
+                    row.grad.data.copy_(grad)
+                _keep_counts(row, recorded.counts)
+        return left
+
+    def _recorded(self, step: ClassStep, row: Row, names: Sequence[str]) -> Recorded | None:
+        try:
+            recorded = _record(step, row, names)
+            with self._lock:  # unplanned parameters are updated on the training thread beside the update thread
+                if recorded.form not in self._passes:
+                    self._passes[recorded.form] = None
+                    run = compiled(recorded.form)
+                    _compare(run, recorded.form, step, row, names)
+                    self._passes[recorded.form] = run
+                return recorded if self._passes[recorded.form] is not None else None
+        except TapeError as error:
+            because = str(error)
+            if because not in self._said:
+                self._said.add(because)
+                log.warning(
+                    "%s updates on the host by its own step, in a pass over memory for each of its ops: %s",
+                    step.cls.__name__,
+                    because,
+                )
+            return None
+
+
+def _key_of(row: Row, names: Sequence[str]) -> object:
+    """Return a key that is equal for rows with the same recorded step; None if the row cannot run as a pass.
+
+    A row can run as a pass if all tensors are fp32, dense, on the host, of equal shape and in separate memory, and all
+    other state is plain numbers.
+    """
+    tensors = [row.weight, *(row.state.get(name) for name in names)]
+    shape = row.weight.shape
+    is_plain = bool(shape) and all(
+        isinstance(tensor, torch.Tensor)
+        and (tensor.dtype, tensor.device.type, tensor.shape) == (torch.float32, "cpu", shape)
+        and tensor.is_contiguous()
+        for tensor in tensors
+    )
+    is_dense = row.grad.dtype == torch.float32 and row.grad.layout == torch.strided
+    if not (is_plain and is_dense and row.weight.numel()):
+        return None
+    if len({tensor.data_ptr() for tensor in (row.grad, *tensors)}) <= len(tensors):  # two share memory
+        return None
+    counts = tuple((name, _comparable(value)) for name, value in row.state.items() if name not in names)
+    return None if any(value is None for _, value in counts) else (shape, counts)
+
+
+def _comparable(value: object) -> object:
+    """Return a hashable value for a plain number, text or 0-dimensional host tensor; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.item()) if not value.dim() and value.device.type == "cpu" else None
+    return (type(value), value) if isinstance(value, int | float | bool | str) else None
+
+
+def _record(step: ClassStep, row: Row, names: Sequence[str]) -> Recorded:
+    """Record `step` for `row` on tensors without values; `row` is not changed. Raises TapeError if that fails."""
+    empty = [torch.empty(row.weight.shape, dtype=torch.float32, device="meta") for _ in range(2 + len(names))]
+    recorder = Recorder(empty)
+    state = {name: _copy_of(value) for name, value in row.state.items() if name not in names}
+    state.update(zip(names, empty[2:], strict=True))
+    dry = Row(weight=empty[0], grad=empty[1], state=state)
+    try:
+        with torch.no_grad(), compat.ops_seen_by(recorder.see):
+            weight, after = step.take_dry(dry)
+    except TapeError:
+        raise
+    except Exception as error:  # a user's class may raise anything for tensors without values
+        raise TapeError(f"it fails on tensors without values: {type(error).__name__}: {error}") from None
+    if after.keys() != state.keys() or any(recorder.holds(after[name]) != (name in names) for name in after):
+        raise TapeError("a step adds or removes entries of its state")
+    counts = {name: value for name, value in after.items() if name not in names}
+    form = recorder.form([weight, empty[1], *(after[name] for name in names)])
+    return Recorded(form=form, numbers=tuple(recorder.numbers), counts=counts)
+
+
+def _compare(run: Pass, form: Form, step: ClassStep, row: Row, names: Sequence[str]) -> None:
+    """Raise TapeError unless `run` and the class's own step give the same bits for small tensors."""
+    weight, grad, *statistics = samples(2 + len(names), _COMPARED)
+    statistics = [statistic.abs() for statistic in statistics]  # steps take the root of some statistics
+
+    def small() -> Row:
+        state = {name: _copy_of(value) for name, value in row.state.items() if name not in names}
+        state |= {name: statistic.clone() for name, statistic in zip(names, statistics, strict=True)}
+        return Row(weight=weight.clone(), grad=grad.clone(), state={name: state[name] for name in row.state})
+
+    expected, actual = small(), small()
+    step.take([expected])
+    tensors = _tensors_of(actual, names)
+    recorded = _record(step, actual, names)  # numbers of the step may depend on the shape
+    if recorded.form != form:
+        raise TapeError(f"its ops depend on the shape of a parameter, such as {tuple(row.weight.shape)}")
+    run([tensor.data_ptr() for tensor in tensors], recorded.numbers, _COMPARED)
+    if not all(map(is_same, tensors, _tensors_of(expected, names))):
+        raise TapeError("its compiled pass rounds differently")
+
+
+def _tensors_of(row: Row, names: Sequence[str]) -> list[torch.Tensor]:
+    return [row.weight, in_layout_of(row.grad, row.weight), *(row.state[name] for name in names)]
+
+
+def _run_pass(
+    run: Pass, form: Form, numbers: Sequence[float], rows: Sequence[Sequence[torch.Tensor]], threads: HostThreads
+) -> None:
+    """Run the pass `run` over `rows`, once for tensors that follow each other in memory."""
+    for members, tensors in coalesce(rows, [0] * len(rows)):
+
+        def part(start: int, stop: int, tensors: Sequence[torch.Tensor] = tensors) -> None:
+            run([tensor.data_ptr() + start * tensor.element_size() for tensor in tensors], numbers, stop - start)
+
+        threads.run(tensors[0].numel(), part)
+        # Autograd must see the writes, but not to gradients: the class's own step does not show these either.
+        written = [rows[index][place] for index in members for place, _ in form.outputs if place != 1]
+        torch.autograd.graph.increment_version(written)
+
+
+def _keep_counts(row: Row, counts: Mapping[str, Any]) -> None:
+    for name, value in counts.items():
+        before = row.state[name]
+        if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor) and before.dtype == value.dtype:
+            before.copy_(value)
+        else:
+            row.state[name] = _copy_of(value)
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

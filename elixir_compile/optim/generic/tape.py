@@ -26,7 +26,10 @@ class TapeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A tape without its numbers. Values are numbered: the inputs first, then the result of each op."""
+    """The recorded ops of a step without its numbers, such as the learning rate: equal for steps with other numbers.
+
+    Values have indices: the inputs come first, then the result of each op.
+    """
 
     num_inputs: int
     ops: tuple[tuple[str, tuple[Operand, ...]], ...]

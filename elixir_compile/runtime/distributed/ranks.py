@@ -37,9 +37,6 @@ _PREMULTIPLIED = (torch.float32, torch.float64)
 """Dtypes that NCCL may multiply by a weight during the reduce. The weight has the dtype of the gradient, and rounding
 it to 16 bits would be off by 0.2 %."""
 
-SMALL_BYTES = 64 * 1024
-"""A tensor is not sharded if its copies on all ranks take at most this many bytes; a shard would be a few elements."""
-
 
 class _Counted(NamedTuple):
     """The ledger for the counts of collectives, and the bucket name in their labels."""
@@ -144,10 +141,9 @@ class Ranks:
             ).values()
         )
 
-    def placements_of(self, param: torch.Tensor) -> tuple[Placement, ...]:
-        """Return the DTensor placements that `param`, a full tensor, gets on the mesh: sharded or replicated."""
-        is_small = param.dim() == 0 or param.numel() * param.element_size() * self.num_shards <= SMALL_BYTES
-        return (*[Replicate()] * (self.mesh.ndim - 1), Replicate() if is_small else Shard(0))
+    def placements(self, *, is_sharded: bool) -> tuple[Placement, ...]:
+        """Return the DTensor placements on the mesh of a parameter that is sharded, or else replicated."""
+        return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0) if is_sharded else Replicate())
 
     def parts_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the number of elements in each shard of `param`; in each copy if `param` is replicated."""

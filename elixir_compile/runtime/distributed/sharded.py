@@ -40,7 +40,7 @@ class ShardedBucket(RunningBucket):
 
     def move_home(self, device: torch.device) -> None:
         """Move this rank's shards to the home in the placement, one after another in one tensor."""
-        self.await_update()
+        self.queued.wait()
         for slot in self.slots:
             slot.check_form()
         dtype = self.slots[0].param.dtype

@@ -1,6 +1,6 @@
 """A problem as a mixed-integer program: columns x[bucket, level] and x[layer, mode], and rows for memory and seconds.
 
-The objective is the sum of T, the seconds of each phase. Rows are added during the search: `pricing` and `solver` add
+The objective is the sum of T, the seconds of each phase. Rows are added during the search: `solver` adds
 the memory rows and paths that a solution breaks, then solve again. Times and bytes are scaled, so that the best known
 step and both budgets equal `SCALE`, because the solver's tolerances are absolute.
 """
@@ -41,6 +41,9 @@ class Row:
 class Program:
     """The mixed-integer program of a problem, with the rows added so far.
 
+    It has more than 20 methods and 15 attributes, because what an x means (its candidate, bytes and seconds) and the
+    rows that an x breaks are read from the same columns; apart, each half would need most attributes of the other.
+
     `reference_s`, the seconds of the best known step, is the unit of time.
     """
 
@@ -49,7 +52,8 @@ class Program:
         self.reference_s = reference_s
         self.rows: list[Row] = []
         self.num_extra = 0
-        """Number of columns z, behind x and T: gradients on the device because no later bucket's gradients left."""
+        """Number of columns z, which come behind x and T. A column z is 1 if the gradients of one bucket are still on
+        the device at one segment, because no later bucket's gradients have left; see `add_leaving`."""
         facts = evaluator.facts
         profiles = evaluator.profiles
         pairs = [(i, level) for i, levels in enumerate(facts.choices) for level in levels]
@@ -86,7 +90,7 @@ class Program:
         self.rows += [self._stream_row(i, home) for i, home in self.streams]
 
     def with_trips(self) -> "Program":
-        """Return the same program with the copies of activations on its paths, also on several ranks.
+        """Return the same program with the copies of offloaded activations (trips) on its paths, also on several ranks.
 
         Copies of activations share links with the copies of buckets, so this program finds better candidates. Its
         optimum proves no bound, because a collective need not wait for a copy of activations. Memory rows are reused.
@@ -109,7 +113,7 @@ class Program:
 
     @property
     def is_large(self) -> bool:
-        """Whether the program has too many columns for integral solves and for as many plays as a small program gets.
+        """Whether the program has too many columns for integral solves and for as many simulations as a small one gets.
 
         GPT-2 20B takes 2 s for an integral solve, and seven solves raise its bound by 0.04 %.
         """

@@ -177,8 +177,8 @@ def update_decisions(
     return (
         Decision(
             subject="update",
-            choice=f"{evaluator.update}, a share x = {share:.2f} of what lives on the host streamed to the device",
-            because=f"{hidden_share:.0%} of the seconds that the host updates are under compute",
+            choice=f"{evaluator.update}, a share x = {share:.2f} of the state on the host streamed to the device",
+            because=f"compute hides {hidden_share:.0%} of the seconds of the host's updates",
             rejected=tuple(rejected),
         ),
     )

@@ -20,7 +20,8 @@ the graphs planned before it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.timeline import away_bytes, bucket_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
+from elixir_compile.analysis.timeline import away_bytes
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import BucketId, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents

@@ -25,25 +25,26 @@ from elixir_compile.ir import (
     Action,
     Activations,
     Bucket,
+    BucketRef,
     Decision,
+    GradientRef,
     Kind,
-    OpId,
     Phase,
     Placement,
     Plan,
-    Prediction,
     Region,
     RegionId,
+    RegionRef,
     Saving,
     Schedule,
     StepGraph,
+    Target,
     Tier,
     Verb,
-    fingerprint,
-    grad_of,
 )
-from elixir_compile.search.problem import Problem, update_time
+from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.modes import activations_of, deepest, layers_of
+from elixir_compile.search.writing import unpredicted_plan
 from elixir_compile.simulate import prediction_of, simulate
 from elixir_compile.units import format_bytes
 
@@ -135,28 +136,8 @@ def _unpredicted(
     """Return the plan with an empty prediction."""
     step = as_run(problem.graph, activations)
     regions = _regions(step, buckets)
-    return Plan(
-        name=problem.name,
-        graph=fingerprint(problem.graph),
-        cluster=problem.cluster.name,
-        num_copies=problem.num_copies,
-        budget_bytes=problem.budget_bytes,
-        base_bytes=problem.base_bytes,
-        buckets=tuple(buckets),
-        placements=homes,
-        activations=activations,
-        update=update_time(problem, homes),
-        regions=regions,
-        schedules=(Schedule(rank=0, actions=tuple(_actions(step, regions, buckets, homes))),),
-        decisions=(),
-        prediction=_NOTHING,
-        planner=IN_STEP,
-    )
-
-
-_NOTHING = Prediction(
-    step_s=0.0, exposed_s=0.0, hidden_share=1.0, device_peak_bytes=0, device_peak_at=OpId(""), host_peak_bytes=0
-)
+    schedule = Schedule(rank=0, actions=tuple(_actions(step, regions, buckets, homes)))
+    return unpredicted_plan(problem, buckets, homes, activations, regions, schedule, IN_STEP)
 
 
 def _on_device(bucket: Bucket, *, resident: bool) -> Placement:
@@ -185,32 +166,35 @@ def _regions(graph: StepGraph, buckets: Sequence[Bucket]) -> tuple[Region, ...]:
 def _actions(graph: StepGraph, regions: Sequence[Region], buckets: Sequence[Bucket], homes: Homes) -> list[Action]:
     """Return the actions in the order of the module docstring, then the updates if the graph has them."""
     placed = list(zip(buckets, homes, strict=True))
-    moving = [(bucket, home) for bucket, home in placed if bucket.is_sharded or home.param is not Tier.DEVICE]
-    there: list[str] = []
-    actions: list[tuple[Verb, str]] = []
+    moving = [
+        (BucketRef(bucket.id), home) for bucket, home in placed if bucket.is_sharded or home.param is not Tier.DEVICE
+    ]
+    there: list[BucketRef] = []
+    actions: list[tuple[Verb, Target]] = []
     for number, region in enumerate(regions):
-        missing = [bucket.id for bucket, _ in moving if bucket.id not in there]
-        actions += [(Verb.GATHER, name) for name in missing]
-        actions += [(Verb.WAIT, name) for name in missing]
-        actions.append((Verb.RUN, region.id))
+        missing = [target for target, _ in moving if target not in there]
+        actions += [(Verb.GATHER, target) for target in missing]
+        actions += [(Verb.WAIT, target) for target in missing]
+        actions.append((Verb.RUN, RegionRef(region.id)))
         is_last = number == len(regions) - 1
-        there = [] if is_last else [bucket.id for bucket, home in moving if home.resident]
-        actions += [(Verb.RELEASE, bucket.id) for bucket, _ in moving if bucket.id not in there]
+        there = [] if is_last else [target for target, home in moving if home.resident]
+        actions += [(Verb.RELEASE, target) for target, _ in moving if target not in there]
     if any(op.phase is Phase.UPDATE for op in graph.ops):
         trained = {storage.of for storage in graph.storages if storage.kind is Kind.GRAD}
         for bucket, home in placed:
             if bucket.trainable and not trained.isdisjoint(bucket.params):
                 actions += _reduced(bucket, home)
-        actions += [(Verb.UPDATE, bucket.id) for bucket in buckets if bucket.trainable]
-    return [Action(verb=verb, what=what) for verb, what in actions]
+        actions += [(Verb.UPDATE, BucketRef(bucket.id)) for bucket in buckets if bucket.trainable]
+    return [Action(verb=verb, target=target) for verb, target in actions]
 
 
-def _reduced(bucket: Bucket, home: Placement) -> list[tuple[Verb, str]]:
+def _reduced(bucket: Bucket, home: Placement) -> list[tuple[Verb, Target]]:
     """Return the actions on a bucket's gradients, from their reduce to their end on the device."""
-    actions = [(Verb.REDUCE, str(bucket.id))]
+    gradient = GradientRef(bucket.id)
     is_away = home.param is not Tier.DEVICE
-    actions += [(Verb.OFFLOAD, grad_of(bucket.id))] if is_away else []
-    return actions + ([(Verb.WAIT, grad_of(bucket.id))] if is_away or bucket.is_sharded else [])
+    actions: list[tuple[Verb, Target]] = [(Verb.REDUCE, BucketRef(bucket.id))]
+    actions += [(Verb.OFFLOAD, gradient)] if is_away else []
+    return actions + ([(Verb.WAIT, gradient)] if is_away or bucket.is_sharded else [])
 
 
 def _require_fit(problem: Problem, made: Plan, because: str) -> None:

@@ -24,6 +24,8 @@ _MAX_BUCKETS, _MAX_FACTOR = 192, 8
 """A model with more buckets gets larger buckets, by a factor of at most `_MAX_FACTOR`, because the time of a search
 grows with about the square of their number. Llama 70B on 8 ranks has 563 buckets of 128 MiB, 16 MiB on each rank, and
 161 buckets of 1 GiB."""
+_SMALL_BYTES = 64 * 1024
+"""A parameter is not sharded if its copies on all ranks take at most so many bytes; a shard would be a few elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,11 @@ def _split(
         group_bytes += nbytes
     if group:
         yield group
+
+
+def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:
+    """Return whether a parameter of `nbytes` is cut into `num_shards` shards, and not kept complete on every rank."""
+    return num_dims > 0 and nbytes * num_shards > _SMALL_BYTES
 
 
 def _is_sharded(param: _Param, problem: Problem) -> bool:

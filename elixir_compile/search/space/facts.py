@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from elixir_compile.analysis.liveness import Liveness, liveness
 from elixir_compile.analysis.recompute import as_run, repeats
 from elixir_compile.analysis.windows import Window, use_windows
-from elixir_compile.ir import Activations, Bucket, BucketId, Kind, Phase, StepGraph
+from elixir_compile.ir import Activations, Bucket, BucketId, BucketRef, GradientRef, GroupRef, Kind, Phase, StepGraph
 from elixir_compile.search.problem import Problem, may_stream
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.search.space.layers import LayerSpan, begin_of, end_of, layer_spans, layers_alike, windows_by_layer
@@ -37,8 +37,20 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The targets of actions by bucket and by offload interval, made once because every simulation uses them."""
+
+    buckets: tuple[BucketRef, ...]
+    gradients: tuple[GradientRef, ...]
+    groups: tuple[GroupRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a problem at a choice of modes, indexed by op and by bucket; bucket i is `buckets[i]`."""
+    """Facts about a problem at a choice of modes, indexed by op and by bucket; bucket i is `buckets[i]`.
+
+    It has more than 15 fields, so that each is derived once and the loops of the search read it.
+    """
 
     problem: Problem
     graph: StepGraph
@@ -50,6 +62,7 @@ class Facts:
     activations: tuple[Activations, ...]
     offload_intervals: tuple[OffloadInterval, ...]
     buckets: tuple[Bucket, ...]
+    targets: Targets
     lives: Liveness
     windows: tuple[tuple[Window, ...], ...]
     gradients: tuple[Gradients | None, ...]
@@ -105,6 +118,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     windows = tuple(
         windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
     )
+    intervals = _by_layer(spans, offload_intervals(graph, lives, activations))
     in_force = {placement.bucket: level_of(placement) for placement in problem.placements}
     streaming = {placement.bucket for placement in problem.placements if placement.streamed}
     return Facts(
@@ -113,8 +127,13 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         layers=layers,
         modes=modes,
         activations=activations,
-        offload_intervals=_by_layer(spans, offload_intervals(graph, lives, activations)),
+        offload_intervals=intervals,
         buckets=buckets,
+        targets=Targets(
+            buckets=tuple(BucketRef(bucket.id) for bucket in buckets),
+            gradients=tuple(GradientRef(bucket.id) for bucket in buckets),
+            groups=tuple(GroupRef(interval.group) for interval in intervals),
+        ),
         lives=lives,
         windows=windows,
         gradients=_gradients(graph, buckets, lives, spans),

@@ -67,10 +67,10 @@ def layers_alike(graph: StepGraph, least: int | None) -> frozenset[str]:
 
 
 def layer_spans(ops: Sequence[Op], alike: frozenset[str]) -> tuple[LayerSpan, ...]:
-    """Return the spans of the layers `alike` in each phase, in order.
+    """Return the spans of the layers `alike`, as `layers_alike` returns them, in each phase, in order.
 
-    A layer without a matrix product in a phase has no span in the phase. An empty span follows the last layer of a
-    phase if a matrix product of the same phase comes after it.
+    A layer without a matrix product in a phase has no span in the phase. If a matrix product of the same phase comes
+    after the last such layer, an empty span (`last` is `first - 1`) marks where that layer ends.
     """
     if not alike:
         return ()

@@ -11,9 +11,10 @@ On several ranks each rank owns a shard, and a bucket is gathered at every level
 parameters on the host are gathered.
 """
 
+from dataclasses import replace
 from enum import IntEnum
 
-from elixir_compile.analysis.staging import sum_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
 from elixir_compile.ir import Bucket, Placement, Tier
 
 
@@ -79,19 +80,12 @@ def levels_from(start: Level, bucket: Bucket, *, hybrid: bool, num_windows: int)
     return (start, *(level for level, is_distinct in differs.items() if level > start and is_distinct))
 
 
-def host_bytes_of(bucket: Bucket, level: Level) -> int:
-    """Return the host bytes of `bucket` on one rank: optimizer state, parameters and gradients, or their staging."""
-    if not level.has_state_on_host:
-        return 0
-    grad_nbytes = bucket.shard_grad_nbytes() if bucket.trainable else 0
-    sums_bytes = sum_host_bytes(bucket, level.home, Tier.HOST)
-    return bucket.shard_nbytes() + grad_nbytes + bucket.shard_state_nbytes() + sums_bytes
-
-
-def host_bytes_without_state(bucket: Bucket, level: Level) -> int:
-    """Return `host_bytes_of` without the optimizer state, for a bucket whose state is or may be on disk."""
-    total_bytes = host_bytes_of(bucket, level)
-    return total_bytes - bucket.shard_state_nbytes() if level.has_state_on_host else 0
+def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False) -> int:
+    """Return the host bytes of `bucket` on one rank; `on_disk` if its state is or may be on disk instead."""
+    placement = placement_of(bucket, level)
+    if on_disk and level.has_state_on_host:
+        placement = replace(placement, optim=Tier.DISK)
+    return bucket_host_bytes(bucket, placement)
 
 
 def level_text(level: Level) -> str:

@@ -9,15 +9,15 @@ each segment matters, so a step of 5,000 ops becomes a few hundred numbers.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elixir_compile.analysis.bucket_bytes import Held, Sizes, gather_buffers, reduce_buffers, resting
 from elixir_compile.cost import streamed_bytes
-from elixir_compile.ir import Bucket, Kind, Tier, averaged_bytes
+from elixir_compile.ir import Kind, Tier, averaged_bytes
 from elixir_compile.search.space.facts import Facts
-from elixir_compile.search.space.levels import Level, is_gathered
+from elixir_compile.search.space.levels import Level, is_gathered, placement_of
 from elixir_compile.search.space.residency import Moves, Residency, moves_at_use, spans
 
 
@@ -27,7 +27,12 @@ class MemoryModel:
     def __init__(self, facts: Facts, more_starts: Iterable[int] = ()) -> None:
         """Cut the step of `facts` into segments; `more_starts` are op indices at which more segments begin."""
         self._facts = facts
-        self._sizes = [_Sizes.of(bucket) for bucket in facts.buckets]
+        self._sizes = [Sizes.of(bucket) for bucket in facts.buckets]
+        self._resting_bytes = [
+            [sum(nbytes for _, nbytes in resting(bucket, placement_of(bucket, level))) for level in Level]
+            for bucket in facts.buckets
+        ]
+        """Bytes of each bucket that are on the device during the whole step, by level."""
         self._is_any_reduced = any(sizes.is_sharded or sizes.is_packed for sizes in self._sizes)
         self.rest_bytes_per_op = _rest(facts)
         starts = _segment_starts(facts, more_starts)
@@ -55,13 +60,13 @@ class MemoryModel:
             changes[segment[residency.gather]] += sizes.flat_bytes
             changes[segment[residency.last + 1]] -= sizes.flat_bytes
             if sizes.is_sharded:
-                self._add_gather_buffers(changes, residency, levels[residency.bucket])
+                self._add(changes, self._gather_buffers(residency, levels[residency.bucket]))
         ends = moves.grad_ends
         lasts: set[tuple[int, int]] = set()
         if self._is_any_reduced:
             lasts = {(residency.bucket, residency.last) for residency in moves.residencies}
         for bucket, level in enumerate(levels):
-            changes[0] += _resting_bytes(facts.buckets[bucket], level)
+            changes[0] += self._resting_bytes[bucket][level]
             gradients = facts.gradients[bucket]
             if gradients is None:
                 continue
@@ -73,7 +78,7 @@ class MemoryModel:
             if self._sizes[bucket].is_sharded or self._sizes[bucket].is_packed:
                 is_replaced = (bucket, gradients.complete) in lasts
                 end = ends.get(bucket, facts.num_run - 1)
-                self._add_reduced(changes, bucket, level, end, is_replaced=is_replaced)
+                self._add(changes, self._reduce_buffers(bucket, level, end, is_replaced=is_replaced))
         if moves.streamed:
             changes[segment[facts.num_run]] += max(self.streamed_bytes(i, levels[i].home) for i in moves.streamed)
         return self.rest_bytes + np.cumsum(changes[:-1])
@@ -82,45 +87,23 @@ class MemoryModel:
         """Return the device bytes that a streamed update of a bucket adds, if its parameters live in `home`."""
         return streamed_bytes(self._facts.buckets[bucket], home)
 
-    def _add_gather_buffers(self, changes: NDArray[np.int64], residency: Residency, level: Level) -> None:
-        """Add the bytes that a gather on several ranks needs beyond its copy until the copy can be used.
+    def _add(self, changes: NDArray[np.int64], buffers: Iterable[Held]) -> None:
+        for held in buffers:
+            changes[self._segment_of[held.first]] += held.nbytes
+            changes[self._segment_of[held.last + 1]] -= held.nbytes
 
-        These are the shard that comes from the host, and then a second copy if parameters are copied out of the buffer.
-        """
-        sizes, segment = self._sizes[residency.bucket], self._segment_of
-        if sizes.is_unpacked:
-            changes[segment[residency.first]] += sizes.flat_bytes
-            changes[segment[residency.first + 1]] -= sizes.flat_bytes
-        if level.has_param_on_host:
-            # The shard is freed between two ops and counts at the second, unless the larger second copy counts there.
-            changes[segment[residency.gather]] += sizes.shard_bytes
-            changes[segment[residency.first if sizes.is_unpacked else residency.first + 1]] -= sizes.shard_bytes
+    def _gather_buffers(self, residency: Residency, level: Level) -> Iterable[Held]:
+        sizes = self._sizes[residency.bucket]
+        return gather_buffers(sizes, residency.gather, residency.first, is_sent=level.has_param_on_host)
 
-    def _add_reduced(
-        self, changes: NDArray[np.int64], bucket: int, level: Level, end: int, *, is_replaced: bool
-    ) -> None:
-        """Add the bytes of the reduced gradients of a bucket, and of their packing buffer.
-
-        The reduce starts after the op that completes the gradients, and is waited for after op `end`. The buffers also
-        count at the op before the reduce, less the gathered copy that is released there if `is_replaced`.
-        """
-        gradients, sizes, segment = self._facts.gradients[bucket], self._sizes[bucket], self._segment_of
+    def _reduce_buffers(self, bucket: int, level: Level, wait: int, *, is_replaced: bool) -> Iterable[Held]:
+        """Return the buffers of the reduce of a bucket, whose wait is after op `wait`."""
+        gradients = self._facts.gradients[bucket]
         assert gradients is not None
-        complete = gradients.complete
-        changes[segment[complete + 1]] += sizes.reduced_bytes
-        if level.has_param_on_host:
-            changes[segment[end + 1]] -= sizes.reduced_bytes
-        if sizes.is_packed and sizes.is_sharded:
-            changes[segment[complete + 1]] += sizes.flat_grad_bytes
-            changes[segment[end + 1]] -= sizes.flat_grad_bytes
-        new_bytes = at_once_bytes = sizes.reduced_bytes if end == complete else 0
-        if sizes.is_packed:
-            unreduced_bytes = sum(nbytes for _, nbytes in gradients.births)
-            more_bytes = max(0, at_once_bytes - unreduced_bytes) if sizes.is_sharded else 0
-            new_bytes = sizes.flat_grad_bytes + more_bytes
-        before_bytes = max(0, new_bytes - (sizes.flat_bytes if is_replaced else 0))
-        changes[segment[complete]] += before_bytes
-        changes[segment[complete + 1]] -= before_bytes
+        end = wait if level.has_param_on_host else len(self._facts.graph.ops) - 1
+        unreduced_bytes = sum(nbytes for _, nbytes in gradients.births)
+        sizes = self._sizes[bucket]
+        return reduce_buffers(sizes, gradients.complete, wait, end, unreduced_bytes, is_replaced=is_replaced)
 
     def _add_offloaded(self, changes: NDArray[np.int64], number: int, prefetch: int, moves: Moves) -> None:
         """Add the bytes of offloaded activations: until they have left, and from op `prefetch` to their last use."""
@@ -153,12 +136,12 @@ class MemoryModel:
 
     def _add_copies(self, changes: NDArray[np.int64], i: int, level: Level) -> None:
         sizes, segment = self._sizes[i], self._segment_of
-        changes[0] += _resting_bytes(self._facts.buckets[i], level)
+        changes[0] += self._resting_bytes[i][level]
         for first, last in spans(self._facts, i, level):
             changes[segment[first]] += sizes.flat_bytes
             changes[segment[last + 1]] -= sizes.flat_bytes
             if sizes.is_sharded:
-                self._add_gather_buffers(changes, Residency(first, first, last, i), level)
+                self._add(changes, self._gather_buffers(Residency(first, first, last, i), level))
 
     def _add_gradients(self, changes: NDArray[np.int64], i: int, level: Level, next_complete: int) -> None:
         bucket, gradients, segment = self._facts.buckets[i], self._facts.gradients[i], self._segment_of
@@ -172,7 +155,7 @@ class MemoryModel:
                 changes[segment[unreduced_end + 1]] -= nbytes
         if bucket.is_sharded or bucket.is_packed:
             is_replaced = any(last == gradients.complete for _, last in spans(self._facts, i, level))
-            self._add_reduced(changes, i, level, next_complete, is_replaced=is_replaced)
+            self._add(changes, self._reduce_buffers(i, level, next_complete, is_replaced=is_replaced))
 
     def segment_of(self, op: int) -> int:
         """Return the segment of the op with index `op`; the number of segments if `op` is the number of ops."""
@@ -185,40 +168,10 @@ class MemoryModel:
         return [i for complete, i in order if complete < start]
 
     def highest_op(self, segment: int) -> int:
-        """Return the index of the op with the highest bytes in `segment`, the first if several ops have as many."""
+        """Return the index of the op in `segment` with the most bytes outside of buckets, the first of several."""
         ends = [*self._starts[1:].tolist(), len(self.rest_bytes_per_op)]
         start = int(self._starts[segment])
         return start + int(self.rest_bytes_per_op[start : ends[segment]].argmax())
-
-
-class _Sizes(NamedTuple):
-    """Sizes of a bucket, computed once: a bucket of many ranks sums them up at each access."""
-
-    flat_bytes: int
-    shard_bytes: int
-    flat_grad_bytes: int
-    reduced_bytes: int
-    is_sharded: bool
-    is_unpacked: bool
-    is_packed: bool
-
-    @classmethod
-    def of(cls, bucket: Bucket) -> "_Sizes":
-        return cls(
-            flat_bytes=bucket.flat_nbytes,
-            shard_bytes=bucket.flat_shard_nbytes,
-            flat_grad_bytes=bucket.flat_grad_nbytes,
-            reduced_bytes=bucket.reduced_nbytes,
-            is_sharded=bucket.is_sharded,
-            is_unpacked=bucket.is_unpacked,
-            is_packed=bucket.is_packed,
-        )
-
-
-def _resting_bytes(bucket: Bucket, level: Level) -> int:
-    """Return the bytes of a bucket that are on the device during the whole step."""
-    param_nbytes = 0 if level.has_param_on_host else bucket.shard_nbytes() + bucket.sum_nbytes
-    return param_nbytes + (0 if level.has_state_on_host else bucket.shard_state_nbytes())
 
 
 def _next_completes(facts: Facts) -> list[int]:

@@ -186,10 +186,11 @@ class _RecomputedStep:
         return {number: tuple(by_slot.items()) for number, by_slot in found.items()}
 
     def _owner_of_ops(self) -> list[int | None]:
-        """Return the number of the layer to which the added seconds of each op are attributed.
+        """Return for each op of the step the number of the layer that the op's added seconds are counted for.
 
-        A repeated op belongs to the layer for which it runs again. An op outside of all layers belongs to the next
-        layer, whose input it makes.
+        Added seconds are those beyond the seconds of the op in the step with every activation kept. A repeated op
+        belongs to the layer for which it runs again. An op outside of all layers belongs to the next layer, whose
+        input it makes; the result is None if no layer follows.
         """
         found: list[int | None] = []
         owner: int | None = None

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 
 from elixir_compile.analysis.windows import closing_verbs
-from elixir_compile.ir import Action, Plan, Schedule, StepGraph, Tier, Verb, grad_of
+from elixir_compile.ir import Action, BucketRef, GradientRef, Plan, RegionRef, Schedule, StepGraph, Tier, Verb
 from elixir_compile.ir.kinds import Kind
-from tests.pure.plans import bucket_of, make_plan, planned_graphs
+from tests.pure.plans import action_of, bucket_of, make_plan, planned_graphs
 from tests.pure.strategies import Layer, chain
 
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(2)])
@@ -20,7 +20,7 @@ BUCKETS = [
 def plan_of(home: str, text: str) -> Plan:
     """Return a plan with the actions in `text`; regions are those of a legal one."""
     plan = make_plan(GRAPH, BUCKETS, [home, home])
-    actions = tuple(Action(verb=Verb(line.split()[0]), what=line.split()[1]) for line in text.strip().split("\n"))
+    actions = tuple(action_of(line) for line in text.strip().split("\n"))
     return dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions),))
 
 
@@ -54,8 +54,10 @@ def test_nothing_reads_a_bucket_behind_its_closing(planned: tuple[StepGraph, Pla
     actions = plan.schedules[0].actions
     regions = {region.id: region.buckets for region in plan.regions}
     for bucket, verb in closing_verbs(plan).items():
-        what = grad_of(bucket) if verb is Verb.OFFLOAD else bucket
-        behind = actions[max(i for i, action in enumerate(actions) if (action.verb, action.what) == (verb, what)) + 1 :]
-        assert not any(action.verb is Verb.RUN and bucket in regions[action.what] for action in behind)
-        assert Action(verb=Verb.GATHER, what=bucket) not in behind
+        target = GradientRef(bucket) if verb is Verb.OFFLOAD else BucketRef(bucket)
+        behind = actions[max(i for i, action in enumerate(actions) if action == Action(verb=verb, target=target)) + 1 :]
+        assert not any(
+            isinstance(action.target, RegionRef) and bucket in regions[action.target.region] for action in behind
+        )
+        assert Action(verb=Verb.GATHER, target=BucketRef(bucket)) not in behind
         assert (verb is Verb.REDUCE) == (plan.placement(bucket).param is Tier.DEVICE)

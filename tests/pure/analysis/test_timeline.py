@@ -7,6 +7,7 @@ from hypothesis import given
 
 from elixir_compile.analysis import fused, keep_everything_timeline, plan_timeline
 from elixir_compile.ir import Kind, Phase, Plan, Saving, StepGraph, StorageId, Tier, Verb
+from elixir_compile.ir.schedule import GradientRef, RegionRef
 from tests.pure.mixes import group, mixed_graphs
 from tests.pure.plans import Trip, bucket_of, make_plan, planned_graphs
 from tests.pure.steps import GELU
@@ -113,14 +114,14 @@ def count_by_hand(graph: StepGraph, plan: Plan) -> list[int]:
     gathered: set[str] = set()
     gone: set[str] = set()
     for action in plan.schedules[0].actions:
-        if action.verb is Verb.RUN:
-            runs.append((regions[action.what], set(gathered), set(gone)))
+        if isinstance(action.target, RegionRef):
+            runs.append((regions[action.target.region], set(gathered), set(gone)))
         elif action.verb is Verb.GATHER:
-            gathered.add(action.what)
+            gathered.add(str(action.target))
         elif action.verb is Verb.RELEASE:
-            gathered.remove(action.what)
-        elif action.verb is Verb.WAIT and action.what.endswith(".grad"):
-            gone.add(action.what.removesuffix(".grad"))
+            gathered.remove(str(action.target))
+        elif action.verb is Verb.WAIT and isinstance(action.target, GradientRef):
+            gone.add(action.target.bucket)
     runs.append((range(runs[-1][0][-1] + 1, len(graph.ops)), set(gathered), set(gone)))
     counted: list[int] = []
     for ops, copies, offloaded in runs:

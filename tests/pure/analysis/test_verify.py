@@ -14,17 +14,18 @@ from elixir_compile.ir import (
     Action,
     Bucket,
     BucketId,
+    GradientRef,
     Plan,
     Schedule,
     StepGraph,
     Tier,
     Verb,
-    grad_of,
     plan_from_json,
     plan_to_json,
 )
 from elixir_compile.ir.kinds import Kind
-from tests.pure.plans import bucket_of, claim_peak, make_plan, planned_graphs
+from elixir_compile.ir.schedule import BucketRef
+from tests.pure.plans import action_of, bucket_of, claim_peak, make_plan, planned_graphs
 from tests.pure.strategies import Layer, chain
 
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=n == 3, act_numel=4) for n in range(4)])
@@ -40,7 +41,7 @@ SCHEDULE = (
 
 def scheduled(text: str) -> Plan:
     """Return the plan with the actions of `text`, which are parted by semicolons."""
-    actions = tuple(Action(verb=Verb(line.split()[0]), what=line.split()[1]) for line in text.split("; "))
+    actions = tuple(action_of(line) for line in text.split("; "))
     return dataclasses.replace(PLAN, schedules=(Schedule(rank=0, actions=actions),))
 
 
@@ -230,7 +231,7 @@ def without_bucket(at: int) -> Plan:
 
 def with_gradient_name() -> Plan:
     """Return the plan with bucket 1 called what actions call the gradient of bucket 0."""
-    name = grad_of(PLAN.buckets[0].id)
+    name = str(GradientRef(PLAN.buckets[0].id))
     buckets, placements = list(PLAN.buckets), list(PLAN.placements)
     buckets[1] = dataclasses.replace(buckets[1], id=BucketId(name))
     placements[1] = dataclasses.replace(placements[1], bucket=BucketId(name))
@@ -345,7 +346,7 @@ def test_no_action_may_be_of_another_micro_batch(at: int) -> None:
     with pytest.raises(IllegalSchedule, match="is of micro-batch 3; a step has one micro-batch, @0") as caught:
         verify(GRAPH, plan_from_json(plan_to_json(plan)))
     marked = [line for line in caught.value.excerpt.split("\n") if line.endswith("<-- here")]
-    assert [line.split()[:2] for line in marked] == [[actions[at].verb, actions[at].what]]
+    assert [line.split()[:2] for line in marked] == [[actions[at].verb, str(actions[at].target)]]
     assert "@3" in marked[0]
 
 
@@ -379,7 +380,7 @@ def test_a_bucket_without_gradient_is_updated_but_not_reduced() -> None:
     verify(graph, plan)
     actions = plan.schedules[0].actions
     for extra, sentence in ((Verb.REDUCE, "is reduced, but no op writes it"), (None, "is never updated")):
-        changed = actions[:-1] if extra is None else (*actions[:-1], Action(verb=extra, what="unused"), actions[-1])
+        changed = actions[:-1] if extra is None else (*actions[:-1], action_of(f"{extra} unused"), actions[-1])
         with pytest.raises(IllegalSchedule, match=sentence):
             verify(graph, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=changed),)))
 
@@ -416,11 +417,11 @@ def depends(first: Action, second: Action) -> bool:
     reduce."""
     verbs = (first.verb, second.verb)
     return (
-        (verbs == (Verb.GATHER, Verb.WAIT) and first.what == second.what)
-        or (verbs == (Verb.WAIT, Verb.RUN) and not first.what.endswith(".grad"))
+        (verbs == (Verb.GATHER, Verb.WAIT) and first.target == second.target)
+        or (verbs == (Verb.WAIT, Verb.RUN) and isinstance(first.target, BucketRef))
         or verbs == (Verb.RUN, Verb.RELEASE)
-        or (verbs == (Verb.REDUCE, Verb.OFFLOAD) and second.what == f"{first.what}.grad")
-        or (verbs == (Verb.OFFLOAD, Verb.WAIT) and first.what == second.what)
+        or (verbs == (Verb.REDUCE, Verb.OFFLOAD) and str(second.target) == f"{first.target}.grad")
+        or (verbs == (Verb.OFFLOAD, Verb.WAIT) and first.target == second.target)
     )
 
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import verify
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Action, Activations, GroupId, Kind, Plan, Saving, Schedule, StepGraph, StorageId, Verb
+from elixir_compile.ir.schedule import GroupRef
 from tests.pure.mixes import group
-from tests.pure.plans import Trip, bucket_of, make_plan, mixed_plans
+from tests.pure.plans import Trip, action_of, bucket_of, make_plan, mixed_plans
 from tests.pure.steps import GELU, LAYERS
 
 H, G = group(GELU, "acts.h", Saving.OFFLOAD, "h"), group(GELU, "acts.g", Saving.OFFLOAD, "g")
@@ -26,7 +27,7 @@ SCHEDULE = (
 
 def scheduled(text: str, plan: Plan = PLAN) -> Plan:
     """Return the plan with the actions of `text`, which are parted by semicolons."""
-    actions = tuple(Action(verb=Verb(line.split()[0]), what=line.split()[1]) for line in text.split("; "))
+    actions = tuple(action_of(line, [group.id for group in plan.activations]) for line in text.split("; "))
     return dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions),))
 
 
@@ -156,7 +157,7 @@ def test_unfinished_offloads_are_refused(num_left_out: int, sentence: str) -> No
     """Nothing reads `n0` in the backward, so that no region can be the first at fault."""
     plan = make_plan(LAYERS, UNREAD_BUCKETS, ["device"], (UNREAD,))
     verify(LAYERS, plan)
-    own = [at for at, action in enumerate(plan.schedules[0].actions) if action.what == UNREAD.id]
+    own = [at for at, action in enumerate(plan.schedules[0].actions) if action.target == GroupRef(UNREAD.id)]
     gone = set(own[len(own) - num_left_out :])
     actions = tuple(action for at, action in enumerate(plan.schedules[0].actions) if at not in gone)
     with pytest.raises(IllegalSchedule) as caught:
@@ -175,7 +176,7 @@ def test_unfinished_offloads_are_refused(num_left_out: int, sentence: str) -> No
 def test_kept_and_recomputed_groups_are_not_moved(saving: Saving, sentence: str, verb: Verb) -> None:
     plan = make_plan(GELU, BUCKETS, ["device"], (H, dataclasses.replace(G, saving=saving)))
     verify(GELU, plan)
-    actions = (*plan.schedules[0].actions, Action(verb=verb, what=G.id))
+    actions = (*plan.schedules[0].actions, Action(verb=verb, target=GroupRef(G.id)))
     with pytest.raises(IllegalSchedule, match=sentence) as caught:
         verify(GELU, dataclasses.replace(plan, schedules=(Schedule(rank=0, actions=actions),)))
     assert marked(caught.value) == [verb, "acts.g"]
@@ -247,7 +248,7 @@ def test_activations_move_in_a_fixed_order(planned: tuple[StepGraph, Plan], data
     graph, plan = planned
     actions = list(plan.schedules[0].actions)
     own = [
-        [at for at, action in enumerate(actions) if action.what == group.id]
+        [at for at, action in enumerate(actions) if action.target == GroupRef(group.id)]
         for group in plan.activations
         if group.saving is AWAY
     ]

@@ -73,9 +73,9 @@ def changed(path: list[str | int], value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "field", "expected"),
     [
-        (["format"], 1, "format", "5"),
-        (["format"], True, "format", "5"),
-        (["format"], ..., "format", "5"),
+        (["format"], 5, "format", "6"),
+        (["format"], True, "format", "6"),
+        (["format"], ..., "format", "6"),
         (["elixir"], "record", "elixir", "'plan'"),
         (["elixir"], ..., "elixir", "'plan'"),
         (["name"], ..., "name", "a value"),
@@ -97,6 +97,14 @@ def changed(path: list[str | int], value: Any) -> str:
         (["prediction", "step_s"], True, "prediction.step_s", "a finite number"),
         (["prediction", "step_s"], 10**400, "prediction.step_s", "a finite number"),
         (["placements"], [], "the whole text", "values that agree"),
+        (["schedules", 0, "actions", 0, "target"], "b0", "schedules[0].actions[0].target", "an object with a kind"),
+        (["schedules", 0, "actions", 0, "target"], {}, "schedules[0].actions[0].target.kind", "a value"),
+        (
+            ["schedules", 0, "actions", 0, "target", "kind"],
+            "op",
+            "schedules[0].actions[0].target.kind",
+            "one of region, bucket, gradient, group",
+        ),
         (["bound_s"], "1", "bound_s", "a finite number"),
     ],
 )

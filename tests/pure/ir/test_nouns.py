@@ -24,7 +24,8 @@ from elixir_compile.ir import (
     Tier,
     Verb,
 )
-from elixir_compile.ir.kinds import Kind
+from elixir_compile.ir.kinds import Kind, RegionId
+from elixir_compile.ir.schedule import RegionRef
 from tests.pure.plans import bucket_of, make_plan
 from tests.pure.strategies import Layer, chain
 
@@ -66,12 +67,12 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
             lambda: dataclasses.replace(BUCKET, reduce_dtype="float32"),
             "in float32; expected float32, for gradients of a narrower dtype",
         ),
-        (lambda: Action(verb=Verb.RUN, what="fwd.0", micro_batch=-1), "has micro-batch -1"),
+        (lambda: Action(verb=Verb.RUN, target=RegionRef(RegionId("fwd.0")), micro_batch=-1), "has micro-batch -1"),
         (lambda: Schedule(rank=-1, actions=()), "a schedule is for rank -1"),
         (lambda: dataclasses.replace(PLAN.prediction, step_s=float("nan")), "step_s = nan"),
         (lambda: dataclasses.replace(PLAN.prediction, device_peak_bytes=-1), "a negative peak"),
         (lambda: dataclasses.replace(PLAN.decisions[0], cost_s=float("inf")), "costs inf s"),
-        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 5"),
+        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 6"),
         (
             lambda: Placement(
                 bucket=BucketId("b0"), param=Tier.DEVICE, optim=Tier.DEVICE, streamed=True, resident=True

@@ -30,7 +30,8 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
-from elixir_compile.ir.kinds import Kind
+from elixir_compile.ir.kinds import BucketId, Kind, RegionId
+from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef
 from elixir_compile.ir.words import word
 from tests.pure.graph_text import parse_graph
 from tests.pure.mixes import mixed_graphs
@@ -96,7 +97,13 @@ def test_plans_with_awkward_values_read_back_from_json(
     decision = Decision(
         subject=text, choice=other, because=text, cost_s=seconds, saves_bytes=number, rejected=(other, text)
     )
-    actions = tuple(Action(verb=verb, what=what, micro_batch=micro_batch) for verb in Verb for what in (text, other))
+    targets = (
+        RegionRef(RegionId(text)),
+        BucketRef(BucketId(other)),
+        GradientRef(BucketId(text)),
+        GroupRef(GroupId(other)),
+    )
+    actions = tuple(Action(verb=verb, target=target, micro_batch=micro_batch) for verb in Verb for target in targets)
     storages = tuple(dict.fromkeys((StorageId(text), StorageId(other))))
     groups = (Activations(id=GroupId(text), storages=storages, nbytes=abs(number), saving=saving) for saving in Saving)
     plan = dataclasses.replace(

@@ -9,6 +9,7 @@ from hypothesis import given
 from elixir_compile.analysis import plan_timeline
 from elixir_compile.errors import PlanMismatch, UnknownSubject
 from elixir_compile.ir import Kind, Plan, Saving, StepGraph, Tier, Verb
+from elixir_compile.ir.schedule import BucketRef
 from elixir_compile.report.explain import answer, explain
 from elixir_compile.report.subject import Move
 from elixir_compile.search import plan
@@ -87,8 +88,10 @@ def test_moves_say_how_far_ahead() -> None:
     for bucket in made.buckets:
         for move in answer(made, bucket.id).buckets[0].moves:
             if move.verb is Verb.GATHER:
-                runs = [action.what for action in actions if action.verb is Verb.RUN]
-                start = next(i for i, a in enumerate(actions) if a.verb is Verb.GATHER and a.what == bucket.id)
+                runs = [str(action.target) for action in actions if action.verb is Verb.RUN]
+                start = next(
+                    i for i, a in enumerate(actions) if a.verb is Verb.GATHER and a.target == BucketRef(bucket.id)
+                )
                 run_before = sum(action.verb is Verb.RUN for action in actions[:start])
                 assert runs[run_before + move.num_ahead] == move.region
     moves = [answer(made, bucket.id).buckets[0].moves for bucket in made.buckets]

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from elixir_compile.analysis.timeline import MemoryTimeline
 from elixir_compile.ir.bucket import Activations
-from elixir_compile.ir.kinds import GroupId, Kind, OpId, Saving, StorageId, Verb
+from elixir_compile.ir.kinds import BucketId, GroupId, Kind, OpId, Saving, StorageId, Verb
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record
-from elixir_compile.ir.schedule import Action, Schedule
+from elixir_compile.ir.schedule import Action, BucketRef, Schedule
 from elixir_compile.report.line import measured_line, plan_line
 from elixir_compile.report.text import curve_text, table_text, timeline_text
 
@@ -64,7 +64,12 @@ def a_plan(*verbs: Verb) -> Plan:
         decisions=(),
         prediction=prediction,
     )
-    return replace(bare, schedules=(Schedule(rank=0, actions=tuple(Action(verb=verb, what="b0") for verb in verbs)),))
+    return replace(
+        bare,
+        schedules=(
+            Schedule(rank=0, actions=tuple(Action(verb=verb, target=BucketRef(BucketId("b0"))) for verb in verbs)),
+        ),
+    )
 
 
 def test_the_plan_line_lists_the_planned_figures() -> None:

@@ -20,7 +20,7 @@ from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import RULES, gathers_first, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
+from elixir_compile.search.limits import leanest, uniform_modes
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use

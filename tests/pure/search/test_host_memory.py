@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.cost import host_memory_s, update, update_bytes
+from elixir_compile import cost
+from elixir_compile.cost import host_memory_s, update_bytes
 from elixir_compile.hardware import Cluster, preset
 from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir import Tier, Update
@@ -77,8 +78,8 @@ def mixed_problem(draw: random.Random, update: Update) -> Problem:
 @pytest.fixture
 def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that carries a tenth of what it does: no machine is like that, but then it binds among tiny rates too."""
-    rate = update.host_memory_bytes_per_s
-    monkeypatch.setattr(update, "host_memory_bytes_per_s", lambda cluster: rate(cluster) / 10)
+    rate = cost.host_memory_bytes_per_s
+    monkeypatch.setattr(cost, "host_memory_bytes_per_s", lambda cluster: rate(cluster) / 10)
 
 
 @pytest.mark.usefixtures("slow_memory")

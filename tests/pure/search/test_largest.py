@@ -8,7 +8,7 @@ from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import Kind, Plan, StepGraph, graph_at
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.largest import floor_bytes, is_feasible, largest_feasible
+from elixir_compile.search.planner import floor_bytes, is_feasible, largest_feasible
 from tests.pure.strategies import Layer, chain, symbolic
 
 CLUSTER = profile_for("cpu", memory_bytes=1 << 30, host_memory_bytes=1 << 30, name="1 x cpu")

@@ -15,7 +15,7 @@ from elixir_compile.ir import BucketId, Plan, StorageId, Tier, plan_from_json, p
 from elixir_compile.options import Planner
 from elixir_compile.report.explain import explain
 from elixir_compile.search import Problem, plan
-from elixir_compile.search.disk_placement import going_to_disk
+from elixir_compile.search.host_memory import going_to_disk
 from elixir_compile.simulate import simulate
 from elixir_compile.units import format_bytes
 from tests.pure.problems import disk_staging, tight_problem

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from elixir_compile.analysis import keep_everything_timeline, plan_timeline, verify
 from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.hardware import Cluster, profile_for
-from elixir_compile.ir import Kind, Phase, StepGraph, StorageId, Tier, Update, Verb, plan_from_json, plan_to_json
+from elixir_compile.ir import (
+    BucketRef,
+    Kind,
+    Phase,
+    StepGraph,
+    StorageId,
+    Tier,
+    Update,
+    Verb,
+    plan_from_json,
+    plan_to_json,
+)
 from elixir_compile.options import Planner
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
@@ -294,8 +305,8 @@ def test_a_tied_embedding_is_gathered_for_each_window() -> None:
     problem = problem_of(graph)
     made = plan(replace(problem, budget_bytes=needed_bytes(problem)))
     embed = next(bucket.id for bucket in made.buckets if "embed" in bucket.params)
-    gathers = [action.what for action in made.schedules[0].actions if action.verb is Verb.GATHER]
-    assert gathers.count(embed) == 4
+    gathers = [action.target for action in made.schedules[0].actions if action.verb is Verb.GATHER]
+    assert gathers.count(BucketRef(embed)) == 4
 
 
 def test_exhaustive_refuses_a_problem_with_too_many_candidates() -> None:

@@ -34,8 +34,7 @@ from elixir_compile.search.formulation.program import Program
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import place_exhaustively
 from elixir_compile.search.heuristics.transfers import raise_prefetch
-from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
-from elixir_compile.search.limits import extent_of
+from elixir_compile.search.limits import extent_of, leanest, uniform_modes
 from elixir_compile.search.space.buckets import form_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level
@@ -139,7 +138,7 @@ def real_peak_bytes(graph: StepGraph, made: Plan) -> int:
         most = max(most, rest + sum(pile.values()))
 
     for action in made.schedules[0].actions:
-        name, between = action.what, after + 0.5
+        name, between = str(action.target), after + 0.5
         if action.verb is Verb.RUN:
             for after in spans[RegionId(name)]:
                 for owner, own in grads.items():

@@ -3,8 +3,8 @@
 import pytest
 
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.heuristics import uniform_modes as uniform_modes_module
-from elixir_compile.search.heuristics.uniform_modes import leanest, uniform_modes
+from elixir_compile.search.limits import leanest, uniform_modes
+from elixir_compile.search.space import min_memory
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.memory import MemoryModel
 from tests.pure.search.test_best import instances
@@ -20,7 +20,7 @@ def test_a_second_list_of_uniform_modes_is_the_same_without_a_new_search_by_laye
         num_made += 1
         return MemoryModel(*arguments)  # pyright: ignore[reportArgumentType] (handed on)
 
-    monkeypatch.setattr(uniform_modes_module, "MemoryModel", counted)
+    monkeypatch.setattr(min_memory, "MemoryModel", counted)
     for _, problem in instances(6, num_layers=6):
         evaluator, before = Evaluator(gather_facts(problem)), num_made
         if not evaluator.facts.layers:

@@ -14,7 +14,7 @@ from elixir_compile.search import plan as search
 from elixir_compile.simulate import Cycle, Prices, hidden_update_share, play, simulate
 from elixir_compile.units import GIB
 from tests.pure.memory_walk import walk_memory
-from tests.pure.plans import mixed_plans, planned_graphs
+from tests.pure.plans import mixed_plans, planned_graphs, typed
 from tests.pure.problems import tight_problem
 from tests.pure.simulate.test_engine import PRICES, SERIAL
 
@@ -44,7 +44,7 @@ def step_s(
         )
         for i, (param, optim, streamed) in enumerate(homes)
     }
-    return play(program, RUN_S, placements, price, spans, cycle).step_s
+    return play(typed(program), RUN_S, placements, price, spans, cycle).step_s
 
 
 ACROSS = Cycle(update=Update.ACROSS_STEPS, reads=READS)
@@ -98,7 +98,7 @@ def test_compute_is_stalled_by_updates_and_not_by_copies() -> None:
         BucketId(name): Placement(bucket=BucketId(name), param=Tier.HOST, optim=Tier.HOST, resident=False)
         for name in ("b0", "b1")
     }
-    assert play(EARLY, RUN_S, placements, PRICE, None, ACROSS).stalled_s == 7
+    assert play(typed(EARLY), RUN_S, placements, PRICE, None, ACROSS).stalled_s == 7
 
 
 def test_a_region_waits_for_updated_parameters_from_the_host() -> None:
@@ -158,7 +158,7 @@ def test_every_plan_reaches_a_steady_state_without_overlaps_on_lanes(
         assert sum(span.end_s - span.start_s for span in own) <= made.step_s * (1 + 1e-9)
         assert len({(span.label, span.start_s, span.end_s) for span in own}) == len(own) or made.step_s == 0
     updates = [span.label for span in made.spans if span.label.startswith("update ")]
-    assert sorted(updates) == sorted(f"update {a.what}" for a in plan.schedules[0].actions if a.verb is U)
+    assert sorted(updates) == sorted(f"update {a.target}" for a in plan.schedules[0].actions if a.verb is U)
 
 
 def test_a_streamed_update_takes_bytes_of_the_largest_bucket() -> None:

@@ -34,10 +34,11 @@ from elixir_compile.simulate import (
     simulate,
 )
 from elixir_compile.units import GIB
-from tests.pure.plans import mixed_plans, planned_graphs
+from tests.pure.plans import mixed_plans, planned_graphs, typed
 
 R0, R1, B0, B1 = RegionId("fwd.0"), RegionId("fwd.1"), BucketId("b0"), BucketId("b1")
 RUN_S = {R0: 10.0, R1: 10.0}
+GROUPS = ("h.0.matmul", "odd.grad")
 PRICES = Prices(
     before_s=(0.0,),
     h2d_s={B0: 4.0, B1: 6.0, "h.0.matmul": 7.0, "odd.grad": 1.0},
@@ -62,7 +63,7 @@ def step_s(
         bucket: Placement(bucket=bucket, param=param, optim=optim, resident=param is Tier.DEVICE)
         for bucket, (param, optim) in zip((B0, B1), homes, strict=False)
     }
-    return play(program, RUN_S, placements, price).step_s
+    return play(typed(program, GROUPS), RUN_S, placements, price).step_s
 
 
 def test_a_gather_at_its_wait_is_exposed_and_an_earlier_one_hidden() -> None:
@@ -194,7 +195,7 @@ def test_the_critical_path_has_no_gaps_and_ends_the_step() -> None:
     spans: list[Span] = []
     homes = {b: Placement(bucket=b, param=Tier.HOST, optim=Tier.HOST, resident=False) for b in (B0, B1)}
     program = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1")]
-    step_s = play(program, RUN_S, homes, PRICES, spans).step_s
+    step_s = play(typed(program, GROUPS), RUN_S, homes, PRICES, spans).step_s
     record = Record(origin=Origin.SIMULATED, step_s=step_s, device_peak_bytes=0, host_peak_bytes=0, spans=tuple(spans))
     path = critical_path(record)
     assert [span.label for span in path] == ["gather b0", R0]

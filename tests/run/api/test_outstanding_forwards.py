@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.analysis.timeline import bucket_host_bytes
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.managed import outstanding
-from elixir_compile.managed.correction import Correction
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slab import live_slab_bytes
+from elixir_compile.search.joint.replan import Correction
 from tests.run.activation_models import CASES, blocks, broken, routed
 from tests.run.processes import apart
 from tests.run.runtime.test_activations import two_forwards
@@ -148,14 +148,14 @@ def test_host_bytes_of_other_graphs_are_external_usage_of_a_joint_problem() -> N
     model, (batch, *_) = broken()
     run = by_elixir(model, device_memory=half_bytes("broken"), host_memory=host_bytes, **OPTIONS).train([batch])
     executor = executor_of(run.model)
-    in_force = dict(executor.buckets_in_force(for_training=True))
+    in_force = dict(executor.buckets.in_force(for_training=True))
     total_bytes = sum(bucket_host_bytes(bucket, home) for bucket, home in in_force.items())
     assert total_bytes > 0
-    for record in elixir.compilations(run.model):
-        asked = record.joint_problem(1000)
-        own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(record.param_names)]
+    for graph in model_of(run.model).graphs:
+        asked = graph.joint_problem(1000)
+        own = [bucket for bucket in in_force if not set(bucket.params).isdisjoint(graph.param_names)]
         own_bytes = sum(bucket_host_bytes(bucket, in_force[bucket]) for bucket in own)
         assert asked.host_base_bytes == total_bytes - own_bytes
         assert asked.host_budget_bytes + asked.host_base_bytes == host_bytes
-        record._planner.correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
-        assert record.joint_problem(1000).base_bytes == 1007
+        graph.planner.correction = Correction(cluster=asked.cluster, measured=asked.measured, excess_bytes=7)
+        assert graph.joint_problem(1000).base_bytes == 1007

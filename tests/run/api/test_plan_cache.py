@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import elixir_compile as elixir
-from elixir_compile.cost.compute import Stretch
+from elixir_compile.cost import Stretch
 from elixir_compile.hardware import profile_for
 from elixir_compile.ir import Plan, StepGraph, StorageId, Tier, Update
 from elixir_compile.options import Options

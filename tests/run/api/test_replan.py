@@ -12,17 +12,16 @@ from training import Run, assert_same, by_elixir, on_host, planned_peak_bytes
 
 import elixir_compile as elixir
 from elixir_compile import search
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Lane, Plan, Span, Tier
 from elixir_compile.managed import graph_planner
-from elixir_compile.managed.correction import Correction, correct
-from elixir_compile.managed.replan import Outcome, replan
-from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, StepStats
+from elixir_compile.managed.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
 from elixir_compile.options import Options
 from elixir_compile.problem import planning
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
+from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan
 from elixir_compile.simulate import prices
 
 WIDTH = 128
@@ -138,7 +137,7 @@ def asked(tight: int) -> Asked:
 
 
 def homes(run: Run) -> dict[str, tuple[Tier, Tier]]:
-    placed = executor_of(run.model).buckets_in_force(for_training=True)
+    placed = executor_of(run.model).buckets.in_force(for_training=True)
     return {bucket.id: (placement.param, placement.optim) for bucket, placement in placed}
 
 
@@ -151,7 +150,7 @@ def test_a_wrong_profile_causes_one_new_search_and_no_new_capture(
     before, before_homes, num_searches = record.plan, homes(run), len(mistaken.problems)
     run.train(batches(NUM_WATCHED + 3)[NUM_WATCHED:])
     assert elixir.compilations(run.model) == [record]
-    assert len(executor_of(run.model).compilations) == 1
+    assert len(model_of(run.model).compilations) == 1
     assert len(mistaken.problems) == num_searches + 1
     (line,) = [line for line in caplog.messages if line.startswith("replanned: step was")]
     assert "regions measured" in line

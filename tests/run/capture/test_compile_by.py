@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import model_of
 from elixir_compile.ir import Plan
 from elixir_compile.runtime.lowering import RegionCompiler
 from tests.run.models import Stack, seeded, vectors
@@ -14,12 +14,12 @@ from tests.run.training import Run, assert_offloads, assert_same, by_elixir, by_
 
 
 def plan_of(run: Run) -> Plan:
-    return executor_of(run.model).compilations[0].plan
+    return model_of(run.model).compilations[0].plan
 
 
 def num_compiled(run: Run) -> int:
     """Return how many different regions were compiled for `run`."""
-    regions = executor_of(run.model)._regions.values()
+    regions = model_of(run.model)._regions.values()
     return sum(len(compiler._compiled) for compiler in regions)
 
 

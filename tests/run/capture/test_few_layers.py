@@ -18,7 +18,7 @@ from elixir_compile.api.preview.capture import Capture, capture_step
 from elixir_compile.api.preview.few_layers import capture_model
 from elixir_compile.api.preview.models import Configured
 from elixir_compile.api.preview.same_layers import hide_unlike
-from elixir_compile.cli.request import Request
+from elixir_compile.cli.plan import Request
 from elixir_compile.errors import UnknownModel, UnsupportedModel
 from elixir_compile.ir import plan_to_json
 from elixir_compile.options import Options, parse_options

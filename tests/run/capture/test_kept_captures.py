@@ -15,8 +15,8 @@ from elixir_compile.api.preview import kept_captures
 from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.preview.models import TextBatch
-from elixir_compile.cli import request
-from elixir_compile.cli.request import Request
+from elixir_compile.cli import plan
+from elixir_compile.cli.plan import Request
 from elixir_compile.ir.graph import LossRegion
 from elixir_compile.options import Options
 from elixir_compile.search.joint.loss import Chunks
@@ -72,8 +72,8 @@ def test_the_second_command_captures_nothing(config: Path, monkeypatch: pytest.M
         raise AssertionError("captured again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(request, "find_model", fail)
-        patch.setattr(request, "capture_model", fail)
+        patch.setattr(plan, "find_model", fail)
+        patch.setattr(plan, "capture_model", fail)
         second = asked(config, device_memory="1GiB", search_timeout=1.0).capture()
         assert second == first
         assert str(second.graph) == str(first.graph)

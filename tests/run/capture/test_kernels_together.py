@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._inductor import async_compile, cpp_builder
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.exc import CppCompileError
 
 import elixir_compile as elixir
 from elixir_compile.compat import kernels, libraries
@@ -73,6 +74,32 @@ def test_equal_kernels_of_two_regions_are_compiled_once(runs: list[str]) -> None
     assert added(second) == {"c": 2, "d": 3}
     assert first["b"] is second["c"]
     assert len(runs) == 1
+
+
+def test_a_kernel_called_while_another_thread_starts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Kernels()
+    scope = scope_of(owner, k=source_that_adds(1))
+    began, may_go_on, usual = threading.Event(), threading.Event(), kernels.command_line
+
+    def command_line() -> str:
+        began.set()
+        may_go_on.wait(60)
+        return usual()
+
+    monkeypatch.setattr(kernels, "command_line", command_line)
+    starter = threading.Thread(target=owner.start)
+    starter.start()
+    assert began.wait(60)
+    threading.Timer(0.3, may_go_on.set).start()
+    assert added(scope) == {"k": 1}
+    starter.join()
+
+
+def test_each_call_of_a_broken_kernel_raises_the_compilers_error() -> None:
+    scope = scope_of(Kernels(), broken=f"{HEADER}\n// {uuid.uuid4()}\nthis is no C++\n")
+    for _ in range(2):
+        with pytest.raises(CppCompileError):
+            scope["broken"](torch.zeros(1))
 
 
 def test_many_kernels_take_a_unit_per_core(monkeypatch: pytest.MonkeyPatch) -> None:

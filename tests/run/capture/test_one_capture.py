@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of, is_swapped
+from elixir_compile.capture.modules import is_swapped, model_of
 from tests.run.models import WIDTH, Stack, Tied, seeded, vectors
 from tests.run.training import (
     Run,
@@ -34,7 +34,7 @@ def _no_warning() -> Iterator[None]:
 
 def captures_of(model: nn.Module) -> int:
     """Return how many graphs of `model` were captured, of training and of evaluation."""
-    return len(executor_of(model).compilations)
+    return len(model_of(model).compilations)
 
 
 def runs_of(model: nn.Module, batch: torch.Tensor, *, is_tight: bool) -> tuple[Run, Run]:
@@ -95,7 +95,7 @@ def test_evaluation_is_captured_apart_and_training_keeps_its_capture() -> None:
         run.train(batches[2:])
     assert seen[0] == seen[1]
     assert_same(*runs)
-    assert [record.is_inference for record in executor_of(runs[1].model).compilations] == [False, True]
+    assert [record.is_inference for record in model_of(runs[1].model).compilations] == [False, True]
 
 
 def test_a_model_that_is_evaluated_first_trains_as_torch_does() -> None:
@@ -108,7 +108,7 @@ def test_a_model_that_is_evaluated_first_trains_as_torch_does() -> None:
         run.model._modules["head"].requires_grad_(True)
         run.train(batches)
     assert_same(*runs)
-    assert [record.is_inference for record in executor_of(runs[1].model).compilations] == [True, False]
+    assert [record.is_inference for record in model_of(runs[1].model).compilations] == [True, False]
 
 
 def test_a_second_model_of_a_class_has_a_capture_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""`capture.parameter_inputs`: AOTAutograd traces no gather, and no output of a step is made from a handle."""
+"""`capture.rewire.gathers_to_inputs`: AOTAutograd traces no gather, and no output of a step is made from a handle."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ import torch
 from torch import fx, nn
 
 import elixir_compile as elixir
-from elixir_compile.capture import parameter_inputs
+from elixir_compile.capture import rewire
 from elixir_compile.managed import front_end
-from elixir_compile.ops.schema import GATHER, REDUCE
+from elixir_compile.ops.gather import GATHER, REDUCE
 from elixir_compile.runtime.lowering import RegionCompiler
 
 
@@ -189,7 +189,7 @@ def test_only_parameters_in_memory_of_an_output_stay_gathers(monkeypatch: pytest
 
 
 def test_an_output_that_is_a_view_unseen_in_the_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameter_inputs, "storages_of", lambda node: set())
+    monkeypatch.setattr(rewire, "storages_of", lambda node: set())
     model = HandsOutViews()
     with pytest.raises(elixir.UnsupportedModel, match=r"first.*view of it"):
         compiled(model)(torch.randn(2, 3))

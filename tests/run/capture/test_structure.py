@@ -11,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.ir import Kind
 from tests.run.models import WIDTH, Adapted, Block, Stack, Tied, seeded, tokens, vectors
 from tests.run.training import (
@@ -253,7 +253,7 @@ def test_modules_that_read_parameters_directly_train(make: type[nn.Module]) -> N
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)
     assert_offloads(got)
     assert_same(expected, got)
-    whole = executor_of(got.model).unmanaged_because
+    whole = model_of(got.model).unmanaged_because
     assert not set(whole) & set(on_host(got))
     assert all(reason for reason in whole.values())
     if make in (Recurrent, Listed):

@@ -53,7 +53,7 @@ def test_an_update_inside_of_a_capture_gives_the_bits_of_the_class(cls: type[Opt
         run.train(batches[:1])  # makes the state, for which it waits
         for batch, capture in zip(batches[1:], cycle([captured_by_dynamo, captured_by_export]), strict=False):
             gate = threading.Event()
-            line: Any = run.optimizer._line
+            line: Any = run.optimizer._updater.line
             line.queue(lambda gate=gate: gate.wait(10) and None, "held")  # what the step queues comes behind it
             run.train([batch])
             assert in_flight(run) == 4

@@ -20,11 +20,9 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import elixir_compile as elixir
 from elixir_compile.checkpoint import folder as folders
-from elixir_compile.checkpoint import sums
 from elixir_compile.checkpoint.dcp import finish, write
-from elixir_compile.checkpoint.folder import open_checkpoint
+from elixir_compile.checkpoint.folder import BLOCK_BYTES, BlockSums, open_checkpoint
 from elixir_compile.checkpoint.manifest import Manifest, read_manifest, write_manifest, write_text
-from elixir_compile.checkpoint.sums import BLOCK_BYTES, BlockSums
 from elixir_compile.checkpoint.values import Deferred
 from tests.run.checkpointing import Training, eager, everything, other
 from tests.run.training import assert_same_tensors
@@ -133,9 +131,9 @@ def manifest_of(path: Path) -> Manifest:
         return read_manifest(folder)
 
 
-def damage_of(path: Path, record: sums.FileRecord) -> tuple[int, str] | None:
+def damage_of(path: Path, record: folders.FileRecord) -> tuple[int, str] | None:
     with path.open("rb") as file:
-        return sums.first_damage(file, record)
+        return folders.first_damage(file, record)
 
 
 def rewritten(path: Path, name: str, content: bytes) -> None:
@@ -152,7 +150,7 @@ def rewritten(path: Path, name: str, content: bytes) -> None:
 def test_checksums_do_not_depend_on_the_pieces(pieces: list[bytes]) -> None:
     whole = b"".join(pieces)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "BLOCK_BYTES", 4)
+        patch.setattr(folders, "BLOCK_BYTES", 4)
         summed = BlockSums()
         for piece in pieces:
             summed.add(memoryview(piece))
@@ -213,8 +211,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
             raise OSError(errno.ENOSPC, "No space left on device")
         return usual(*args)
 
-    usual = sums._SummedFile.write
-    monkeypatch.setattr(sums._SummedFile, "write", full)
+    usual = folders._SummedFile.write
+    monkeypatch.setattr(folders._SummedFile, "write", full)
     with pytest.raises(elixir.DiskFailed, match="No space left on device"):
         elixir.save(tmp_path / "run", ladder(), step=2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]

@@ -1,6 +1,8 @@
 """`elixir-compile explain` and `diff`: text or JSON on stdout, a mistake as one line on stderr."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,20 @@ def files(tmp_path: Path) -> Path:
 
 def run(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_help_does_not_load_torch() -> None:
+    code = """
+import sys
+from elixir_compile.cli import main
+try:
+    main.app(["--help"])
+finally:
+    assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "export" in done.stdout
 
 
 def test_explain_prints_the_text_of_the_function(files: Path) -> None:

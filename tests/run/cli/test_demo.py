@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elixir_compile.cli.demo import LOSS_RTOL, Run, find_faults
-from elixir_compile.cli.demo_model import batches, read_text
+from elixir_compile.cli.demo import LOSS_RTOL, Run, batches, find_faults, read_text
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.record import Origin, Record

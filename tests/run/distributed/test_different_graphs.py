@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_compile
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.ir import Saving, Tier
 from elixir_compile.problem.machine import num_sharing_host
 from elixir_compile.runtime.distributed.errors import RanksDiffer
@@ -115,7 +115,7 @@ def trains(
         torch.stack([compiled(*inputs) for inputs in forwards(uses, rank, step, num_waiting)]).sum().backward()
         exchanges.append(list(said))
         trained.append([own for own, param in model.named_parameters() if param.grad is not None])
-        planners.append([record.plan.planner for record in executor.compilations])
+        planners.append([record.plan.planner for record in model_of(model).compilations])
         optimizer.step()
     whole, expected = reference(world_size, uses, num_steps, num_waiting)
     there = {own: param.detach().full_tensor() for own, param in model.named_parameters()}
@@ -124,9 +124,9 @@ def trains(
         "trained": trained == expected,
         "exchanges": exchanges,
         "planners": planners,
-        "because": executor.compilations[-1].plan.decisions[0].because,
+        "because": model_of(model).compilations[-1].plan.decisions[0].because,
         "sharing": num_sharing_host(executor.ranks),
-        "homes": [home.param for record in executor.compilations for home in record.plan.placements],
+        "homes": [home.param for record in model_of(model).compilations for home in record.plan.placements],
     }
 
 
@@ -141,7 +141,6 @@ def changes_length(rank: int, world_size: int) -> dict[str, Any]:
     torch._dynamo.reset()
     model = elixir_compile.prepare(gpt2().double(), mesh=init_device_mesh("cpu", (world_size,)))
     whole = gpt2().double()
-    executor = executor_of(model)
     options = {**OPTIONS, **ROOM, "device_memory": SHORT_OF_ACTIVATIONS}
     compiled = torch.compile(model, backend="elixir", options=options, dynamic=None)
     optimizers = [elixir_compile.HybridAdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(whole.parameters(), 1e-2)]
@@ -154,10 +153,10 @@ def changes_length(rank: int, world_size: int) -> dict[str, Any]:
         for optimizer in optimizers:
             optimizer.step()
     there = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
-    plan = executor.compilations[-1].plan
+    plan = model_of(model).compilations[-1].plan
     return {
         "off": max(float((there[name] - param.detach()).abs().max()) for name, param in whole.named_parameters()),
-        "planners": [record.plan.planner for record in executor.compilations],
+        "planners": [record.plan.planner for record in model_of(model).compilations],
         "savings": sorted({group.saving for group in plan.activations}),
         "needed_bytes": plan.prediction.device_peak_bytes,
     }
@@ -192,7 +191,7 @@ def has_few_tokens(rank: int, world_size: int) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return {"losses": losses, "chunks": [record.loss_chunks for record in executor_of(model).compilations]}
+    return {"losses": losses, "chunks": [record.loss_chunks for record in model_of(model).compilations]}
 
 
 def fails(rank: int, world_size: int, **options: Any) -> list[str]:

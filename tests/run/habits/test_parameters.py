@@ -10,9 +10,9 @@ from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.errors import ParameterReplaced, StaleParameters, UnsupportedModel
-from elixir_compile.ops.schema import GATHER
+from elixir_compile.ops.gather import GATHER
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.habits.stories import BATCHES, WIDTH, assert_same_story, layers, new_optimizer, values
@@ -308,7 +308,7 @@ def test_two_parameters_over_one_memory() -> None:
         run.train(BATCHES[:3])
 
     got = assert_same_story(story, budget="offload")
-    whole = executor_of(got.model).unmanaged_because
+    whole = model_of(got.model).unmanaged_because
     assert whole["first.weight"] == "it shares memory with middle.weight"
     assert "first.weight" not in on_host(got)
     assert "head.weight" in on_host(got)
@@ -339,7 +339,7 @@ def test_parameters_that_share_memory_late_stay_whole_after_the_refusal() -> Non
     for run in runs:
         run.train(BATCHES[1:3])
     assert_same(*runs)
-    assert "first.weight" in executor_of(runs[1].model).unmanaged_because
+    assert "first.weight" in model_of(runs[1].model).unmanaged_because
 
 
 @habit("Parameters as views of a flat buffer that the user keeps", area="Parameters")

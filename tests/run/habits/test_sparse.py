@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import model_of
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors
@@ -82,7 +82,7 @@ def test_sparse_gradients_train_as_eager(budget: str) -> None:
     train(expected)
     train(got)
     assert_same(expected, got)
-    assert set(executor_of(got.model).unmanaged_because) == set(SPARSE)
+    assert set(model_of(got.model).unmanaged_because) == set(SPARSE)
     assert on_host(got) == (["head.weight", "head.bias"] if budget == "offload" else [])
 
 

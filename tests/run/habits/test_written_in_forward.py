@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import model_of
 from tests.run.habits.habit import habit
 from tests.run.habits.same import BUDGETS, compiled, eager
 from tests.run.models import seeded, vectors
@@ -53,7 +53,7 @@ def assert_trains(expected: Run, got: Run, step: Callable[[Run, Any], torch.Tens
 
 def assert_whole(run: Run, *written: str) -> None:
     """Fail unless only the parameters `written` stay whole, and the others are where the budget of `run` wants them."""
-    assert set(executor_of(run.model).unmanaged_because) == set(written)
+    assert set(model_of(run.model).unmanaged_because) == set(written)
     assert not set(on_host(run)) & set(written)
 
 

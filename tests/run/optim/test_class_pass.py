@@ -13,9 +13,9 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, Optim
 
 import elixir_compile as elixir
 from elixir_compile.ir import Update
-from elixir_compile.optim.generic import class_pass, code
+from elixir_compile.optim.generic import class_rule, code
+from elixir_compile.optim.generic.class_step import ClassStep
 from elixir_compile.optim.generic.tape import Form, TapeError
-from elixir_compile.optim.generic.transient import ClassStep
 from elixir_compile.optim.host import HostThreads
 from elixir_compile.optim.host.threads import GRAIN
 from tests.run import optimizers as users
@@ -135,7 +135,7 @@ class Pair:
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many passes were asked for, and how many tensors the class's own step updated."""
     counts = {"passes": 0, "own": 0}
-    compiled, take = class_pass.compiled, ClassStep.take
+    compiled, take = class_rule.compiled, ClassStep.take
 
     def count_passes(form: Any) -> Any:
         counts["passes"] += 1
@@ -145,7 +145,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["own"] += sum(row.weight.shape in SHAPES for row in rows)
         take(self, rows)
 
-    monkeypatch.setattr(class_pass, "compiled", count_passes)
+    monkeypatch.setattr(class_rule, "compiled", count_passes)
     monkeypatch.setattr(ClassStep, "take", count_own)
     return counts
 
@@ -153,7 +153,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.fixture(autouse=True)
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """These parameters belong to no model, which is not what is tested."""
-    monkeypatch.setattr("elixir_compile.optim.hybrid.Hybrid._warn_where_unplanned", lambda self: None)
+    monkeypatch.setattr("elixir_compile.optim.hybrid._warn_if_unplanned", lambda optimizer: None)
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_a_host_bucket_is_updated_in_one_call(monkeypatch: pytest.MonkeyPatch) -
             sizes.append(len(members))
             yield members, tensors
 
-    coalesce = class_pass.coalesce
-    monkeypatch.setattr(class_pass, "coalesce", counted_runs)
+    coalesce = class_rule.coalesce
+    monkeypatch.setattr(class_rule, "coalesce", counted_runs)
 
     def make(params: Any) -> Optimizer:
         return elixir.hybrid(SGD)(params, lr=0.1, momentum=0.9)

@@ -41,7 +41,7 @@ def test_statistics_and_their_bytes(
     optimizer = made(cls, **options)
     assert optimizer.places_state
     group = optimizer.param_groups[0]
-    assert list(optimizer._rule.statistics(group)) == statistics
+    assert list(optimizer._updater.rule.statistics(group)) == statistics
     states = optimizer.states_of(group["params"])
     assert [(state.group, state.nbytes) for state in states] == [(0, 15 * 4 * len(statistics))]
 

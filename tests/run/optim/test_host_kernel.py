@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.errors import ElixirWarning
-from elixir_compile.optim.host import HostThreads, fallback, mixed_adamw, passes, split_adamw, sum_of_squares
-from elixir_compile.optim.host.kernel import _kernel
+from elixir_compile.optim.host import HostThreads, flat_step, mixed_adamw, passes, split_adamw, sum_of_squares
+from elixir_compile.optim.host.passes import _kernel
 
 SIZES = (1, 7, 15, 16, 17, 255, 257, 1000003)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -23,7 +23,7 @@ NAN = float("nan")
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are small, so that there are several, the last one short."""
     monkeypatch.setattr(passes, "kernel", lambda: None)
-    monkeypatch.setattr(fallback, "BLOCK", 1000)
+    monkeypatch.setattr(flat_step, "BLOCK", 1000)
 
 
 def within(numel: int, dtype: torch.dtype, fill: float = 0.0) -> torch.Tensor:
@@ -48,7 +48,7 @@ def gradients(numel: int, dtype: torch.dtype, num_steps: int) -> Iterator[torch.
 
 def split_of(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     high, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
-    fallback.split(master, high, low)
+    flat_step.split(master, high, low)
     return high, low
 
 
@@ -96,7 +96,7 @@ def test_split_adamw_is_bitwise_equal_to_mixed_adamw(numel: int, dtype: torch.dt
     for step, grad in enumerate(gradients(numel, dtype, 20), start=1):
         mixed_adamw(master, moments[0], moments[1], grad, param, step, **SCALARS)
         split_adamw(low, twins[0], twins[1], grad, high, step, **SCALARS)
-    assert torch.equal(fallback.joined(high, low), master)
+    assert torch.equal(flat_step.joined(high, low), master)
     assert torch.equal(moments, twins)
     is_tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(high[~is_tie], param[~is_tie])
@@ -115,7 +115,7 @@ def test_rounding_of_ties_and_nan_in_split_masters() -> None:
     split_adamw(low, zero.clone(), zero.clone(), zero, high, 1, **still)
     assert param[0] == 1
     assert high[0] == 1 + 2**-7
-    assert torch.equal(fallback.joined(high, low).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(flat_step.joined(high, low).view(torch.int32), master.view(torch.int32))
     for tensor in (param, high):
         assert tensor.isnan().tolist() == [False, True, False]
         assert tensor[2] == math.inf
@@ -154,7 +154,7 @@ def test_options_of_adamw_match_fp64(is_split: bool, amsgrad: bool) -> None:
         param = high if is_split else None
         update(weights, exp_avg, exp_avg_sq, grad, param, step, max_exp_avg_sq=most if amsgrad else None, **options)
         reference.update(grad * -0.125, step, amsgrad=amsgrad, weight_decay=0.0)
-    found = fallback.joined(high, low) if is_split else master
+    found = flat_step.joined(high, low) if is_split else master
     assert (found - reference.master).abs().max() < 1e-7
     if amsgrad:
         torch.testing.assert_close(most.double(), reference.most, rtol=1e-5, atol=0)
@@ -222,7 +222,7 @@ def test_the_fallback_matches_the_kernel(dtype: torch.dtype, amsgrad: bool) -> N
         reference.update((total.double() + grad) * -0.5, step, amsgrad=amsgrad)
     assert (master - reference.master).abs().max() < 3e-7
     assert torch.equal(param, master.half())
-    assert torch.equal(fallback.joined(high, low), master)
+    assert torch.equal(flat_step.joined(high, low), master)
     assert torch.equal(moments, twins)
     assert sum_of_squares(grad) == pytest.approx(float(grad.double().square().sum()), rel=1e-6)
     grad[2502] = math.inf
@@ -234,7 +234,7 @@ def test_the_fallback_matches_the_kernel(dtype: torch.dtype, amsgrad: bool) -> N
 def test_any_fp32_value_survives_split_and_join(bits: list[int]) -> None:
     master = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     high, low = split_of(master)
-    joined = fallback.joined(high, low)
+    joined = flat_step.joined(high, low)
     assert torch.equal(joined.isnan(), master.isnan())
     assert torch.equal(joined.nan_to_num(7.0), master.nan_to_num(7.0))
     assert torch.equal(high.isnan(), master.isnan())

@@ -14,7 +14,7 @@ import torch
 from elixir_compile.errors import ElixirWarning
 from elixir_compile.optim.host import build, sum_of_squares
 from elixir_compile.optim.host.build import loaded_kernel
-from elixir_compile.optim.host.kernel import _kernel, kernel
+from elixir_compile.optim.host.passes import _kernel, kernel
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from elixir_compile.ir import Update
 from elixir_compile.measure.machine import allowed_cores, num_usable_cores
 from elixir_compile.measure.machine import limits as machine_cores
-from elixir_compile.optim import hybrid
+from elixir_compile.optim import update as updates
 from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw
 from elixir_compile.optim.host.threads import GRAIN, cores_of_node, num_host_threads, parts
 from elixir_compile.optim.rule import AdamWRule
@@ -121,7 +121,7 @@ def test_the_update_thread_is_bound_to_the_same_cores(monkeypatch: pytest.Monkey
         update(*args)
 
     monkeypatch.setattr(AdamWRule, "update", watched)
-    monkeypatch.setattr(hybrid, "host_threads_for", lambda device: HostThreads(1, [core]))
+    monkeypatch.setattr(updates, "host_threads_for", lambda device: HostThreads(1, [core]))
     batches = rows(2)
     try:
         with hybrid_run(ladder(), batches[0], home="host", update=Update.ACROSS_STEPS) as run:

@@ -73,7 +73,7 @@ def test_host_state_is_in_slabs_and_loads_in_both_directions() -> None:
     expected = eager_run(model, plain).train(batches)
     with hybrid_run(model, batches[0], home="host", update=Update.ACROSS_STEPS, optimizer=hybrid) as run:
         run.train(batches[:2])
-        buffers = run.optimizer._placer.buffers
+        buffers = run.optimizer._updater.placer.buffers
         for bucket in buckets_of(run):
             for slot in bucket.slots:
                 buffer = run.optimizer.state[slot.param]["momentum_buffer"]

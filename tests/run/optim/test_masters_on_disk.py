@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 import elixir_compile as elixir
 from elixir_compile.errors import DiskFailed, UnforeseenState
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim.state.disk import DiskHome, DiskState
+from elixir_compile.optim.disk.state import DiskHome, DiskState
 from elixir_compile.runtime.disk.disk_store import DiskStore
 from tests.pure.problems import disk_staging
 from tests.run import optimizers as users

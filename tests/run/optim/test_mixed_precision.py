@@ -18,7 +18,7 @@ from elixir_compile.errors import GradientsChanged
 from elixir_compile.ir import Update
 from elixir_compile.ops.masters import has_master
 from elixir_compile.optim import master_adamw
-from elixir_compile.optim.host import fallback, mixed_adamw
+from elixir_compile.optim.host import flat_step, mixed_adamw
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run import training
 from tests.run.models import hf_batches, seeded, small_gpt2
@@ -424,7 +424,7 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
             state = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
             if dtype == BF16:
                 state["master_low"] = torch.empty_like(master, dtype=torch.int16)
-                fallback.split(master, weight, state["master_low"])
+                flat_step.split(master, weight, state["master_low"])
             else:
                 weight.copy_(master)
                 state["master"] = master.clone()
@@ -439,7 +439,7 @@ def test_device_and_host_kernels_agree_up_to_rounding(monkeypatch: pytest.Monkey
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             torch.testing.assert_close(found[name], state[name], rtol=1e-5, atol=1e-7)
         masters = [
-            fallback.joined(weight, entry["master_low"]) if dtype == BF16 else entry["master"]
+            flat_step.joined(weight, entry["master_low"]) if dtype == BF16 else entry["master"]
             for weight, entry in ((weight, state), (other, found))
         ]
         torch.testing.assert_close(*masters, rtol=0, atol=1e-7)

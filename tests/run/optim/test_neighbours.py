@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from elixir_compile.optim.host.coalesce import coalesce
+from elixir_compile.optim.host.passes import coalesce
 from elixir_compile.runtime.slab import Slab, aligned_bytes, flat
 
 SHAPES = [(3, 5), (129,), (1,), (16, 16)]

@@ -41,7 +41,7 @@ def test_state_equals_torchs_and_lives_where_the_plan_says() -> None:
     assert_offloads(got)
     assert_same_tensors(flat_state(expected.optimizer), flat_state(got.optimizer))
     executor = executor_of(got.model)
-    placed = executor.buckets_in_force(for_training=True)
+    placed = executor.buckets.in_force(for_training=True)
     assert all(placement.optim is Tier.HOST for _, placement in placed)
     assert executor.ledger.counts["update"] == len(placed) * len(batches)
 

@@ -9,7 +9,7 @@ import pytest
 from torch.optim import SGD, AdamW, Optimizer
 
 import elixir_compile as elixir
-from elixir_compile.measure.memory import Resident
+from elixir_compile.measure.step import Resident
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, by_elixir, loss_of, planned_peak_bytes, tight_bytes
 

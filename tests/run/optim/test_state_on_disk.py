@@ -21,7 +21,7 @@ import elixir_compile as elixir
 from elixir_compile.errors import DiskFailed, DiskFull, GradientsChanged, InvalidOption
 from elixir_compile.ir import Tier, Update
 from elixir_compile.managed.saved import save_plan
-from elixir_compile.optim.state.disk import DiskState
+from elixir_compile.optim.disk.state import DiskState
 from tests.pure.problems import disk_staging
 from tests.run import updating
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes

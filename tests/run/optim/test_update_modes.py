@@ -127,28 +127,28 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
 
 
 def test_gradients_stay_published_during_updates_in_the_backward() -> None:
-    model, batches = ladder(), rows(4)
+    model, batches = ladder(), rows(10)
     expected = eager_run(model)
     with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
         run.train(batches[:2])
         expected.train(batches[:2])
         assert {bucket.closes for bucket in buckets_of(run)} == {Verb.OFFLOAD, Verb.RELEASE}
-        recording = executor_of(run.model).ledger.start_recording()
-        loss_of(run.compiled, batches[2]).backward()
-        loss_of(expected.compiled, batches[2]).backward()
-        for param, other in zip(run.model.parameters(), expected.model.parameters(), strict=True):
-            assert param.grad is not None
-            assert torch.equal(param.grad, other.grad)
-        run.optimizer.step()
-        expected.optimizer.step()
-        run.optimizer.zero_grad()
-        expected.optimizer.zero_grad()
-        spans = recording.stop()
-        last_run_s = max(span.end_s for span in spans if span.label.startswith("run bwd"))
-        first_update_s = min(span.start_s for span in spans if span.label.startswith("update"))
-        assert first_update_s < last_run_s
-        expected.train(batches[3:])
-        run.train(batches[3:])
+        started_early = False
+        for batch in batches[2:]:
+            recording = executor_of(run.model).ledger.start_recording()
+            loss_of(run.compiled, batch).backward()
+            loss_of(expected.compiled, batch).backward()
+            for param, other in zip(run.model.parameters(), expected.model.parameters(), strict=True):
+                assert param.grad is not None
+                assert torch.equal(param.grad, other.grad)
+            run.optimizer.step()
+            expected.optimizer.step()
+            run.optimizer.zero_grad()
+            expected.optimizer.zero_grad()
+            spans = recording.stop()
+            last_run_s = max(span.end_s for span in spans if span.label.startswith("run bwd"))
+            started_early |= any(span.start_s < last_run_s for span in spans if span.label.startswith("update"))
+        assert started_early  # in at least one step: on a busy machine the thread of the updates may start late
         assert_equal(expected, run)
 
 

@@ -33,7 +33,7 @@ def order_of(spans: Iterable[Span], plan: Plan) -> list[str]:
     Of two at once, what ends is first: the other one waited for it.
     """
     regions = [region.id for region in plan.regions if region.phase == "forward"]
-    issued = [f"gather {action.what}" for action in plan.schedules[0].actions if action.verb is Verb.GATHER]
+    issued = [f"gather {action.target}" for action in plan.schedules[0].actions if action.verb is Verb.GATHER]
     found = [(span.end_s, 0, f"{span.label} ends") for span in spans if span.lane is Lane.HOST]
     found += [(span.start_s, 1, span.label) for span in spans if span.label in (*regions, *issued)]
     in_order = [label for _, _, label in sorted(found, key=lambda one: one[:2])]

@@ -303,7 +303,7 @@ def test_gradients_alternate_between_slabs_and_nothing_grows() -> None:
         run.train(BATCHES * 2)
         run.optimizer.wait()
         assert live_slab_bytes() <= before
-        assert len(run.optimizer._line._queued) == 0
+        assert len(run.optimizer._updater.line._queued) == 0
 
 
 def test_other_threads_may_read_while_the_model_trains() -> None:

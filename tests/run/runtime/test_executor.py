@@ -8,9 +8,9 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.capture.modules import executor_of
-from elixir_compile.ops.schema import GATHER
+from elixir_compile.ops.gather import GATHER
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.parameters import check_move
+from elixir_compile.runtime.placed import check_move
 from elixir_compile.runtime.slab import is_slab_memory
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_offloads, assert_same, by_elixir, by_torch, fused_adamw, loss_of, tight_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Update
-from elixir_compile.optim.clip import norms
+from elixir_compile.optim import clipping
 from tests.run.optim.test_mixed_precision import mixed_run
 from tests.run.training import Run, loss_of
 from tests.run.updating import hybrid_run, ladder, rows
@@ -34,7 +34,7 @@ def training(dtype: torch.dtype, home: str, update: Update) -> Iterator[tuple[Ru
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count gradients that are read for a norm, by who reads."""
     found: Counter[str] = Counter()
-    sums, each = norms.sum_of_squares, torch._foreach_norm
+    sums, each = clipping.sum_of_squares, torch._foreach_norm
 
     def counted_sum(grad: torch.Tensor) -> float:
         found["sum"] += 1
@@ -44,7 +44,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["norm"] += len(grads)
         return each(grads, *args)
 
-    monkeypatch.setattr(norms, "sum_of_squares", counted_sum)
+    monkeypatch.setattr(clipping, "sum_of_squares", counted_sum)
     monkeypatch.setattr(torch, "_foreach_norm", counted_norms)
     return found
 
@@ -184,6 +184,6 @@ def test_norms_that_fp32_cannot_hold_are_computed_again_in_double() -> None:
         param = nn.Parameter(torch.zeros(4))
         param.grad = torch.full((4,), value)
         known = {id(param): torch.linalg.vector_norm(param.grad)}
-        assert norms.sum_of_all_squares([param], known) == pytest.approx(4 * value**2, rel=1e-6)
+        assert clipping.sum_of_all_squares([param], known) == pytest.approx(4 * value**2, rel=1e-6)
     param.grad.fill_(1.0)
-    assert norms.sum_of_all_squares([param], {id(param): torch.tensor(3.0)}) == 9.0
+    assert clipping.sum_of_all_squares([param], {id(param): torch.tensor(3.0)}) == 9.0

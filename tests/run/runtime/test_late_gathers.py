@@ -34,8 +34,8 @@ class Home:
             id=B0, params=names, numel=8, nbytes=32, state_nbytes=0, dtype="float32", trainable=True, shard_numels=(8,)
         )
         placement = Placement(bucket=B0, param=Tier.HOST, optim=Tier.HOST, resident=False)
-        self.executor.adopt([spec], [placement], for_training=True)
-        self.bucket = self.executor._buckets[B0]
+        self.executor.buckets.adopt([spec], [placement], for_training=True)
+        self.bucket = self.executor.buckets[B0]
         self.line = UpdateLine()
         self.gate = threading.Event()
 
@@ -50,7 +50,7 @@ class Home:
             if fails:
                 raise ArithmeticError("the kernel fell over")
 
-        self.bucket.begin_update(self.line.queue(work, "update b0"), self.params)
+        self.bucket.queued.add(self.line.queue(work, "update b0"), self.params)
 
     @property
     def num_gathers(self) -> int:
@@ -71,12 +71,12 @@ def values(copies: tuple[torch.Tensor, ...]) -> list[list[float]]:
 def test_a_gather_during_an_update_brings_the_updated_values(home: Home) -> None:
     home.queue()
     late = home.executor.gather(B0)
-    assert home.bucket.is_updating
+    assert not home.bucket.queued.is_empty
     assert home.num_gathers == 0
     home.gate.set()
     assert values(home.executor.wait(late)) == [[2.0] * 3, [2.0] * 5]
     assert home.num_gathers == 1
-    assert not home.bucket.is_updating
+    assert home.bucket.queued.is_empty
     assert {type(param) for param in home.params} == {torch.nn.Parameter}
     assert home.executor.whole(B0) is late.values
 
@@ -160,13 +160,13 @@ def test_a_copy_that_fails_is_raised_by_the_wait(home: Home, monkeypatch: pytest
     home.gate.set()
     with pytest.raises(MemoryError, match="no copy"):
         home.executor.wait(late)
-    assert not home.bucket.is_updating
+    assert home.bucket.queued.is_empty
 
 
 def begun_early(run: Run) -> str:
     """Return the last region that runs between the gather of the second bucket and the wait for it."""
     compiled = next(found for found in elixir.compilations(run.model) if found.plan.update is Update.ACROSS_STEPS)
-    actions = [(action.verb, action.what) for action in compiled.plan.schedules[0].actions]
+    actions = [(action.verb, str(action.target)) for action in compiled.plan.schedules[0].actions]
     begun, waited = actions.index((Verb.GATHER, "b1")), actions.index((Verb.WAIT, "b1"))
     return [what for verb, what in actions[begun:waited] if verb is Verb.RUN][-1]
 

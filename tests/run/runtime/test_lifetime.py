@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import elixir_compile as elixir
-from elixir_compile.capture.modules import executor_of
+from elixir_compile.capture.modules import executor_of, model_of
 from elixir_compile.ir import Update
-from elixir_compile.ops.schema import GATHER
+from elixir_compile.ops.gather import GATHER
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.run.habits.same import eager
 from tests.run.training import Run, assert_same, fused_adamw, hybrid_adamw, on_host, plain_step
@@ -67,7 +67,9 @@ def references(run: Run) -> dict[str, weakref.ref[Any]]:
     executor = executor_of(run.model)
     if executor is not None:
         named |= {"executor": executor, "ledger": executor.ledger, "saved": executor.saved}
-        named |= {f"record {number}": record for number, record in enumerate(executor.compilations)}
+        named |= {f"record {number}": record for number, record in enumerate(model_of(run.model).compilations)}
+        named |= {"managed model": model_of(run.model)}
+        named |= {f"graph {number}": graph for number, graph in enumerate(model_of(run.model).graphs)}
         named |= {f"slot {name}": slot for name, slot in executor.slots.items()}
     return {name: weakref.ref(value) for name, value in named.items()}
 

@@ -23,8 +23,6 @@ from elixir_compile.errors import DiskFailed, ElixirWarning, ProfileFileError, U
 from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json, preset, profile_for
 from elixir_compile.measure.machine import limits, measure_machine, memory_sizes_bytes, rates, with_disk
 from elixir_compile.measure.machine.clock import MIN_REPEATS, beside, median_s
-from elixir_compile.measure.machine.collectives import fitted_line
-from elixir_compile.measure.machine.copies import copies_of
 from elixir_compile.measure.machine.limits import (
     available_host_bytes,
     group_limit_bytes,
@@ -32,6 +30,7 @@ from elixir_compile.measure.machine.limits import (
     num_usable_cores,
     quota_cores,
 )
+from elixir_compile.measure.machine.links import copies_of, fitted_line
 from elixir_compile.problem.machine import cached_machine, machine, machine_path, store_machine, with_memory
 from elixir_compile.runtime.slab import is_slab_memory
 from elixir_compile.units import GIB, MIB

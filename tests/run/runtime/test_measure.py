@@ -8,8 +8,7 @@ import torch
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Origin, Record
-from elixir_compile.measure.memory import Resident, peak_bytes
-from elixir_compile.measure.step import measure_step
+from elixir_compile.measure.step import Resident, measure_step, peak_bytes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import Slab
 

@@ -1,0 +1,311 @@
+"""The state of a run, a model, an optimizer and random number generators, as JSON and tensors by key, and back.
+
+The model: parameters and buffers by the keys of its `state_dict()`; tied tensors are saved once.
+
+The optimizer: state and param groups by the names of the parameters, so their order may differ when loaded. Loading
+sets the hyperparameters of each group to the saved values, but for the flags that choose an implementation (`foreach`,
+`fused`, ...). So `HybridAdamW` and every form of `torch.optim.AdamW` load each other's state.
+"""
+
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile import compat
+from elixir_compile.checkpoint.values import Deferred, Sources, from_plain, key_of, tensor_at, tensor_keys, to_plain
+from elixir_compile.errors import ElixirWarning, UnsupportedModel
+from elixir_compile.ops.masters import REST_NAMES
+from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
+from elixir_compile.optim.master_adamw import with_joined_master
+
+_KEY = "model"
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of `model` with the keys of the uncompiled model."""
+    return {compat.uncompiled_name(name): value for name, value in model.state_dict().items()}
+
+
+def model_plain(state: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
+    """Return `state`, the state dict of a model, as JSON can hold it, and put each tensor in `sources` once.
+
+    Tied tensors stand under the key of the first name.
+    """
+    first: dict[object, str] = {}
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        key = f"{_KEY}.{name}"
+        if isinstance(value, torch.Tensor) and value.numel():
+            known = first.setdefault(memory_of(value), key)
+            if known != key:
+                plain[name] = tensor_at(known)
+                continue
+        plain[name] = to_plain(value, key, sources)
+    return plain
+
+
+def model_differences(
+    state: Mapping[str, Any], plain: Mapping[str, Any], forms: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Yield each difference between the state dict `state` and the saved one `plain`, as a text.
+
+    `forms` holds by key a tensor with the saved shape and dtype.
+    """
+    for name in state.keys() | plain.keys():
+        if name not in plain:
+            yield f"{name}: only in the model"
+        elif name not in state:
+            yield f"{name}: only in the checkpoint"
+    saved_at: dict[object, tuple[str, str]] = {}
+    for name in (name for name in state if name in plain):
+        key, value = key_of(plain[name]), state[name]
+        if (key is None) == isinstance(value, torch.Tensor):
+            yield f"{name}: a tensor on one side only"
+        elif key is not None and _form(forms[key]) != _form(value):
+            yield f"{name}: {_form(forms[key])} in the checkpoint, {_form(value)} in the model"
+        elif key is not None and value.numel():
+            other, known = saved_at.setdefault(memory_of(value), (name, key))
+            if known != key:
+                yield f"{other} and {name}: tied in the model, two tensors in the checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTargets:
+    """The places in a model for the saved values."""
+
+    in_place: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By key of the checkpoint, a parameter or buffer that is filled in place."""
+    untied: list[tuple[torch.Tensor, str]] = field(default_factory=list)
+    """Parameters that were tied when saved and are not now, each with the key of its saved tensor."""
+    rest: dict[str, Any] = field(default_factory=dict)
+    """By name, the saved values that must go through `load_state_dict`, as JSON can hold them."""
+
+
+def model_targets(model: nn.Module, state: Mapping[str, Any], plain: Mapping[str, Any]) -> ModelTargets:
+    """Return the targets in `model` for the saved state `plain`; `state` is the state dict of `model`."""
+    own = {memory_of(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())}
+    targets = ModelTargets()
+    for name, value in state.items():
+        key = key_of(plain[name])
+        # A state dict may hold copies, made by hooks or by a module's own code: filling a copy would change nothing.
+        if key is None or memory_of(value) not in own:
+            targets.rest[name] = plain[name]
+        elif key not in targets.in_place:
+            targets.in_place[key] = value
+        elif memory_of(targets.in_place[key]) != memory_of(value):
+            targets.untied.append((value, key))
+    return targets
+
+
+@torch.no_grad()
+def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill the `untied` and `rest` targets of `model`; `tensors` holds the tensors of `targets.rest` by key."""
+    for target, key in targets.untied:
+        target.copy_(targets.in_place[key])
+    if targets.rest:
+        own = {compat.uncompiled_name(name): name for name in model.state_dict()}
+        rest = {own[name]: from_plain(value, tensors) for name, value in targets.rest.items()}
+        model.load_state_dict(rest, strict=False)
+
+
+def memory_of(tensor: torch.Tensor) -> object:
+    """Return a key of memory, dtype, shape and strides: two tensors are tied if their keys are equal."""
+    own = own_part(tensor)
+    # Not the address: parts without elements all have the address 0, and are not tied.
+    place = compat.storage_key(own), own.storage_offset()
+    return place, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
+
+
+OPTIMIZER_KEY = "optimizer."
+"""The prefix of the keys of an optimizer's tensors."""
+_LOW_HALF = REST_NAMES[torch.bfloat16]
+_IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer, sources: Sources) -> dict[str, Any]:
+    """Return the state of `optimizer` as JSON can hold it, and put its tensors in `sources`; wait for queued updates.
+
+    Raises UnsupportedModel if a parameter of `optimizer` does not belong to `model`.
+    """
+    names = _names(model, optimizer)
+    groups = [
+        to_plain(_hyperparameters(group), f"{OPTIMIZER_KEY}groups.{number}", sources) | {"params": own}
+        for number, (group, own) in enumerate(zip(optimizer.param_groups, names, strict=True))
+    ]
+    states = {
+        name: to_plain(state, f"{OPTIMIZER_KEY}states.{name}", sources)
+        for name, state in _states(optimizer, [name for own in names for name in own])
+    }
+    return {
+        "kind": type(optimizer).__qualname__,
+        "hyperparameters": _hyperparameter_names(optimizer),
+        "groups": groups,
+        "states": states,
+    }
+
+
+def optimizer_differences(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """Yield each difference between `optimizer` and the saved one `plain` that loading cannot resolve, as a text."""
+    if plain is None:
+        yield "the checkpoint holds no optimizer; leave `optimizer` out"
+        return
+    own = _hyperparameter_names(optimizer)
+    if own != plain["hyperparameters"]:
+        saved, here = ", ".join(plain["hyperparameters"]), ", ".join(own)
+        yield f"{plain['kind']} with {saved} in the checkpoint, {type(optimizer).__qualname__} with {here} here"
+        return
+    names, groups = _names(model, optimizer), plain["groups"]
+    if len(names) != len(groups):
+        yield f"{len(groups)} param groups in the checkpoint, {len(names)} here"
+        return
+    for number, (here, group) in enumerate(zip(names, groups, strict=True)):
+        for name in sorted(set(here) ^ set(group["params"])):
+            yield f"{name}: in param group {number} of {'the optimizer' if name in here else 'the checkpoint'} only"
+
+
+def optimizer_targets(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: Mapping[str, Any], forms: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return uninitialised tensors in host memory, by key, for the tensors of the saved optimizer `plain`.
+
+    `forms` holds by key a tensor with the saved shape and dtype. The statistics of a DTensor parameter become DTensors
+    with this rank's part.
+    """
+    like: dict[str, torch.Tensor] = {}
+    for own, group in zip(_names(model, optimizer), optimizer.param_groups, strict=True):
+        for name, param in zip(own, group["params"], strict=True):
+            like.update((key, param) for key in tensor_keys(plain["states"].get(name)))
+    found: dict[str, torch.Tensor] = {}
+    for key in [*tensor_keys(plain["groups"]), *tensor_keys(plain["states"])]:
+        form, param = forms[key], like.get(key)
+        is_count = form.ndim == 0 and key.endswith(".step")  # never a part, even if the parameter has shape ()
+        if param is not None and is_dtensor(param) and form.shape == param.shape and not is_count:
+            found[key] = as_dtensor(torch.empty(own_part(param).shape, dtype=form.dtype, device="cpu"), param)
+        else:
+            found[key] = torch.empty(form.shape, dtype=form.dtype, device="cpu")
+    return found
+
+
+def fill_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plain: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Load the saved optimizer `plain` into `optimizer`; `tensors` holds its tensors by key."""
+    states: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for own, group, saved in zip(_names(model, optimizer), optimizer.param_groups, plain["groups"], strict=True):
+        first = sum(len(group["params"]) for group in groups)
+        for index, name in enumerate(own, start=first):
+            if name in plain["states"]:
+                states[index] = from_plain(plain["states"][name], tensors)
+        loaded = from_plain({name: value for name, value in saved.items() if name != "params"}, tensors)
+        kept = {name: value for name, value in group.items() if name in _IMPLEMENTATION_FLAGS}
+        groups.append({**loaded, **kept, "params": list(range(first, first + len(own)))})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _states(optimizer: torch.optim.Optimizer, names: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (name of the parameter, its state) for each parameter with state."""
+    states = optimizer.state
+    if all(isinstance(state, dict) for state in states.values()):
+        for index, state in optimizer.state_dict()["state"].items():
+            yield names[index], state
+        return
+    # State on disk or on the device is read at each access, so each statistic is read when it is written.
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for name, param in zip(names, params, strict=True):
+        if param in states:
+            yield name, dict(_deferred(states[param], kind, param) for kind in states[param])
+
+
+def _deferred(state: Mapping[str, Any], kind: str, param: torch.Tensor) -> tuple[str, Any]:
+    """Return the name and the value under which a checkpoint holds the statistic `kind` of `param`."""
+    if kind == _LOW_HALF:  # a checkpoint holds the full master: the parameter has the other half
+        form = torch.empty_like(own_part(param), dtype=torch.float32, device="meta")
+        like = _as_of(form, param)
+        return "master", Deferred(like=like, read=lambda: with_joined_master({kind: state[kind]}, param)["master"])
+    value = state[kind]
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return kind, value
+    if isinstance(state, dict):
+        return kind, _as_of(value, param)
+    return kind, Deferred(like=_as_of(torch.empty_like(value, device="meta"), param), read=lambda: state[kind])
+
+
+def _as_of(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return the statistic `value` of `param`, as a DTensor if `param` is a DTensor and `value` is this rank's part."""
+    is_part = is_dtensor(param) and not is_dtensor(value) and value.shape == own_part(param).shape
+    return as_dtensor(value, param) if is_part else value
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters, group by group. Raises UnsupportedModel for a parameter without a name."""
+    by_id = {id(param): compat.uncompiled_name(name) for name, param in model.named_parameters()}
+    names: list[list[str]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names.append([])
+        for index, param in enumerate(group["params"]):
+            if id(param) not in by_id:
+                raise UnsupportedModel(
+                    f"parameter {index} of param group {number}",
+                    "it is not in the model, so it has no name in a checkpoint. Pass the model that contains it",
+                )
+            names[-1].append(by_id[id(param)])
+    return names
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params" and name not in _IMPLEMENTATION_FLAGS}
+
+
+def _hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    return sorted(optimizer.defaults.keys() - _IMPLEMENTATION_FLAGS)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states by generator; CUDA's only if CUDA was used, numpy's only if numpy was imported."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        _, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [keys.tolist(), *rest]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to `state`. Warns if `state` has more CUDA devices than this machine."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    cuda_states = state.get("cuda", [])
+    num_devices = torch.cuda.device_count()
+    if len(cuda_states) > num_devices:
+        warnings.warn(
+            ElixirWarning(
+                f"the checkpoint has random states of {len(cuda_states)} CUDA devices, and this machine has "
+                f"{num_devices}: dropout continues with other random numbers."
+            ),
+            stacklevel=3,
+        )
+    for index, cuda_state in enumerate(cuda_states[:num_devices]):
+        torch.cuda.set_rng_state(cuda_state, index)
+    if "numpy" in state:
+        import numpy as np  # only if the process that saved had imported numpy
+
+        keys, *rest = state["numpy"]
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))

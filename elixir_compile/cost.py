@@ -1,0 +1,168 @@
+"""Seconds of ops, transfers and updates on a machine, in closed forms. More bytes never take fewer seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elixir_compile.errors import InvalidPlan
+from elixir_compile.hardware import Cluster, DeviceProfile, Link
+from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
+from elixir_compile.ir.bucket import Activations, Bucket
+from elixir_compile.ir.graph import Op
+from elixir_compile.ir.kinds import OpId, Tier
+
+
+def is_free(op: Op) -> bool:
+    """Return whether `op` launches no kernel: a view, or a result computed inside its readers."""
+    return op.flops == 0 and op.moved_bytes == 0
+
+
+def op_s(op: Op, device: DeviceProfile, dtype: str = "float32") -> float:
+    """Return the seconds of `op` on `device` by the roofline model, or 0 if it launches no kernel."""
+    if is_free(op):
+        return 0.0
+    flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
+    return device.launch_s + max(op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive ops, from `first` to `last` (included), with their measured seconds together."""
+
+    first: OpId
+    last: OpId
+    run_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.run_s < float("inf"):
+            raise InvalidPlan(f"the ops from {self.first} to {self.last} took {self.run_s} s; expected 0 or more.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Measured stretches, which do not overlap, and the activations that were recomputed or offloaded in that step."""
+
+    stretches: tuple[Stretch, ...] = ()
+    activations: tuple[Activations, ...] = ()
+
+
+def corrected_s(seconds: Sequence[float], index: Mapping[OpId, int], stretches: Sequence[Stretch]) -> list[float]:
+    """Return the seconds of every op, with the ops of each stretch scaled to its measured seconds.
+
+    `index` is the place of each op in `seconds`. Raises InvalidPlan if a stretch names an op without a place.
+    """
+    found = list(seconds)
+    for stretch in stretches:
+        if stretch.first not in index or stretch.last not in index:
+            raise InvalidPlan(f"measured ops {stretch.first} to {stretch.last} are not all in this graph.")
+        first, end = index[stretch.first], index[stretch.last] + 1
+        priced_s = sum(seconds[first:end])
+        for i in range(first, end):
+            share = seconds[i] / priced_s if priced_s > 0 else 1 / (end - first)
+            found[i] = stretch.run_s * share
+    return found
+
+
+def copy_s(nbytes: int, link: Link, num_copies: int = 1) -> float:
+    """Return the seconds to copy `nbytes` between host and device in `num_copies` consecutive copies."""
+    return num_copies * link.latency_s + nbytes / link.bytes_per_s
+
+
+def collective_s(nbytes: int, cluster: Cluster, num_copies: int = 1) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all over the ranks of a copy; 0 for a
+    single rank."""
+    num_parts = cluster.num_ranks // num_copies
+    is_within_a_node = cluster.num_local_ranks % num_parts == 0
+    return _ring_s(nbytes, num_parts, cluster.nodes[0].peer if is_within_a_node else cluster.collective)
+
+
+def average_s(nbytes: int, cluster: Cluster, num_copies: int) -> float:
+    """Return the seconds of the all-reduces over copies, of `nbytes` on each rank; 0 for a single copy.
+
+    All parts of a bucket are averaged at the same time. Between nodes they share the network of a node; within a node
+    each device has its own link.
+    """
+    num_at_once = min(cluster.num_ranks // num_copies, cluster.num_local_ranks) if len(cluster.nodes) > 1 else 1
+    return 2 * _ring_s(nbytes * num_at_once, num_copies, cluster.collective)
+
+
+def _ring_s(nbytes: int, num_ranks: int, link: Link | None) -> float:
+    if link is None or num_ranks == 1:
+        return 0.0
+    return (num_ranks - 1) * (link.latency_s + nbytes / num_ranks / link.bytes_per_s)
+
+
+ROUGH_DISK_BYTES_PER_S = 1e9
+"""Order of magnitude of a shared NVMe drive: good enough to compare placements, not to predict seconds."""
+
+
+def disk_s(bucket: Bucket, cluster: Cluster) -> float:
+    """Return the seconds to read and write back the optimizer state of `bucket` on each rank of a node, which share the
+    disk."""
+    nbytes = bucket.shard_state_nbytes() * cluster.num_local_ranks
+    read_per_s = cluster.host.disk_read_bytes_per_s or ROUGH_DISK_BYTES_PER_S
+    write_per_s = cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S
+    return nbytes / read_per_s + nbytes / write_per_s
+
+
+def host_memory_bytes_per_s(cluster: Cluster) -> float:
+    """Return the bytes per second that host memory can read and write in all."""
+    host, h2d, d2h, num_devices = cluster.host, cluster.h2d, cluster.d2h, cluster.num_local_ranks
+    alone = (ADAM_BYTES_PER_ELEMENT * host.update_elements_per_s, num_devices * max(h2d.bytes_per_s, d2h.bytes_per_s))
+    if host.busy_update_elements_per_s is None:
+        return max(host.memory_bytes_per_s, *alone)
+    copies = (h2d.busy_bytes_per_s or h2d.bytes_per_s) + (d2h.busy_bytes_per_s or d2h.bytes_per_s)
+    return max(ADAM_BYTES_PER_ELEMENT * host.busy_update_elements_per_s + num_devices * copies, *alone)
+
+
+def host_memory_s(nbytes: int, cluster: Cluster) -> float:
+    """Return the seconds for every rank of a node to read or write `nbytes` of host memory."""
+    return cluster.num_local_ranks * nbytes / host_memory_bytes_per_s(cluster)
+
+
+def update_bytes(bucket: Bucket) -> int:
+    """Return the bytes of host memory that an update of `bucket` reads and writes on a rank.
+
+    State and parameters are read and written, gradients are read. The result is at most the bytes of Adam in fp32.
+    """
+    nbytes = 2 * bucket.shard_state_nbytes() + 3 * bucket.shard_nbytes()
+    return min(nbytes, ADAM_BYTES_PER_ELEMENT * bucket.shard_numels[0]) if bucket.trainable else 0
+
+
+def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
+    """Return the seconds of the update of `bucket` by the device or the host, without transfers; 0 if it is frozen.
+
+    Raises InvalidPlan if `tier` is the disk.
+    """
+    if not bucket.trainable:
+        return 0.0
+    numel = bucket.shard_numels[0]
+    if tier is Tier.DEVICE:
+        return cluster.device.launch_s + numel / cluster.device.update_elements_per_s
+    if tier is Tier.HOST:
+        return numel * cluster.num_local_ranks / cluster.host.update_elements_per_s
+    raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
+
+
+def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
+    """Return the device bytes of a streamed update on `rank`; `param` is the home of the parameters."""
+    there_bytes = 0 if param is Tier.DEVICE else bucket.shard_nbytes(rank) + bucket.update_grad_nbytes(rank)
+    return bucket.shard_state_nbytes(rank) + there_bytes
+
+
+def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of the copies of a streamed update to the device and back; `param` is the parameters' home.
+
+    Each moment (two, as of Adam), parameter and gradient is a copy of its own.
+    """
+    there_bytes, back_bytes = stream_bytes(bucket, param)
+    num_states, num_params = 2 * len(bucket.params), 0 if param is Tier.DEVICE else len(bucket.params)
+    return (
+        copy_s(there_bytes, cluster.h2d, num_states + 2 * num_params),
+        copy_s(back_bytes, cluster.d2h, num_states + num_params),
+    )
+
+
+def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
+    """Return the bytes that a streamed update copies to the device and back on a rank."""
+    back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
+    return streamed_bytes(bucket, param), back_bytes

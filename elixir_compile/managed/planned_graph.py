@@ -1,0 +1,345 @@
+"""A captured graph on its way from capture to running programs.
+
+```text
+  capture --> problem --> plan --> programs --> forward, backward          first steps --> corrected plan --> programs
+```
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from elixir_compile import compat
+from elixir_compile.analysis import closing_verbs
+from elixir_compile.capture.additions import add_extra_saved
+from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.tracing import captured_step
+from elixir_compile.errors import NotPrepared
+from elixir_compile.ir import Plan, StepGraph
+from elixir_compile.managed.agreement.agreement import Step, adopt_by_all, asked_by_all, plan_for_all
+from elixir_compile.managed.agreement.in_step import planned_in_step
+from elixir_compile.managed.agreement.rank_facts import roll_key
+from elixir_compile.managed.graph_planner import GraphPlanner
+from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
+from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
+from elixir_compile.managed.saved import require_disk
+from elixir_compile.managed.step_profiler import Progress, StepProfiler
+from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants
+from elixir_compile.options import Options
+from elixir_compile.problem.planning import ExternalUsage, param_names_of, unread_bytes
+from elixir_compile.runtime.executor import Executor
+from elixir_compile.runtime.lowering import RegionCompiler
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.replan import StepStats
+
+_compile_lock = threading.RLock()
+
+
+def for_compiled_code(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the bound method `method` without keeping its object alive.
+
+    Compiled code outlives its model, as Dynamo keeps it, so it must hold no reference to the model. The function raises
+    NotPrepared once the object is gone.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = reference()
+        if alive is None:
+            raise NotPrepared("the model of this graph no longer exists; compile the model again")
+        return alive(*args)
+
+    return call
+
+
+class PlannedGraph:
+    """A captured graph, its plan, and the programs that obey the plan.
+
+    It has more than 15 attributes and 20 methods, because it is where the parts meet that make a plan (planner,
+    variants, outstanding forwards), obey it (programs) and measure it (profiler). Each part is a class of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        executor: Executor,
+        regions: RegionCompiler,
+        options: Options,
+        *,
+        graphs: Sequence["PlannedGraph"],
+        outstanding: OutstandingForwards,
+        graph_break: tuple[str, int, str] | None = None,
+    ) -> None:
+        """`graphs` are the graphs of the model, which adds later ones to the same sequence, and `outstanding` its
+        outstanding forwards. `graph_break` has file, line and reason of the graph break at which the graph ends."""
+        self.name = name
+        self.description = name
+        """The name of the graph, and the graph break at which it ends."""
+        if graph_break is not None:
+            self.description = f"{name} (up to the graph break at {graph_break[0]}:{graph_break[1]})"
+        self.is_superseded = False
+        """Whether a later capture of the same step took its place."""
+        self.runs = GraphRuns()
+        self._executor = executor
+        self._options = options
+        self._graphs = graphs
+        self._outstanding = outstanding
+        self._own_capture: Captured | None = None
+        self._active: ActivePlan | None = None
+        self._progress = Progress(is_on=options.report)
+        self.planner = GraphPlanner(executor, regions, options, self._progress)
+        self.profiler = StepProfiler(executor, is_on=options.report or options.replan, records=self.planner.may_replan)
+        self._stats: StepStats | None = None
+        """The measurements of the first steps, until the plan is corrected by them."""
+        self.programs = ProgramVersions(executor, regions, self._progress)
+        self._ticket_position = -1
+        self._variants = PlanVariants(executor, name, outstanding.descriptions)
+
+    @property
+    def active(self) -> ActivePlan:
+        """The plan in use, with its capture and problem; exists once the graph was planned."""
+        if self._active is None:
+            raise AssertionError(f"{self.name} is not planned")
+        return self._active
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the graph has a plan."""
+        return self._active is not None
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether the graph has no backward."""
+        return self._own_capture is not None and self._own_capture.backward is None
+
+    @property
+    def param_names(self) -> list[str]:
+        """Names of the parameters read by the graph, and of all others in their buckets."""
+        return param_names_of(self.active.captured, self._executor)
+
+    # Planning.
+
+    def capture(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule | None,
+        num_outputs: int,
+        review: Callable[[Plan], Plan] | None,
+    ) -> None:
+        """Convert the forward and the backward graph, and plan the step.
+
+        `review` is called with the first plan and returns the plan to use.
+        """
+        own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
+        self._own_capture = own
+        if backward is not None:
+            self.planner.step = add_extra_saved(own)
+            self._ticket_position = ticket_position(own)
+        self._variants.find_graph_set(lambda: roll_key(self.planner.graph(own)))
+        before = self._make_plan()
+        if review is not None and not self._variants.graph_set_digest:
+            reviewed = self.planner.reviewed = review(self.active.plan)
+            self._active = replace(self.active, plan=reviewed)
+        if before is not None:
+            self._outstanding.supersede(before, self)
+        if not self.is_inference and not any(other.is_superseded for other in self._graphs):
+            self._progress.planned(self.active.plan)
+
+    def _make_plan(self) -> "PlannedGraph | None":
+        """Plan the graph's own capture for the current sizes and external usage.
+
+        Returns the earlier capture whose plan was taken over; None if a new plan was made.
+        """
+        executor, own = self._executor, self._own_capture
+        assert own is not None
+        if self._variants.graph_set_digest:
+            beside_bytes = executor.saved.held_bytes()
+            answer, sizes = self.planner.answer_for(own), self.planner.sizes.values
+            joined, problem, plan = planned_in_step(executor, own, self._options, sizes, answer)
+            require_disk(plan, executor.buckets.disk)
+            self._active = ActivePlan(captured=joined, problem=problem, plan=plan, beside_bytes=beside_bytes)
+            return None
+        make = partial(self._plan_beside, own, self.planner.graph(own))
+        return self._outstanding.plan_beside(unread_bytes(own, executor), make)
+
+    def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
+        executor, beside_bytes = self._executor, external.outstanding_bytes
+        before = self._earlier_capture(graph, beside_bytes)
+        if before is not None:
+            self.planner.take_over(before.planner)
+            if before.planner.correction is not None:
+                self.profiler.stop()
+        problem = asked_by_all(executor, lambda: self.planner.problem(own, graph, external, is_new=before is None))
+        answer = self.planner.answer_for(own)
+        plan = before.active.plan if before else plan_for_all(executor, problem, answer, self._options)
+        require_disk(plan, executor.buckets.disk)
+        self._active = ActivePlan(captured=own, problem=problem, plan=plan, beside_bytes=beside_bytes)
+        # Other graphs may need more than the reserved bytes; their needs are known once they have run.
+        self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
+        return before
+
+    def _earlier_capture(self, graph: StepGraph, beside_bytes: int) -> "PlannedGraph | None":
+        """Return the earlier capture of the same step whose plan is in force: the first call of a plain model."""
+        if self._executor.ranks is not None:  # another rank may have no such capture, and would wait for this rank
+            return None
+        for other in self._graphs:
+            if other is self or not other.is_planned:
+                continue
+            active = other.active
+            is_same = active.graph == replace(graph, name=active.graph.name) and active.beside_bytes >= beside_bytes
+            if is_same and self._executor.buckets.agree(active.plan.buckets, active.plan.placements, may_adopt=False):
+                return other
+        return None
+
+    # Running.
+
+    def runner(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
+        """Return the function to run the backward, or the forward, after `ManagedModel.begin_forward`."""
+        if is_backward:
+            self.programs.write_backward()
+        else:
+            self._write_programs()
+        return compat.boxed(for_compiled_code(self._run_backward if is_backward else self._run_forward))
+
+    def _run_forward(self, args: list[Any]) -> Any:
+        input_storages, programs = storages_of(args), self.programs.last
+        try:
+            results = programs.forward.forward(args)
+            self._executor.end()
+        except BaseException:
+            self._executor.abandon()
+            raise
+        if not self.is_inference:
+            self.programs.keep_for(programs.note_outstanding(results, input_storages, self))
+        return results
+
+    def _run_backward(self, args: list[Any]) -> Any:
+        ticket = args[self._ticket_position]
+        self._outstanding.begin_backward(self, ticket)
+        self._executor.saved.restore(ticket)
+        try:
+            self._variants.begin_backward(ticket)
+            with _compile_lock:
+                program = self.programs.of(ticket).backward
+            return program.forward(args)
+        except BaseException:
+            self._executor.abandon()
+            raise
+
+    def learn_from_steps(self, args: Sequence[Any]) -> None:
+        """Before each forward: once enough steps were profiled, report them, and change to a better plan if the
+        prediction was wrong and a search finds one."""
+        if self.planner.sizes.differ(self.active.captured, args):
+            self.profiler.restart()
+            return
+        stats = self.profiler.forward_begins()
+        if stats is not None:
+            self._progress.measured(self.active.plan, stats)
+            self._stats = stats if self.planner.may_replan else None
+        # Parameters do not move while a forward is outstanding.
+        if self._stats is not None and not self._executor.saved.outstanding_owners():
+            stats, self._stats = self._stats, None
+            if self._executor.buckets.generation == self.active.generation:
+                self._learn(stats)
+
+    def _learn(self, stats: StepStats) -> None:
+        with _compile_lock:
+            outcome = self.planner.learn(self.active, stats)
+            if outcome is None:
+                return
+            self._progress.say(outcome.line)
+            if not outcome.is_new:
+                self._active = replace(self.active, plan=outcome.plan)
+                return
+            problem, beside_bytes = self.active.problem, self.active.beside_bytes
+            self.follow(problem, outcome.plan, self.write_programs(problem, outcome.plan), beside_bytes)
+            self._executor.buckets.move(outcome.plan.buckets, outcome.plan.placements)
+            self.mark_in_force()
+
+    # Planned together with other graphs of the step: see `outstanding.JointGraph`.
+
+    def joint_problem(self, base_bytes: int) -> Problem:
+        """Return the problem to plan together with other graphs, with `base_bytes` of external usage."""
+        return self.planner.joint_problem(self.active, base_bytes)
+
+    def write_programs(self, problem: Problem, plan: Plan) -> Programs:
+        """Return the programs of `plan`, which answers `problem` and is not in force yet."""
+        return self.programs.write_next(self.active.captured, problem.graph, plan)
+
+    def follow(self, problem: Problem, plan: Plan, programs: Programs, beside_bytes: int) -> None:
+        """Run `programs` of `plan`, which answers `problem`, from the next forward on; the caller moves parameters.
+
+        `beside_bytes` are device bytes for other outstanding forwards meanwhile.
+        """
+        self._active = replace(self.active, problem=problem, plan=plan, beside_bytes=beside_bytes)
+        self.planner.sizes.take(dict(problem.graph.symbols))
+        if programs is not self.programs.last:
+            self._progress.planned(plan)
+            self.programs.take(programs, is_apart=self._variants.record_written())
+
+    def mark_in_force(self) -> None:
+        """Note the generation of the buckets under the plan, and tell each bucket when the plan updates it."""
+        self._active = replace(self.active, generation=self._executor.buckets.generation)
+        if not self.is_inference:
+            closing = closing_verbs(self.active.plan) if self._outstanding.is_alone(self) else {}
+            self._executor.buckets.schedule_updates(self.active.plan, closing)
+
+    # Kept up to date with inputs, outstanding forwards, other graphs and other ranks.
+
+    def keep_current(self, args: Sequence[Any]) -> None:
+        """Before each forward: put the plan in force, after planning again if this rank or another needs it."""
+        wants_plan = self._needs_plan(args)
+        while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
+            with _compile_lock:
+                if call.step is Step.JOIN:
+                    wants_plan = not self._join(call.graph_set_digest) or self._needs_plan(args)
+                else:
+                    self._plan_anew(args)
+                    wants_plan = False
+        if self._executor.buckets.generation != self.active.generation:
+            with _compile_lock:
+                is_new = self.active.generation < 0
+                adopt_by_all(self._executor, self.active.plan, for_training=not self.is_inference, is_new=is_new)
+                self.mark_in_force()
+
+    def _needs_plan(self, args: Sequence[Any]) -> bool:
+        """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
+        executor, active = self._executor, self.active
+        is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
+        if is_crowded and self.runs.offloads_first:
+            is_crowded = not executor.saved.offload_outstanding()
+        is_moved, may_adopt = executor.buckets.generation != active.generation, active.generation < 0
+        plan = active.plan
+        may_stay = not is_moved or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
+        return bool(self.planner.sizes.grown(active.captured, args)) or is_crowded or not may_stay
+
+    def _join(self, graph_set_digest: str) -> bool:
+        """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""
+        now = None
+        if self._variants.is_planned:
+            now = PlanVariant(self.active, self.programs.last, dict(self.planner.sizes.values))
+        found = self._variants.join(graph_set_digest, now)
+        if found is None:
+            return False
+        self._active, self.planner.sizes.values = found.active, dict(found.sizes)
+        self.programs.take(found.programs, is_apart=self._variants.record_written())
+        return True
+
+    def _plan_anew(self, args: Sequence[Any]) -> None:
+        with self.planner.growing(self.active.captured, args):
+            before = self._make_plan()
+            if before is not None:
+                self._outstanding.supersede(before, self)
+        self._progress.planned(self.active.plan)
+        self._write_programs()
+
+    def _write_programs(self) -> None:
+        """Write the programs of a new plan, and run them from the next forward on."""
+        programs = self.programs.write_first(self.active.captured, self.active.graph, self.active.plan)
+        self.programs.take(programs, is_apart=self._variants.record_written())

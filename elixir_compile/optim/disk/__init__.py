@@ -1,0 +1,1 @@
+"""Optimizer state on disk; nothing else of the optimizer knows its files."""

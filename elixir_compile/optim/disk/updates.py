@@ -1,0 +1,321 @@
+"""Move the state of an optimizer to disk and back, and update it there, a piece at a time.
+
+    updates of a step are prepared in order        reads start, as far ahead as there are staging buffers
+    updates run in the same order                  read a piece, update it, write it behind the next pieces
+
+A bucket has a `DiskHome` from the first parameter whose state moves to disk until the last state has left the disk.
+
+A piece holds the same elements of every statistic, so a few megabytes of memory suffice for a bucket of any size. Rules
+are element-wise, and pieces start at multiples of the cache line, as the tasks of torch's fused kernels do. So the
+result is bitwise equal to an update of whole tensors.
+
+A class that creates statistics at its first update creates them slice by slice; each slice is stored in its piece.
+"""
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence, Set
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import distributed, nn
+
+from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
+from elixir_compile.errors import InvalidOption, UnforeseenState
+from elixir_compile.ops.registry import slot_of
+from elixir_compile.optim.disk.state import DiskHome, DiskState, Extent
+from elixir_compile.optim.rule import GroupSlice, State, UpdateRule
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.disk.disk_store import DiskStore
+from elixir_compile.runtime.disk.read_ahead import Piece, ReadAhead
+from elixir_compile.runtime.updates import finish_updates
+
+_STAGING_BYTES = DISK_STAGING_BYTES
+"""Bytes of a staging buffer. Buffers take 20 MiB if a bucket has 2-byte statistics, such as low halves of masters."""
+
+
+class DiskStates:
+    """An optimizer's state on disk, with a `DiskHome` per bucket.
+
+    `rule` updates the state. `fail` is called with the exception of a failed write for which no caller waits.
+    """
+
+    def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
+        self._rule = rule
+        self._fail = fail
+        self._stores: dict[tuple[Path, bool], DiskStore] = {}
+        self._homes: dict[tuple[int, ...], DiskHome] = {}
+        self._reads: ReadAhead | None = None
+
+    def reserve(self, bucket: RunningBucket, params: Iterable[nn.Parameter], group: Mapping[str, Any]) -> DiskHome:
+        """Return the home of the bucket's state, with files for the statistics of `params`.
+
+        Raises DiskFull if there is too little disk space, and InvalidOption if the option `disk_path` is not set.
+        """
+        home = self._home(bucket)
+        home.require(dict.fromkeys(kind for param in params for kind in self._rule.state_dtypes(param, group).items()))
+        return home
+
+    def place(
+        self,
+        states: MutableMapping[nn.Parameter, Any],
+        group: Mapping[str, Any],
+        bucket: RunningBucket,
+        params: Iterable[nn.Parameter],
+    ) -> None:
+        """Move the state of `params`, which are in `group`, to disk; create missing state unless its update does."""
+        home, names = self._home(bucket), set(self._rule.statistics(group))
+        left = [param for param in params if not _is_at(home, states.get(param), names)]
+        if not left:
+            return
+        self.reserve(bucket, left, group)
+        for param in left:
+            before = states[param]
+            kinds = self._rule.state_dtypes(param, group)
+            on_disk_state = DiskState(home, param, kinds, _on_host(before, kinds))
+            for name in kinds:
+                if name in before:
+                    on_disk_state[name] = before[name]
+                elif not self._rule.makes_state:
+                    on_disk_state.begin(name)
+            if not self._rule.makes_state:
+                self._start(on_disk_state, param, is_fresh=not kinds.keys() <= before.keys())
+            states[param] = on_disk_state
+            if not (isinstance(before, DiskState) and before.home is home):
+                self._leave(before, param)
+
+    def fetch(self, states: MutableMapping[nn.Parameter, Any], param: nn.Parameter) -> None:
+        """Read the state of `param` into memory if it is on disk."""
+        before = states.get(param)
+        if isinstance(before, DiskState):
+            states[param] = dict(before)
+            self._leave(before, param)
+
+    def prepare(self, bucket: RunningBucket, states: Iterable[State]) -> "DiskUpdate | None":
+        """Start to read `states`, all of `bucket`, for its next update; return None if they are in memory.
+
+        `DiskUpdate.run` of the result does the update. Updates must be prepared in the order in which they run.
+        """
+        on_disk = [state for state in states if isinstance(state, DiskState)]
+        if not on_disk:
+            return None
+        home = on_disk[0].home
+        if self._reads is None or self._reads.nbytes < home.least_bytes:
+            self.wait_for_writes()
+            self._reads = None  # frees its staging buffers before larger ones are allocated
+            self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, home.least_bytes))
+        pieces = home.pieces([state.param for state in on_disk], self._reads.nbytes)
+        self._reads.announce(pieces)
+        return DiskUpdate(home, pieces, self._reads, self._fail)
+
+    def wait_for_writes(self) -> None:
+        """Wait for all writes."""
+        if self._reads is not None:
+            self._reads.wait_for_writes()
+
+    def _start(self, on_disk_state: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
+        on_disk_state.in_memory.setdefault("step", torch.zeros((), dtype=torch.float32))
+        slot, begun = slot_of(param), dict[str, torch.Tensor]()
+        self._rule.start(param, begun, param.device if slot is None else slot.device, is_fresh=is_fresh)
+        on_disk_state.update(begun)
+
+    def _leave(self, before: object, param: nn.Parameter) -> None:
+        if isinstance(before, DiskState):
+            if self._reads is not None:
+                self._reads.stop()  # else a file could be closed during a read
+            before.home.leave(id(param))
+            self._homes = {key: home for key, home in self._homes.items() if not home.is_free}
+
+    def _home(self, bucket: RunningBucket) -> DiskHome:
+        key = tuple(id(slot.param) for slot in bucket.slots)
+        if key not in self._homes:
+            params = [slot.param for slot in bucket.slots]
+            self._homes[key] = DiskHome(self._store(bucket), str(bucket.spec.id), params)
+        return self._homes[key]
+
+    def _store(self, bucket: RunningBucket) -> DiskStore:
+        disk = bucket.disk
+        if disk is None:
+            raise InvalidOption(
+                "disk_path", None, f"a folder, as the plan keeps the optimizer state of {bucket.spec.id} on disk"
+            )
+        if disk not in self._stores:
+            path, check = disk
+            rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
+            self._stores[disk] = DiskStore(os.fspath(path), check=check, rank=rank)
+            # Functions registered last run first, so queued updates run before the store is closed.
+            finish = partial(_finish, weakref.ref(self))
+            atexit.register(finish)
+            weakref.finalize(self, atexit.unregister, finish).atexit = False
+        return self._stores[disk]
+
+
+def _is_at(home: DiskHome, state: object, names: Set[str]) -> bool:
+    """Return whether `state` is in `home`, with files for the statistics `names`."""
+    return isinstance(state, DiskState) and state.home is home and names <= state.kinds.keys()
+
+
+def _on_host(state: Mapping[str, Any], kinds: Container[str]) -> dict[str, Any]:
+    """Return the entries of `state` that stay in host memory: all but the statistics `kinds`."""
+    return {
+        name: value.to("cpu") if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+        if name not in kinds
+    }
+
+
+def _finish(states: "weakref.ref[DiskStates]") -> None:
+    """Run queued updates and wait for their writes; called before the process ends."""
+    finish_updates()
+    found = states()
+    if found is not None:
+        found.wait_for_writes()
+
+
+class DiskUpdate:
+    """An update of a bucket with state on disk. The reads of its first pieces have been announced to `reads`."""
+
+    def __init__(
+        self, home: DiskHome, pieces: Sequence[Piece], reads: ReadAhead, fail: Callable[[BaseException], None]
+    ) -> None:
+        self._home = home
+        self._pieces = tuple(pieces)
+        self._reads = reads
+        self._fail = fail
+
+    def run(self, rule: UpdateRule, parts: Sequence[GroupSlice]) -> None:
+        """Update `parts` piece by piece; writes may still run when this returns.
+
+        Raises the exception of a failed read or of the rule, and UnforeseenState if a new statistic has no file.
+        If an exception comes after the first piece was read, or a write fails, the state of the bucket becomes invalid.
+        """
+        self._home.check("update")
+        updates = [
+            [
+                _ParamUpdate(weight, grad, cast("DiskState", state))  # the whole state of this bucket is on disk
+                for weight, grad, state in zip(part.weights, part.grads, part.states, strict=True)
+            ]
+            for part in parts
+        ]
+        has_begun = False
+        for piece in self._pieces:
+            try:
+                views = self._reads.take(piece)
+            except BaseException as error:
+                if has_begun:
+                    self._home.fail(error)
+                raise
+            has_begun = True
+            try:
+                for part, members in zip(parts, updates, strict=True):
+                    slices = [found for update in members if (found := update.at(piece, views))]
+                    _update_slices(rule, slices, part.group)
+            except BaseException as error:
+                self._home.fail(error)
+                self._reads.give_back(piece)
+                raise
+            self._home.note_update(update.state.param for members in updates for update in members)
+            self._reads.write(piece, self._wrote)
+        try:
+            for part, members in zip(parts, updates, strict=True):
+                # The shard of this rank may be empty, but all ranks count steps.
+                _update_slices(
+                    rule, [update.empty() for update in members if not update.flat_weight.numel()], part.group
+                )
+        except BaseException as error:
+            self._home.fail(error)
+            raise
+        for members in updates:
+            for update in members:
+                update.finish()
+
+    def _wrote(self, error: BaseException | None) -> None:
+        if error is not None:
+            error.add_note(
+                f"the optimizer state of {self._home.label} is lost with it, and is not used again. "
+                "Checkpoints are not affected: load one"
+            )
+            self._home.fail(error)
+            self._fail(error)
+
+
+class _Slice:
+    """A parameter's elements in a piece: weight, gradient and state."""
+
+    def __init__(self, update: "_ParamUpdate", inside: slice, buffers: Mapping[str, torch.Tensor]) -> None:
+        self.weight = update.flat_weight[inside]
+        self.grad = update.flat_grad[inside]
+        # The rule counts the step once per slice, so each slice gets a copy, and the last copy is kept.
+        in_memory = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in update.state.in_memory.items()
+        }
+        self.state: State = {**in_memory, **{name: buffers[name] for name in update.state.names}}
+        self._update = update
+        self._buffers = buffers
+        """By name, the memory in the piece for each statistic that has a file."""
+
+    def keep(self) -> None:
+        """Copy new or replaced statistics to the piece. Raises UnforeseenState if a statistic has no file."""
+        for name, value in self.state.items():
+            buffer = self._buffers.get(name)
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                self._update.in_memory[name] = value
+            elif buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                raise UnforeseenState(
+                    self._update.state.home.label, name, str(value.dtype), tuple(self._update.extent.shape)
+                )
+            else:
+                self._update.made.add(name)
+                if value is not buffer:
+                    buffer.copy_(value)
+
+
+class _ParamUpdate:
+    """A parameter in an update: its flat weight and gradient in memory, and its state on disk."""
+
+    def __init__(self, weight: torch.Tensor, grad: torch.Tensor, state: DiskState) -> None:
+        self.extent: Extent = state.home.extent(state.param)
+        self.weight = weight
+        self.flat_weight = self.extent.flat(weight)
+        self.flat_grad = self.extent.flat(grad)
+        self.state = state
+        self.made: set[str] = set()
+        self.in_memory: dict[str, Any] = {}
+
+    def at(self, piece: Piece, views: Sequence[torch.Tensor]) -> _Slice | None:
+        """Return the parameter's slice of `piece`; None if the piece has no elements of the parameter."""
+        start, end = max(piece.start, self.extent.start), min(piece.end, self.extent.end)
+        if start >= end:
+            return None
+        in_piece = slice(start - piece.start, end - piece.start)
+        buffers = {
+            name: view.view(dtype)[in_piece]
+            for (name, dtype), view in zip(self.state.home.kinds, views, strict=True)
+            if self.state.kinds.get(name) == dtype
+        }
+        return _Slice(self, slice(start - self.extent.start, end - self.extent.start), buffers)
+
+    def empty(self) -> _Slice:
+        """Return a slice without elements, for a parameter that is empty on this rank."""
+        buffers = {name: torch.empty(0, dtype=dtype) for name, dtype in self.state.kinds.items()}
+        return _Slice(self, slice(0, 0), buffers)
+
+    def finish(self) -> None:
+        """Store counters and the names of created statistics; copy back a weight that was not updated in place."""
+        self.state.finish_update(self.made, self.in_memory)
+        if self.flat_weight.data_ptr() != self.weight.data_ptr():
+            self.weight.copy_(self.extent.shaped(self.flat_weight))
+
+
+def _update_slices(rule: UpdateRule, slices: Sequence[_Slice], group: Mapping[str, Any]) -> None:
+    if not slices:
+        return
+    rule.update(
+        [part.weight for part in slices], [part.grad for part in slices], [part.state for part in slices], group
+    )
+    for part in slices:
+        part.keep()

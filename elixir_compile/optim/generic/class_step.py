@@ -1,0 +1,291 @@
+"""Run the step of an optimizer class on chosen tensors: for an update, and in dry steps that measure its state.
+
+A transient optimizer is an instance of the user's class that holds the tensors of a bucket during a single update.
+
+Dry steps measure which state the class keeps for a parameter, and whether the class is element-wise:
+
+    a tensor of 16 x 8  --three steps-->  weights, state
+    its flat halves     --three steps-->  the same bits, or the class is not element-wise
+
+The gradients of the halves differ in magnitude, so norms, means, ranks and random draws change the result. A class that
+counts steps in the optimizer or in its param group, instead of in the state of a parameter, also counts as not
+element-wise: its step may not run bucket by bucket.
+"""
+
+import inspect
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from elixir_compile import compat
+from elixir_compile.optim.rule import State
+
+_NOT_COPIED = frozenset(
+    {"state", "param_groups", "step", "_updater", "_early", "_overflow"}
+    | {"_is_accumulating", "_has_stepped", "_has_warned"}
+)
+"""Attributes not to copy: params, state, a `step` that a scheduler wrapped, and the attributes of `Hybrid`."""
+
+
+def attributes_of(optimizer: Optimizer) -> Mapping[str, Any]:
+    """Return the attributes of `optimizer` for its class's step to read."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
+
+
+def transient_optimizer(cls: type[Optimizer], attributes: Mapping[str, Any], group: dict[str, Any]) -> Optimizer:
+    """Return an instance of `cls` with `attributes` whose only param group is `group`, without hooks or state."""
+    optimizer = cls.__new__(cls)
+    hooks = {name: OrderedDict() for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")}
+    vars(optimizer).update(attributes, **hooks, param_groups=[group], state=defaultdict(dict))
+    return optimizer
+
+
+def plain_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """Return the `step` of `cls` without torch's wrapper, which calls the hooks of a user."""
+    step = cls.step
+    return inspect.unwrap(step, stop=lambda inner: not getattr(inner, "hooked", False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A parameter's tensors in an update."""
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    state: State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassStep:
+    """The step of `cls` for a param group, with the attributes of the user's optimizer."""
+
+    cls: type[Optimizer]
+    attributes: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    def take(self, rows: Sequence[Row]) -> None:
+        """Update weights in place, and the entries of states in place or by new values, as the class does."""
+        params = [nn.Parameter(row.weight) for row in rows]
+        optimizer = self._transient(params, rows[0].weight)
+        for param, row in zip(params, rows, strict=True):
+            param.grad = row.grad.data  # `detach()` would share the version, which GradientGuard checks
+            if row.state:
+                optimizer.state[param] = dict(row.state)
+        self._step(optimizer)
+        for param, row in zip(params, rows, strict=True):
+            if param.data_ptr() != row.weight.data_ptr():  # the class assigned `param.data = ...`
+                row.weight.copy_(param.detach())
+            if param in optimizer.state:
+                row.state.update({name: _unaliased(value, row.grad) for name, value in optimizer.state[param].items()})
+
+    def take_dry(self, row: Row) -> tuple[torch.Tensor, State]:
+        """Run the step on meta tensors as if they were on the host; return the weight and the state after the step."""
+        param = nn.Parameter(row.weight)
+        optimizer = self._transient([param], torch.empty(0))
+        if "foreach" in self.group:  # the bits are the same, and `ClassPasses` compares them
+            optimizer.param_groups[0]["foreach"] = False
+        param.grad = row.grad
+        if row.state:
+            optimizer.state[param] = dict(row.state)
+        self._step(optimizer)
+        return param.data, optimizer.state[param]
+
+    def _step(self, optimizer: Optimizer) -> None:
+        with compat.outside_captures():  # the training thread may capture a graph meanwhile
+            plain_step(self.cls)(optimizer)
+
+    def _transient(self, params: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
+        return transient_optimizer(
+            self.cls, self.attributes, {**_group_for(self.group, beside), "params": list(params)}
+        )
+
+
+def _unaliased(value: Any, grad: torch.Tensor) -> Any:
+    """Return `value`, an entry of a state; a copy if the class stored the user's gradient tensor itself."""
+    if not isinstance(value, torch.Tensor) or {value.layout, grad.layout} != {torch.strided}:
+        return value
+    return value.clone() if value.dim() and value.data_ptr() == grad.data_ptr() else value
+
+
+def _group_for(group: Mapping[str, Any], weight: torch.Tensor) -> Mapping[str, Any]:
+    """Return `group` for the device of `weight`: on the host, tensors are copied there and `capturable` is False."""
+    is_on_host = weight.device.type == "cpu"
+    moved = {
+        name: value.to(weight.device) if is_on_host and isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+    }
+    return {**moved, "capturable": False} if is_on_host and moved.get("capturable") else moved
+
+
+_SHAPE = (16, 8)
+_SCALES = (1e-2, 1.0, 1e2)
+"""Factor of the gradients in each step: large enough that code behind a threshold also runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSchema:
+    """The state of an optimizer class for a parameter."""
+
+    dtypes: Mapping[str, torch.dtype]
+    """The dtype of each statistic by name; statistics have the shape of the parameter."""
+    is_stateless: bool = False
+    """Whether the class keeps no state at all."""
+    because: str = ""
+    """Why the class is not element-wise; empty if it is."""
+
+
+def group_key(group: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return a cache key: the hyperparameters that may change the set of statistics, with numbers as zero or not."""
+    return tuple(
+        (name, _value_key(value)) for name, value in sorted(group.items()) if name not in ("params", "param_names")
+    )
+
+
+def dry_step(
+    cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
+) -> StateSchema:
+    """Return the state schema of `cls` for parameters in `dtype` with the hyperparameters of `group`.
+
+    Runs steps of small tensors on the host. The global random state, gradient mode and warnings are left as they were.
+    """
+    # This may be called during a capture.
+    with (
+        compat.real_tensors(),
+        compat.outside_captures(),
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        return _dry_step(cls, attributes, group, dtype)
+
+
+def _dry_step(
+    cls: type[Optimizer], attributes: Mapping[str, Any], group: Mapping[str, Any], dtype: torch.dtype
+) -> StateSchema:
+    on_host = {name: _on_host(value) for name, value in group.items() if name not in ("params", "param_names")}
+    if on_host.get("capturable"):
+        on_host["capturable"] = False
+    failures: list[str] = []
+    for make in (_Transient(cls, attributes, on_host), _Built(cls, on_host)):
+        try:
+            return _compare(make, dtype)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    return StateSchema(dtypes={}, because=f"a step of one tensor, or of half of one, fails with {failures[0]}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Transient:
+    """Makes a transient optimizer, as updates do."""
+
+    cls: type[Optimizer]
+    attributes: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    def __call__(self, param: nn.Parameter) -> Optimizer:
+        return transient_optimizer(self.cls, self.attributes, {**self.group, "params": [param]})
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """Makes an optimizer by its constructor, for classes such as Adagrad, which create state there."""
+
+    cls: type[Optimizer]
+    group: Mapping[str, Any]
+
+    def __call__(self, param: nn.Parameter) -> Optimizer:
+        known = inspect.signature(self.cls).parameters
+        return self.cls([param], **{name: value for name, value in self.group.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """The weight and state of a tensor after the dry steps."""
+
+    weight: torch.Tensor
+    state: Mapping[str, Any]
+    counted: str
+    """Which attributes of the optimizer or its group later steps changed, as text; empty if none."""
+
+
+def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPE, generator=generator).to(dtype)
+    grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(dtype) for scale in _SCALES]
+    for grad in grads:
+        grad[: _SHAPE[0] // 2] *= 7
+    middle = start.numel() // 2
+    whole = _train(make, start, grads)
+    first = _train(make, start.flatten()[:middle], [grad.flatten()[:middle] for grad in grads])
+    second = _train(make, start.flatten()[middle:], [grad.flatten()[middle:] for grad in grads])
+    statistics = {name: value for name, value in whole.state.items() if _shape(value) == _SHAPE}
+    return StateSchema(
+        dtypes={name: value.dtype for name, value in statistics.items()},
+        is_stateless=not whole.state,
+        because=whole.counted or _difference(whole, first, second, list(statistics)),
+    )
+
+
+def _train(make: "_Transient | _Built", start: torch.Tensor, grads: Sequence[torch.Tensor]) -> _Trained:
+    param = nn.Parameter(start.clone())
+    optimizer = make(param)
+    facts: list[Mapping[str, Any]] = []
+    for grad in grads:
+        param.grad = grad.clone()
+        with torch.no_grad():
+            plain_step(type(optimizer))(optimizer)
+        facts.append({**attributes_of(optimizer), **optimizer.param_groups[0]})
+    changed = [name for name, value in facts[-1].items() if not _is_same(value, facts[0].get(name))]
+    state = dict(optimizer.state[param]) if param in optimizer.state else {}
+    counted = f"a step changes {', '.join(changed)} of the optimizer" if changed else ""
+    return _Trained(weight=param.detach(), state=state, counted=counted)
+
+
+def _difference(whole: _Trained, first: _Trained, second: _Trained, statistics: Sequence[str]) -> str:
+    """Return as text how the results for a tensor and its halves differ; empty if they are equal."""
+    if not _is_same(whole.weight.flatten(), torch.cat([first.weight, second.weight])):
+        return "the halves of a tensor get other weights than the tensor"
+    if not whole.state.keys() == first.state.keys() == second.state.keys():
+        return "the halves of a tensor keep another state than the tensor"
+    for name, value in whole.state.items():
+        expected, halves = value, [first.state[name], second.state[name]]
+        if name in statistics:
+            expected, halves = value.flatten(), [torch.cat(halves)]
+        elif _shape(value):
+            return f"it keeps {name} of shape {_shape(value)} for a tensor of shape {_SHAPE}"
+        if not all(_is_same(expected, half) for half in halves):
+            return f"the halves of a tensor keep another {name} than the tensor"
+    return ""
+
+
+def _is_same(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        if first is second or first.shape != second.shape or first.dtype != second.dtype:
+            return first is second
+        return bool(torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8)))
+    return first is second or bool(first == second)
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _value_key(value: object) -> object:
+    if isinstance(value, bool | str | type(None)):
+        return value
+    if isinstance(value, int | float):
+        return (type(value).__name__, value != 0)
+    if isinstance(value, list | tuple):
+        return tuple(_value_key(each) for each in value)
+    return type(value).__name__
+
+
+def _on_host(value: object) -> object:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,250 @@
+"""The state of an optimizer: created at the first update of a parameter, moved when the plan changes, saved and loaded.
+
+`torch.optim.Optimizer.load_state_dict` moves all statistics to the devices of their parameters. If the plan keeps the
+statistics on the host, they may not fit on the device. So they are wrapped in objects that torch does not move.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_compile.ir import Tier
+from elixir_compile.ops.masters import has_master
+from elixir_compile.ops.registry import slot_of
+from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part, part_like
+from elixir_compile.optim.disk.updates import DiskStates
+from elixir_compile.optim.master_adamw import load_master, with_joined_master
+from elixir_compile.optim.rule import UpdateRule
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.executor import Executor, executor_of_slot
+
+_Kind = tuple[str, torch.dtype]
+
+
+def bucket_of(param: torch.Tensor) -> "tuple[RunningBucket, Executor] | None":
+    """Return the bucket of `param` in the active plan and its executor; None if no plan has the parameter."""
+    slot = slot_of(param)
+    if slot is None:
+        return None
+    executor = executor_of_slot(slot)
+    bucket = executor.buckets.of(slot)
+    return None if bucket is None else (bucket, executor)
+
+
+def is_off_device(param: torch.Tensor) -> bool:
+    """Return whether the active plan keeps the state of `param` on the host or on disk."""
+    found = bucket_of(param)
+    return found is not None and found[0].placement.optim is not Tier.DEVICE
+
+
+def group_by_bucket(
+    params: Iterable[nn.Parameter],
+) -> tuple[dict[RunningBucket, list[nn.Parameter]], list[nn.Parameter], dict[RunningBucket, Executor]]:
+    """Return `params` by bucket, the parameters without a bucket, and the executor of each bucket."""
+    buckets: dict[RunningBucket, list[nn.Parameter]] = {}
+    unplanned: list[nn.Parameter] = []
+    executors: dict[RunningBucket, Executor] = {}
+    for param in params:
+        found = bucket_of(param)
+        if found is None:
+            unplanned.append(param)
+        else:
+            buckets.setdefault(found[0], []).append(param)
+            executors[found[0]] = found[1]
+    return buckets, unplanned, executors
+
+
+class StateBuffers:
+    """The host slabs of an optimizer, allocated at first use and freed with their bucket."""
+
+    def __init__(self) -> None:
+        self._buffers: weakref.WeakKeyDictionary[RunningBucket, dict[_Kind, dict[int, torch.Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def buffer(
+        self, bucket: RunningBucket, kind: str, param: nn.Parameter, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return the host tensor of `kind` for `param`, zeros at first; in `dtype`, by default the dtype of `param`."""
+        kinds = self._buffers.setdefault(bucket, {})
+        dtype = dtype or param.dtype
+        if (kind, dtype) not in kinds:
+            tensors = bucket.state_buffers(dtype)
+            kinds[kind, dtype] = {id(slot.param): tensor for slot, tensor in zip(bucket.slots, tensors, strict=True)}
+        return kinds[kind, dtype][id(param)]
+
+    def copies(
+        self, bucket: RunningBucket, kind: str, values: Mapping[nn.Parameter, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Start copies of `values`, by parameter, to the host, and return the host tensors."""
+        copies = []
+        for param, value in values.items():
+            copies.append(self.buffer(bucket, kind, param, value.dtype).copy_(value, non_blocking=True))
+        return copies
+
+
+States = MutableMapping[nn.Parameter, MutableMapping[str, Any]]
+"""The type of `torch.optim.Optimizer.state`."""
+
+
+class StatePlacer:
+    """Creates and moves optimizer state as the placements of the buckets say."""
+
+    def __init__(self, rule: UpdateRule, fail: Callable[[BaseException], None]) -> None:
+        self.disk = DiskStates(rule, fail)
+        """State on disk."""
+        self.buffers = StateBuffers()
+        """Host memory of the state, a slab per bucket and statistic."""
+        self._rule = rule
+        self._placed: weakref.WeakKeyDictionary[RunningBucket, set[int]] = weakref.WeakKeyDictionary()
+        """By bucket, the ids of the parameters whose state is where the placement wants it."""
+
+    def place(
+        self, states: States, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]
+    ) -> None:
+        """Create missing state of the parameters in `buckets`, and move state whose home the plan has changed."""
+        # State leaves the device before other state moves to the device.
+        for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
+            if bucket.placement.optim is Tier.DISK:
+                self.disk.place(states, group, bucket, params)
+                continue
+            placed = self._placed.setdefault(bucket, set())
+            for param in params:
+                state = states.get(param)
+                if id(param) in placed and state:
+                    continue
+                self.disk.fetch(states, param)
+                state = states.get(param)
+                buffers = self._buffers_of(bucket, param, group)
+                if state:
+                    self._move(state, param, group, buffers)
+                else:
+                    self.create(states, param, group, buffers)
+                placed.add(id(param))
+
+    def reserve(self, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]) -> None:
+        """Reserve disk space for state whose home is the disk. Raises DiskFull if there is too little space."""
+        for bucket, params in buckets.items():
+            if bucket.placement.optim is Tier.DISK:
+                self.disk.reserve(bucket, params, group)
+
+    def buffers_of(
+        self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]
+    ) -> tuple[Mapping[str, torch.Tensor], ...]:
+        """Return, for each of `params`, the host tensors by name for statistics created by the update.
+
+        The mappings are empty if the rule does not create state, or if the home of the state is not the host.
+        """
+        if not self._rule.makes_state:
+            return ({},) * len(params)
+        return tuple(self._buffers_of(bucket, param, group) for param in params)
+
+    def _buffers_of(
+        self, bucket: RunningBucket, param: nn.Parameter, group: Mapping[str, Any]
+    ) -> Mapping[str, torch.Tensor]:
+        if bucket.placement.optim is not Tier.HOST:
+            return {}
+        kinds = self._rule.state_dtypes(param, group)
+        return {name: self.buffers.buffer(bucket, name, param, dtype) for name, dtype in kinds.items()}
+
+    def create(
+        self,
+        states: States,
+        param: nn.Parameter,
+        group: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Create the state of `param` in `buffers`, or beside `param`; do nothing if the update creates it."""
+        if self._rule.makes_state:
+            return
+        state = states[param]
+        if state:
+            self._start(param, state, group)
+            return
+        like = own_part(param).detach()
+        for name, dtype in self._rule.state_dtypes(param, group).items():
+            buffer = buffers.get(name) if buffers else None
+            state[name] = torch.zeros_like(like, dtype=dtype) if buffer is None else buffer.zero_()
+        state["step"] = torch.zeros((), dtype=torch.float32, device=state[self._rule.statistics(group)[0]].device)
+        self._start(param, state, group, is_new=True)
+
+    def _start(
+        self, param: nn.Parameter, state: MutableMapping[str, Any], group: Mapping[str, Any], *, is_new: bool = False
+    ) -> None:
+        slot = slot_of(param)
+        is_fresh = is_new or not self._rule.state_dtypes(param, group).keys() <= state.keys()
+        self._rule.start(param, state, param.device if slot is None else slot.device, is_fresh=is_fresh)
+
+    def _move(
+        self,
+        state: MutableMapping[str, Any],
+        param: nn.Parameter,
+        group: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        kinds = self._rule.state_dtypes(param, group)
+        for name in kinds:
+            value, target = state.get(name), buffers.get(name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            device = own_part(param).device if target is None else target.device
+            if target is None or target.dtype != value.dtype:
+                target = torch.empty_like(own_part(param).detach(), dtype=value.dtype, device=device)
+            state[name] = target if target.data_ptr() == value.data_ptr() else target.copy_(value)
+        device = next((state[name].device for name in kinds if isinstance(state.get(name), torch.Tensor)), None)
+        for name, value in state.items():
+            if name not in kinds and isinstance(value, torch.Tensor) and self._rule.moves_with_update(name, group):
+                state[name] = value.to(device)
+        self._start(param, state, group)
+
+
+class _Wrapped:
+    """Holds a tensor; `load_state_dict` of torch leaves such objects as they are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def wrap_statistics(entry: Mapping[str, Any], statistics: Collection[str]) -> dict[str, Any]:
+    """Return `entry`, the state of a parameter, with its `statistics` wrapped."""
+    return {
+        name: _Wrapped(value) if name in statistics and isinstance(value, torch.Tensor) else value
+        for name, value in entry.items()
+    }
+
+
+def unwrap_statistics(entry: Mapping[str, Any], param: nn.Parameter, *, stays: bool) -> dict[str, Any]:
+    """Return `entry` with its statistics unwrapped and cast to the dtype of `param`, or to fp32 if it has a master.
+
+    The statistics are moved to the device of `param` unless `stays`. The master is loaded too: see `load_master`.
+    """
+    dtype = torch.float32 if has_master(param) else param.dtype
+    found = {
+        name: part_like(value.tensor, param).to(dtype=dtype, device=None if stays else param.device)
+        if isinstance(value, _Wrapped)
+        else value
+        for name, value in entry.items()
+    }
+    return load_master(found, param) if entry else found
+
+
+def saved_entry(entry: Mapping[str, Any], param: nn.Parameter, statistics: Collection[str]) -> Mapping[str, Any]:
+    """Return `entry`, the state of `param`, for a state dict: in memory, with the fp32 `master` if there is one.
+
+    The `statistics` are DTensors if `param` is a DTensor.
+    """
+    in_memory = with_joined_master(entry, param)
+    if not is_dtensor(param):
+        return in_memory
+    return {
+        name: as_dtensor(value, param) if name in statistics and type(value) is torch.Tensor else value
+        for name, value in in_memory.items()
+    }
+
+
+def saved_names(rule: UpdateRule, groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the names under which state dicts hold tensors shaped like their parameter: statistics and masters."""
+    return {"master", *(name for group in groups for name in rule.statistics(group))}

@@ -1,0 +1,247 @@
+"""Put the buckets of plans in force: their parameters move to the homes in the placements.
+
+adopt             a plan begins: new buckets, parameters in their homes
+take_replaced     the user replaced a parameter: the slot takes the new one, and its bucket moves home again
+return_drifted    user code moved parameters: they go back home
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from elixir_compile.capture.modules import retire
+from elixir_compile.errors import ElixirWarning, ParameterReplaced, UnsupportedModel
+from elixir_compile.ir import Bucket, BucketId, Placement, Plan, Tier, Verb
+from elixir_compile.ops.aliases import aliases, held_by_others
+from elixir_compile.ops.optimizers import let_state_follow
+from elixir_compile.ops.reads import Sites
+from elixir_compile.ops.registry import Slot
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.distributed.sharded import new_bucket
+from elixir_compile.runtime.saved import SavedActivations
+
+
+class PlacedBuckets:
+    """The buckets in force of an executor, each with its parameters in their home."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        ranks: Ranks | None,
+        slots: Mapping[str, Slot],
+        sites: Sites,
+        saved: SavedActivations,
+    ) -> None:
+        """`slots` holds all slots of the executor by name, and `sites` the places at which graphs find their
+        parameters. `ranks` share the parameters, None if this process trains alone."""
+        self.generation = 0
+        """Grows when buckets or homes change; programs and optimizer state of an older generation are made again."""
+        self.disk: tuple[Path, bool] | None = None
+        """See `RunningBucket.disk`."""
+        self._device = device
+        self._ranks = ranks
+        self._slots = slots
+        self._sites = sites
+        self._saved = saved
+        self._serves_training = False
+        self._by_id: dict[BucketId, RunningBucket] = {}
+        self._by_slot: dict[int, RunningBucket] = {}
+
+    def __getitem__(self, bucket_id: BucketId) -> RunningBucket:
+        return self._by_id[bucket_id]
+
+    def __iter__(self) -> Iterator[RunningBucket]:
+        return iter(self._by_id.values())
+
+    def of(self, slot: Slot) -> RunningBucket | None:
+        """Return the bucket in force with `slot`, or None if no plan manages the parameter."""
+        return self._by_slot.get(slot.key)
+
+    def in_use_order(self, buckets: Iterable[RunningBucket]) -> list[RunningBucket]:
+        """Return those of `buckets` that are in force, in the order in which a forward first reads them."""
+        wanted = set(buckets)
+        return [bucket for bucket in self if bucket in wanted]
+
+    def in_force(self, *, for_training: bool) -> tuple[tuple[Bucket, Placement], ...]:
+        """Return the buckets in force with their placements; with `for_training`, only buckets made for training."""
+        if for_training and not self._serves_training:
+            return ()
+        return tuple((bucket.spec, bucket.placement) for bucket in self if not (for_training and bucket.is_outdated()))
+
+    def agree(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, may_adopt: bool) -> bool:
+        """Whether `buckets` are in force with `placements`; with `may_adopt`, also if no bucket in force conflicts."""
+        for spec, placement in zip(buckets, placements, strict=True):
+            if self._is_in_force(spec, placement):
+                continue
+            current = self._by_id.get(spec.id)
+            if not may_adopt or (current is not None and not current.is_outdated()):
+                return False
+        return True
+
+    def _is_in_force(self, spec: Bucket, placement: Placement) -> bool:
+        current = self._by_id.get(spec.id)
+        return current is not None and (current.spec, current.placement) == (spec, placement)
+
+    # Queued updates.
+
+    def await_update(self, slot: Slot) -> None:
+        """Wait for queued updates of the slot's bucket. Raises the exception of a failed update."""
+        if (bucket := self._by_slot.get(slot.key)) is not None:
+            bucket.queued.wait()
+
+    def check_updates(self) -> None:
+        """Raise the exception of a queued update if one has already failed; return at once otherwise."""
+        for bucket in self:
+            bucket.queued.check()
+
+    def schedule_updates(self, plan: Plan, closing: Mapping[BucketId, Verb]) -> None:
+        """Set for each bucket of `plan`, which is in force, its update mode and the verb that closes its gradients.
+
+        `closing` holds this verb by bucket; see `RunningBucket.closes`.
+        """
+        for bucket in plan.buckets:
+            self._by_id[bucket.id].update = plan.update
+            self._by_id[bucket.id].closes = closing.get(bucket.id)
+
+    # Moves.
+
+    @torch.no_grad()
+    def adopt(self, buckets: Iterable[Bucket], placements: Iterable[Placement], *, for_training: bool) -> None:
+        """Put `buckets` in force and move their parameters to the homes in `placements`; other buckets stay in force.
+
+        The first call with `for_training` drops all buckets made for inference.
+        """
+        if for_training and not self._serves_training:
+            self._serves_training = True
+            for bucket in self:
+                bucket.queued.wait()
+            self.forget()
+        new: list[tuple[Bucket, Placement, list[Slot]]] = []
+        for spec, placement in zip(buckets, placements, strict=True):
+            if not self._is_in_force(spec, placement):
+                new.append((spec, placement, [self._slots[name] for name in spec.params]))
+        moved = [slot for _, _, slots in new for slot in slots]
+        self.drop(moved)
+        self._check_move(slot for _, placement, slots in new if placement.param is Tier.HOST for slot in slots)
+        for spec, placement, slots in new:
+            self._place(spec, placement, slots)
+        if moved:
+            self._saved.drop_free_slabs()
+        let_state_follow([slot.param for slot in moved])
+
+    def move(self, buckets: Iterable[Bucket], placements: Iterable[Placement]) -> None:
+        """Put `buckets` in force under new placements, between two training steps.
+
+        Buckets that leave the device move first, so that the others find free memory there.
+        """
+        pairs = zip(buckets, placements, strict=True)
+        in_order = sorted(pairs, key=lambda pair: pair[1].param is Tier.DEVICE)
+        self.adopt([bucket for bucket, _ in in_order], [home for _, home in in_order], for_training=True)
+
+    @torch.no_grad()
+    def place_replaced(self, replaced: Sequence[Slot]) -> None:
+        """Move the parameters that the slots `replaced` have taken to their homes, with all others in their buckets."""
+        buckets = dict.fromkeys(bucket for slot in replaced if (bucket := self.of(slot)) is not None)
+        for bucket in buckets:
+            bucket.queued.wait()
+        self._check_move(slot for bucket in buckets if bucket.is_on_host for slot in bucket.slots)
+        for bucket in buckets:
+            self._place(bucket.spec, bucket.placement, bucket.slots)
+        self.generation += 1
+        let_state_follow([slot.param for slot in self._slots.values()])
+
+    def return_drifted(self) -> None:
+        """Move parameters home that user code moved elsewhere since they were placed."""
+        drifted = [bucket for bucket in self if bucket.has_drifted()]
+        self._check_move(slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots)
+        for bucket in drifted:
+            bucket.move_home(self._device)
+            self.generation += 1
+
+    def drop(self, slots: Iterable[Slot]) -> None:
+        """Remove from force the buckets that hold any of `slots`; their parameters stay in their current memory."""
+        self.generation += 1
+        for old in {self._by_slot.pop(slot.key) for slot in slots if slot.key in self._by_slot}:
+            old.queued.wait()
+            if self._by_id.get(old.spec.id) is old:  # a new bucket of the same name may be in force already
+                del self._by_id[old.spec.id]
+
+    def forget(self) -> None:
+        """Remove all buckets from force."""
+        self._by_id.clear()
+        self._by_slot.clear()
+
+    def _place(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
+        """Put a new bucket for `spec` in force, and move the parameters of `slots` to its home."""
+        bucket = new_bucket(spec, placement, slots, pin=self._device.type == "cuda", ranks=self._ranks)
+        bucket.move_home(self._device)
+        bucket.disk = self.disk
+        self._by_id[spec.id] = bucket
+        self._by_slot.update((slot.key, bucket) for slot in slots)
+
+    def _check_move(self, moving: Iterable[Slot]) -> None:
+        check_move(list(moving), self._slots.values(), self._sites)
+
+
+def check_move(moving: Sequence[Slot], slots: Iterable[Slot], sites: Sites) -> None:
+    """Find users of the old memory of parameters before they move to the host: raise an error, or warn.
+
+    `moving` are the slots, among all `slots` of the model, whose parameters get new memory on the host.
+
+    Raises ParameterReplaced if a moving parameter shares memory with another parameter; the step is captured again with
+    both unmanaged. Raises UnsupportedModel if a moving parameter changes its device and its autograd node may have
+    hooks.
+    """
+    if not moving:
+        return
+    named = [(slot.name, slot.param) for slot in slots]
+    found = aliases(named)
+    for slot in moving:
+        if slot.name in found:
+            retire(sites)
+            raise ParameterReplaced(slot.name, f"it shares memory with {found[slot.name]}")
+        if slot.own.device.type != "cpu" and slot.has_node_holders:
+            raise UnsupportedModel(
+                slot.name,
+                "it moves to the host and gets another autograd node there, but other code holds its present node, "
+                "whose hooks would not be called. Use `param.register_post_accumulate_grad_hook`, which moves along",
+            )
+    names = {slot.name for slot in moving}
+    _warn_of_holders([name for name in held_by_others(named) if name in names])
+
+
+def _warn_of_holders(names: Sequence[str]) -> None:
+    """Warn that tensors other than parameters keep the memory that the parameters `names` leave."""
+    if names:
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        warnings.warn(
+            f"{some} move to the host, and other tensors hold the memory they leave, such as an earlier "
+            "`model.state_dict()` or `param.data`. These tensors do not follow the training and keep that memory "
+            "allocated. Take them again after the first step, or delete them before it.",
+            ElixirWarning,
+            stacklevel=2,
+        )
+
+
+def take_replaced(sites: Sites, next_forward: int) -> list[Slot]:
+    """Make graphs read the parameters with which users replaced others, and return the slots of these parameters.
+
+    The new parameters are not in their home yet: see `PlacedBuckets.place_replaced`. `next_forward` is the number of
+    the next forward.
+
+    Raises ParameterReplaced if no graph can read the new value; the step is captured again then.
+    """
+    moved = sites.moved()
+    for site in moved:
+        there = site.params.get(site.name)
+        if sites.may_take(site.slot, there):
+            continue
+        if isinstance(there, torch.Tensor) and not isinstance(there, nn.Parameter):
+            raise ParameterReplaced(site.slot.name, "a plain tensor is in its place", is_temporary=True)
+        retire(sites)
+        raise ParameterReplaced(site.slot.name, "it is gone" if there is None else "another is in its place")
+    return list(sites.take(moved, next_forward))

@@ -1,0 +1,304 @@
+"""Decide after the first steps of a plan whether another plan is better, at prices corrected by these steps.
+
+    measured steps -> corrected prices -> plan simulated again -> off by more than 10 % -> new search -> better by 1 %
+
+    run fwd.0     ->  a stretch of ops with its seconds
+    gather b1     ->  the rate of the link to the device
+    offload b1    ->  the rate of the link to the host
+    update b1     ->  the update rate of the memory, device or host, in which the state of b1 lives
+
+A rate is divided by the ratio of all measured seconds to all predicted seconds. A link without transfers gets the ratio
+of the other link. A processor without updates keeps its rate, unless device and host are the same cores.
+
+The simulation with measured seconds is compared with the plan's prediction. Both count the lanes alone: the rest of a
+step's period (autograd, the caller's own code) is the same under every plan. A bucket may move in either direction:
+parameters, gradients and optimizer state follow their placement to the host and back.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from elixir_compile.cost import Measured, Stretch
+from elixir_compile.errors import NoFeasiblePlan
+from elixir_compile.hardware import Cluster, DeviceProfile, HostProfile, Link
+from elixir_compile.ir import Bucket, Placement, Plan, Saving, Span, Tier, Verb
+from elixir_compile.search.problem import Problem
+from elixir_compile.simulate import Prices, prediction_of, prices, simulate
+from elixir_compile.units import format_bytes, format_s
+
+TOLERANCE = 0.10
+"""Share by which a prediction may be wrong before it is corrected."""
+_MAX_RATIO = 1e4
+"""Largest ratio by which a rate is corrected: the clock is too coarse for larger ones."""
+_GAIN = 0.01
+"""Share of the step that a new plan must save before it is worth compiling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """Measurements of the profiled steps."""
+
+    period_s: float
+    """Median seconds from the beginning of one forward to the beginning of the next."""
+    spans: tuple[Span, ...] = ()
+    """The spans of all profiled steps; empty if the steps were only timed."""
+    device_peak_bytes: int | None = None
+    """Most bytes allocated at once; None on a CPU, whose allocator keeps no such figure."""
+    foreign_bytes: int = 0
+    """Device bytes in use before a forward that belong to neither this model nor its optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """The machine as measured in the first steps."""
+
+    cluster: Cluster
+    measured: Measured
+    excess_bytes: int = 0
+    """Device bytes of the measured peak above the planned peak."""
+
+    def applied_to(self, problem: Problem) -> Problem:
+        """Return `problem` at the corrected rates; its graph must be the graph whose steps were measured."""
+        base_bytes = problem.base_bytes + self.excess_bytes
+        return replace(problem, cluster=self.cluster, measured=self.measured, base_bytes=base_bytes)
+
+
+def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None:
+    """Return the corrected machine of `problem` by `stats` of steps under `plan`; None if a region has no span."""
+    seconds = _seconds(plan, stats.spans)
+    labels = [f"run {region.id}" for region in plan.regions]
+    if any(label not in seconds for label in labels):
+        return None
+    stretches = tuple(
+        Stretch(first=region.first, last=region.last, run_s=seconds[label])
+        for region, label in zip(plan.regions, labels, strict=True)
+    )
+    cluster = _with_links(problem, plan, seconds)
+    return Correction(
+        cluster=_with_updates(replace(problem, cluster=cluster), plan, seconds),
+        measured=Measured(stretches=stretches, activations=plan.activations),
+        excess_bytes=_excess_bytes(plan, stats),
+    )
+
+
+def _seconds(plan: Plan, spans: Iterable[Span]) -> Mapping[str, float]:
+    """Return the median seconds of the spans of each label, by label.
+
+    Seconds of an update are per step: a bucket shared by several parameter groups has several updates in each step.
+    """
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        found[span.label].append(span.end_s - span.start_s)
+    median_s = {label: statistics.median(seconds) for label, seconds in found.items()}
+    num_steps = max(1, *(len(found.get(f"run {region.id}", ())) for region in plan.regions))
+    for label in {f"update {bucket.id}" for bucket in plan.buckets} & median_s.keys():
+        median_s[label] *= max(1.0, len(found[label]) / num_steps)
+    return median_s
+
+
+def _excess_bytes(plan: Plan, stats: StepStats) -> int:
+    """Return the device bytes of the measured peak above the planned peak, without foreign bytes.
+
+    Returns 0 if the measured peak is within the budget and at most 10 % above the planned peak. A lower peak is no
+    error, as the planned peak is an upper bound. Foreign bytes, as of a second model, are outside the budget.
+    """
+    if stats.device_peak_bytes is None:
+        return 0
+    peak_bytes = stats.device_peak_bytes - stats.foreign_bytes
+    planned_bytes = plan.prediction.device_peak_bytes
+    allowed_bytes = min((1 + TOLERANCE) * planned_bytes, plan.budget_bytes)
+    return 0 if peak_bytes <= allowed_bytes else peak_bytes - planned_bytes
+
+
+def _with_links(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
+    price = prices(problem.graph, plan.buckets, problem.cluster, activations=plan.activations)
+    groups = {group.id for group in plan.activations}
+    h2d = _ratio(
+        seconds, {f"{'prefetch' if name in groups else 'gather'} {name}": s for name, s in price.h2d_s.items()}
+    )
+    d2h = _ratio(seconds, {f"offload {name}": s for name, s in price.d2h_s.items()})
+    nodes = tuple(
+        replace(node, h2d=_slowed_link(node.h2d, h2d or d2h), d2h=_slowed_link(node.d2h, d2h or h2d))
+        for node in problem.cluster.nodes
+    )
+    return replace(problem.cluster, nodes=nodes)
+
+
+def _with_updates(problem: Problem, plan: Plan, seconds: Mapping[str, float]) -> Cluster:
+    """Return the cluster of `problem`, whose links are corrected already, with corrected update rates."""
+    cluster = problem.cluster
+    price = prices(problem.graph, plan.buckets, cluster)
+    device = _ratio(_updates(plan, price, seconds, Tier.DEVICE), _labelled(price.device_update_s))
+    host = _ratio(_updates(plan, price, seconds, Tier.HOST), _labelled(price.host_update_s))
+    if not (cluster.h2d.overlaps_compute or cluster.d2h.overlaps_compute):
+        device, host = device or host, host or device
+    nodes = tuple(
+        replace(node, device=_slowed_device(node.device, device), host=_slowed_host(node.host, host))
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
+
+
+def _updates(plan: Plan, price: Prices, seconds: Mapping[str, float], tier: Tier) -> Mapping[str, float]:
+    """Return the measured seconds of the updates on `tier`, by label, without the copies of their parameters.
+
+    If updates on the host include some without copies, only these count.
+    """
+    # A streamed update consists of copies for the most part, so it says nothing about the update rates.
+    own = [pair for pair in _placed(plan, seconds) if not pair[1].streamed]
+    there = [(bucket, placed) for bucket, placed in own if placed.optim is tier]
+    if tier is Tier.DEVICE:
+        return {f"update {bucket.id}": seconds[f"update {bucket.id}"] for bucket, _ in there}
+    plain = {f"update {b.id}": seconds[f"update {b.id}"] for b, placed in there if placed.param is Tier.HOST}
+    copies_s = {f"update {b.id}": price.h2d_s[b.id] + price.d2h_s[b.id] for b, _ in there}
+    return plain or {label: max(seconds[label] - copy_s, 0.0) for label, copy_s in copies_s.items()}
+
+
+def _placed(plan: Plan, seconds: Mapping[str, float]) -> list[tuple[Bucket, Placement]]:
+    """Return the buckets whose update was measured, with their placements."""
+    pairs = zip(plan.buckets, plan.placements, strict=True)
+    return [(bucket, placement) for bucket, placement in pairs if f"update {bucket.id}" in seconds]
+
+
+def _labelled(update_s: Mapping[str, float]) -> Mapping[str, float]:
+    return {f"update {name}": seconds for name, seconds in update_s.items()}
+
+
+def _ratio(seconds: Mapping[str, float], price_s: Mapping[str, float]) -> float | None:
+    """Return measured over predicted seconds of all labels in `price_s` together; None if none was measured."""
+    measured_s = {label: seconds[label] for label in price_s if label in seconds}
+    priced_s = sum(price_s[label] for label in measured_s)
+    if priced_s == 0:
+        return None
+    return min(max(sum(measured_s.values()) / priced_s, 1 / _MAX_RATIO), _MAX_RATIO)
+
+
+def _slowed_link(link: Link, ratio: float | None) -> Link:
+    if ratio is None:
+        return link
+    return replace(
+        link,
+        bytes_per_s=link.bytes_per_s / ratio,
+        busy_bytes_per_s=_slowed_rate(link.busy_bytes_per_s, ratio),
+        latency_s=link.latency_s * ratio,
+        source="the first steps of a run",
+    )
+
+
+def _slowed_device(device: DeviceProfile, ratio: float | None) -> DeviceProfile:
+    if ratio is None:
+        return device
+    return replace(device, update_elements_per_s=device.update_elements_per_s / ratio)
+
+
+def _slowed_host(host: HostProfile, ratio: float | None) -> HostProfile:
+    if ratio is None:
+        return host
+    return replace(
+        host,
+        update_elements_per_s=host.update_elements_per_s / ratio,
+        busy_update_elements_per_s=_slowed_rate(host.busy_update_elements_per_s, ratio),
+    )
+
+
+def _slowed_rate(rate_per_s: float | None, ratio: float) -> float | None:
+    return None if rate_per_s is None else rate_per_s / ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The plan to follow after the first steps."""
+
+    plan: Plan
+    is_new: bool
+    """Whether it is another plan, so that programs must be written again; else only its prediction is new."""
+    line: str
+    """The log line that tells the user the measured step and the change."""
+
+
+def replan(
+    problem: Problem, plan: Plan, correction: Correction, search: Callable[[Problem], Plan] | None
+) -> Outcome | None:
+    """Return the plan to follow from now on; None if the prediction of `plan` was right.
+
+    `problem` is the problem of `plan`. `search` answers it again at the corrected prices. If `search` is
+    None, or if `plan` moves nothing and still fits, the plan stays and gets the corrected prediction.
+    """
+    corrected = correction.applied_to(problem)
+    repriced = _repriced(corrected, plan, correction.excess_bytes)
+    was_s, planned_s = repriced.prediction.step_s, plan.prediction.step_s
+    if abs(was_s - planned_s) <= TOLERANCE * planned_s and not correction.excess_bytes:
+        return None
+    facts = f"step was {format_s(was_s)}, planned {format_s(planned_s)}; regions measured; "
+    if correction.excess_bytes:
+        facts = f"peak was {format_bytes(correction.excess_bytes)} above the plan; {facts}"
+    has_to_move = repriced.prediction.device_peak_bytes > plan.budget_bytes
+    if search is None or not (has_to_move or _moves_anything(plan)):
+        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}nothing to plan again")
+    better = _searched(corrected, plan, search)
+    if better is None or not (has_to_move or better.prediction.step_s < (1 - _GAIN) * was_s):
+        return Outcome(plan=repriced, is_new=False, line=f"measured: {facts}no better plan found")
+    num_moved = _num_moved(plan, better)
+    moved = f"{num_moved} {'bucket' if num_moved == 1 else 'buckets'} moved"
+    num_changed = _num_changed(plan, better)
+    moved += f", {num_changed} groups of activations treated otherwise" if num_changed else ""
+    line = f"replanned: {facts}{moved}, planned step now {format_s(better.prediction.step_s)}"
+    return Outcome(plan=better, is_new=True, line=line)
+
+
+def _repriced(corrected: Problem, plan: Plan, excess_bytes: int) -> Plan:
+    """Return `plan` with the prediction at the corrected prices, and without its bound, proved at other prices."""
+    record = simulate(corrected.graph, plan, corrected.cluster, corrected.measured)
+    peak_bytes = plan.prediction.device_peak_bytes + excess_bytes
+    prediction = prediction_of(record, peak_bytes, plan.prediction.device_peak_at)
+    return replace(
+        plan,
+        base_bytes=plan.base_bytes + excess_bytes,
+        prediction=prediction,
+        bound_s=None,
+        binding=(),
+        gib_saves_s=None,
+        formula=f"{plan.formula} + {excess_bytes}" if plan.formula and excess_bytes else plan.formula,
+    )
+
+
+def _moves_anything(plan: Plan) -> bool:
+    verbs = {action.verb for schedule in plan.schedules for action in schedule.actions}
+    is_all_on_device = all(placement.optim is Tier.DEVICE for placement in plan.placements)
+    is_all_kept = all(group.saving is Saving.KEEP for group in plan.activations)
+    return not (is_all_on_device and is_all_kept and verbs.isdisjoint({Verb.GATHER, Verb.OFFLOAD}))
+
+
+def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
+    """Return `problem`, which `plan` answers, with the placements of all buckets of `plan` open."""
+    ours = {bucket.id for bucket in plan.buckets}
+    kept = {placement.bucket: placement for placement in problem.placements}
+    buckets = {bucket.id: bucket for bucket in (*problem.buckets, *plan.buckets)}
+    placements = tuple(
+        Placement(bucket=name, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) if name in ours else kept[name]
+        for name in buckets
+    )
+    return replace(problem, buckets=tuple(buckets.values()), placements=placements)
+
+
+def _searched(corrected: Problem, plan: Plan, search: Callable[[Problem], Plan]) -> Plan | None:
+    """Return a new plan in which every bucket of `plan` may move; None if no plan fits at the corrected prices."""
+    try:
+        return search(with_buckets_free(corrected, plan))
+    except NoFeasiblePlan:
+        return None
+
+
+def _num_changed(before: Plan, after: Plan) -> int:
+    """Return the number of groups of activations treated differently by the two plans."""
+    then, now = (
+        {(g.id, g.saving) for g in plan.activations if g.saving is not Saving.KEEP} for plan in (before, after)
+    )
+    return len({group for group, _ in then ^ now})
+
+
+def _num_moved(before: Plan, after: Plan) -> int:
+    homes = {placement.bucket: placement for placement in before.placements}
+    return sum(homes.get(placement.bucket) != placement for placement in after.placements)
