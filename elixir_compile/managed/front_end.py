@@ -9,13 +9,13 @@ from torch import fx
 
 from elixir_compile import compat
 from elixir_compile.capture.joint import partition_hidden, reads_parameters, show_in_inference
+from elixir_compile.capture.node_facts import outputs_of
 from elixir_compile.capture.rewire import with_handles
 from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ir import Plan
 from elixir_compile.managed.model import ManagedModel
 from elixir_compile.managed.planned_graph import PlannedGraph
-from elixir_compile.managed.programs import outputs_of
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.options import Options

@@ -6,7 +6,7 @@ program of the same plan, even if the graph follows another plan by then.
 
 import weakref
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ from elixir_compile import compat
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.markers import TICKET
+from elixir_compile.capture.node_facts import outputs_of
 from elixir_compile.ir import GroupRef, Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check
@@ -146,7 +147,7 @@ class Programs:
         output = captured.forward.graph.output_node()
         seen: Sequence[Any] = output.meta.get("user_visible_output_idxs", range(captured.num_outputs))
         values = outputs_of(captured.forward.graph)
-        nodes = {values[index] for index in seen}
+        nodes = {value for index in seen if isinstance(value := values[index], fx.Node)}
         away = self._partition.away_names
         return [index for index, node in enumerate(region.outputs) if node in nodes or node.name in away]
 
@@ -250,11 +251,6 @@ class ProgramVersions:
     def _place(self, number: int) -> int:
         """Return the position of the programs of the forward `number`."""
         return max(place for place, (first, _) in enumerate(self._programs) if first <= number)
-
-
-def outputs_of(graph: fx.Graph) -> Sequence[Any]:
-    """Return the values that `graph` returns."""
-    return cast("Sequence[Any]", graph.output_node().args[0])
 
 
 def storages_of(values: Sequence[Any]) -> Set[int]:

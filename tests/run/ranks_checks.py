@@ -73,6 +73,8 @@ def keeps_what_the_formula_says(rank: int, world_size: int) -> dict[str, int]:
         compiled(own_rows(batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
+    for bucket in executor_of(model).buckets:
+        bucket.queued.wait()  # an update that still runs holds its gradients
     torch._dynamo.reset()
     gc.collect()
     with Resident() as resident:
