@@ -62,16 +62,17 @@ class CountedProgram:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._classes = _classes(program)
+        self.classes = _classes(program)
+        """Indices of buckets, and of layers behind the number of buckets, with equal options."""
         self._options = [
             _Count(number, option, tuple(program.choices[i, option] for i in members))
-            for number, members in enumerate(self._classes)
+            for number, members in enumerate(self.classes)
             for option in _options(program, members[0])
         ]
         homes = dict.fromkeys(home for _, home in program.streams)
         streams = [
             _Count(number, home, tuple(program.choices[program.streams[i, home]] for i in members))
-            for number, class_members in enumerate(self._classes)
+            for number, class_members in enumerate(self.classes)
             for home in homes
             if (members := [i for i in class_members if (i, home) in program.streams])
         ]
@@ -122,8 +123,8 @@ class CountedProgram:
         upper = np.full(len(columns), np.inf)
         upper[:num_counts] = [len(count.columns) for count in self._counts]
         owners = ([count.number for count in self._options], columns[: len(self._options)])
-        members = sparse.coo_array((np.ones(len(self._options)), owners), shape=(len(self._classes), len(columns)))
-        sizes = np.array([len(members) for members in self._classes], dtype=np.float64)
+        members = sparse.coo_array((np.ones(len(self._options)), owners), shape=(len(self.classes), len(columns)))
+        sizes = np.array([len(members) for members in self.classes], dtype=np.float64)
         result = milp(
             is_time.astype(np.float64),
             constraints=[
@@ -138,13 +139,13 @@ class CountedProgram:
 
     def _spread(self, counts: Vector) -> Spread:
         program, chosen = self._program, dict[int, int]()
-        for number, members in enumerate(self._classes):
+        for number, members in enumerate(self.classes):
             wanted = {
                 int(count.choice): amount
                 for count, amount in zip(self._options, counts, strict=False)
                 if count.number == number
             }
-            chosen |= dict(zip(members, _evenly(wanted, len(members)), strict=True))
+            chosen |= dict(zip(members, evenly(wanted, len(members)), strict=True))
         owners = range(len(chosen))
         num_buckets = len(program.evaluator.facts.buckets)
         levels = tuple(Level(chosen[i]) for i in owners[:num_buckets])
@@ -153,7 +154,7 @@ class CountedProgram:
         for (number, home, _), amount in zip(
             self._counts[len(self._options) :], counts[len(self._options) :], strict=True
         ):
-            members = [i for i in self._classes[number] if (i, home) in program.streams]
+            members = [i for i in self.classes[number] if (i, home) in program.streams]
             at_home = [i for i in members if levels[i] in program.levels_at(i, Tier(home))]
             streamed.update(at_home[: round(amount)])
         return Spread(self._mean @ counts, candidate, frozenset(streamed))
@@ -188,7 +189,7 @@ def _mean_matrix(columns: Sequence[Sequence[int]], num_choices: int) -> sparse.c
     return sparse.csr_array((values, (np.concatenate(columns), counts)), shape=(num_choices, len(columns)))
 
 
-def _evenly(wanted: Mapping[int, float], num_members: int) -> Iterator[int]:
+def evenly(wanted: Mapping[int, float], num_members: int) -> Iterator[int]:
     """Yield an option for each member, so that the first n members have n / num_members of each count, rounded."""
     done = dict.fromkeys(wanted, 0)
     for number in range(1, num_members + 1):
