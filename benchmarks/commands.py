@@ -84,7 +84,7 @@ def run(words: list[str]) -> dict[str, list[float]]:
         return call
 
     def imported() -> None:
-        from elixir_compile.capture.tracing import collector_off
+        from elixir_compile.collector import collector_off
 
         with collector_off():
             from elixir_compile.cli import plan

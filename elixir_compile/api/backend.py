@@ -21,8 +21,9 @@ from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.markers import gather_keys
 from elixir_compile.capture.modules import find_roots
 from elixir_compile.capture.rewire import gathers_to_inputs, handle_inputs, read_functionally, rewire, split_gathers
-from elixir_compile.capture.tracing import collector_off, with_deep_calls
+from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
+from elixir_compile.collector import collector_off
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
 from elixir_compile.managed.front_end import FrontEnd

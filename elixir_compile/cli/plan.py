@@ -22,8 +22,8 @@ from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.few_layers import capture_model
 from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.preview.models import TextBatch, find_model
-from elixir_compile.capture.tracing import collector_off
 from elixir_compile.cli.reports import fail
+from elixir_compile.collector import collector_off
 from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan, PlanMismatch
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json

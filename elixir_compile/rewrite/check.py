@@ -1,6 +1,6 @@
 """Compare a program with its plan: its actions, its waits, and its reads of released buckets."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -28,15 +28,14 @@ def _check_order(program: fx.GraphModule, plan: Plan, phase: Phase) -> None:
     actions = [(action.verb, action.target) for action in actions_of(plan, phase)]
     regions = {name_of(region.id): RegionRef(region.id) for region in plan.regions}
     written = [found for node in program.graph.nodes if (found := _action(node, regions)) is not None]
-    planned = [f"{verb} {target}" for verb, target in actions]
     for position, (wanted, found) in enumerate(zip(actions, written, strict=False)):
         if wanted != found:
-            sentence = f"the {phase} program does `{found[0]} {found[1]}` where the schedule has `{planned[position]}`"
-            raise _fault(planned, position, sentence)
-    if len(planned) != len(written):
-        position = min(len(planned), len(written))
+            does, has = f"{found[0]} {found[1]}", f"{wanted[0]} {wanted[1]}"
+            raise _fault(actions, position, f"the {phase} program does `{does}` where the schedule has `{has}`")
+    if len(actions) != len(written):
+        position = min(len(actions), len(written))
         raise _fault(
-            planned, position, f"the {phase} program does {len(written)} actions, the schedule has {len(planned)}"
+            actions, position, f"the {phase} program does {len(written)} actions, the schedule has {len(actions)}"
         )
 
 
@@ -104,6 +103,9 @@ def _last_reader(bucket: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
     return max((bucket, *readers), key=position.__getitem__)
 
 
-def _fault(planned: list[str], position: int, sentence: str) -> IllegalSchedule:
-    lines = [f"  {line}{'    <-- here' if index == position else ''}" for index, line in enumerate(planned)]
+def _fault(actions: Sequence[tuple[Verb, Target]], position: int, sentence: str) -> IllegalSchedule:
+    lines = [
+        f"  {verb} {target}{'    <-- here' if index == position else ''}"
+        for index, (verb, target) in enumerate(actions)
+    ]
     return IllegalSchedule(sentence, "\n".join(lines[max(position - 3, 0) : position + 4]))

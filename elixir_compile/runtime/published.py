@@ -123,7 +123,7 @@ class GradientSnapshot:
 
     def is_current(self, grad: torch.Tensor | None) -> bool:
         """Return whether `grad` is the tensor of the snapshot and was not written since."""
-        return grad is not None and self._tensor() is grad and version(grad) == self._version
+        return self.is_of(grad) and not self.was_written()
 
     def is_of(self, grad: torch.Tensor | None) -> bool:
         """Return whether `grad` is the tensor of the snapshot, written or not."""

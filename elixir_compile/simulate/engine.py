@@ -121,14 +121,11 @@ def play(
         player.run(program)
     else:
         actions = tuple(program)
-        player.update_across([target.bucket for target in _updated(actions)])
+        updated = (target for verb, target in actions if verb is Verb.UPDATE and isinstance(target, BucketRef))
+        player.update_across([target.bucket for target in updated])
         player.run(action for action in actions if action[0] is not Verb.UPDATE)
     lanes.await_all_updates()
     return _played(max(lanes.free_s.values()), lanes.memory_s, lanes.stalled_s)
-
-
-def _updated(program: _Program) -> list[BucketRef]:
-    return [target for verb, target in program if verb is Verb.UPDATE and isinstance(target, BucketRef)]
 
 
 def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:

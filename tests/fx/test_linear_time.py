@@ -11,7 +11,7 @@ import elixir_compile as elixir
 from elixir_compile.api.preview.capture import capture_step
 from elixir_compile.capture import convert, joint
 from elixir_compile.capture.node_facts import source_line
-from elixir_compile.capture.tracing import collector_off
+from elixir_compile.collector import collector_off
 from elixir_compile.compat import dynamo
 from elixir_compile.ir import StepGraph
 from tests.run.models import Stack, vectors

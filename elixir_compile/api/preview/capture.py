@@ -277,9 +277,7 @@ def _without_weights(param: nn.Parameter, memory: torch.UntypedStorage, dtype: t
     A parameter with gaps in memory, or of a tensor subclass, keeps its values: no plan moves it.
     """
     if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
-        return nn.Parameter(
-            param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad
-        )  # no plan moves it
+        return nn.Parameter(param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad)
     empty = torch.empty(0, dtype=dtype or param.dtype)
     return nn.Parameter(empty.set_(memory, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
 

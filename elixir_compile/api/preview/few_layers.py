@@ -24,7 +24,7 @@ from elixir_compile.analysis.linear import Line, Record, names_of, proved, recor
 from elixir_compile.api.preview.capture import Capture, Inputs, capture_step
 from elixir_compile.api.preview.models import Configured
 from elixir_compile.api.preview.same_layers import hide_unlike
-from elixir_compile.capture.tracing import collector_off
+from elixir_compile.collector import collector_off
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import StorageId
 from elixir_compile.options import Options

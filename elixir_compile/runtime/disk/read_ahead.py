@@ -106,18 +106,20 @@ class ReadAhead:
 
         The bytes must not change from this call on. Raises ValueError if the piece was not taken, or was given back.
         """
-        buffer, piece.buffer, piece.reads = piece.buffer, None, ()
-        if buffer is None:
-            raise ValueError("cannot write a piece that was not taken, or that was given back")
-        with self._changed:
-            self._num_writing += 1
         writes: list[DiskTransfer] = []
         failure: BaseException | None = None
-        try:
-            for region, view, start_bytes in piece.transfers(buffer):
-                writes.append(region.write_from(view, start_bytes))
-        except BaseException as error:
-            failure = error
+        # The lock is held until all writes are submitted. Else a worker of the disk queue that frees a buffer could
+        # read the piece, if it is announced again, after the write of one region and before the write of the next.
+        with self._changed:
+            buffer, piece.buffer, piece.reads = piece.buffer, None, ()
+            if buffer is None:
+                raise ValueError("cannot write a piece that was not taken, or that was given back")
+            self._num_writing += 1
+            try:
+                for region, view, start_bytes in piece.transfers(buffer):
+                    writes.append(region.write_from(view, start_bytes))
+            except BaseException as error:
+                failure = error
         _when_done(writes, lambda: self._wrote(buffer, failure or _failure_of(writes), done))
 
     def wait_for_writes(self) -> None:

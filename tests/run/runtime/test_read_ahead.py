@@ -12,7 +12,8 @@ import torch
 
 from elixir_compile.errors import DiskFailed
 from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
-from elixir_compile.runtime.disk.disk_store import DiskStore
+from elixir_compile.runtime.disk.disk_queue import DiskTransfer
+from elixir_compile.runtime.disk.disk_store import DiskRegion, DiskStore
 from elixir_compile.runtime.disk.read_ahead import Piece, ReadAhead
 
 PAGE = 4096
@@ -80,6 +81,33 @@ def test_pieces_taken_in_any_order_hold_the_last_write(pieces: list[Piece], seed
         else:
             reads.give_back(pieces[number])
     reads.wait_for_writes()
+
+
+def test_a_piece_announced_again_is_not_read_between_the_writes_of_its_regions(
+    pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, write_from = ReadAhead(2, 2 * PAGE), DiskRegion.write_from
+    reads.announce([pieces[0]])
+    for view, value in zip(reads.take(pieces[0]), (100, 110), strict=True):
+        view.fill_(value)
+    held = reads.take(pieces[1])  # no buffer is free, so the piece announced again is not read yet
+    reads.announce([pieces[0]])
+    threads: list[threading.Thread] = []
+
+    def write_slowly(region: DiskRegion, view: torch.Tensor, start_bytes: int) -> DiskTransfer:
+        if not threads:
+            found = write_from(region, view, start_bytes)
+            threads.append(threading.Thread(target=reads.give_back, args=(pieces[1],)))
+            threads[0].start()  # frees a buffer, as a worker does, and reads the next announced piece
+            threads[0].join(0.2)
+            return found
+        return write_from(region, view, start_bytes)
+
+    monkeypatch.setattr(DiskRegion, "write_from", write_slowly)
+    reads.write(pieces[0], lambda error: None)
+    threads[0].join()
+    assert len(held) == 2
+    assert values(reads.take(pieces[0])) == [100, 110]
 
 
 def test_regions_of_two_element_sizes_have_the_same_pieces(tmp_path: Path) -> None:
