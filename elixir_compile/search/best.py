@@ -188,8 +188,7 @@ def _try_counted(
                 tries.try_streamed(spread.candidate, spread.streamed)
             if tries.is_good(bound_s):
                 return found
-    if len(free_shares) > 1:
-        tries.swap_streamed()
+    tries.swap_streamed()
     return found
 
 
