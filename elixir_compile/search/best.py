@@ -5,6 +5,7 @@ simulated step is within the tolerance of the bound. In a large MILP the toleran
 simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
+    counted     how many of like buckets and layers take each option; in large MILPs           `counted`
     bound       the relaxed optimum; columns and rows are added to the MILP as needed            `solver`
     rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
     streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
@@ -25,6 +26,7 @@ import numpy as np
 
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
+from elixir_compile.search.formulation.counted import CountedMilp
 from elixir_compile.search.formulation.milp import Milp, Vector
 from elixir_compile.search.formulation.solver import Priced, integral_candidates, priced, rounded
 from elixir_compile.search.reasons import binding, decisions
@@ -50,6 +52,8 @@ _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
 _FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0)
 """Memory left free for early copies, in units of the largest bucket, in the order of the rounds. On several ranks every
 use of a released bucket is a gather: most candidates without free memory do not fit, or wait for their gathers."""
+_COUNTED_SHARES = (1.0, 2.0, 0.5, 0.0, 3.0)
+"""The same for candidates from counts: with the first, most candidates fit and wait for few copies."""
 _MAX_STALE = 2
 """Solves in a row without a higher bound after which a relaxed optimum is good enough to be rounded."""
 _WORTH_MOVING = 0.01
@@ -91,6 +95,8 @@ def place_best(
     seeds = [milp.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *starts))]
     for seed in seeds:
         milp.add_paths(seed)
+    if milp.is_large and not moves_nothing:
+        seeds += _try_counted(tries, CountedMilp(milp), _COUNTED_SHARES[:1])
     start = priced(milp, seeds, tries.deadline)
     if start is None:
         _try_rules(tries, milp, () if moves_nothing else others)
@@ -150,8 +156,12 @@ def _search(
     """
     bound_s = milp.seconds(start.bound)
     candidates = milp
+    if milp.is_large and not tries.is_good(bound_s):
+        _try_counted(tries, CountedMilp(milp), _COUNTED_SHARES, bound_s)
     if tries.evaluator.facts.problem.cluster.num_ranks > 1 and not tries.is_good(bound_s):
         candidates = milp.with_trips()
+        if milp.is_large:
+            _try_counted(tries, CountedMilp(candidates), _COUNTED_SHARES, bound_s)
     if not tries.is_good(bound_s):
         _round(tries, candidates, start, seeds, bound_s)
     _try_rules(tries, milp, others)
@@ -162,6 +172,24 @@ def _search(
         if milp.has_streams and not tries.is_good(bound_s):
             tries.swap_streamed()
     return bound_s
+
+
+def _try_counted(
+    tries: Tries, counted: CountedMilp, free_shares: Sequence[float], bound_s: float = 0.0
+) -> list[Vector]:
+    """Try the candidates of `counted` with each of `free_shares` of the largest bucket left free, until the best is
+    good for `bound_s`; then with other streamed updates. Return the optima over counts."""
+    widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
+    found: list[Vector] = []
+    for share in free_shares:
+        for spread in counted.optima(tries.deadline, -int(share * widest_bytes)):
+            found.append(spread.x)
+            if tries.try_candidate(spread.candidate) is not None:
+                tries.try_streamed(spread.candidate, spread.streamed)
+            if tries.is_good(bound_s):
+                return found
+    tries.swap_streamed()
+    return found
 
 
 def _round(tries: Tries, milp: Milp, start: Priced, seeds: Sequence[Vector], bound_s: float) -> None:

@@ -64,8 +64,9 @@ class Milp:
         """Number of columns of levels and modes. Columns of updates that may be streamed come behind them."""
         self.owners = np.array([i for i, _ in self.choices], dtype=np.int64)
         """By column of a level or mode: the index of its bucket, or the number of buckets + the index of its layer."""
-        self._streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
-        self.choices |= {choice: self.num_options + j for j, choice in enumerate(self._streams.values())}
+        self.streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
+        """By bucket and home of its parameters: the choice to stream its update."""
+        self.choices |= {choice: self.num_options + j for j, choice in enumerate(self.streams.values())}
         shops = flow_shops(facts, evaluator.prices, Options(self.choices, profiles))
         self.phases, self.across, self.spanned, self.whole_step = shops
         # `rest_bytes` counts all activations as kept, so a mode's column holds its difference from mode 0 (keep all).
@@ -77,18 +78,18 @@ class Milp:
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
         # Streamed updates run in turn, so only the largest counts. A sum cannot express a maximum: the columns are 0
         # here, and `_add_streamed` adds a row for each streamed bucket on its own.
-        columns += [np.zeros_like(self.memory.rest_bytes)] * len(self._streams)
+        columns += [np.zeros_like(self.memory.rest_bytes)] * len(self.streams)
         self.bytes_of = np.asfortranarray(np.stack(columns, axis=1), dtype=np.float64)
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
         self._seen: set[tuple[object, ...]] = set()
         host_nbytes = [self.evaluator.host_bytes_of(i, level) for i, level in pairs]
-        host_nbytes += [profiles[i][mode].host_bytes for i, mode in layer_modes] + [0] * len(self._streams)
+        host_nbytes += [profiles[i][mode].host_bytes for i, mode in layer_modes] + [0] * len(self.streams)
         self._host_bytes = host_bytes = np.array(host_nbytes, dtype=np.float64)
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
         self.host_row = Row(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
         self.rows.append(self.host_row)
-        self.rows += [self._stream_row(i, home) for i, home in self._streams]
+        self.rows += [self._stream_row(i, home) for i, home in self.streams]
 
     def with_trips(self) -> "Milp":
         """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks.
@@ -100,7 +101,7 @@ class Milp:
         # The rows of `add_leaving` use columns z. The new MILP starts without columns z, so it starts without them.
         memory_rows = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
         other.rows = [self.host_row, *memory_rows]
-        other.rows += [self._stream_row(i, home) for i, home in self._streams]
+        other.rows += [self._stream_row(i, home) for i, home in self.streams]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = 0
         options = Options(self.choices, self.evaluator.profiles, counts_trips=True)
@@ -123,23 +124,24 @@ class Milp:
     @property
     def has_streams(self) -> bool:
         """Whether any update may be streamed. If so, x has more than a candidate, which says nothing of streams."""
-        return bool(self._streams)
+        return bool(self.streams)
 
     def _stream_row(self, i: int, home: Tier) -> Row:
         """Return the row: bucket i streams only if its level has its state on the host and its parameters at `home`."""
-        levels = [self.choices[i, level] for level in self._levels_at(i, home)]
-        columns = np.array([self.choices[self._streams[i, home]], *levels], dtype=np.int64)
+        levels = [self.choices[i, level] for level in self.levels_at(i, home)]
+        columns = np.array([self.choices[self.streams[i, home]], *levels], dtype=np.int64)
         return Row(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
 
-    def _levels_at(self, i: int, home: Tier) -> list[Level]:
+    def levels_at(self, i: int, home: Tier) -> list[Level]:
+        """Return the levels of bucket i with parameters at `home` at which its update may be streamed."""
         return [level for level in self.evaluator.facts.choices[i] if level.has_state_on_host and level.home is home]
 
     def vector(self, candidate: Candidate, streamed: Collection[int] = ()) -> Vector:
         """Return the integral x of `candidate`, with the updates of the buckets `streamed` if their levels allow it."""
         x = np.zeros(self.num_choices)
         x[self._columns(candidate)] = 1.0
-        for (i, home), choice in self._streams.items():
-            if i in streamed and candidate.levels[i] in self._levels_at(i, home):
+        for (i, home), choice in self.streams.items():
+            if i in streamed and candidate.levels[i] in self.levels_at(i, home):
                 x[self.choices[choice]] = 1.0
         return x
 
@@ -175,8 +177,8 @@ class Milp:
         """Return the buckets whose updates an integral x streams and may stream at the levels of `candidate`."""
         return frozenset(
             i
-            for (i, home), choice in self._streams.items()
-            if x[self.choices[choice]] > 0.5 and candidate.levels[i] in self._levels_at(i, home)
+            for (i, home), choice in self.streams.items()
+            if x[self.choices[choice]] > 0.5 and candidate.levels[i] in self.levels_at(i, home)
         )
 
     def lower_s(self, x: Vector) -> float:
@@ -231,7 +233,7 @@ class Milp:
         over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
         has_new = sum([self._add_segment(segment) for segment in over]) > 0
         in_update = self.memory.segment_of(self.evaluator.facts.num_run)
-        for (i, home), choice in self._streams.items() if in_update < len(live_bytes) else ():
+        for (i, home), choice in self.streams.items() if in_update < len(live_bytes) else ():
             column, nbytes = self.choices[choice], self.evaluator.memory.streamed_bytes(i, home)
             if live_bytes[in_update] + nbytes * x[column] > budget_bytes * (1 + TOLERANCE):
                 has_new |= self._add_streamed(in_update, column, nbytes)
