@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elixir_compile.analysis.bucket_bytes import disk_staging_bytes
+from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.analysis.windows import closing_of
 from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Target, Update, Verb
 from elixir_compile.search.problem import asked_time

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from elixir_compile.analysis.bucket_bytes import disk_staging_bytes
+from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.analysis.timeline import host_bytes
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Bucket, BucketId, Decision, Plan, Tier

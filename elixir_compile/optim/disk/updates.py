@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import distributed, nn
 
-from elixir_compile.analysis.bucket_bytes import DISK_STAGING_BYTES, NUM_DISK_STAGING
+from elixir_compile.analysis.staging import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.errors import InvalidOption, UnforeseenState
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.optim.disk.state import DiskHome, DiskState, Extent

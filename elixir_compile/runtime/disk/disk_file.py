@@ -10,7 +10,7 @@ import secrets
 import shutil
 import zlib
 
-from elixir_compile.analysis.bucket_bytes import DISK_BLOCK_BYTES
+from elixir_compile.analysis.staging import DISK_BLOCK_BYTES
 from elixir_compile.errors import DiskCorrupted, DiskFailed, DiskFull
 
 _LOCK = ".lock"

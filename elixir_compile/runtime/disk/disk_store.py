@@ -23,7 +23,7 @@ import weakref
 
 import torch
 
-from elixir_compile.analysis.bucket_bytes import HUGE_PAGE_BYTES
+from elixir_compile.analysis.staging import HUGE_PAGE_BYTES
 from elixir_compile.errors import DiskFailed
 from elixir_compile.runtime.disk.disk_file import (
     DISK_BLOCK_BYTES,

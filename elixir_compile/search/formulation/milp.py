@@ -288,19 +288,17 @@ class Milp:
         return added
 
     def _add_exact_segment(self, segment: int) -> None:
-        facts = self.evaluator.facts
         before = self.memory.completed_before(segment)
         columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
         nbytes[0] = nbytes[0][columns[0]]
         # `bytes_of` already counts the last bucket completed before the segment: no bucket comes in between.
         for place, i in enumerate(before[:-1]):
-            gradients = facts.gradients[i]
-            assert gradients is not None
             z = self.num_choices + len(self.phases) + self.num_extra
             self.num_extra += 1
             columns.append(np.array([z]))
-            bucket, whole_bytes = facts.buckets[i], sum(size for _, size in gradients.births)
-            nbytes.append(np.array([float(bucket.reduced_nbytes if bucket.is_packed else whole_bytes)]))
+            # The fewest of all levels: a row with more would exclude levels that fit.
+            late_bytes = min((self.memory.late_bytes(i, level) for level in self._leaving_levels(i)), default=0)
+            nbytes.append(np.array([float(late_bytes)]))
             leaving = self._leaving_columns(i)
             between = np.array([c for j in before[place + 1 :] for c in self._leaving_columns(j)], dtype=np.int64)
             self.rows.append(
@@ -313,8 +311,11 @@ class Milp:
         self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
 
     def _leaving_columns(self, i: int) -> list[int]:
+        return [self.choices[i, level] for level in self._leaving_levels(i)]
+
+    def _leaving_levels(self, i: int) -> list[Level]:
         facts = self.evaluator.facts
-        return [self.choices[i, level] for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
+        return [level for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
 
     def limits(self, more_bytes: int = 0) -> Vector:
         """Return the limit of each row, with `more_bytes` added to the device budget."""
