@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from elixir_compile.analysis import plan_at, verify
+from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.api.plan import named_cluster, plan_with_loss, question
 from elixir_compile.api.preview.capture import Capture
 from elixir_compile.api.preview.capture_cache import cached_capture, capture_key, store_capture
@@ -24,7 +25,7 @@ from elixir_compile.api.preview.few_layers import capture_model
 from elixir_compile.api.preview.models import TextBatch, find_model
 from elixir_compile.cli.reports import fail
 from elixir_compile.collector import collector_off
-from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan, PlanMismatch
+from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.managed.saved import load_plan, require_same_machine, save_plan
@@ -282,6 +283,5 @@ def _require_legal(plan: Plan, request: Request) -> None:
     graph = capture.graph
     if plan.graph != fingerprint(graph) and plan.symbols:
         graph = request.capture(dynamic=True).graph  # with a symbolic batch, as for --largest-batch
-    if plan.graph != fingerprint(graph):
-        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    require_same_graph(plan, graph)
     verify(graph, plan_at(graph, plan))
