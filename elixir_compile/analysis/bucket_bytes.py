@@ -1,4 +1,4 @@
-"""The bytes that a bucket holds from event to event: one table, read by the timeline of a plan, the search and reports.
+"""Count the bytes that a bucket holds, by state and op: the table of bytes that timelines, search and reports read.
 
 ```text
   function        bytes that appear                                    bytes that leave                    memory
@@ -154,6 +154,24 @@ def reduce_buffers(
         new_bytes = sizes.flat_grad_bytes + more_bytes
     gone_bytes = sizes.flat_bytes if is_replaced else 0
     yield Held(Kind.GRAD, max(0, new_bytes - gone_bytes), complete, complete)
+
+
+def kept_copy_bytes(bucket: Bucket, placement: Placement) -> int:
+    """Return the bytes of the gathered copy of `bucket` between the forward and the backward; 0 if it is released."""
+    if not (placement.resident and (bucket.is_sharded or placement.param is not Tier.DEVICE)):
+        return 0
+    rows = gathered_copy(Sizes.of(bucket), gather=0, wait=0, last=2, is_sent=placement.param is not Tier.DEVICE)
+    return bytes_at(1, rows)
+
+
+def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
+    """Return the bytes of gradients that a backward leaves on the device of rank 0 if each parameter has a gradient.
+
+    They are there until the update. fp32 sums are left out, because they are in `resting`.
+    """
+    end, is_away = 2, placement.param is not Tier.DEVICE
+    wait = 0 if is_away or bucket.is_sharded else end
+    return bytes_at(1, step_gradients(Sizes.of(bucket), [(0, bucket.nbytes)], 0, wait, end, is_away=is_away))
 
 
 def averaged_bytes(buckets: Iterable[Bucket], num_copies: int) -> int:

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.bucket_bytes import Sizes, bytes_at, gathered_copy, resting, step_gradients
+from elixir_compile.analysis.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
 from elixir_compile.analysis.recompute import as_run, given_bytes
-from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
+from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
-from elixir_compile.search.space.levels import Level, is_gathered, level_of, placement_of
+from elixir_compile.search.space.levels import Level, placement_of
 from elixir_compile.search.space.modes import modes_by_depth
 
 
@@ -99,43 +99,19 @@ def _extent(evaluator: Evaluator, levels: Sequence[Level]) -> Extent:
 
 
 def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kept_bytes: int) -> Extent:
-    rests: Counter[Kind] = Counter()
+    held: Counter[Kind] = Counter()
     for bucket, home in homes:
         for kind, nbytes in resting(bucket, home):
-            rests[kind] += nbytes
-        rests[Kind.GRAD] += _grad_bytes(bucket, home)
-        rests[Kind.GATHERED] += _copy_bytes(bucket, home)
+            held[kind] += nbytes
+        # Each parameter counts as having a gradient. The graph may have fewer, so the bytes are an upper limit.
+        held[Kind.GRAD] += kept_grad_bytes(bucket, home) if bucket.trainable else 0
+        held[Kind.GATHERED] += kept_copy_bytes(bucket, home)
     return Extent(
         peak_bytes=peak_bytes,
-        left_bytes=kept_bytes + rests[Kind.GATHERED],
-        resident_bytes=rests[Kind.PARAM] + rests[Kind.MOMENT],
-        grad_bytes=rests[Kind.GRAD],
+        left_bytes=kept_bytes + held[Kind.GATHERED],
+        resident_bytes=held[Kind.PARAM] + held[Kind.MOMENT],
+        grad_bytes=held[Kind.GRAD],
     )
-
-
-_BEGIN, _MIDDLE, _END = range(3)
-"""The ops of a step for which rows of the table are asked: at the first op a bucket is gathered, or its gradients are
-complete; at the middle op nothing begins or ends."""
-
-
-def _copy_bytes(bucket: Bucket, home: Placement) -> int:
-    """Return the bytes of the copy of `bucket` that stays gathered between the forward and the backward."""
-    if not (home.resident and is_gathered(bucket, level_of(home))):
-        return 0
-    rows = gathered_copy(Sizes.of(bucket), _BEGIN, _BEGIN, _END, is_sent=home.param is not Tier.DEVICE)
-    return bytes_at(_MIDDLE, rows)
-
-
-def _grad_bytes(bucket: Bucket, home: Placement) -> int:
-    """Return the bytes of the gradients of `bucket` on the device after the backward.
-
-    Each parameter counts as having a gradient. The graph may have fewer: the result is an upper limit.
-    """
-    if not bucket.trainable:
-        return 0
-    wait = _BEGIN if is_gathered(bucket, level_of(home)) else _END
-    births, is_away = [(_BEGIN, bucket.nbytes)], home.param is not Tier.DEVICE
-    return bytes_at(_MIDDLE, step_gradients(Sizes.of(bucket), births, _BEGIN, wait, _END, is_away=is_away))
 
 
 def _kept_bytes(step: StepGraph, activations: Sequence[Activations]) -> int:

@@ -288,7 +288,9 @@ class Milp:
         return added
 
     def _add_exact_segment(self, segment: int) -> None:
-        before = self.memory.completed_before(segment)
+        # All leaving gradients have left when the backward ends.
+        is_update = segment >= self.memory.segment_of(self.evaluator.facts.num_run)
+        before = [] if is_update else self.memory.completed_before(segment)
         columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
         nbytes[0] = nbytes[0][columns[0]]
         # `bytes_of` already counts the last bucket completed before the segment: no bucket comes in between.
