@@ -1,4 +1,4 @@
-"""The bytes of an earlier gather, of a later wait and of the program's columns z are those of the whole count."""
+"""The bytes of an earlier gather, of a later wait and of the MILP's columns z are those of the whole count."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from elixir_compile.analysis.bucket_bytes import kept_copy_bytes, kept_grad_byte
 from elixir_compile.ir import Kind, StorageId
 from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import Candidate, Evaluator
-from elixir_compile.search.formulation.program import SCALE, Program
+from elixir_compile.search.formulation.milp import SCALE, Milp
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level, placement_of
 from elixir_compile.search.writing import write_out
@@ -55,30 +55,30 @@ def test_a_later_wait_adds_the_same_bytes_to_each_op(problem: Problem, seed: int
         assert (np.delete(more_bytes, np.s_[first:until]) <= 0).all()
 
 
-def row_bytes(program: Program, candidate: Candidate) -> Iterator[float]:
+def row_bytes(milp: Milp, candidate: Candidate) -> Iterator[float]:
     """Yield the device bytes of `candidate` by each row of `add_leaving`, with columns z as small as their rows allow.
 
     The device budget must be 1 byte.
     """
-    num_before = len(program.rows)
-    program.add_leaving(candidate)
-    x = np.concatenate([program.vector(candidate), np.zeros(len(program.phases) + program.num_extra)])
-    for row in program.rows[num_before:]:
+    num_before = len(milp.rows)
+    milp.add_leaving(candidate)
+    x = np.concatenate([milp.vector(candidate), np.zeros(len(milp.phases) + milp.num_extra)])
+    for row in milp.rows[num_before:]:
         if row.is_memory:
             yield 1 + float(row.values @ x[row.columns] - row.limit) / SCALE
         else:
             x[row.columns[-1]] = max(0.0, float(row.values[:-1] @ x[row.columns[:-1]]))
 
 
-def fullest_bytes(evaluator: Evaluator, program: Program, levels: tuple[Level, ...]) -> list[int]:
+def fullest_bytes(evaluator: Evaluator, milp: Milp, levels: tuple[Level, ...]) -> list[int]:
     """Return the bytes of the four fullest segments, the fullest first."""
-    return sorted(program.memory.live_bytes(levels, evaluator.at_use(levels)).tolist(), reverse=True)[:4]
+    return sorted(milp.memory.live_bytes(levels, evaluator.at_use(levels)).tolist(), reverse=True)[:4]
 
 
-def program_of(problem: Problem) -> tuple[Evaluator, Program]:
-    """Return the program of `problem` under a device budget of 1 byte."""
+def evaluator_and_milp(problem: Problem) -> tuple[Evaluator, Milp]:
+    """Return the evaluator and the MILP of `problem` under a device budget of 1 byte."""
     evaluator = Evaluator(gather_facts(replace(problem, budget_bytes=1)))
-    return evaluator, Program(evaluator, reference_s=1.0)
+    return evaluator, Milp(evaluator, reference_s=1.0)
 
 
 def mixed_bias() -> Problem:
@@ -90,20 +90,20 @@ def mixed_bias() -> Problem:
 
 def test_the_rows_of_leaving_gradients_are_exact_beside_a_bucket_that_stays() -> None:
     """The flat buffer of the weight's reduce stays until the backward ends, because the bias does not leave."""
-    evaluator, program = program_of(mixed_bias())
-    levels = (Level.KEPT,) * 2
-    wanted = fullest_bytes(evaluator, program, levels)
-    assert list(row_bytes(program, Candidate(levels, evaluator.facts.modes))) == pytest.approx(wanted)
+    evaluator, milp = evaluator_and_milp(mixed_bias())
+    levels = (Level.ON_DEVICE,) * 2
+    wanted = fullest_bytes(evaluator, milp, levels)
+    assert list(row_bytes(milp, Candidate(levels, evaluator.facts.modes))) == pytest.approx(wanted)
 
 
 @given(shared_problems(), st.integers(0, 2**32))
 @settings(max_examples=25)
 def test_the_rows_of_leaving_gradients_exclude_no_candidate_that_fits(problem: Problem, seed: int) -> None:
     assume(any(storage.kind is Kind.PARAM for storage in problem.graph.storages))
-    evaluator, program = program_of(problem)
+    evaluator, milp = evaluator_and_milp(problem)
     levels = drawn(problem, seed, is_spread=False)[1].levels
-    wanted = fullest_bytes(evaluator, program, levels)
-    found = list(row_bytes(program, Candidate(levels, evaluator.facts.modes)))
+    wanted = fullest_bytes(evaluator, milp, levels)
+    found = list(row_bytes(milp, Candidate(levels, evaluator.facts.modes)))
     assert all(nbytes <= exact + 1e-3 for nbytes, exact in zip(found, wanted, strict=True))
     if not any(level.has_param_on_host for level in levels) or problem.cluster.num_ranks == 1:
         assert found == pytest.approx(wanted)
