@@ -143,6 +143,20 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
 
 
+def add_bytes(bucket: Bucket) -> int:
+    """Return the bytes of memory read and written to add the gradients of `bucket` to their sums on a rank; 0 if there
+    are no sums."""
+    return bucket.shard_grad_nbytes() + 2 * bucket.own_sum_nbytes if bucket.sum_nbytes else 0
+
+
+def add_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
+    """Return the seconds to add the gradients of `bucket` to their sums in the memory `tier`."""
+    nbytes = add_bytes(bucket)
+    if not nbytes or tier is not Tier.DEVICE:
+        return host_memory_s(nbytes, cluster)
+    return len(bucket.params) * cluster.device.launch_s + nbytes / cluster.device.memory_bytes_per_s
+
+
 def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
     """Return the device bytes of a streamed update on `rank`; `param` is the home of the parameters."""
     there_bytes = 0 if param is Tier.DEVICE else bucket.shard_nbytes(rank) + bucket.update_grad_nbytes(rank)

@@ -2,7 +2,7 @@
 
 ```text
   event                 bytes that appear                           bytes that leave                  memory
-  the step begins       shard of parameters, fp32 sums              none in this step                 their home
+  the step begins       shard of parameters, sums of gradients      none in this step                 their home
                         shard of the optimizer state                none in this step                 its home
   gather                the flat buffer                             at the release                    device
                         the flat shard, if it comes from the host   at the wait for the gather        device
@@ -13,9 +13,10 @@
 ```
 
 The flat buffer of a gather, from its gather to its release, and the unreduced gradients, which are storages of the
-graph, are added by the readers. A streamed update is in `cost.streamed_bytes`. The two buffers of a gather, and those
-of a reduce, are there between two ops. They count at one of them: those of a gather at the op after the wait, those of
-a reduce at the op before it.
+graph, are added by the readers. If gradients accumulate, their sums are there when the step begins, and the gradients
+of the step leave at the end of the backward, when they are added to the sums. A streamed update is in
+`cost.streamed_bytes`. The two buffers of a gather, and those of a reduce, are there between two ops. They count at one
+of them: those of a gather at the op after the wait, those of a reduce at the op before it.
 
 Host memory is the same during the whole step, so `bucket_host_bytes` has a bucket's bytes without events.
 `tests/pure/memory_walk.py` counts all this a second time, without this table.
@@ -65,9 +66,18 @@ def resting(bucket: Bucket, placement: Placement, rank: int = 0) -> Iterator[tup
     """Yield the bytes that `rank` holds on the device during the whole step, by kind."""
     if placement.param is Tier.DEVICE:
         yield Kind.PARAM, bucket.shard_nbytes(rank)
-        yield Kind.GRAD, bucket.sum_nbytes
+        yield Kind.GRAD, bucket.own_sum_nbytes
     if placement.optim is Tier.DEVICE:
         yield Kind.MOMENT, bucket.shard_state_nbytes(rank)
+
+
+def last_with_gradients(bucket: Bucket, num_run: int, num_ops: int) -> int:
+    """Return the index of the last op at which gradients of the step stay on the device if they never leave it.
+
+    It is the last of the `num_ops` ops of the step; if the gradients of several steps are summed, the last of the
+    `num_run` ops before the update.
+    """
+    return num_run - 1 if bucket.sum_nbytes else num_ops - 1
 
 
 def gather_buffers(sizes: Sizes, gather: int, wait: int, *, is_sent: bool) -> Iterator[Held]:

@@ -1,4 +1,4 @@
-"""Count the host memory of updates besides parameters, gradients and state: staging of the disk, fp32 sums.
+"""Count the host memory of updates besides parameters, gradients and state: staging of the disk, sums of gradients.
 
 State on disk is read and written through a ring of buffers, shared by all buckets of an optimizer:
 
@@ -26,18 +26,19 @@ _WIDEST_BYTES = 4
 
 
 def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
-    """Return the host bytes of fp32 sums of the gradients of `bucket`, beside the buffer of its gradients.
+    """Return the host bytes of sums of the gradients of `bucket`, beside the buffer of its gradients.
 
     Parameters on the host: the sums, and a second buffer for gradients that arrive while earlier ones are added up.
     Parameters on the device with their state on the host or disk: staging of the sums on the way to the update.
-    If ranks reduce in fp32, the gradients are the sums, and only the second buffer is added.
+    If the sums have the dtype of the gradients, or ranks reduce in fp32, the first buffer holds the sums, and only the
+    second buffer is added.
     """
     if optim is Tier.DEVICE:
         return 0
     if bucket.reduce_dtype is not None:
         return 0 if param is Tier.DEVICE else bucket.shard_grad_nbytes()
-    if not bucket.sum_nbytes:
-        return 0
+    if bucket.sum_nbytes <= bucket.nbytes:
+        return 0 if param is Tier.DEVICE else bucket.own_sum_nbytes
     return bucket.sum_nbytes + (0 if param is Tier.DEVICE else bucket.nbytes)
 
 

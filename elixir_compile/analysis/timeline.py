@@ -40,6 +40,7 @@ from elixir_compile.analysis.bucket_bytes import (
     Sizes,
     bucket_host_bytes,
     gather_buffers,
+    last_with_gradients,
     reduce_buffers,
     resting,
 )
@@ -135,7 +136,7 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
             tally.add(Kind.GATHERED, bucket.flat_nbytes, first, last)
         for kind, nbytes in resting(bucket, placements[bucket.id], rank):
             tally.add(kind, nbytes, 0, end)
-        for held in _buffers(bucket, placements[bucket.id], moves, grad_bytes[bucket.id], end):
+        for held in _buffers(step, bucket, placements[bucket.id], moves, grad_bytes[bucket.id]):
             tally.add(held.kind, held.nbytes, held.first, min(held.last, end))
     _add_streamed(tally, step, plan, rank)
     backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
@@ -180,9 +181,12 @@ def away_bytes(plan: Plan) -> int:
     return sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
 
 
-def _buffers(bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_bytes: int, end: int) -> Iterator[Held]:
-    """Yield the buffers of the gathers and of the reduce of `bucket`; `end` is the last op of the step."""
+def _buffers(
+    step: StepGraph, bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_bytes: int
+) -> Iterator[Held]:
+    """Yield the buffers of the gathers and of the reduce of `bucket`."""
     sizes, is_away = Sizes.of(bucket), placement.param is not Tier.DEVICE
+    end = _last_with_gradients(step, bucket)
     for gather, wait in moves.awaited.get(bucket.id, ()) if sizes.is_sharded else ():
         yield from gather_buffers(sizes, gather, wait, is_sent=is_away)
     reduced = moves.reduced_at.get(bucket.id)
@@ -190,6 +194,11 @@ def _buffers(bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_by
         wait = moves.grad_ends.get(bucket.id, end)
         last, is_replaced = wait if is_away else end, bucket.id in moves.replaced
         yield from reduce_buffers(sizes, reduced - 1, wait, last, unreduced_bytes, is_replaced=is_replaced)
+
+
+def _last_with_gradients(step: StepGraph, bucket: Bucket) -> int:
+    num_run = sum(op.phase is not Phase.UPDATE for op in step.ops)
+    return last_with_gradients(bucket, num_run, len(step.ops))
 
 
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
@@ -240,7 +249,8 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
     lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
     packed = {bucket.id for bucket in plan.buckets if bucket.is_packed}
-    ends = moves.grad_ends | {name: op - 1 for name, op in moves.reduced_at.items() if name in packed}
+    ends = {bucket.id: _last_with_gradients(step, bucket) for bucket in plan.buckets if bucket.sum_nbytes}
+    ends |= moves.grad_ends | {name: op - 1 for name, op in moves.reduced_at.items() if name in packed}
     for storage in step.storages:
         owner = None if storage.of is None else owners.get(storage.of)
         last = None if owner is None else ends.get(owner)

@@ -149,7 +149,7 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
     is_kept = placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
     own = tuple(decision for decision in plan.decisions if decision.subject == bucket.id)
     moves = moves_of(plan, (BucketRef(bucket.id), GradientRef(bucket.id)))
-    always_bytes = bucket.shard_nbytes() + bucket.sum_nbytes if placement.param is Tier.DEVICE else 0
+    always_bytes = bucket.shard_nbytes() + bucket.own_sum_nbytes if placement.param is Tier.DEVICE else 0
     always_bytes += bucket.shard_state_nbytes() if placement.optim is Tier.DEVICE else 0
     return BucketAnswer(
         bucket=bucket,

@@ -13,7 +13,7 @@ import torch
 
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import rehome
+from elixir_compile.ops.shards import as_dtensor, own_part, rehome
 from elixir_compile.runtime.awaited import QueuedUpdates
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
 
@@ -74,11 +74,24 @@ class RunningBucket:
             slot.check_form()
         if self.is_on_host:
             self._move_to_host()
+            self.move_gradients()
         else:
             for slot in self.slots:
                 rehome(slot.param, on_device(slot.own.detach(), device))
             self._params = None
             self.gathered = tuple(slot.own.detach() for slot in self.slots)
+
+    def move_gradients(self) -> None:
+        """Copy gradients that came to the host with their parameters to the host's memory for gradients."""
+        grads = [(slot, slot.param.grad) for slot in self.slots if slot.param.grad is not None]
+        if not any(_is_in_torchs_memory(grad) for _, grad in grads):
+            return
+        buffers = dict(zip(self.slots, self.gradient_buffers(), strict=True))
+        for slot, grad in grads:
+            if _is_in_torchs_memory(grad):
+                is_sum = grad.dtype != self.grad_dtype
+                home = self.fp32_sum_buffer(slot) if is_sum else buffers[slot]
+                slot.param.grad = as_dtensor(home.copy_(own_part(grad)), slot.param)
 
     def has_drifted(self) -> bool:
         """Whether user code replaced the data of a parameter since `move_home`: `model.to(...)`, `param.data = ...`."""
@@ -186,6 +199,11 @@ class RunningBucket:
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
         """Return a tensor for each parameter, in `dtype` with elements `ratio` times as large as the parameter's."""
         return cut_slab(slab, self.slots, [ratio * offset for offset in self._offsets_bytes], dtype)
+
+
+def _is_in_torchs_memory(grad: torch.Tensor) -> bool:
+    own = own_part(grad)
+    return own.layout is torch.strided and own.dtype.is_floating_point and not is_slab_memory(own.data_ptr())
 
 
 def cut_slab(

@@ -53,7 +53,7 @@ class Extent:
     left_bytes: int
     """Activations, inputs and gathered copies live between its forward and its backward."""
     resident_bytes: int
-    """Parameters and optimizer state on the device, during the whole step."""
+    """Parameters, optimizer state and sums of gradients on the device, during the whole step."""
     grad_bytes: int
     """Gradients on the device between its backward and the update."""
 
@@ -100,8 +100,8 @@ def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kep
     resident_bytes = grad_bytes = copies_bytes = 0
     for bucket, home in homes:
         if home.param is Tier.DEVICE:
-            resident_bytes += bucket.shard_nbytes()
-            grad_bytes += bucket.shard_grad_nbytes() + bucket.sum_nbytes if bucket.trainable else 0
+            resident_bytes += bucket.shard_nbytes() + bucket.own_sum_nbytes
+            grad_bytes += bucket.shard_grad_nbytes() if bucket.trainable else 0
         if home.resident and (bucket.is_sharded or home.param is not Tier.DEVICE):
             copies_bytes += bucket.flat_nbytes
         if home.optim is Tier.DEVICE:

@@ -13,7 +13,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.bucket_bytes import Held, Sizes, gather_buffers, reduce_buffers, resting
+from elixir_compile.analysis.bucket_bytes import (
+    Held,
+    Sizes,
+    gather_buffers,
+    last_with_gradients,
+    reduce_buffers,
+    resting,
+)
 from elixir_compile.cost import streamed_bytes
 from elixir_compile.ir import Kind, Tier, averaged_bytes
 from elixir_compile.search.space.facts import Facts
@@ -70,11 +77,11 @@ class MemoryModel:
             gradients = facts.gradients[bucket]
             if gradients is None:
                 continue
-            unreduced_end = gradients.complete if self._sizes[bucket].is_packed else ends.get(bucket)
+            own_end = self._last_with_gradients(bucket)
+            unreduced_end = gradients.complete if self._sizes[bucket].is_packed else ends.get(bucket, own_end)
             for birth, nbytes in gradients.births:
                 changes[segment[birth]] += nbytes
-                if unreduced_end is not None:
-                    changes[segment[unreduced_end + 1]] -= nbytes
+                changes[segment[unreduced_end + 1]] -= nbytes
             if self._sizes[bucket].is_sharded or self._sizes[bucket].is_packed:
                 is_replaced = (bucket, gradients.complete) in lasts
                 end = ends.get(bucket, facts.num_run - 1)
@@ -100,10 +107,14 @@ class MemoryModel:
         """Return the buffers of the reduce of a bucket, whose wait is after op `wait`."""
         gradients = self._facts.gradients[bucket]
         assert gradients is not None
-        end = wait if level.has_param_on_host else len(self._facts.graph.ops) - 1
+        end = wait if level.has_param_on_host else self._last_with_gradients(bucket)
         unreduced_bytes = sum(nbytes for _, nbytes in gradients.births)
         sizes = self._sizes[bucket]
         return reduce_buffers(sizes, gradients.complete, wait, end, unreduced_bytes, is_replaced=is_replaced)
+
+    def _last_with_gradients(self, bucket: int) -> int:
+        facts = self._facts
+        return last_with_gradients(facts.buckets[bucket], facts.num_run, len(facts.graph.ops))
 
     def _add_offloaded(self, changes: NDArray[np.int64], number: int, prefetch: int, moves: Moves) -> None:
         """Add the bytes of offloaded activations: until they have left, and from op `prefetch` to their last use."""
@@ -148,11 +159,11 @@ class MemoryModel:
         if gradients is None:
             return
         leaves = is_gathered(bucket, level)
-        unreduced_end = gradients.complete if self._sizes[i].is_packed else next_complete
+        unreduced_end = next_complete if leaves else self._last_with_gradients(i)
+        unreduced_end = gradients.complete if bucket.is_packed else unreduced_end
         for birth, nbytes in gradients.births:
             changes[segment[birth]] += nbytes
-            if leaves or bucket.is_packed:
-                changes[segment[unreduced_end + 1]] -= nbytes
+            changes[segment[unreduced_end + 1]] -= nbytes
         if bucket.is_sharded or bucket.is_packed:
             is_replaced = any(last == gradients.complete for _, last in spans(self._facts, i, level))
             self._add(changes, self._reduce_buffers(i, level, next_complete, is_replaced=is_replaced))
