@@ -74,24 +74,29 @@ class RunningBucket:
             slot.check_form()
         if self.is_on_host:
             self._move_to_host()
-            self.move_gradients()
         else:
             for slot in self.slots:
                 rehome(slot.param, on_device(slot.own.detach(), device))
             self._params = None
             self.gathered = tuple(slot.own.detach() for slot in self.slots)
+        self.move_gradients(device)
 
-    def move_gradients(self) -> None:
-        """Copy gradients that came to the host with their parameters to the host's memory for gradients."""
-        grads = [(slot, slot.param.grad) for slot in self.slots if slot.param.grad is not None]
-        if not any(_is_in_torchs_memory(grad) for _, grad in grads):
-            return
-        buffers = dict(zip(self.slots, self.gradient_buffers(), strict=True))
-        for slot, grad in grads:
-            if _is_in_torchs_memory(grad):
-                is_sum = grad.dtype != self.grad_dtype
-                home = self.fp32_sum_buffer(slot) if is_sum else buffers[slot]
-                slot.param.grad = as_dtensor(home.copy_(own_part(grad)), slot.param)
+    def move_gradients(self, device: torch.device) -> None:
+        """Move gradients that came along with their parameters to the memory for gradients in the new home."""
+        found = ((i, slot.param.grad) for i, slot in enumerate(self.slots))
+        grads = [(i, own_part(grad)) for i, grad in found if grad is not None and grad.layout is torch.strided]
+        if self.is_on_host:
+            moving = [(i, grad) for i, grad in grads if not is_slab_memory(grad.data_ptr())]
+            buffers = self.gradient_buffers() if moving else ()
+            for i, grad in moving:
+                slot, is_sum = self.slots[i], grad.dtype != self.grad_dtype
+                home = self.fp32_sum_buffer(slot) if is_sum else buffers[i]
+                slot.param.grad = as_dtensor(home.copy_(grad), slot.param)
+        else:
+            for i, grad in grads:
+                moved = on_device(grad, device)
+                if moved is not grad:
+                    self.slots[i].param.grad = as_dtensor(moved, self.slots[i].param)
 
     def has_drifted(self) -> bool:
         """Whether user code replaced the data of a parameter since `move_home`: `model.to(...)`, `param.data = ...`."""
@@ -199,11 +204,6 @@ class RunningBucket:
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
         """Return a tensor for each parameter, in `dtype` with elements `ratio` times as large as the parameter's."""
         return cut_slab(slab, self.slots, [ratio * offset for offset in self._offsets_bytes], dtype)
-
-
-def _is_in_torchs_memory(grad: torch.Tensor) -> bool:
-    own = own_part(grad)
-    return own.layout is torch.strided and own.dtype.is_floating_point and not is_slab_memory(own.data_ptr())
 
 
 def cut_slab(
