@@ -29,7 +29,7 @@ SLACK_BYTES = 4096
 """Step counters of the optimizer, tickets and losses: beside a GPU most of them are host tensors."""
 _MOST_ERRORS = 3
 """Attempts of a run: a budget may be too small for one micro-batch, then for the gradients of several."""
-NUM_STEPS = 3
+NUM_STEPS = 2
 """Steps of a run. The last is measured."""
 
 
@@ -54,7 +54,7 @@ def _gpt2(chance: random.Random) -> tuple[nn.Module, Callable[[torch.Generator],
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=chance.randint(2, 4), n_embd=96, n_head=4, vocab_size=512, n_positions=64, use_cache=False,
+        n_layer=2, n_embd=96, n_head=4, vocab_size=512, n_positions=64, use_cache=False,
         resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     num_rows = chance.choice((2, 8, 16))
@@ -69,7 +69,7 @@ def _gpt2(chance: random.Random) -> tuple[nn.Module, Callable[[torch.Generator],
 def _stack(chance: random.Random) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
     width, num_rows = chance.choice((128, 192, 256)), chance.choice((16, 256, 1024))
     return (
-        seeded(Stack, width, chance.randint(2, 6)),
+        seeded(Stack, width, chance.randint(2, 4)),
         lambda generator: torch.randn(num_rows, width, generator=generator),
     )
 
@@ -81,11 +81,12 @@ class Draw:
     seed: int
     model: str
     share: float
-    """The budget as a share of the bytes of a single micro-batch with everything on the device."""
+    """The budget as a share of the peak of a step by torch."""
     num_micro_batches: int
     clips: bool
     update: str
     activations: str
+    planner: str
     is_prepared: bool
     keeps_zeros: bool
     """Whether `zero_grad(set_to_none=False)` leaves zeros for the next step."""
@@ -96,19 +97,20 @@ class Draw:
     def of(cls, seed: int) -> "Draw":
         """Return the run of `seed`."""
         chance = random.Random(seed)
-        clips = chance.random() < 0.5
+        clips, num_micro_batches = chance.random() < 0.5, chance.choice((1, 2, 2, 3, 4))
         modes = ("auto", "after_backward", "across_steps") if clips else ("auto", "across_steps", "in_backward")
         return cls(
             seed=seed,
-            model=chance.choice(("gpt2", "stack", "stack")),
+            model=chance.choice(("gpt2", "stack", "stack", "stack", "stack")),
             share=chance.uniform(0.15, 1.0),
-            num_micro_batches=chance.choice((1, 2, 2, 3, 4)),
+            num_micro_batches=num_micro_batches,
             clips=clips,
             update=chance.choice(modes),
             activations=chance.choice(("any", "any", "keep", "recompute", "offload")),
-            is_prepared=chance.random() < 0.7,
+            planner=chance.choice(("milp", "greedy")),
+            is_prepared=chance.random() < 0.8,
             keeps_zeros=chance.random() < 0.15,
-            accumulate=chance.random() < 0.2,
+            accumulate=num_micro_batches > 1 and chance.random() < 0.3,
         )
 
     def made(self) -> tuple[nn.Module, list[Any]]:
@@ -137,9 +139,11 @@ class Outcome:
         found = [] if self.is_same else ["other losses or weights than aot_eager"]
         if self.peak_bytes > self.budget_bytes + SLACK_BYTES:
             found.append(f"{self.peak_bytes / self.budget_bytes - 1:.1%} over the budget")
-        error = (self.planned_bytes - self.peak_bytes) / self.planned_bytes
-        if abs(self.planned_bytes - self.peak_bytes) > 0.01 * self.planned_bytes + SLACK_BYTES:
-            found.append(f"planned {error:+.1%} off the peak")
+        more_bytes = self.planned_bytes - self.peak_bytes
+        # A backward that updates adds each gradient to its sum as soon as it is complete: the plan is an upper limit.
+        may_be_less = self.draw.update == "in_backward" and self.draw.num_micro_batches > 1
+        if (-more_bytes if may_be_less else abs(more_bytes)) > 0.01 * self.planned_bytes + SLACK_BYTES:
+            found.append(f"planned {more_bytes / self.planned_bytes:+.1%} off the peak")
         return found
 
     def __str__(self) -> str:
@@ -165,23 +169,22 @@ def train(draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: 
     return losses
 
 
-def expected_of(draw: Draw) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return the losses and the weights of the run by torch's `aot_eager`."""
+def expected_of(draw: Draw) -> tuple[int, list[float], dict[str, torch.Tensor]]:
+    """Return the peak of the last step, the losses and the weights of the run by torch's `aot_eager`."""
+    foreign_bytes = _resident_bytes()
     model, batches = draw.made()
     torch._dynamo.reset()
     compiled, optimizer = torch.compile(model, backend="aot_eager"), fused_adamw(model.parameters())
-    losses: list[float] = []
-    for number in range(NUM_STEPS):
-        own = batches[number * draw.num_micro_batches :][: draw.num_micro_batches]
-        losses += [loss.item() for loss in train(draw, compiled, model, optimizer, own)]
-    return losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    found, record = _steps(draw, compiled, model, optimizer, batches)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches), found, weights
 
 
 def outcome_of(draw: Draw) -> Outcome:
     """Carry out the run of `draw`."""
     began_s = time.perf_counter()
-    losses, weights = expected_of(draw)
-    budget_bytes = int(draw.share * _keep_all_bytes(draw))
+    peak_bytes, losses, weights = expected_of(draw)
+    budget_bytes = int(draw.share * peak_bytes)
     for _ in range(_MOST_ERRORS):
         try:
             return _trained(draw, budget_bytes, losses, weights, began_s)
@@ -190,12 +193,25 @@ def outcome_of(draw: Draw) -> Outcome:
     raise AssertionError(f"{draw}: no plan under the budgets that the errors named, the last of them {budget_bytes}")
 
 
-def _keep_all_bytes(draw: Draw) -> int:
-    model, (batch, *_) = draw.made()
-    torch._dynamo.reset()
-    inputs = batch if isinstance(batch, dict) else (batch,)
-    options = {"inner": "aot_eager", "planner": "keep_all", "plan_cache": False, "report": False}
-    return elixir.plan(model, inputs, options=options).prediction.device_peak_bytes
+def _steps(
+    draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: list[Any]
+) -> tuple[list[float], elixir.Record]:
+    """Train all steps; return the losses, and the record of the last step."""
+    found: list[float] = []
+
+    def step() -> None:
+        own = batches[len(found) :][: draw.num_micro_batches]
+        found.extend([loss.item() for loss in train(draw, compiled, model, optimizer, own)])
+
+    for _ in range(NUM_STEPS - 1):
+        step()
+    return found, elixir.measure_step(step, device="cpu")
+
+
+def _waiting_bytes(batches: list[Any]) -> int:
+    """Return the bytes of all batches but one: a data loader holds none of them during a step."""
+    nbytes = [sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(batch)}.values()) for batch in batches]
+    return sum(nbytes) - nbytes[0]
 
 
 def _trained(
@@ -212,6 +228,7 @@ def _trained(
         "device_memory": budget_bytes,
         "update": draw.update,
         "activations": draw.activations,
+        "planner": draw.planner,
         "plan_cache": False,
         "report": False,
         "search_timeout": 1,
@@ -219,22 +236,7 @@ def _trained(
     if draw.accumulate:
         options["accumulate"] = True
     compiled, optimizer = torch.compile(model, backend="elixir", options=options), hybrid_adamw(model.parameters())
-    # A step holds one micro-batch's inputs: the others wait where a data loader would keep them.
-    waiting = sum(tensor.nbytes for batch in batches for tensor in _tensors(batch))
-    found: list[float] = []
-    record = None
-    for number in range(NUM_STEPS):
-        own = batches[number * draw.num_micro_batches :][: draw.num_micro_batches]
-
-        def step(own: list[Any] = own) -> None:
-            found.extend(loss.item() for loss in train(draw, compiled, model, optimizer, own))
-
-        if number == NUM_STEPS - 1:
-            record = elixir.measure_step(step)
-        else:
-            step()
-    assert record is not None
-    waiting -= sum(tensor.nbytes for tensor in _tensors(batches[0]))
+    found, record = _steps(draw, compiled, model, optimizer, batches)
     same = found == losses and all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     plan = elixir.compilations(compiled)[-1].plan
     assert plan is not None
@@ -242,15 +244,14 @@ def _trained(
         draw=draw,
         budget_bytes=budget_bytes,
         planned_bytes=plan.prediction.device_peak_bytes,
-        peak_bytes=record.device_peak_bytes - foreign_bytes - waiting,
+        peak_bytes=record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches),
         is_same=same,
         seconds=time.perf_counter() - began_s,
     )
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    tensors = batch.values() if isinstance(batch, dict) else (batch,)
-    return list({tensor.data_ptr(): tensor for tensor in tensors}.values())
+    return list(batch.values()) if isinstance(batch, dict) else [batch]
 
 
 def _resident_bytes() -> int:
