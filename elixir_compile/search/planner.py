@@ -235,14 +235,15 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     op = next(op for op in evaluator.facts.graph.ops if op.id == peak.op)
     by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
     device_bytes = max(peak.nbytes, evaluator.memory.peak_bytes(smallest.levels, ahead=0))
+    homes = (Tier.DEVICE, Tier.HOST) if problem.accumulates else ()
+    kept_bytes = {home: made.kept_gradient_bytes(home) for home in homes}
     if device_bytes > problem.budget_bytes:
-        kept_bytes = made.kept_gradient_bytes(Tier.DEVICE) if problem.accumulates else 0
-        where = op.source or op.module
-        return NoFeasiblePlan(op.id, where, problem.budget_bytes, device_bytes, by_kind, kept_bytes=kept_bytes)
+        kept, where = kept_bytes.get(Tier.DEVICE, 0), op.source or op.module
+        return NoFeasiblePlan(op.id, where, problem.budget_bytes, device_bytes, by_kind, kept_bytes=kept)
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
-    kept_bytes = made.kept_gradient_bytes(Tier.HOST) if problem.accumulates else 0
-    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", kept_bytes=kept_bytes)
+    # Kept gradients on the device count too: other bytes are on the host in their place.
+    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", kept_bytes=sum(kept_bytes.values()))
 
 
 MAX_BATCH = 1 << 30

@@ -257,6 +257,7 @@ def trainer_peaks(budget_bytes: int, folder: str) -> tuple[list[int], bool]:
     arguments = TrainingArguments(
         output_dir=folder, per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=2, report_to=[],
         use_cpu=True, save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        remove_unused_columns=False,
     )  # fmt: skip
     trainer = Measured(
         model=compiled, args=arguments, train_dataset=data, optimizers=(hybrid_adamw(model.parameters()), None)
