@@ -254,7 +254,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     `op` is the op at the peak, `source` the user's line or module that it came from, and `by_kind` the live bytes there
     by kind. `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model
     did not come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they
-    were equal, less than `needed_bytes` may be enough.
+    were equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
+    passes.
     """
 
     def __init__(
@@ -267,10 +268,12 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         memory: str = "device",
         disk_bytes: int = 0,
         because: str = "",
+        staying_bytes: int = 0,
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        super().__init__(op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, is_prepared)
+        facts = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, staying_bytes, is_prepared)
+        super().__init__(*facts)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -279,6 +282,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.memory = memory
         self.disk_bytes = disk_bytes
         self.because = because
+        self.staying_bytes = staying_bytes
         self.is_prepared = is_prepared
 
     def __str__(self) -> str:
@@ -288,12 +292,19 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
         if self.disk_bytes and self.needed_bytes - self.disk_bytes <= self.budget_bytes:
             other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state"
+        if self.staying_bytes:
+            other = "one backward pass per step, with `optimizer.zero_grad()` before the next forward"
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         short = (
             f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}, "
             f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
             + (f"; live: {live}" if live else "")
+            + (
+                f"; gradients of earlier backward passes take {format_bytes(self.staying_bytes)}"
+                if self.staying_bytes
+                else ""
+            )
         )
         if self.because:
             return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."
