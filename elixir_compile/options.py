@@ -49,7 +49,8 @@ class Options:
     accumulate: bool | None = None
     """True: gradients stay through the next forward (gradient accumulation), so the plan counts them from the first
     step on. None: the plan counts them once a forward finds gradients of an earlier backward, and later runs of the
-    same step count them from the first step on. False: like None, but only this run counts."""
+    same step count them from the first step on. False: like None, but nothing is kept for later runs or taken from
+    earlier ones."""
     update: UpdateTime = "auto"
     """When HybridAdamW updates. `after_backward`: within `optimizer.step()`. `across_steps`: `step()` queues the
     updates of the host, and the next forward waits for each bucket before its first use. `in_backward`: as soon as the

@@ -218,7 +218,7 @@ class PlannedGraph:
 
     def _run_backward(self, args: list[Any]) -> Any:
         ticket = args[self._ticket_position]
-        self._staying.notice()
+        self._staying.notice(is_forward=False)
         self._outstanding.begin_backward(self, ticket)
         self._executor.saved.restore(ticket)
         try:
@@ -293,7 +293,7 @@ class PlannedGraph:
     def keep_current(self, args: Sequence[Any]) -> None:
         """Before each forward: put the plan in force, after planning again if this rank or another needs it."""
         if not self.is_inference:
-            self._staying.notice()
+            self._staying.notice(is_forward=True)
         wants_plan = self._needs_plan(args)
         while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
             with _compile_lock:

@@ -37,19 +37,24 @@ class StayingGradients:
         self._first: Problem | None = None
         """The first problem of the graph, without sums of gradients: later runs ask it again."""
         self._num_without = 0
-        """Forwards that found no gradients, since the graph was planned from memory."""
+        """Forwards that found no kept gradients, since the graph was planned from memory."""
         self._is_from_memory = False
 
-    def notice(self) -> None:
+    def notice(self, *, is_forward: bool) -> None:
         """Look for gradients of an earlier backward, before a forward or a backward of the graph."""
         gradients = self._executor.gradients
         if gradients.stay and not self._is_from_memory:
             return
         if gradients.staying_bytes(self._executor.slots.values()):
             gradients.stay, self._is_from_memory = True, False
-            if self._first is not None:
+            if self._first is not None and self._options.accumulate is None:
                 remember_accumulation(self._first, self._options)
-        elif self._is_from_memory and self._first is not None:
+            if self._options.plan is not None:
+                self._progress.say(
+                    "accumulates: gradients of earlier backward passes stay. The plan of the option `plan` counts them "
+                    "only if it was made with the option `accumulate`"
+                )
+        elif is_forward and self._is_from_memory and self._first is not None:
             self._num_without += 1
             if self._num_without == _NUM_TRIED:
                 self._is_from_memory = False
