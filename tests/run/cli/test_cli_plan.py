@@ -122,7 +122,7 @@ def test_a_thousand_ranks_are_planned_for_as_quickly_as_one(net: str) -> None:
 
 def test_gradients_that_stay_are_counted_if_the_command_says_so(net: str) -> None:
     plans = [plan_from_json(cli("plan", net, *FAST, *more, "--json").stdout) for more in ((), ("--accumulate",))]
-    assert [made.counts_kept_gradients for made in plans] == [False, True]
+    assert [made.counts_staying_gradients for made in plans] == [False, True]
 
 
 def test_the_arguments_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) -> None:
