@@ -8,7 +8,9 @@
                   the flat shard, if it comes from the host            at the wait for the gather          device
                   at the wait: parameters copied out of the buffer     the copy, after one op              device
   step_gradients  when an op writes it: an unreduced gradient          at the reduce, if packed; else at   device
-                                                                       the wait, if there is one
+                                                                       the wait, if there is one; else at
+                                                                       the end of the backward, if there
+                                                                       are sums to which it is added then
                   at the reduce: the reduced gradient, if sharded or   at the wait for its offload, if     device
                   packed                                               there is one
                   the flat buffer, if packed into shards               at the wait for the reduce          device
@@ -22,9 +24,6 @@
 Several ranks shard and pack buckets. An unreduced gradient of a bucket that is neither sharded nor packed is reduced in
 place. The two buffers of a gather, and those of a reduce, are there between two ops. They count at one of them: those
 of a gather at the op after the wait, those of a reduce at the op before it.
-
-If gradients accumulate, their sums are there when the step begins, and the gradients of the step leave at the end of
-the backward, when they are added to the sums: `last_with_gradients`.
 
 Readers that need the bytes of one state alone take them from the rows with `bytes_at`. `tests/pure/memory_walk.py`
 counts all this a second time, without this table.
@@ -83,6 +82,15 @@ def resting(bucket: Bucket, placement: Placement, rank: int = 0) -> Iterator[tup
         yield Kind.MOMENT, bucket.shard_state_nbytes(rank)
 
 
+def last_with_gradients(bucket: Bucket, num_run: int, num_ops: int) -> int:
+    """Return the index of the last op at which gradients of the step stay on the device if they never leave it.
+
+    It is the last of the `num_ops` ops of the step; if the gradients of several steps are summed, the last of the
+    `num_run` ops before the update.
+    """
+    return num_run - 1 if bucket.sum_nbytes else num_ops - 1
+
+
 def gathered_copy(sizes: Sizes, gather: int, wait: int, last: int, *, is_sent: bool) -> Iterator[Held]:
     """Yield the bytes of one gathered copy of a bucket.
 
@@ -108,36 +116,35 @@ def gather_buffers(sizes: Sizes, gather: int, wait: int, *, is_sent: bool) -> It
         yield Held(Kind.GATHERED, sizes.shard_bytes, gather, wait - 1 if sizes.is_unpacked else wait)
 
 
-def last_with_gradients(bucket: Bucket, num_run: int, num_ops: int) -> int:
-    """Return the index of the last op at which gradients of the step stay on the device if they never leave it.
-
-    It is the last of the `num_ops` ops of the step; if the gradients of several steps are summed, the last of the
-    `num_run` ops before the update.
-    """
-    return num_run - 1 if bucket.sum_nbytes else num_ops - 1
-
-
 Births = Iterable[tuple[int, int]]
 """The unreduced gradients of a bucket as pairs: the op that allocates it, and its bytes."""
 
 
 def step_gradients(
-    sizes: Sizes, births: Births, complete: int, wait: int, end: int, *, is_away: bool, is_replaced: bool = False
+    sizes: Sizes,
+    births: Births,
+    complete: int,
+    wait: int,
+    end: int,
+    stays: int | None = None,
+    *,
+    is_away: bool,
+    is_replaced: bool = False,
 ) -> Iterator[Held]:
     """Yield the bytes of the gradients of a bucket in one step, unreduced and reduced.
 
     `complete` is the last op before the reduce: -1 if there is none, `end` if the gradients are not reduced. `wait` is
-    the last op before the wait for the reduce or the offload, `end` if there is no wait. `end` is the op of
-    `last_with_gradients`. `is_away` if the home of the gradients is not the device, `is_replaced` as for
-    `reduce_buffers`.
+    the last op before the wait for the reduce or the offload, `end` if there is no wait; `end` is the last op of the
+    step. `stays` is the last op with gradients that never leave, see `last_with_gradients`; None for `end`. `is_away`
+    if the home of the gradients is not the device, `is_replaced` as for `reduce_buffers`.
     """
-    births = tuple(births)
-    last = last_unreduced(complete, wait, is_packed=sizes.is_packed)
+    births, stays = tuple(births), end if stays is None else stays
+    last = min(last_unreduced(complete, wait, is_packed=sizes.is_packed), stays)
     for birth, nbytes in births:
         yield Held(Kind.GRAD, nbytes, birth, last)
     if complete < end and (sizes.is_sharded or sizes.is_packed):
         unreduced_bytes = sum(nbytes for _, nbytes in births)
-        leaves = wait if is_away else end
+        leaves = wait if is_away else stays
         yield from reduce_buffers(sizes, complete, wait, leaves, unreduced_bytes, is_replaced=is_replaced)
 
 

@@ -135,12 +135,11 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
         elif not (storage.kind is Kind.PARAM and name in owners):
             for life in lives:
                 tally.add(storage.kind, storage.nbytes, life.first, life.last)
-    ends = _last_with_gradients(step, plan)
     for bucket in plan.buckets:
         placement = placements[bucket.id]
         for kind, nbytes in resting(bucket, placement, rank):
             tally.add(kind, nbytes, 0, end)
-        for held in _moving(bucket, placement, moves, births[bucket.id], ends[bucket.id]):
+        for held in _moving(bucket, placement, moves, births[bucket.id]):
             tally.add(held.kind, held.nbytes, held.first, min(held.last, end))
     _add_streamed(tally, step, plan, rank)
     backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
@@ -185,22 +184,14 @@ def away_bytes(plan: Plan) -> int:
     return sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
 
 
-def _moving(
-    bucket: Bucket, placement: Placement, moves: "_Moves", births: Sequence[tuple[int, int]], end: int
-) -> Iterator[Held]:
-    """Yield the bytes of the gathered copies and of the gradients of `bucket`; `end` is the last op with its
-    gradients if they never leave."""
-    sizes, is_away = Sizes.of(bucket), placement.param is not Tier.DEVICE
+def _moving(bucket: Bucket, placement: Placement, moves: "_Moves", births: Sequence[tuple[int, int]]) -> Iterator[Held]:
+    """Yield the bytes of the gathered copies and of the gradients of `bucket`."""
+    sizes, is_away, end = Sizes.of(bucket), placement.param is not Tier.DEVICE, moves.num_ops - 1
     for copy in moves.gathered.get(bucket.id, ()):
         yield from gathered_copy(sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
-    is_replaced = bucket.id in moves.replaced
+    is_replaced, stays = bucket.id in moves.replaced, moves.last_with_gradients(bucket)
     complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
-    yield from step_gradients(sizes, births, complete, wait, end, is_away=is_away, is_replaced=is_replaced)
-
-
-def _last_with_gradients(step: StepGraph, plan: Plan) -> Mapping[BucketId, int]:
-    num_run = sum(op.phase is not Phase.UPDATE for op in step.ops)
-    return {bucket.id: last_with_gradients(bucket, num_run, len(step.ops)) for bucket in plan.buckets}
+    yield from step_gradients(sizes, births, complete, wait, end, stays, is_away=is_away, is_replaced=is_replaced)
 
 
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
@@ -243,17 +234,28 @@ class _Moves:
     """By group: last op at which offloaded activations are on the device for the first time."""
     back_at: dict[GroupId, int]
     """By group: first op at which prefetched activations are on the device again."""
+    num_ops: int
+    num_run: int
+    """Number of ops before the update."""
+
+    def last_with_gradients(self, bucket: Bucket) -> int:
+        """Return the last op with the gradients of `bucket` on the device if they never leave it."""
+        return last_with_gradients(bucket, self.num_run, self.num_ops)
 
 
 def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tuple[Life, ...]]:
     unmoved = liveness(step).lives
     lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    ends = dict(_last_with_gradients(step, plan))
-    for bucket in plan.buckets:
-        end = ends[bucket.id]
-        complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
-        ends[bucket.id] = last_unreduced(complete, wait, is_packed=bucket.is_packed)
+    end = len(step.ops) - 1
+    reduces = [(bucket, moves.completes.get(bucket.id, end)) for bucket in plan.buckets]
+    ends = {
+        bucket.id: min(
+            last_unreduced(complete, moves.grad_ends.get(bucket.id, end), is_packed=bucket.is_packed),
+            moves.last_with_gradients(bucket),
+        )
+        for bucket, complete in reduces
+    }
     for storage in step.storages:
         owner = None if storage.of is None else owners.get(storage.of)
         last = None if owner is None else ends.get(owner)
@@ -276,7 +278,8 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
     """
     index = {op.id: number for number, op in enumerate(step.ops)}
     lasts = {region.id: index[region.last] for region in plan.regions}
-    moves = _Moves({}, {}, {}, set(), {}, {})
+    num_run = sum(op.phase is not Phase.UPDATE for op in step.ops)
+    moves = _Moves({}, {}, {}, set(), {}, {}, len(step.ops), num_run)
     starts: dict[BucketId, _Copy] = {}
     done = -1
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])

@@ -46,8 +46,6 @@ class MemoryModel:
             for bucket in facts.buckets
         ]
         """Bytes of each bucket that are on the device during the whole step, by level."""
-        num_ops = len(facts.graph.ops)
-        self._grad_ends = [last_with_gradients(bucket, facts.num_run, num_ops) for bucket in facts.buckets]
         self._copies: dict[tuple[Residency, bool], _Changes] = {}
         self._gradients: dict[tuple[int, bool, int, bool], _Changes] = {}
         self._late_bytes: dict[tuple[int, bool], int] = {}
@@ -55,6 +53,7 @@ class MemoryModel:
         self.rest_bytes_per_op = _rest(facts)
         starts = _segment_starts(facts, more_starts)
         self._starts = starts
+        num_ops = len(facts.graph.ops)
         segments = np.searchsorted(starts, np.arange(num_ops), side="right") - 1
         # One past the last op is one past the last segment.
         self._segment_of: list[int] = [*segments.tolist(), len(starts)]
@@ -78,13 +77,13 @@ class MemoryModel:
         lasts: set[tuple[int, int]] = set()
         if self._is_any_reduced:
             lasts = {(residency.bucket, residency.last) for residency in moves.residencies}
-        ends = moves.grad_ends
+        ends, end = moves.grad_ends, len(facts.graph.ops) - 1
         for bucket, level in enumerate(levels):
             changes[0] += self._resting_bytes[bucket][level]
             grads = facts.gradients[bucket]
             if grads is None:
                 continue
-            wait, is_replaced = ends.get(bucket, self._grad_ends[bucket]), (bucket, grads.complete) in lasts
+            wait, is_replaced = ends.get(bucket, end), (bucket, grads.complete) in lasts
             for start, nbytes in self._gradient_changes(bucket, level.has_param_on_host, wait, is_replaced):
                 changes[start] += nbytes
         if moves.streamed:
@@ -133,14 +132,16 @@ class MemoryModel:
         key = bucket, is_on_host, wait, is_replaced
         found = self._gradients.get(key)
         if found is None:
-            grads, end = self._facts.gradients[bucket], self._grad_ends[bucket]
+            facts, grads = self._facts, self._facts.gradients[bucket]
             assert grads is not None
+            num_ops = len(facts.graph.ops)
             rows = step_gradients(
                 self._sizes[bucket],
                 grads.births,
                 grads.complete,
                 wait,
-                end,
+                num_ops - 1,
+                last_with_gradients(facts.buckets[bucket], facts.num_run, num_ops),
                 is_away=is_on_host,
                 is_replaced=is_replaced,
             )
@@ -193,7 +194,7 @@ class MemoryModel:
         facts, grads = self._facts, self._facts.gradients[i]
         if grads is None:
             return
-        wait = next_complete if is_gathered(facts.buckets[i], level) else self._grad_ends[i]
+        wait = next_complete if is_gathered(facts.buckets[i], level) else len(facts.graph.ops) - 1
         is_replaced = any(last == grads.complete for _, last in spans(facts, i, level))
         for start, nbytes in self._gradient_changes(i, level.has_param_on_host, wait, is_replaced):
             changes[start] += nbytes
