@@ -23,10 +23,13 @@ _MOST_READS = 4
 """The value of Inductor's `realize_reads_threshold`."""
 
 
-def fused(graph: StepGraph) -> StepGraph:
+def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
     """Return `graph` as a fusing compiler runs it: readers of an unwritten storage read its inputs
-    instead."""
-    absorbed = absorbed_storages(graph)
+    instead.
+
+    If the graph `is_divided` into micro-batches, the results of ops that mix the batch are always written.
+    """
+    absorbed = absorbed_storages(graph, is_divided=is_divided)
     if not absorbed:
         return graph
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
@@ -48,9 +51,9 @@ def fused(graph: StepGraph) -> StepGraph:
     return replace(graph, ops=tuple(ops), storages=storages, aliases=aliases)
 
 
-def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
+def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozenset[StorageId]:
     """Return the storages that are never written: temporaries of a single pointwise op, read only by fusible
-    kernels."""
+    kernels; if the graph `is_divided`, without results of ops that mix the batch."""
     makers = _makers(graph)
     num_writers = Counter(name for op in graph.ops for name in op.writes)
     candidates = {
@@ -60,6 +63,7 @@ def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
         and num_writers[storage.id] == 1
         and makers[storage.id].kernel is Kernel.POINTWISE
         and makers[storage.id].writes[-1] == storage.id  # earlier writes of the first op are tangents
+        and not (is_divided and makers[storage.id].mixes)
     }
     if not candidates:
         return frozenset()
@@ -103,6 +107,7 @@ def _emptied(op: Op) -> Op:
         module=op.module,
         source=op.source,
         once=op.once,
+        mixes=op.mixes,
     )
 
 
@@ -121,6 +126,7 @@ def _reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int) -> Op:
         flops_size=op.flops_size,
         kernel=op.kernel,
         once=op.once,
+        mixes=op.mixes,
     )
 
 

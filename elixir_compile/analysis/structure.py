@@ -188,6 +188,7 @@ def check_regions(step: StepGraph, plan: Plan) -> None:
         if sentence is None:
             ops = todo[done : index[region.last] + 1]
             sentence = _reads_fault(region, {owners[name] for op in ops for name in op.reads if name in owners})
+            sentence = sentence or _division_fault(region, ops, step)
         if sentence is not None:
             raise illegal_region(sentence, plan, at)
         seen.add(region.id)
@@ -220,6 +221,22 @@ def _reads_fault(region: Region, reads: set[BucketId]) -> str | None:
         return None
     claimed, found = ", ".join(region.buckets) or "nothing", ", ".join(sorted(reads)) or "nothing"
     return f"{region.id} claims to read {claimed}; its ops read {found}."
+
+
+def _division_fault(region: Region, ops: Sequence[Op], step: StepGraph) -> str | None:
+    """Return why `region` cannot run `ops` in its micro-batches; None if it can."""
+    if region.micro_batches == 1:
+        return None
+    runs = f"{region.id} runs in {region.micro_batches} micro-batches"
+    if step.batch % region.micro_batches:
+        return f"{runs}, but the batch of {step.batch} rows is not divided by {region.micro_batches}."
+    if step.symbols:
+        return f"{runs}, but the graph has dynamic sizes."
+    mixing = next((op for op in ops if op.mixes), None)
+    if mixing is None:
+        return None
+    at = f" ({mixing.source})" if mixing.source else ""
+    return f"{runs}, but {mixing.id} mixes them: {mixing.mixes}{at}."
 
 
 def check_ranks(plan: Plan) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.markers import TICKET
@@ -287,7 +288,7 @@ def _saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
         if group.saving is Saving.OFFLOAD and GroupRef(group.id) in waited
         for name in group.storages
     }
-    storages = as_run(graph, plan.activations).storages
+    storages = as_run(graph, plan.activations, laps_of(plan)).storages
     return sum(storage.nbytes for storage in storages if storage.kind is Kind.SAVED and storage.id not in away)
 
 

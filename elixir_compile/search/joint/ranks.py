@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.formula import peak_formula
-from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.timeline import host_bytes, plan_timeline
 from elixir_compile.analysis.verify import verify
 from elixir_compile.errors import NoFeasiblePlan
@@ -134,7 +133,7 @@ def _unpredicted(
     problem: Problem, buckets: Sequence[Bucket], homes: Homes, activations: tuple[Activations, ...]
 ) -> Plan:
     """Return the plan with an empty prediction."""
-    step = as_run(problem.graph, activations)
+    step = problem.as_run(activations)
     regions = _regions(step, buckets)
     schedule = Schedule(rank=0, actions=tuple(_actions(step, regions, buckets, homes)))
     return unpredicted_plan(problem, buckets, homes, activations, regions, schedule, IN_STEP)
@@ -202,7 +201,7 @@ def _require_fit(problem: Problem, made: Plan, because: str) -> None:
     peak = plan_timeline(problem.graph, made).peak
     if peak.nbytes > problem.budget_bytes:
         # The peak may be at a recomputed op, whose name is not in the graph: look it up in the step as it runs.
-        op = next(op for op in as_run(problem.graph, made.activations).ops if op.id == peak.op)
+        op = next(op for op in problem.as_run(made.activations).ops if op.id == peak.op)
         by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
         where = op.source or op.module
         raise NoFeasiblePlan(op.id, where, problem.budget_bytes, peak.nbytes, by_kind, because=because)
