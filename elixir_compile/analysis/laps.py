@@ -11,6 +11,7 @@ next micro-batch begins (layered gradient accumulation, arXiv 2106.02679). An op
 lap of its own and runs on the whole batch.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ def laps(step: StepGraph, micro_batches: int) -> tuple[Lap, ...]:
     divided, else in 1.
 
     `step` is a step as it runs, recomputed ops included. A lap begins at each phase, at each layer with a number, at
-    the first op behind the last such layer that belongs to a module, and before and behind an op that mixes the batch.
+    the first op of another module behind the last such layer, and before and behind an op that mixes the batch.
     """
     firsts = _firsts(step.ops)
     ends = [*firsts[1:], sum(op.phase is not Phase.UPDATE for op in step.ops)]
@@ -68,23 +69,44 @@ def laps_of(plan: Plan) -> tuple[Lap, ...]:
     )
 
 
+def micro_batches_of(plan: Plan) -> int:
+    """Return the largest number of micro-batches of a region of `plan`: that of all its divided laps."""
+    return max((region.micro_batches for region in plan.regions), default=1)
+
+
 def _firsts(ops: Sequence[Op]) -> list[int]:
     """Return the index of the first op of each lap."""
-    behind = {op.phase: i for i, op in enumerate(ops) if is_numbered(layer_of(op.module))}
-    found: list[int] = []
-    layer, is_behind, phase, mixed = "", False, None, False
-    for i, op in enumerate(ops):
-        if op.phase is Phase.UPDATE:
-            break
-        own = layer_of(op.module)
-        is_new = op.phase is not phase or mixed or bool(op.mixes)
-        if op.phase is not phase:
-            layer, is_behind, phase = "", False, op.phase
-        if is_numbered(own) and own != layer:
-            is_new, layer = True, own
-        elif own and not is_behind and i > behind.get(op.phase, len(ops)):
-            is_new, is_behind = True, True
-        mixed = bool(op.mixes)
-        if is_new:
-            found.append(i)
+    found: set[int] = set()
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        places = [i for i, op in enumerate(ops) if op.phase is phase]
+        found |= {*places[:1], *_layer_firsts(ops, places)}
+        for i in places:
+            found |= {i, i + 1} if ops[i].mixes else set()
+    num_run = sum(op.phase is not Phase.UPDATE for op in ops)
+    return sorted(i for i in found if i < num_run)
+
+
+def _layer_firsts(ops: Sequence[Op], places: Sequence[int]) -> set[int]:
+    """Return where the layers of a phase begin, and where the ops behind the last layer begin; `places` are the indices
+    of the ops of the phase.
+
+    A layer begins with the ops of the layer before its first matrix product. A compiler may move single pointwise ops
+    of a layer to another place in the phase: they begin no lap.
+    """
+    by_layer: dict[str, list[int]] = {}
+    for i in places:
+        if is_numbered(layer := layer_of(ops[i].module)):
+            by_layer.setdefault(layer, []).append(i)
+    found: set[int] = set()
+    end = -1
+    for layer, indices in by_layer.items():
+        products = [i for i in indices if ops[i].flops] or indices
+        first = products[0]
+        while first > places[0] and layer_of(ops[first - 1].module) == layer:
+            first -= 1
+        found.add(first)
+        end = max(end, products[-1])
+    if end >= 0:
+        behind = (i for i in places if i > end and ops[i].module and not is_numbered(layer_of(ops[i].module)))
+        found |= set(itertools.islice(behind, 1))
     return found
