@@ -242,9 +242,10 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     """No schedule fits the budget of `memory` (`device` or `host`); `needed_bytes` is the smallest sufficient budget.
 
     `op` is the op at the peak, `source` the user's line or module that it came from, and `by_kind` the live bytes there
-    by kind. `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model
-    did not come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they
-    were equal, less than `needed_bytes` may be enough.
+    by kind. `returned` names an output of the model that is among the largest tensors there, with its bytes.
+    `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model did not
+    come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
+    equal, less than `needed_bytes` may be enough.
     """
 
     def __init__(
@@ -257,10 +258,13 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         memory: str = "device",
         disk_bytes: int = 0,
         because: str = "",
+        returned: str = "",
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        super().__init__(op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, is_prepared)
+        super().__init__(
+            op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, is_prepared
+        )
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -269,6 +273,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.memory = memory
         self.disk_bytes = disk_bytes
         self.because = because
+        self.returned = returned
         self.is_prepared = is_prepared
 
     def __str__(self) -> str:
@@ -284,6 +289,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
             f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}, "
             f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
             + (f"; live: {live}" if live else "")
+            + (f"; {self.returned}, is returned to the caller: return the loss alone" if self.returned else "")
         )
         if self.because:
             return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."

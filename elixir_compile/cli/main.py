@@ -126,6 +126,9 @@ def plan(
     update: Annotated[
         str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
     ] = None,
+    micro_batches: Annotated[
+        str | None, typer.Option(help="Micro-batches of each layer: a number that divides the batch, or auto.")
+    ] = None,
     activations: Annotated[
         str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
     ] = None,
@@ -145,7 +148,9 @@ def plan(
 
         gc.freeze()  # later collections skip the objects of the imports
 
+    is_number = micro_batches is not None and micro_batches.isdecimal()
     options = {
+        "micro_batches": int(micro_batches) if is_number else micro_batches,
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
         "update": update, "activations": activations, "planner": planner, "search_timeout": search_timeout,
     }  # fmt: skip

@@ -81,6 +81,11 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     `because` is the reason that the plan's decision states. Raises NoFeasiblePlan if the step does not fit the budgets.
     """
     graph = problem.graph
+    undivided: tuple[Decision, ...] = ()
+    if problem.micro_batches > 1:
+        # Regions are whole phases here, and a phase is more than one lap.
+        problem = replace(problem, micro_batches=1)
+        undivided = (Decision(subject="micro_batches", choice="the whole batch at once", because=because),)
     unpredicted = _within_budgets(problem, buckets, homes, because)
     peak = plan_timeline(graph, unpredicted).peak
     record = simulate(graph, unpredicted, problem.cluster, problem.measured)
@@ -91,7 +96,7 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     made = replace(
         unpredicted,
         prediction=prediction,
-        decisions=(decision, *unpredicted.decisions),
+        decisions=(decision, *unpredicted.decisions, *undivided),
         formula=peak_formula(graph, unpredicted),
         symbols=graph.symbols,
     )
