@@ -27,7 +27,8 @@ def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
     """Return `graph` as a fusing compiler runs it: readers of an unwritten storage read its inputs
     instead.
 
-    If the graph `is_divided` into micro-batches, the results of ops that mix the batch are always written.
+    If the graph `is_divided` into micro-batches, results of ops that mix the batch and random numbers are always
+    written.
     """
     absorbed = absorbed_storages(graph, is_divided=is_divided)
     if not absorbed:
@@ -53,7 +54,7 @@ def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
 
 def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozenset[StorageId]:
     """Return the storages that are never written: temporaries of a single pointwise op, read only by fusible
-    kernels; if the graph `is_divided`, without results of ops that mix the batch."""
+    kernels; if the graph `is_divided`, without results of ops that mix the batch and without random numbers."""
     makers = _makers(graph)
     num_writers = Counter(name for op in graph.ops for name in op.writes)
     candidates = {
@@ -63,7 +64,7 @@ def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozense
         and num_writers[storage.id] == 1
         and makers[storage.id].kernel is Kernel.POINTWISE
         and makers[storage.id].writes[-1] == storage.id  # earlier writes of the first op are tangents
-        and not (is_divided and makers[storage.id].mixes)
+        and not (is_divided and _stays_apart(makers[storage.id]))
     }
     if not candidates:
         return frozenset()
@@ -73,6 +74,17 @@ def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozense
             if name in candidates and (op.kernel is Kernel.OPAQUE or op.phase is not makers[name].phase):
                 candidates.discard(name)
     return frozenset(candidates - _written_for_reuse(graph, candidates))
+
+
+def _stays_apart(op: Op) -> bool:
+    """Return whether the result of `op` must not be computed again by each reader, which may run in another number of
+    micro-batches: the op mixes the batch, or it draws random numbers, others for another number."""
+    return bool(op.mixes) or is_drawn(op)
+
+
+def is_drawn(op: Op) -> bool:
+    """Return whether `op` draws random numbers from a seed, so that it may run twice."""
+    return op.target.startswith("prims.inductor_rand")
 
 
 def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> set[StorageId]:

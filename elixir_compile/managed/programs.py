@@ -22,6 +22,7 @@ from elixir_compile.capture.node_facts import outputs_of
 from elixir_compile.ir import GroupRef, Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check
+from elixir_compile.rewrite.divided_graph import DividedGraph
 from elixir_compile.rewrite.micro_batches import divide
 from elixir_compile.rewrite.program import actions_of, write_program
 from elixir_compile.rewrite.recompute import partition_of
@@ -136,8 +137,8 @@ class Programs:
         ids = [own.id for own in self.plan.regions if own.phase is region.phase]
         self._progress.compiling(region.phase, ids.index(region.id) + 1, len(ids))
         micro_batches = next(own.micro_batches for own in self.plan.regions if own.id == region.id)
-        if micro_batches > 1:
-            return self._lower_divided(region, micro_batches)
+        if micro_batches > 1 and (divided := self._divided(region, micro_batches)) is not None:
+            return self._lower_divided(divided, region)
         visible = list(range(len(region.outputs)))
         is_whole_forward = region.is_only and region.phase is Phase.FORWARD
         if is_whole_forward and self.chooses_strides:
@@ -149,11 +150,12 @@ class Programs:
             self._strides = dict(zip(names, compiled.strides, strict=False))
         return PlacedRegion(compiled, self._executor.ledger, f"run {region.id}")
 
-    def _lower_divided(self, region: RegionGraph, micro_batches: int) -> DividedRegion:
+    def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
         if self._states is None:
             self._states = step_states(self._partition.captured).states
-        divided = divide(region, self._states, self.graph.batch, micro_batches)
+        return divide(region, self._states, self.graph.batch, micro_batches)
 
+    def _lower_divided(self, divided: DividedGraph, region: RegionGraph) -> DividedRegion:
         def lower(part: RegionGraph) -> CompiledRegion:
             return self._regions.lower(part, range(len(part.outputs)))
 

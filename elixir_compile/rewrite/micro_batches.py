@@ -15,7 +15,6 @@ along the dimension of its slices.
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -25,140 +24,25 @@ from elixir_compile import compat
 from elixir_compile.capture.batch import Walked, states_in, walk
 from elixir_compile.capture.batch_call import Call, Mixes, State, States
 from elixir_compile.capture.batch_rules import rule_for
-from elixir_compile.capture.node_facts import leaves_of, tensor_of, value_of, values_of_arguments
+from elixir_compile.capture.node_facts import leaves_of, outputs_of, tensor_of, value_of, values_of_arguments
 from elixir_compile.capture.views import view_chain, viewed
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Batched
+from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Last, Memory, Part, Read, Result, Summed
 from elixir_compile.rewrite.local_args import created_args, is_created, is_seeded, local_args
 from elixir_compile.rewrite.regions import RegionGraph
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
-    """A value that the body reads: entry `place` of the inputs of the region and the results of its head."""
-
-    place: int
-    dim: int | None = None
-    """The dimension along which each micro-batch has its slice; None if all micro-batches read the same."""
-    is_seed: bool = False
-    """Whether the value seeds random numbers, so that each micro-batch needs another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """A result of the body that fills a tensor of the whole batch, a slice per micro-batch."""
-
-    whole: int
-    """The index in `wholes` of the memory of the tensor; views of one memory share it."""
-    dim: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    is_copied: bool
-    """False if another result of the body has all elements of the memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summed:
-    """A result of the body whose values in all micro-batches are added up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Last:
-    """A result of the body that is equal in all micro-batches."""
-
-
-Result = Filled | Summed | Last
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Memory of a tensor of the whole batch."""
-
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DividedGraph:
-    """The three parts of a region.
-
-    Values have places: first the inputs of the region, then the results of its head, then those of its body as they are
-    for the whole batch, then those of its tail.
-    """
-
-    micro_batches: int
-    num_inputs: int
-    head: RegionGraph | None
-    head_reads: tuple[int, ...]
-    body: RegionGraph
-    body_reads: tuple[Read, ...]
-    results: tuple[Result, ...]
-    wholes: tuple[Memory, ...]
-    tail: RegionGraph | None
-    tail_reads: tuple[int, ...]
-    outputs: tuple[int, ...]
-    """The place of each output of the region."""
-
-
-def divide(region: RegionGraph, states: Mapping[fx.Node, States], batch: int, micro_batches: int) -> DividedGraph:
-    """Return the parts of `region` for a batch of `batch` rows in `micro_batches`.
+def divide(
+    region: RegionGraph, states: Mapping[fx.Node, States], batch: int, micro_batches: int
+) -> DividedGraph | None:
+    """Return the parts of `region` for a batch of `batch` rows in `micro_batches`; None if no op of it reads the batch.
 
     `states` are those of the half from which the region was cut. Raises IllegalSchedule if an op of the region mixes
     the batch.
     """
-    return _Divider(region, _walked(region, states, batch), batch, micro_batches).divided()
-
-
-@dataclass(slots=True)
-class _Part:
-    """A graph under construction, with the values that it reads."""
-
-    source: RegionGraph
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    root: torch.nn.Module = field(default_factory=torch.nn.Module)
-    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """The node of this graph for a node of the region."""
-    reads: dict[fx.Node, Read] = field(default_factory=dict)
-    """What each placeholder of this graph reads."""
-    stands_for: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """The input of the region that a placeholder reads whole."""
-    by_read: dict[Read, fx.Node] = field(default_factory=dict)
-    created: dict[tuple[fx.Node, int | None], fx.Node] = field(default_factory=dict)
-    """The copies of a tensor of one value, by the dimension along which they have the size of a micro-batch."""
-
-    def read(self, read: Read, node: fx.Node, value: object) -> fx.Node:
-        """Return the placeholder for `read` of the region's `node`, with the example `value`."""
-        if read not in self.by_read:
-            with self.graph.inserting_before(None):
-                made = self.graph.placeholder(node.name)
-            made.meta = {**node.meta, "val": value}
-            self.by_read[read], self.reads[made] = made, read
-            if read.dim is None and not read.is_seed and read.place < len(self.source.inputs):
-                self.stands_for[made] = self.source.inputs[read.place]
-        return self.by_read[read]
-
-    def constant(self, node: fx.Node) -> fx.Node:
-        """Return the copy of `node`, a constant of the region."""
-        if node not in self.copies:
-            setattr(self.root, str(node.target), getattr(self.source.module, str(node.target)))
-            self.copies[node] = self.graph.node_copy(node)
-        return self.copies[node]
-
-    def finished(self, outputs: Sequence[fx.Node]) -> tuple[RegionGraph, tuple[Read, ...]]:
-        """Return the graph, which returns `outputs`, as a region, and what it reads."""
-        placeholders = self.graph.find_nodes(op="placeholder")
-        self.graph.output(tuple(outputs))
-        self.graph.lint()
-        made = replace(
-            self.source,
-            module=compat.graph_module(self.root, self.graph),
-            inputs=tuple(self.stands_for.get(node, node) for node in placeholders),
-            outputs=tuple(outputs),
-            is_only=False,
-        )
-        return made, tuple(self.reads[node] for node in placeholders)
+    divider = _Divider(region, _walked(region, states, batch), batch, micro_batches)
+    return divider.divided() if divider.has_body else None
 
 
 class _Divider:
@@ -171,7 +55,7 @@ class _Divider:
         self._batch = batch
         self._num = micro_batches
         graph = region.module.graph
-        self._outputs = [node for node in graph.output_node().args[0] if isinstance(node, fx.Node)]
+        self._outputs = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
         placeholders = graph.find_nodes(op="placeholder")
         self._places: dict[fx.Node, int] = {node: place for place, node in enumerate(placeholders)}
         calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -183,6 +67,11 @@ class _Divider:
         self._in_head = [
             node for node in calls if node not in behind and (not is_created(node) or node in self._outputs)
         ]
+
+    @property
+    def has_body(self) -> bool:
+        """Whether any op runs once per micro-batch."""
+        return bool(self._in_body)
 
     def divided(self) -> DividedGraph:
         """Return the parts of the region."""
@@ -248,7 +137,7 @@ class _Divider:
         return all(state.is_total for state in states_in(self._states[node]))
 
     def _head(self) -> tuple[RegionGraph | None, tuple[int, ...]]:
-        part = _Part(self._region)
+        part = Part(self._region)
         made = list(self._in_head)
         made += [node for node in self._in_body if node in self._whole_views]
         order = [node for node in self._region.module.graph.nodes if node in {*made}]
@@ -267,7 +156,7 @@ class _Divider:
         graph, reads = part.finished([part.copies[node] for node in outputs])
         return graph, tuple(read.place for read in reads)
 
-    def _whole(self, part: _Part, node: fx.Node) -> fx.Node:
+    def _whole(self, part: Part, node: fx.Node) -> fx.Node:
         """Return the whole value of `node` in `part`, the head or the tail."""
         if node in part.copies:
             return part.copies[node]
@@ -279,7 +168,7 @@ class _Divider:
         return part.read(Read(place=self._places[node]), node, value_of(node))
 
     def _body(self) -> tuple[RegionGraph, tuple[Read, ...], tuple[Result, ...], tuple[Memory, ...]]:
-        part = _Part(self._region)
+        part = Part(self._region)
         for node in self._in_body:
             self._write_local(part, node)
         tail = {*self._in_tail}
@@ -316,7 +205,7 @@ class _Divider:
             is_copied=not is_in_owner,
         )
 
-    def _write_local(self, part: _Part, node: fx.Node) -> None:
+    def _write_local(self, part: Part, node: fx.Node) -> None:
         """Copy `node` into the body, with the sizes of one micro-batch, and check the shape of its result."""
         state = self._states[node]
         args, kwargs = local_args(node, state, self._num) if isinstance(state, State) else (node.args, node.kwargs)
@@ -348,7 +237,7 @@ class _Divider:
             size // self._num if state.is_each and dim == state.dim else size for dim, size in enumerate(whole.shape)
         )
 
-    def _local(self, part: _Part, node: fx.Node, dim: int | None, *, is_seed: bool) -> fx.Node:
+    def _local(self, part: Part, node: fx.Node, dim: int | None, *, is_seed: bool) -> fx.Node:
         """Return what the body reads for `node`: its own copy, or one slice along `dim` of a whole value."""
         if node in part.copies:
             return part.copies[node]
@@ -364,7 +253,7 @@ class _Divider:
             value = _narrowed(value, dim, self._num)
         return part.read(Read(place=self._places[node], dim=dim, is_seed=is_seed), node, value)
 
-    def _created(self, part: _Part, node: fx.Node, dim: int | None) -> fx.Node:
+    def _created(self, part: Part, node: fx.Node, dim: int | None) -> fx.Node:
         """Return `node`, a tensor of one value, at the size of a micro-batch along `dim`."""
         key = (node, dim)
         if key not in part.created:
@@ -378,7 +267,7 @@ class _Divider:
         outputs = [node for node in self._in_tail if node in self._outputs]
         if not outputs:
             return None, ()
-        part = _Part(self._region)
+        part = Part(self._region)
         for node in self._in_tail:
             part.copies[node] = part.graph.node_copy(node, lambda source: self._whole(part, source))
         for node in outputs:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elixir_compile.ir import Lane
-from elixir_compile.rewrite.micro_batches import DividedGraph, Filled, Read, Summed
+from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Read, Summed
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion
 
@@ -93,7 +93,11 @@ class _Results:
             self._values[place] = whole
         if result.is_copied:
             rows = part.shape[result.dim]
-            self._values[place].narrow(result.dim, number * rows, rows).copy_(part)
+            slice_of_whole = self._values[place].narrow(result.dim, number * rows, rows)
+            for dim, (size, stride) in enumerate(zip(result.shape, result.stride, strict=True)):
+                if stride == 0 and size > 1:  # an expanded dimension has the memory of one entry
+                    slice_of_whole, part = slice_of_whole.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
+            slice_of_whole.copy_(part)
 
     def _sum(self, place: int, number: int, part: torch.Tensor, seen: set[int]) -> None:
         """Add `part` to a sum. `seen` are the addresses of the memory of the sums before it, of this micro-batch."""

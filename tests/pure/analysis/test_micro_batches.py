@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.laps import laps
+from elixir_compile.analysis.laps import laps, laps_of
 from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.micro_batches import divided
 from elixir_compile.analysis.recompute import as_run, laps_at
+from elixir_compile.analysis.structure import check_regions
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.cost import op_s
-from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Batched, Kind, StepGraph
+from elixir_compile.errors import IllegalSchedule, NoFeasiblePlan
+from elixir_compile.ir import Activations, Batched, GroupId, Kernel, Kind, OpId, Saving, StepGraph, StorageId
 from elixir_compile.search import plan
 from elixir_compile.units import MIB
 from tests.pure.graph_text import parse_graph
@@ -154,3 +155,62 @@ def test_a_divided_step_has_the_ops_of_the_whole_step_and_one_micro_batch_change
     kinds = {storage.id: storage.kind for storage in step.storages}
     assert kinds["w0.grad.part"] is Kind.TEMP
     assert all(storage.batched is not Batched.EACH or storage.nbytes for storage in step.storages)
+
+
+DRAWN = parse_graph("""
+graph drawn
+batch 8
+storages
+  x  input  float32  800  batched each
+  w  param  float32  40
+  r  saved  float32  800  batched each
+  y  saved  float32  800  batched each
+  out  temp  float32  800  batched each
+  w.grad  grad  float32  40  of w  batched sum
+outputs
+  out
+aliases
+ops
+  fwd.rand  prims.inductor_random.default forward  writes r  moved 800  module h.0  kernel pointwise
+  fwd.mul  aten.mul forward  reads x r  writes y  moved 2400  module h.0
+  fwd.mm  aten.mm forward  reads y w  writes out  moved 1640  flops 80  module h.0
+  bwd.mm_1  aten.mm backward  reads y r w  writes w.grad  moved 1680  flops 80  module h.0
+  update  update update  reads w w.grad
+""")
+"""Random numbers `r` of a dropout, which the backward may draw again."""
+
+
+def test_random_numbers_drawn_again_in_another_number_of_micro_batches_are_illegal():
+    made = plan(problem_of(DRAWN, CLUSTERS["cuda"], micro_batches=4), "keep_all")
+    again = Activations(id=GroupId("h.0.random"), storages=(StorageId("r"),), nbytes=800, saving=Saving.RECOMPUTE)
+    first, second = made.regions
+    for micro_batches, is_legal in ((4, True), (1, False)):
+        last = replace(second, first=OpId("bwd.re_rand"), micro_batches=micro_batches)
+        changed = replace(made, activations=(again,), regions=(first, last))
+        step = as_run(DRAWN, changed.activations, laps_of(changed))
+        if is_legal:
+            check_regions(step, changed)
+        else:
+            with pytest.raises(IllegalSchedule, match=r"draws the random numbers of fwd\.rand again, which ran in 4"):
+                check_regions(step, changed)
+
+
+def test_two_numbers_of_micro_batches_in_one_plan_are_illegal():
+    made = plan(problem_of(STEP, CLUSTERS["cuda"], micro_batches=4), "keep_all")
+    *regions, last = made.regions
+    odd = replace(made, regions=(*regions, replace(last, micro_batches=2)))
+    with pytest.raises(IllegalSchedule, match=r"runs in 2 micro-batches, but fwd\.1 in 4; expected one number"):
+        check_regions(as_run(STEP, (), laps_of(odd)), odd)
+
+
+def test_random_numbers_are_written_in_a_divided_step_and_drawn_by_each_reader_otherwise():
+    loose = replace(
+        DRAWN,
+        storages=tuple(replace(s, kind=Kind.TEMP) if s.id == "r" else s for s in DRAWN.storages),
+        ops=tuple(
+            replace(op, reads=tuple(name for name in op.reads if name != "r")) if op.id == "bwd.mm_1" else op
+            for op in (replace(op, kernel=Kernel.POINTWISE) if op.id == "fwd.mul" else op for op in DRAWN.ops)
+        ),
+    )
+    assert all(storage.id != "r" for storage in as_run(loose).storages)
+    assert any(storage.id == "r" for storage in as_run(loose, (), laps_at(loose, (), 4)).storages)
