@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, Call, Mixes, State, States, each, operands_of
+from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, Call, Conflict, Mixes, State, States, each, operands_of
 from elixir_compile.capture.batch_rules import CREATES, RANDOM, is_linear_in_sum, is_pointwise, rule_for
 from elixir_compile.capture.markers import MARKERS, TICKET, gradient
 from elixir_compile.capture.node_facts import has_tensor, is_number, outputs_of, tensor_of, value_of
@@ -53,6 +53,9 @@ class Walked:
     """Why a node needs the whole batch. If the node is a view, the text is also that of the first op that reads it."""
     narrowed: Mapping[tuple[fx.Node, fx.Node], int]
     """Pairs of a node and a SAME value that it reads in slices, with the dimension of the slices."""
+
+    num_conflicts: int = 0
+    """How many ops mix the batch because slices of two values do not match."""
 
     def batched(self, node: fx.Node, index: int) -> Batched:
         """Return how tensor `index` of the value of `node` is made of its values in micro-batches."""
@@ -119,14 +122,17 @@ def _may_have_batch(node: fx.Node) -> bool:
 
 
 def _best(graph: fx.Graph, given: Mapping[fx.Node, State], batch: int) -> Walked:
-    """Return the walk with the inputs `given`; if one of them causes all mixing and divides nothing, without it."""
+    """Return the walk with the inputs `given`, without one of them if it has as many rows as the batch by chance.
+
+    Such an input, as a mask `[T, T]`, causes all conflicts between slices, and without it as many values have slices.
+    """
     walked = walk(graph, given, batch)
-    if not walked.mixes or len(given) == 1:
+    if not walked.num_conflicts or len(given) == 1:
         return walked
     divided = _num_divided(walked)
     for node in given:
         other = walk(graph, {own: state for own, state in given.items() if own is not node}, batch)
-        if not other.mixes and _num_divided(other) >= divided:
+        if not other.num_conflicts and _num_divided(other) >= divided:
             return other
     return walked
 
@@ -175,6 +181,7 @@ class _Walk:
     states: dict[fx.Node, States] = field(default_factory=dict)
     mixes: dict[fx.Node, str] = field(default_factory=dict)
     narrowed: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
+    num_conflicts: int = 0
     lap: int = 0
     """The number of ops passed that mix the batch."""
     laps: dict[fx.Node, int] = field(default_factory=dict)
@@ -187,7 +194,7 @@ class _Walk:
             elif node.op != "output" and node.target is not gradient:
                 self.states[node] = self.given.get(node, SAME)
         self._divide_shared(graph)
-        return Walked(states=self.states, mixes=self.mixes, narrowed=self.narrowed)
+        return Walked(states=self.states, mixes=self.mixes, narrowed=self.narrowed, num_conflicts=self.num_conflicts)
 
     def _pass(self, node: fx.Node) -> None:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -208,6 +215,7 @@ class _Walk:
             else:
                 states = self._made(node)
         except Mixes as mixed:
+            self.num_conflicts += isinstance(mixed, Conflict)
             self._mix(node, read, str(mixed))
             return
         self.states[node] = states
