@@ -298,7 +298,7 @@ class _Walk:
     def _divide(self, node: fx.Node, readers: list[fx.Node], dim: int) -> None:
         """Make `node`, whose `readers` read slices along `dim`, EACH, and its own operands read in slices."""
         shape = tensor_of(node).shape
-        for operand in operands_of(node):
+        for operand in operands_of(node) if is_pointwise(node.target) else ():
             own = tensor_of(operand).shape
             place = dim - (len(shape) - len(own))
             if place >= 0 and own[place] != 1:

@@ -114,7 +114,11 @@ def norm(call: Call) -> States:
 
 
 def norm_backward(call: Call) -> States:
-    """Rule of the gradients of layer norm and RMS norm: of the input, of the weight and of the bias."""
+    """Rule of the gradients of layer norm and RMS norm: of the input, of the weight and of the bias.
+
+    The kernel of torch 2.13 for CPUs reads mean and deviation as if their rows were next to each other in memory, which
+    they are not in slices along a later dimension.
+    """
     has_bias = any(name == "bias" for name, _ in call.parameters)
     weights = [call["weight"], call["bias"] if has_bias else None]
     rows = [operand for operand in operands_of(call.node) if not any(operand is weight for weight in weights)]
@@ -124,6 +128,8 @@ def norm_backward(call: Call) -> States:
     dim = aligned(call, ((operand, ndim) for operand in rows))
     if dim >= ndim - len(call["normalized_shape"]):
         raise Mixes("statistics over the batch")
+    if any(size != 1 for size in shape_of(rows[0])[:dim]):
+        raise Mixes("its statistics would be apart in memory")
     return (each(dim), *(SUM for _ in call["output_mask"][1:]))
 
 

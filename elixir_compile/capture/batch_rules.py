@@ -145,7 +145,7 @@ RULES: dict[str, Rule] = {
 RANDOM = frozenset([*_names("rand randn"), *_names("inductor_random inductor_randint", library="prims")])
 """Ops that draw random numbers of a stated size: each micro-batch draws its own. Whether they do depends on the size
 alone, so an op that repeats the draw of the forward in the backward draws the same numbers."""
-CREATES = frozenset(_names("full zeros ones empty.memory_format"))
+CREATES = frozenset(_names("full zeros ones empty.memory_format new_zeros new_ones new_full new_empty"))
 """Ops that make a tensor of one value in a stated size."""
 _LINEAR = frozenset(
     _names(

@@ -89,9 +89,14 @@ def permuted(call: Call, dim: int) -> int:
 
 
 def squeezed(call: Call, dim: int) -> int:
-    """Return the place of dimension `dim` after dimensions of size 1 are dropped."""
+    """Return the place of dimension `dim` after dimensions of size 1 are dropped.
+
+    A micro-batch may have one row, so an op that drops whatever dimension has the size 1 cannot be divided.
+    """
     shape = shape_of(call.node.args[0])
-    dropped = normal_dims(call.node.args[1], len(shape)) if len(call.node.args) > 1 else range(len(shape))
+    dropped = normal_dims(call.node.args[1], len(shape)) if len(call.node.args) > 1 else set(range(len(shape)))
+    if dim in dropped:
+        raise Mixes("it would drop the dimension of a micro-batch of one row")
     return dim - sum(place < dim and shape[place] == 1 for place in dropped)
 
 
@@ -279,7 +284,5 @@ def like(call: Call) -> States:
 
 
 def new(call: Call) -> States:
-    """Rule of tensors of a stated size, made with the dtype of another."""
-    state, size = call.state(call.node.args[0]), tensor_of(call.node).shape
-    has_rows = state.dim < len(size) and size[state.dim] == shape_of(call.node.args[0])[state.dim]
-    return state if has_rows else SAME
+    """Rule of tensors of a stated size, of which only dtype and device are those of a value with slices."""
+    return SAME
