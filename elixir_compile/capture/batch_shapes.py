@@ -133,14 +133,23 @@ def along(noun: str, dims: Callable[[Call], Collection[int]]) -> Rule:
     """
 
     def rule(call: Call) -> States:
-        operands = operands_of(call.node)
-        worked = dims(call)
+        ndim, worked = ndim_of(call), dims(call)
+        operands = [operand for operand in operands_of(call.node) if not _is_left_out(operand, ndim)]
         if any(state.is_each and state.dim in worked for state in map(call.state, operands)):
             raise Mixes(f"{noun} along the batch")
-        ndim = len(shape_of(operands[0]))
         return call.for_all_results(each(aligned(call, ((operand, ndim) for operand in operands))))
 
     return rule
+
+
+def _is_left_out(operand: fx.Node, ndim: int) -> bool:
+    """Return whether `operand` is an empty tensor of one dimension, which `cat` leaves out, as an empty cache."""
+    return ndim > 1 and list(shape_of(operand)) == [0]
+
+
+def dim_joined(call: Call) -> set[int]:
+    """Return the dimension along which `cat` joins its operands."""
+    return normal_dims(call["dim"], ndim_of(call))
 
 
 def dim_of(call: Call) -> set[int]:

@@ -80,6 +80,7 @@ ALONG = [
     case("gradient of slice", grads(lambda x: x[:, :1] * 2), "bth", "b1h", divides="bh"),
     case("split in parts", lambda x: torch.split(x, 1, dim=-1), "bth", divides="bt"),
     case("cat", lambda x, y: torch.cat([x, y], 1), "bth", "bth", divides="bh"),
+    case("cat with an empty cache", lambda x: torch.cat([x.new_empty(0), x], -2), "bth", divides="bh"),
     case("pad", lambda x: functional.pad(x, (1, 0), value=3.0), "bt", divides="b"),
     case("cumsum", lambda x: x.cumsum(-1), "bt", divides="b"),
     case("softmax", lambda x: x.softmax(-1), "bth", divides="bt"),
