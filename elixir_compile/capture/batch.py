@@ -28,10 +28,10 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, Call, Mixes, State, States, each, operands_of
-from elixir_compile.capture.batch_rules import CREATES, RANDOM, is_linear_in_sum, is_pointwise, rule_for
+from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, Call, Conflict, Mixes, State, States, each, operands_of
+from elixir_compile.capture.batch_rules import CREATES, LOOKUPS, RANDOM, is_linear_in_sum, is_pointwise, rule_for
 from elixir_compile.capture.markers import MARKERS, TICKET, gradient
-from elixir_compile.capture.node_facts import has_tensor, is_number, outputs_of, tensor_of, value_of
+from elixir_compile.capture.node_facts import as_node, has_tensor, is_number, outputs_of, tensor_of, value_of
 from elixir_compile.capture.views import view_chain, viewed
 from elixir_compile.ir import Batched, Phase
 
@@ -53,6 +53,9 @@ class Walked:
     """Why a node needs the whole batch. If the node is a view, the text is also that of the first op that reads it."""
     narrowed: Mapping[tuple[fx.Node, fx.Node], int]
     """Pairs of a node and a SAME value that it reads in slices, with the dimension of the slices."""
+
+    num_conflicts: int = 0
+    """How many ops mix the batch because slices of two values do not match."""
 
     def batched(self, node: fx.Node, index: int) -> Batched:
         """Return how tensor `index` of the value of `node` is made of its values in micro-batches."""
@@ -118,15 +121,23 @@ def _may_have_batch(node: fx.Node) -> bool:
     return bool(is_input) and tensor_of(node).ndim > 0 and tensor_of(node).shape[0] > 1
 
 
+_MOST_LOST = 0.9
+"""Values with slices that must be left without an input, as a share of those with it."""
+
+
 def _best(graph: fx.Graph, given: Mapping[fx.Node, State], batch: int) -> Walked:
-    """Return the walk with the inputs `given`; if one of them causes all mixing and divides nothing, without it."""
+    """Return the walk with the inputs `given`, without one of them if it has as many rows as the batch by chance.
+
+    Such an input, as a mask `[T, T]`, causes all conflicts between slices, and without it nearly as many values have
+    slices. Each of two towers whose rows are compared causes all conflicts too, but half of the values are its own.
+    """
     walked = walk(graph, given, batch)
-    if not walked.mixes or len(given) == 1:
+    if not walked.num_conflicts or len(given) == 1:
         return walked
-    divided = _num_divided(walked)
+    fewest = _MOST_LOST * _num_divided(walked)
     for node in given:
         other = walk(graph, {own: state for own, state in given.items() if own is not node}, batch)
-        if not other.mixes and _num_divided(other) >= divided:
+        if not other.num_conflicts and _num_divided(other) >= fewest:
             return other
     return walked
 
@@ -175,6 +186,7 @@ class _Walk:
     states: dict[fx.Node, States] = field(default_factory=dict)
     mixes: dict[fx.Node, str] = field(default_factory=dict)
     narrowed: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
+    num_conflicts: int = 0
     lap: int = 0
     """The number of ops passed that mix the batch."""
     laps: dict[fx.Node, int] = field(default_factory=dict)
@@ -187,7 +199,7 @@ class _Walk:
             elif node.op != "output" and node.target is not gradient:
                 self.states[node] = self.given.get(node, SAME)
         self._divide_shared(graph)
-        return Walked(states=self.states, mixes=self.mixes, narrowed=self.narrowed)
+        return Walked(states=self.states, mixes=self.mixes, narrowed=self.narrowed, num_conflicts=self.num_conflicts)
 
     def _pass(self, node: fx.Node) -> None:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
@@ -208,6 +220,7 @@ class _Walk:
             else:
                 states = self._made(node)
         except Mixes as mixed:
+            self.num_conflicts += isinstance(mixed, Conflict)
             self._mix(node, read, str(mixed))
             return
         self.states[node] = states
@@ -269,15 +282,14 @@ class _Walk:
             self.laps[node] = self.lap
 
     def _divide_shared(self, graph: fx.Graph) -> None:
-        """Make a SAME value EACH if it is computed by element and all that read it in the graph read slices.
+        """Make a SAME value EACH if it is computed by element or row and all that read it in the graph read slices.
 
         A tensor of zeros, or a mask, then never exists for the whole batch.
         """
         for node in reversed(graph.nodes):
             if self.states.get(node) != SAME or node.op != "call_function" or node in self.mixes:
                 continue
-            is_created = str(node.target) in CREATES
-            if not is_created and not is_pointwise(node.target):
+            if str(node.target) not in CREATES | LOOKUPS and not is_pointwise(node.target):
                 continue
             readers = [user for user in node.users if user.op != "output"]
             dims = {self.narrowed.get((user, node)) for user in readers}
@@ -285,14 +297,17 @@ class _Walk:
                 continue
             (dim,) = dims
             assert dim is not None
-            self._divide(node, readers, dim)
+            if str(node.target) not in LOOKUPS or dim < tensor_of(as_node(node.args[1])).ndim:
+                self._divide(node, readers, dim)
 
     def _divide(self, node: fx.Node, readers: list[fx.Node], dim: int) -> None:
         """Make `node`, whose `readers` read slices along `dim`, EACH, and its own operands read in slices."""
-        shape = tensor_of(node).shape
-        for operand in operands_of(node):
+        ndim, operands = tensor_of(node).ndim, operands_of(node)
+        if str(node.target) in LOOKUPS:
+            ndim, operands = ndim - 1, operands[1:]
+        for operand in operands if str(node.target) not in CREATES else ():
             own = tensor_of(operand).shape
-            place = dim - (len(shape) - len(own))
+            place = dim - (ndim - len(own))
             if place >= 0 and own[place] != 1:
                 self.narrowed[node, operand] = place
         self.states[node] = each(dim)

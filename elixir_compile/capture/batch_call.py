@@ -46,6 +46,11 @@ class Mixes(Exception):  # noqa: N818 - no error: `batch.walk` catches it
     """Raised by a rule for an op that needs the whole batch. The text says why."""
 
 
+class Conflict(Mixes):
+    """Two values of the op have slices that do not match. One of them may have no slices of the batch, but rows of
+    which the number is that of the batch by chance."""
+
+
 @dataclass(slots=True)
 class Call:
     """A call in a captured graph with at least one EACH value among those that it reads."""
@@ -103,8 +108,8 @@ class Call:
         return tuple(state for _ in value) if isinstance(value, (tuple, list)) else state
 
     def different_dims(self) -> NoReturn:
-        """Raise Mixes because two values have their slices along dimensions that do not match."""
-        raise Mixes("slices of the batch along different dimensions meet")
+        """Raise Conflict because two values have their slices along dimensions that do not match."""
+        raise Conflict("slices of the batch along different dimensions meet")
 
 
 @functools.cache

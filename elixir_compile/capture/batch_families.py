@@ -11,6 +11,7 @@ from elixir_compile.capture.batch_call import (
     SAME,
     SUM,
     Call,
+    Conflict,
     Mixes,
     State,
     States,
@@ -57,7 +58,7 @@ def product(labels: str) -> Rule:
         pairs = ((left, names[0]), (right, names[1]))
         found = {name[state.dim] for operand, name in pairs if (state := call.state(operand)).is_each}
         if len(found) != 1:
-            raise Mixes("a product of rows of the batch with other rows" if found else "rows are added to a product")
+            raise Conflict("a product of rows of the batch with other rows" if found else "rows are added to a product")
         (label,) = found
         for operand, name in pairs:
             if label in name:
@@ -82,7 +83,7 @@ def _add_slices(call: Call, operand: fx.Node, place: int) -> None:
 def embedding(call: Call) -> States:
     """Rule of a lookup of rows of a table: each index by itself."""
     if call.state(call["weight"]).is_each:
-        raise Mixes(_OWN_WEIGHTS)
+        raise Conflict(_OWN_WEIGHTS)
     return each(call.state(call["indices"]).dim)
 
 
@@ -106,23 +107,29 @@ def norm(call: Call) -> States:
     source = call.node.args[0]
     dim = call.state(source).dim
     if any(call.state(operand).is_each for operand in operands_of(call.node) if operand is not source):
-        raise Mixes(_OWN_WEIGHTS)
+        raise Conflict(_OWN_WEIGHTS)
     if dim >= len(shape_of(source)) - len(call["normalized_shape"]):
         raise Mixes("statistics over the batch")
     return call.for_all_results(each(dim))
 
 
 def norm_backward(call: Call) -> States:
-    """Rule of the gradients of layer norm and RMS norm: of the input, of the weight and of the bias."""
+    """Rule of the gradients of layer norm and RMS norm: of the input, of the weight and of the bias.
+
+    The kernel of torch 2.13 for CPUs reads mean and deviation as if their rows were next to each other in memory, which
+    they are not in slices along a later dimension.
+    """
     has_bias = any(name == "bias" for name, _ in call.parameters)
     weights = [call["weight"], call["bias"] if has_bias else None]
     rows = [operand for operand in operands_of(call.node) if not any(operand is weight for weight in weights)]
     ndim = len(shape_of(rows[0]))
     if any(call.state(weight).is_each for weight in weights):
-        raise Mixes(_OWN_WEIGHTS)
+        raise Conflict(_OWN_WEIGHTS)
     dim = aligned(call, ((operand, ndim) for operand in rows))
     if dim >= ndim - len(call["normalized_shape"]):
         raise Mixes("statistics over the batch")
+    if any(size != 1 for size in shape_of(rows[0])[:dim]):
+        raise Mixes("its statistics would be apart in memory")
     return (each(dim), *(SUM for _ in call["output_mask"][1:]))
 
 
@@ -135,7 +142,7 @@ def by_row(*shared: str, results: tuple[State, ...] = ()) -> Rule:
     def rule(call: Call) -> States:
         weights = [call[name] for name in shared]
         if any(call.state(weight).is_each for weight in weights):
-            raise Mixes(_OWN_WEIGHTS)
+            raise Conflict(_OWN_WEIGHTS)
         for operand in operands_of(call.node):
             if not any(operand is weight for weight in weights):
                 call.slices_at(operand, 0)

@@ -60,7 +60,7 @@ RULES: dict[str, Rule] = {
     **_entries(shapes.along("a slice", shapes.dims_sliced), "slice.Tensor"),
     **_entries(shapes.along("a slice", shapes.dim_of), "slice_backward slice_scatter"),
     **_entries(shapes.along("a split", shapes.dim_of), "split.Tensor split_with_sizes"),
-    **_entries(shapes.along("a concatenation", shapes.dim_of), "cat"),
+    **_entries(shapes.along("a concatenation", shapes.dim_joined), "cat"),
     **_entries(shapes.along("padding", shapes.dims_padded), "constant_pad_nd"),
     **_entries(shapes.along("a reversal", shapes.dim_of), "flip"),
     **_entries(shapes.along("a shift", shapes.dim_of), "roll"),
@@ -145,8 +145,10 @@ RULES: dict[str, Rule] = {
 RANDOM = frozenset([*_names("rand randn"), *_names("inductor_random inductor_randint", library="prims")])
 """Ops that draw random numbers of a stated size: each micro-batch draws its own. Whether they do depends on the size
 alone, so an op that repeats the draw of the forward in the backward draws the same numbers."""
-CREATES = frozenset(_names("full zeros ones empty.memory_format"))
+CREATES = frozenset(_names("full zeros ones empty.memory_format new_zeros new_ones new_full new_empty"))
 """Ops that make a tensor of one value in a stated size."""
+LOOKUPS = frozenset(_names("embedding"))
+"""Ops that read a row of a table for each index. The table is the first argument, the indices are the second."""
 _LINEAR = frozenset(
     _names(
         "neg clone alias detach expand view _unsafe_view reshape permute transpose.int t squeeze squeeze.dim "

@@ -89,9 +89,14 @@ def permuted(call: Call, dim: int) -> int:
 
 
 def squeezed(call: Call, dim: int) -> int:
-    """Return the place of dimension `dim` after dimensions of size 1 are dropped."""
+    """Return the place of dimension `dim` after dimensions of size 1 are dropped.
+
+    A micro-batch may have one row, so an op that drops whatever dimension has the size 1 cannot be divided.
+    """
     shape = shape_of(call.node.args[0])
-    dropped = normal_dims(call.node.args[1], len(shape)) if len(call.node.args) > 1 else range(len(shape))
+    dropped = normal_dims(call.node.args[1], len(shape)) if len(call.node.args) > 1 else set(range(len(shape)))
+    if dim in dropped:
+        raise Mixes("it would drop the dimension of a micro-batch of one row")
     return dim - sum(place < dim and shape[place] == 1 for place in dropped)
 
 
@@ -128,14 +133,23 @@ def along(noun: str, dims: Callable[[Call], Collection[int]]) -> Rule:
     """
 
     def rule(call: Call) -> States:
-        operands = operands_of(call.node)
-        worked = dims(call)
+        ndim, worked = ndim_of(call), dims(call)
+        operands = [operand for operand in operands_of(call.node) if not _is_left_out(operand, ndim)]
         if any(state.is_each and state.dim in worked for state in map(call.state, operands)):
             raise Mixes(f"{noun} along the batch")
-        ndim = len(shape_of(operands[0]))
         return call.for_all_results(each(aligned(call, ((operand, ndim) for operand in operands))))
 
     return rule
+
+
+def _is_left_out(operand: fx.Node, ndim: int) -> bool:
+    """Return whether `operand` is an empty tensor of one dimension, which `cat` leaves out, as an empty cache."""
+    return ndim > 1 and list(shape_of(operand)) == [0]
+
+
+def dim_joined(call: Call) -> set[int]:
+    """Return the dimension along which `cat` joins its operands."""
+    return normal_dims(call["dim"], ndim_of(call))
 
 
 def dim_of(call: Call) -> set[int]:
@@ -279,7 +293,5 @@ def like(call: Call) -> States:
 
 
 def new(call: Call) -> States:
-    """Rule of tensors of a stated size, made with the dtype of another."""
-    state, size = call.state(call.node.args[0]), tensor_of(call.node).shape
-    has_rows = state.dim < len(size) and size[state.dim] == shape_of(call.node.args[0])[state.dim]
-    return state if has_rows else SAME
+    """Rule of tensors of a stated size, of which only dtype and device are those of a value with slices."""
+    return SAME
