@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 
 import quiet  # noqa: F401  before torch
 from machine import RESULTS, save
-from planner_full import Case, asked, captured
+from planner_full import Case, captured, problem_from
 
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.cost import Measured, Stretch
@@ -142,7 +142,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for each model, quality of profile and seed."""
     for model in arguments.models:
         case = CASES[model]
-        problem = asked(case, captured(case.model, case.batch))
+        problem = problem_from(case, captured(case.model, case.batch))
         for seed in range(arguments.seeds):
             truth = replace(problem, measured=true_seconds(problem, random.Random(seed)))
             best_s = searched(truth).prediction.step_s

@@ -183,7 +183,7 @@ class Counts:
     num_plays: int = 0
     """Simulated steps."""
     num_solves: int = 0
-    """Solves of linear and integer programs."""
+    """Solves of LPs and MILPs."""
     best: list[tuple[float, float]] = field(default_factory=list)
     """(CPU seconds since the start, best step in seconds) after each candidate."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elixir_compile.analysis.bucket_bytes import streamed_bytes
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster, DeviceProfile, Link
 from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
@@ -146,12 +147,6 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
 
 
-def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
-    """Return the device bytes of a streamed update on `rank`; `param` is the home of the parameters."""
-    there_bytes = 0 if param is Tier.DEVICE else bucket.shard_nbytes(rank) + bucket.update_grad_nbytes(rank)
-    return bucket.shard_state_nbytes(rank) + there_bytes
-
-
 def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of the copies of a streamed update to the device and back; `param` is the parameters' home.
 
@@ -166,6 +161,9 @@ def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, floa
 
 
 def stream_bytes(bucket: Bucket, param: Tier) -> tuple[int, int]:
-    """Return the bytes that a streamed update copies to the device and back on a rank."""
+    """Return the bytes that a streamed update copies to the device, which it holds there, and the bytes it copies back.
+
+    Both are the bytes of rank 0.
+    """
     back_bytes = bucket.shard_state_nbytes() + (0 if param is Tier.DEVICE else bucket.shard_nbytes())
     return streamed_bytes(bucket, param), back_bytes

@@ -203,14 +203,21 @@ class UnknownModel(_UnknownName):
 class PlanMismatch(ElixirError, ValueError):
     """A plan was made for `expected`, and is to be used for `got`.
 
-    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies` or `reduce dtype`.
+    `what` names the difference: `graph`, `machine`, `number of ranks`, `number of copies` or `reduce dtype`. For a
+    graph, both are fingerprints, `expected_model` and `got_model` say the models in words, and `difference` is a
+    sentence with the first difference between them.
     """
 
-    def __init__(self, what: str, expected: str, got: str) -> None:
-        super().__init__(what, expected, got)
+    def __init__(
+        self, what: str, expected: str, got: str, expected_model: str = "", got_model: str = "", difference: str = ""
+    ) -> None:
+        super().__init__(what, expected, got, expected_model, got_model, difference)
         self.what = what
         self.expected = expected
         self.got = got
+        self.expected_model = expected_model
+        self.got_model = got_model
+        self.difference = difference
 
     def __str__(self) -> str:
         remedy = "Leave out the option `plan` to search a new plan."
@@ -219,7 +226,10 @@ class PlanMismatch(ElixirError, ValueError):
                 "Use the model, batch shape, dtypes and checkpointing (`--recompute`) that it was made for, or leave "
                 "out the option `plan` to search a new plan."
             )
-        return f"this plan is for another {self.what}: it was made for {self.expected}, here is {self.got}. {remedy}"
+        made_for = f"{self.expected} ({self.expected_model})" if self.expected_model else self.expected
+        here = f"{self.got} ({self.got_model})" if self.got_model else self.got
+        difference = f"{self.difference}. " if self.difference else ""
+        return f"this plan is for another {self.what}: it was made for {made_for}, here is {here}. {difference}{remedy}"
 
 
 class UnknownSubject(ElixirError, ValueError):

@@ -1,7 +1,6 @@
 """Facts about graphs and plans: live bytes, windows of buckets, groups of activations, and whether a plan is legal."""
 
 from elixir_compile.analysis.activations import Depth, Group, activation_groups
-from elixir_compile.analysis.collectives import Traffic, collectives
 from elixir_compile.analysis.formula import peak_formula, plan_at, resized
 from elixir_compile.analysis.fusion import fused
 from elixir_compile.analysis.liveness import Life, Liveness, liveness
@@ -25,12 +24,10 @@ __all__ = [
     "MemoryTimeline",
     "Peak",
     "Repeat",
-    "Traffic",
     "Window",
     "activation_groups",
     "as_run",
     "closing_verbs",
-    "collectives",
     "fused",
     "host_bytes",
     "keep_everything_timeline",

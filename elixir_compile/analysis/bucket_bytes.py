@@ -1,30 +1,35 @@
-"""The bytes that a bucket holds from event to event: one table, read by the timeline of a plan and by the search.
+"""Count the bytes that a bucket holds, by state and op: the table of bytes that timelines, search and reports read.
 
 ```text
-  event                 bytes that appear                           bytes that leave                  memory
-  the step begins       shard of parameters, fp32 sums              none in this step                 their home
-                        shard of the optimizer state                none in this step                 its home
-  gather                the flat buffer                             at the release                    device
-                        the flat shard, if it comes from the host   at the wait for the gather        device
-  wait for the gather   parameters copied out of the flat buffer    the copy, after one op            device
-  reduce                the reduced gradient                        at its offload, if there is one   device
-                        flat buffer, if packed into shards          at the wait for the reduce        device
-                        none                                        unreduced gradients, if packed    device
+  function        bytes that appear                                    bytes that leave                    memory
+  resting         shard of parameters, fp32 sums                       none in this step                   their home
+                  shard of the optimizer state                         none in this step                   its home
+  gathered_copy   at the gather: the flat buffer                       at the release                      device
+                  the flat shard, if it comes from the host            at the wait for the gather          device
+                  at the wait: parameters copied out of the buffer     the copy, after one op              device
+  step_gradients  when an op writes it: an unreduced gradient          at the reduce, if packed; else at   device
+                                                                       the wait, if there is one
+                  at the reduce: the reduced gradient, if sharded or   at the wait for its offload, if     device
+                  packed                                               there is one
+                  the flat buffer, if packed into shards               at the wait for the reduce          device
+  averaged_bytes  in the backward: means, of the largest bucket        at the end of the backward          device
+  streamed        in the update: optimizer state of the largest        at the end of the update            device
+                  streamed bucket; its parameters and gradients,
+                  if their home is the host
+  bucket_host_bytes   all bytes on the host, the same in the whole step                                    host
 ```
 
-The flat buffer of a gather, from its gather to its release, and the unreduced gradients, which are storages of the
-graph, are added by the readers. A streamed update is in `cost.streamed_bytes`. The two buffers of a gather, and those
-of a reduce, are there between two ops. They count at one of them: those of a gather at the op after the wait, those of
-a reduce at the op before it.
+Several ranks shard and pack buckets. An unreduced gradient of a bucket that is neither sharded nor packed is reduced in
+place. The two buffers of a gather, and those of a reduce, are there between two ops. They count at one of them: those
+of a gather at the op after the wait, those of a reduce at the op before it.
 
-Host memory is the same during the whole step, so `bucket_host_bytes` has a bucket's bytes without events.
-`tests/pure/memory_walk.py` counts all this a second time, without this table.
+Readers that need the bytes of one state alone take them from the rows with `bytes_at`. `tests/pure/memory_walk.py`
+counts all this a second time, without this table.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from elixir_compile.analysis.staging import sum_host_bytes
 from elixir_compile.ir import Bucket, Kind, Placement, Tier
 
 
@@ -61,6 +66,11 @@ class Sizes(NamedTuple):
         )
 
 
+def bytes_at(op: int, rows: Iterable[Held]) -> int:
+    """Return the bytes of `rows` that are on the device at `op`."""
+    return sum(held.nbytes for held in rows if held.first <= op <= held.last)
+
+
 def resting(bucket: Bucket, placement: Placement, rank: int = 0) -> Iterator[tuple[Kind, int]]:
     """Yield the bytes that `rank` holds on the device during the whole step, by kind."""
     if placement.param is Tier.DEVICE:
@@ -68,6 +78,17 @@ def resting(bucket: Bucket, placement: Placement, rank: int = 0) -> Iterator[tup
         yield Kind.GRAD, bucket.sum_nbytes
     if placement.optim is Tier.DEVICE:
         yield Kind.MOMENT, bucket.shard_state_nbytes(rank)
+
+
+def gathered_copy(sizes: Sizes, gather: int, wait: int, last: int, *, is_sent: bool) -> Iterator[Held]:
+    """Yield the bytes of one gathered copy of a bucket.
+
+    The gather is issued before op `gather`, its wait is before op `wait`, and the release is after op `last`. `is_sent`
+    if the parameters come from the host.
+    """
+    yield Held(Kind.GATHERED, sizes.flat_bytes, gather, last)
+    if sizes.is_sharded:
+        yield from gather_buffers(sizes, gather, wait, is_sent=is_sent)
 
 
 def gather_buffers(sizes: Sizes, gather: int, wait: int, *, is_sent: bool) -> Iterator[Held]:
@@ -82,6 +103,34 @@ def gather_buffers(sizes: Sizes, gather: int, wait: int, *, is_sent: bool) -> It
         # The shard is freed at the wait, between two ops. It counts at the second too, unless the copied-out
         # parameters, which are more, count there.
         yield Held(Kind.GATHERED, sizes.shard_bytes, gather, wait - 1 if sizes.is_unpacked else wait)
+
+
+Births = Iterable[tuple[int, int]]
+"""The unreduced gradients of a bucket as pairs: the op that allocates it, and its bytes."""
+
+
+def step_gradients(
+    sizes: Sizes, births: Births, complete: int, wait: int, end: int, *, is_away: bool, is_replaced: bool = False
+) -> Iterator[Held]:
+    """Yield the bytes of the gradients of a bucket in one step, unreduced and reduced.
+
+    `complete` is the last op before the reduce: -1 if there is none, `end` if the gradients are not reduced. `wait` is
+    the last op before the wait for the reduce or the offload, `end` if there is no wait; `end` is the last op of the
+    step. `is_away` if the home of the gradients is not the device, `is_replaced` as for `reduce_buffers`.
+    """
+    births = tuple(births)
+    last = last_unreduced(complete, wait, is_packed=sizes.is_packed)
+    for birth, nbytes in births:
+        yield Held(Kind.GRAD, nbytes, birth, last)
+    if complete < end and (sizes.is_sharded or sizes.is_packed):
+        unreduced_bytes = sum(nbytes for _, nbytes in births)
+        leaves = wait if is_away else end
+        yield from reduce_buffers(sizes, complete, wait, leaves, unreduced_bytes, is_replaced=is_replaced)
+
+
+def last_unreduced(complete: int, wait: int, *, is_packed: bool) -> int:
+    """Return the last op with the unreduced gradients of a bucket on the device; see `step_gradients` for the ops."""
+    return complete if is_packed else wait
 
 
 def reduce_buffers(
@@ -107,6 +156,50 @@ def reduce_buffers(
     yield Held(Kind.GRAD, max(0, new_bytes - gone_bytes), complete, complete)
 
 
+def kept_copy_bytes(bucket: Bucket, placement: Placement) -> int:
+    """Return the bytes of the gathered copy of `bucket` between the forward and the backward; 0 if it is released."""
+    if not (placement.resident and (bucket.is_sharded or placement.param is not Tier.DEVICE)):
+        return 0
+    rows = gathered_copy(Sizes.of(bucket), gather=0, wait=0, last=2, is_sent=placement.param is not Tier.DEVICE)
+    return bytes_at(1, rows)
+
+
+def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
+    """Return the bytes of gradients that a backward leaves on the device of rank 0 if each parameter has a gradient.
+
+    They are there until the update. fp32 sums are left out, because they are in `resting`.
+    """
+    end, is_away = 2, placement.param is not Tier.DEVICE
+    wait = 0 if is_away or bucket.is_sharded else end
+    return bytes_at(1, step_gradients(Sizes.of(bucket), [(0, bucket.nbytes)], 0, wait, end, is_away=is_away))
+
+
+def averaged_bytes(buckets: Iterable[Bucket], num_copies: int) -> int:
+    """Return the bytes of new buffers for means of gradients that are not sharded, during a backward on several ranks.
+
+    Buckets are averaged one after another, so the largest bucket counts. Packed buckets are averaged in their flat
+    buffer, which `reduce_buffers` counts.
+    """
+    replicated = (bucket for bucket in buckets if bucket.trainable and not (bucket.is_sharded or bucket.is_packed))
+    return max((bucket.nbytes for bucket in replicated if len(bucket.shard_numels) * num_copies > 1), default=0)
+
+
+def streamed(bucket: Bucket, param: Tier, rank: int = 0) -> tuple[tuple[Kind, int], ...]:
+    """Return the bytes by kind that a streamed update of `bucket` adds on `rank`; `param` is the parameters' home.
+
+    Buckets are updated one after another, so only the bucket with the most bytes counts, at every op of the update.
+    """
+    state = (Kind.MOMENT, bucket.shard_state_nbytes(rank))
+    if param is Tier.DEVICE:
+        return (state,)
+    return (state, (Kind.GATHERED, bucket.shard_nbytes(rank)), (Kind.GRAD, bucket.update_grad_nbytes(rank)))
+
+
+def streamed_bytes(bucket: Bucket, param: Tier, rank: int = 0) -> int:
+    """Return the sum of `streamed` over kinds."""
+    return sum(nbytes for _, nbytes in streamed(bucket, param, rank))
+
+
 def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> int:
     """Return the bytes of `bucket` on the host for `rank`: parameters, gradients and state, or their staging."""
     nbytes = bucket.shard_nbytes(rank)
@@ -117,3 +210,19 @@ def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> in
         # Staging for gradients from the device and updated parameters back to it.
         total += both_bytes if placement.param is Tier.DEVICE and bucket.trainable else 0
     return total + sum_host_bytes(bucket, placement.param, placement.optim)
+
+
+def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
+    """Return the host bytes of fp32 sums of the gradients of `bucket`, beside the buffer of its gradients.
+
+    Parameters on the host: the sums, and a second buffer for gradients that arrive while earlier ones are added up.
+    Parameters on the device with their state on the host or disk: staging of the sums on the way to the update.
+    If ranks reduce in fp32, the gradients are the sums, and only the second buffer is added.
+    """
+    if optim is Tier.DEVICE:
+        return 0
+    if bucket.reduce_dtype is not None:
+        return 0 if param is Tier.DEVICE else bucket.shard_grad_nbytes()
+    if not bucket.sum_nbytes:
+        return 0
+    return bucket.sum_nbytes + (0 if param is Tier.DEVICE else bucket.nbytes)

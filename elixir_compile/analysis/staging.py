@@ -1,4 +1,4 @@
-"""Count the host memory of updates besides parameters, gradients and state: staging of the disk, fp32 sums.
+"""Count the host memory of the buffers through which optimizer state on disk passes.
 
 State on disk is read and written through a ring of buffers, shared by all buckets of an optimizer:
 
@@ -11,7 +11,7 @@ two that divides them, at most 4 bytes. Not counted: tensors held by `state_dict
 
 from collections.abc import Iterable
 
-from elixir_compile.ir import Bucket, Tier
+from elixir_compile.ir import Bucket
 from elixir_compile.units import MIB
 
 NUM_DISK_STAGING = 3
@@ -23,22 +23,6 @@ DISK_BLOCK_BYTES = 4 * MIB
 """Bytes of one read or write, and of one checksum. Larger blocks were no faster."""
 HUGE_PAGE_BYTES = 2 * MIB
 _WIDEST_BYTES = 4
-
-
-def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
-    """Return the host bytes of fp32 sums of the gradients of `bucket`, beside the buffer of its gradients.
-
-    Parameters on the host: the sums, and a second buffer for gradients that arrive while earlier ones are added up.
-    Parameters on the device with their state on the host or disk: staging of the sums on the way to the update.
-    If ranks reduce in fp32, the gradients are the sums, and only the second buffer is added.
-    """
-    if optim is Tier.DEVICE:
-        return 0
-    if bucket.reduce_dtype is not None:
-        return 0 if param is Tier.DEVICE else bucket.shard_grad_nbytes()
-    if not bucket.sum_nbytes:
-        return 0
-    return bucket.sum_nbytes + (0 if param is Tier.DEVICE else bucket.nbytes)
 
 
 def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:

@@ -269,13 +269,13 @@ def check_ranks(plan: Plan) -> None:
 
 
 def check_schedules(plan: Plan) -> None:
-    """Raise IllegalSchedule if a rank has other actions than rank 0: all ranks run the same program."""
+    """Raise IllegalSchedule if a rank has other actions than rank 0: all ranks run the same schedule."""
     first = plan.schedules[0].actions
     for rank_index, schedule in enumerate(plan.schedules):
         pairs = enumerate(zip(schedule.actions, first, strict=False))
         at = next((at for at, (own, other) in pairs if own != other), min(len(schedule.actions), len(first)))
         if at < max(len(schedule.actions), len(first)):
-            sentence = f"Rank {schedule.rank} has another action than rank 0 here, but all ranks run the same program."
+            sentence = f"Rank {schedule.rank} has another action than rank 0 here, but all ranks run the same schedule."
             raise illegal_action(sentence, plan, rank_index, min(at, max(0, len(schedule.actions) - 1)))
 
 

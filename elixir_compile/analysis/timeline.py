@@ -28,9 +28,9 @@ which a gather before a release in the schedule holds both copies.
 """
 
 import functools
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,14 @@ from numpy.typing import NDArray
 from elixir_compile.analysis.bucket_bytes import (
     Held,
     Sizes,
+    averaged_bytes,
     bucket_host_bytes,
-    gather_buffers,
-    reduce_buffers,
+    gathered_copy,
+    last_unreduced,
     resting,
+    step_gradients,
+    streamed,
+    streamed_bytes,
 )
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.liveness import Life, liveness
@@ -65,7 +69,6 @@ from elixir_compile.ir import (
     StorageId,
     Tier,
     Verb,
-    averaged_bytes,
 )
 
 
@@ -124,19 +127,19 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
     tally = _Tally(len(step.ops))
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
     storages = {storage.id: storage for storage in step.storages}
-    grad_bytes: Counter[BucketId] = Counter()
+    births: dict[BucketId, list[tuple[int, int]]] = {bucket.id: [] for bucket in plan.buckets}
     for name, lives in _lives(step, plan, moves).items():
-        of = storages[name].of
-        if of is not None and of in owners:
-            grad_bytes[owners[of]] += storages[name].nbytes
-        for life in () if storages[name].kind is Kind.PARAM and name in owners else lives:
-            tally.add(storages[name].kind, storages[name].nbytes, life.first, life.last)
+        storage = storages[name]
+        if storage.of is not None and storage.of in owners:
+            births[owners[storage.of]].append((lives[0].first, storage.nbytes))
+        elif not (storage.kind is Kind.PARAM and name in owners):
+            for life in lives:
+                tally.add(storage.kind, storage.nbytes, life.first, life.last)
     for bucket in plan.buckets:
-        for first, last in moves.gathered.get(bucket.id, ()):
-            tally.add(Kind.GATHERED, bucket.flat_nbytes, first, last)
-        for kind, nbytes in resting(bucket, placements[bucket.id], rank):
+        placement = placements[bucket.id]
+        for kind, nbytes in resting(bucket, placement, rank):
             tally.add(kind, nbytes, 0, end)
-        for held in _buffers(bucket, placements[bucket.id], moves, grad_bytes[bucket.id], end):
+        for held in _moving(bucket, placement, moves, births[bucket.id], end):
             tally.add(held.kind, held.nbytes, held.first, min(held.last, end))
     _add_streamed(tally, step, plan, rank)
     backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
@@ -181,53 +184,52 @@ def away_bytes(plan: Plan) -> int:
     return sum(group.nbytes for group in plan.activations if group.saving is Saving.OFFLOAD)
 
 
-def _buffers(bucket: Bucket, placement: Placement, moves: "_Moves", unreduced_bytes: int, end: int) -> Iterator[Held]:
-    """Yield the buffers of the gathers and of the reduce of `bucket`; `end` is the last op of the step."""
+def _moving(
+    bucket: Bucket, placement: Placement, moves: "_Moves", births: Sequence[tuple[int, int]], end: int
+) -> Iterator[Held]:
+    """Yield the bytes of the gathered copies and of the gradients of `bucket`; `end` is the last op of the step."""
     sizes, is_away = Sizes.of(bucket), placement.param is not Tier.DEVICE
-    for gather, wait in moves.awaited.get(bucket.id, ()) if sizes.is_sharded else ():
-        yield from gather_buffers(sizes, gather, wait, is_sent=is_away)
-    reduced = moves.reduced_at.get(bucket.id)
-    if reduced is not None and (sizes.is_sharded or sizes.is_packed):
-        wait = moves.grad_ends.get(bucket.id, end)
-        last, is_replaced = wait if is_away else end, bucket.id in moves.replaced
-        yield from reduce_buffers(sizes, reduced - 1, wait, last, unreduced_bytes, is_replaced=is_replaced)
+    for copy in moves.gathered.get(bucket.id, ()):
+        yield from gathered_copy(sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
+    is_replaced = bucket.id in moves.replaced
+    complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
+    yield from step_gradients(sizes, births, complete, wait, end, is_away=is_away, is_replaced=is_replaced)
 
 
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
-    """Add the bytes of streamed updates: buckets pass one after another, so the largest counts.
-
-    Its parameters and gradients count too, if they are not on the device.
-    """
-    streamed = [
-        (
-            bucket,
-            (0, 0) if placement.param is Tier.DEVICE else (bucket.shard_nbytes(rank), bucket.update_grad_nbytes(rank)),
-        )
+    """Add the bytes of streamed updates: buckets pass one after another, so the largest counts."""
+    homes = [
+        (bucket, placement.param)
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
         if placement.streamed and bucket.trainable
     ]
     first = sum(op.phase is not Phase.UPDATE for op in step.ops)
-    if streamed:
-        bucket, (param_bytes, grad_bytes) = max(
-            streamed, key=lambda item: item[0].shard_state_nbytes(rank) + sum(item[1])
-        )
-        tally.add(Kind.MOMENT, bucket.shard_state_nbytes(rank), first, len(step.ops) - 1)
-        tally.add(Kind.GATHERED, param_bytes, first, len(step.ops) - 1)
-        tally.add(Kind.GRAD, grad_bytes, first, len(step.ops) - 1)
+    if homes:
+        bucket, param = max(homes, key=lambda home: streamed_bytes(*home, rank))
+        for kind, nbytes in streamed(bucket, param, rank):
+            tally.add(kind, nbytes, first, len(step.ops) - 1)
+
+
+class _Copy(NamedTuple):
+    """A gathered copy: the first op after its gather, the first op after its wait, and the last op before its release.
+
+    If it is never awaited, `wait` is after `last`.
+    """
+
+    gather: int
+    wait: int
+    last: int
 
 
 @dataclass(slots=True)
 class _Moves:
     """The moves of a schedule as op indices, both ends included."""
 
-    gathered: dict[BucketId, list[tuple[int, int]]]
-    """First and last op of each gathered copy."""
-    awaited: dict[BucketId, list[tuple[int, int]]]
-    """For each gathered copy: the first op after its gather, and the first op after its wait."""
+    gathered: dict[BucketId, list[_Copy]]
     grad_ends: dict[BucketId, int]
-    """Last op at which the unreduced gradients are on the device, if they are offloaded or sharded."""
-    reduced_at: dict[BucketId, int]
-    """First op at which the reduced gradient is on the device."""
+    """Last op before the wait for the gradients, if they are offloaded or sharded."""
+    completes: dict[BucketId, int]
+    """Last op before the reduce, -1 if there is none."""
     replaced: set[BucketId]
     """Buckets whose gathered copy is released just before their reduce, between the same two ops."""
     left_at: dict[GroupId, int]
@@ -240,8 +242,12 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
     unmoved = liveness(step).lives
     lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    packed = {bucket.id for bucket in plan.buckets if bucket.is_packed}
-    ends = moves.grad_ends | {name: op - 1 for name, op in moves.reduced_at.items() if name in packed}
+    end = len(step.ops) - 1
+    reduces = [(bucket, moves.completes.get(bucket.id, end)) for bucket in plan.buckets]
+    ends = {
+        bucket.id: last_unreduced(complete, moves.grad_ends.get(bucket.id, end), is_packed=bucket.is_packed)
+        for bucket, complete in reduces
+    }
     for storage in step.storages:
         owner = None if storage.of is None else owners.get(storage.of)
         last = None if owner is None else ends.get(owner)
@@ -264,8 +270,8 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
     """
     index = {op.id: number for number, op in enumerate(step.ops)}
     lasts = {region.id: index[region.last] for region in plan.regions}
-    moves = _Moves({}, {}, {}, {}, set(), {}, {})
-    starts: dict[BucketId, int] = {}
+    moves = _Moves({}, {}, {}, set(), {}, {})
+    starts: dict[BucketId, _Copy] = {}
     done = -1
     schedule = next((schedule for schedule in plan.schedules if schedule.rank == rank), plan.schedules[0])
     for action in schedule.actions:
@@ -273,14 +279,14 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
             case Verb.RUN, RegionRef(region):
                 done = lasts[region]
             case Verb.GATHER, BucketRef(bucket):
-                starts[bucket] = done + 1
+                starts[bucket] = _Copy(done + 1, len(step.ops), len(step.ops) - 1)
             case Verb.WAIT, BucketRef(bucket) if bucket in starts:
-                moves.awaited.setdefault(bucket, []).append((starts[bucket], done + 1))
+                starts[bucket] = starts[bucket]._replace(wait=done + 1)
             case Verb.RELEASE, BucketRef(bucket):
-                moves.gathered.setdefault(bucket, []).append((starts.pop(bucket), done))
+                moves.gathered.setdefault(bucket, []).append(starts.pop(bucket)._replace(last=done))
             case Verb.REDUCE, BucketRef(bucket):
-                moves.reduced_at[bucket] = done + 1
-                if any(first <= last == done for first, last in moves.gathered.get(bucket, ())):
+                moves.completes[bucket] = done
+                if any(copy.gather <= copy.last == done for copy in moves.gathered.get(bucket, ())):
                     moves.replaced.add(bucket)
             case Verb.WAIT, GradientRef(bucket):
                 moves.grad_ends[bucket] = done
@@ -288,8 +294,8 @@ def _moves(step: StepGraph, plan: Plan, rank: int) -> _Moves:
                 moves.left_at.setdefault(group, done)
             case Verb.PREFETCH, GroupRef(group):
                 moves.back_at[group] = done + 1
-    for bucket, first in starts.items():
-        moves.gathered.setdefault(bucket, []).append((first, len(step.ops) - 1))
+    for bucket, copy in starts.items():
+        moves.gathered.setdefault(bucket, []).append(copy)
     return moves
 
 

@@ -22,6 +22,7 @@ from elixir_compile.analysis import lifecycles
 from elixir_compile.analysis.excerpt import illegal_action
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
+from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import (
     check_activations,
@@ -32,7 +33,6 @@ from elixir_compile.analysis.structure import (
     check_regions,
     check_schedules,
 )
-from elixir_compile.errors import PlanMismatch
 from elixir_compile.ir import (
     Action,
     Bucket,
@@ -50,7 +50,6 @@ from elixir_compile.ir import (
     Target,
     Tier,
     Verb,
-    fingerprint,
 )
 
 _PARAM_EVENTS = {Verb.GATHER: Event.GATHER, Verb.RELEASE: Event.RELEASE}
@@ -69,9 +68,7 @@ def verify(graph: StepGraph, plan: Plan) -> None:
     Raises PlanMismatch if the plan is for another graph, and IllegalSchedule, which shows the wrong line, if it is not
     legal.
     """
-    here = fingerprint(graph)
-    if plan.graph != here:
-        raise PlanMismatch("graph", plan.graph, here)
+    require_same_graph(plan, graph)
     check_ranks(plan)
     check_buckets(graph, plan)
     check_activations(graph, plan)

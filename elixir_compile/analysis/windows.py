@@ -99,7 +99,7 @@ def closing_of(
     regions: Mapping[RegionId, Sequence[BucketId]],
     placements: Iterable[Placement],
 ) -> Mapping[BucketId, Verb]:
-    """Return `closing_verbs` of a program given as pairs of verb and target; `regions` lists the buckets each one
+    """Return `closing_verbs` of `actions`, pairs of verb and target; `regions` lists the buckets that each region
     reads."""
     on_device = {placed.bucket for placed in placements if placed.param is Tier.DEVICE}
     closing: dict[BucketId, Verb] = {}

@@ -202,11 +202,11 @@ def _show_in_forward(forward: fx.GraphModule, hidden: _Hidden, num_fwd_outputs: 
         chain = _view_chain(node, hidden.keys, saved_nodes)
         if chain is not None:
             hidden.saved_views[node.name] = chain
-    kept = [node for node in saved if not (isinstance(node, fx.Node) and node.name in hidden.saved_views)]
+    remaining = [node for node in saved if not (isinstance(node, fx.Node) and node.name in hidden.saved_views)]
     keys = tuple(dict.fromkeys(hidden.keys[chain[0].name] for chain in hidden.saved_views.values()))
     with graph.inserting_before(graph.output_node()):
         stamp = marker_node(graph, ticket, (keys,), {"val": _ticket_example(graph, len(keys))})
-    set_outputs(graph, (*outputs, stamp, *kept))
+    set_outputs(graph, (*outputs, stamp, *remaining))
     _replace_inputs(graph, hidden)
 
 
@@ -229,11 +229,11 @@ def _show_in_backward(backward: fx.GraphModule, hidden: _Hidden) -> None:
             graph.erase_node(node)
     _replace_inputs(graph, hidden)
     output, outputs = graph.output_node(), outputs_of(graph)
-    num_kept = len(outputs) - len(hidden.gradient_keys)
-    kept, gradients = outputs[:num_kept], outputs[num_kept:]
-    set_outputs(graph, kept)
+    num_results = len(outputs) - len(hidden.gradient_keys)
+    results, gradients = outputs[:num_results], outputs[num_results:]
+    set_outputs(graph, results)
     if "desc" in output.meta:
-        output.meta["desc"] = list(output.meta["desc"])[: len(kept)]
+        output.meta["desc"] = list(output.meta["desc"])[: len(results)]
     _insert_gradients(graph, [None if grad is None else as_node(grad) for grad in gradients], hidden)
 
 

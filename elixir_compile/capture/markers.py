@@ -61,9 +61,9 @@ def merge_markers(graph: fx.Graph) -> None:
     """Merge the `parameter` markers of each key into one, and move the markers in front of all ops."""
     first: dict[int, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=parameter):
-        kept = first.setdefault(key_of(node), node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
+        marker = first.setdefault(key_of(node), node)
+        if marker is not node:
+            node.replace_all_uses_with(marker)
             graph.erase_node(node)
     op = next(node for node in graph.nodes if node.op != "placeholder" and node.target is not parameter)
     for key in sorted(first):

@@ -1,4 +1,4 @@
-"""Read one FX node: its values, its arguments, its place in the user's program, and the facts about its ATen op."""
+"""Read one FX node: its values, its arguments, its place in the user's code, and the facts about its ATen op."""
 
 import functools
 import re

@@ -22,7 +22,7 @@ from elixir_compile.ops.registry import slot_by_key
 T = TypeVar("T")
 _HALF_BYTES = 512 * 1024
 """Two thousand nested calls take less."""
-_SLOT_BYTES = 8
+_STACK_ENTRY_BYTES = 8
 
 
 def with_deep_calls(run: Callable[[], T]) -> T:
@@ -42,7 +42,7 @@ def _call(run: Callable[[], Any]) -> Any:
     return run()
 
 
-_in_wide_frame = FunctionType(_call.__code__.replace(co_stacksize=_HALF_BYTES // _SLOT_BYTES), {})
+_in_wide_frame = FunctionType(_call.__code__.replace(co_stacksize=_HALF_BYTES // _STACK_ENTRY_BYTES), {})
 
 
 class _Stopped(BaseException):

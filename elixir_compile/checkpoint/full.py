@@ -109,20 +109,20 @@ def _export_checkpoint(checkpoint: Path, out: Path) -> Export:
     with ExitStack() as held:
         found = open_verified(checkpoint, held) or open_verified(checkpoint, held, is_last_try=True)
         reader = found.reader
-        kept, tied = _kept({name: key_of(value) for name, value in found.plain["model"].items()})
-        header, order = _header(out, {name: reader.forms[key] for name, key in kept.items()})
-        nbytes = _write(out, header, (reader.fresh([kept[name]])[kept[name]] for name in order))
+        untied, tied = _untied({name: key_of(value) for name, value in found.plain["model"].items()})
+        header, order = _header(out, {name: reader.forms[key] for name, key in untied.items()})
+        nbytes = _write(out, header, (reader.fresh([untied[name]])[untied[name]] for name in order))
     return Export(num_tensors=len(order), nbytes=nbytes, tied=tied)
 
 
 def _export_model(model: nn.Module, out: Path) -> Export:
     state = _tensors(model)
-    kept, tied = _kept({name: memory_of(value) if value.numel() else name for name, value in state.items()})
+    untied, tied = _untied({name: memory_of(value) if value.numel() else name for name, value in state.items()})
     with checkpoint_lock:
         group = rank_group_of(model, "exports the model")
         (header, order), headers = group.run_on_all(
             "the header of the file",
-            lambda: _header(out, {name: state[name] for name in kept}),
+            lambda: _header(out, {name: state[name] for name in untied}),
             lambda made: str(made[0]),
         )
         group.require_same([{"the names, dtypes and shapes of tensors": zlib.crc32(text.encode())} for text in headers])
@@ -169,10 +169,11 @@ def _write(out: Path, header: bytes, tensors: Iterable[torch.Tensor]) -> int:
     return nbytes
 
 
-def _kept(owners: Mapping[str, Hashable]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return (owner by kept name, kept name by tied name) for the owners of all names.
+def _untied(owners: Mapping[str, Hashable]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return (owner by untied name, untied name by tied name) for the owners of all names.
 
-    Names with equal owners are tied: the first name is kept. A name with the owner None names no tensor and is dropped.
+    Names with equal owners are tied; the first of them counts as untied. A name with the owner None names no tensor and
+    is dropped.
     """
     first: dict[Hashable, str] = {}
     tied: dict[str, str] = {}

@@ -213,8 +213,8 @@ def fill_optimizer(
             if name in plain["states"]:
                 states[index] = from_plain(plain["states"][name], tensors)
         loaded = from_plain({name: value for name, value in saved.items() if name != "params"}, tensors)
-        kept = {name: value for name, value in group.items() if name in _IMPLEMENTATION_FLAGS}
-        groups.append({**loaded, **kept, "params": list(range(first, first + len(own)))})
+        flags = {name: value for name, value in group.items() if name in _IMPLEMENTATION_FLAGS}
+        groups.append({**loaded, **flags, "params": list(range(first, first + len(own)))})
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

@@ -94,7 +94,7 @@ class SaveHandle:
             finally:
                 checkpoint_lock.release()
 
-        # Not a daemon: a program that ends waits for its last checkpoint.
+        # Not a daemon: a process that ends waits for its last checkpoint.
         self._thread = threading.Thread(target=run, name="elixir-save")
         self._thread.start()
 

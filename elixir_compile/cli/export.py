@@ -18,7 +18,7 @@ def run_export(*, checkpoint: Path, out: Path, as_json: bool) -> int:
         made = export(checkpoint, out)
     except ElixirError as error:
         return fail(error, as_json=as_json)
-    tied = "".join(f"\n{name} is tied to {kept} and not in the file" for name, kept in made.tied.items())
+    tied = "".join(f"\n{name} is tied to {untied} and not in the file" for name, untied in made.tied.items())
     text = f"{made.num_tensors} tensors, {format_bytes(made.nbytes)}, in {out}{tied}"
     typer.echo(json.dumps(asdict(made), indent=1) if as_json else text)
     return 0

@@ -95,7 +95,7 @@ def diff(
 
 
 _BATCH = Annotated[int, typer.Option(min=1, help="Samples per device and step.")]
-_SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample.")]
+_SEQ = Annotated[int, typer.Option(min=1, help="Tokens per sample; refused if the model has fewer positions.")]
 _DTYPE = Annotated[str, typer.Option(help="Dtype of parameters and compute: float32, bfloat16, float16 or float64.")]
 _RECOMPUTE = Annotated[bool, typer.Option("--recompute/--no-recompute", help="Recompute activations layer by layer.")]
 _HARDWARE = Annotated[str | None, typer.Option(help='"a100-40g", "4 x a100-40g" or a profile; else this machine.')]

@@ -17,14 +17,15 @@ from rich.live import Live
 from rich.table import Table
 
 from elixir_compile.analysis import plan_at, verify
+from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.api.plan import named_cluster, plan_with_loss, question
 from elixir_compile.api.preview.capture import Capture
+from elixir_compile.api.preview.capture_cache import cached_capture, capture_key, store_capture
 from elixir_compile.api.preview.few_layers import capture_model
-from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
 from elixir_compile.api.preview.models import TextBatch, find_model
 from elixir_compile.cli.reports import fail
 from elixir_compile.collector import collector_off
-from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan, PlanMismatch
+from elixir_compile.errors import ElixirError, InvalidOption, InvalidPlan
 from elixir_compile.hardware import Cluster, preset_of_ranks
 from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.managed.saved import load_plan, require_same_machine, save_plan
@@ -92,12 +93,12 @@ class Request:
         options = self.parsed_options()
         with collector_off():  # imports of transformers and new models make many objects
             key = capture_key(self.model, text, options, dynamic=dynamic, chunks=chunks)
-            capture = None if key is None else kept_capture(key)
+            capture = None if key is None else cached_capture(key)
             if capture is None:
                 model, inputs = find_model(self.model, text)
                 capture = capture_model(model, inputs, options=options, dynamic=dynamic, chunks=chunks, may_fork=True)
                 if key is not None:
-                    keep_capture(key, capture)
+                    store_capture(key, capture)
             gc.freeze()  # keeps the collector off torch's leftovers: 5 MB per layer, 1 s per collection
         return replace(capture, graph=replace(capture.graph, name=_title(self.model)))
 
@@ -282,6 +283,5 @@ def _require_legal(plan: Plan, request: Request) -> None:
     graph = capture.graph
     if plan.graph != fingerprint(graph) and plan.symbols:
         graph = request.capture(dynamic=True).graph  # with a symbolic batch, as for --largest-batch
-    if plan.graph != fingerprint(graph):
-        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    require_same_graph(plan, graph)
     verify(graph, plan_at(graph, plan))

@@ -35,21 +35,23 @@ def set_local_tensor(sharded: torch.Tensor, local: torch.Tensor) -> None:
 
     `local` must have the shape, dtype and values of the local tensor before.
 
-    The slot `_local_tensor`, which FSDP2 sets too: torch 2.11 to 2.13. Gone: KeyError when a parameter is moved.
+    The member descriptor `_local_tensor`, which FSDP2 sets too: torch 2.11 to 2.13. Gone: KeyError when a parameter is
+    moved.
     """
     from torch._C import _autograd
 
     _autograd._unsafe_set_version_counter((local,), (local_tensor(sharded)._version,))
-    _local_slot().__set__(sharded, local)
+    _local_tensor_descriptor().__set__(sharded, local)
 
 
 def local_tensor(sharded: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of the DTensor `sharded` itself; `to_local()` would return a view of it.
 
-    The slot `_local_tensor`: torch 2.11 to 2.13. Gone: KeyError when a model is prepared for several ranks.
+    The member descriptor `_local_tensor`: torch 2.11 to 2.13. Gone: KeyError when a model is prepared for several
+    ranks.
     """
-    # By the slot, not by `sharded._local_tensor`: in a subclass with `awaited_local_tensor` that waits for an update.
-    return _local_slot().__get__(sharded)
+    # By the descriptor: in a subclass with `awaited_local_tensor`, `sharded._local_tensor` waits for an update.
+    return _local_tensor_descriptor().__get__(sharded)
 
 
 def dtensor_like(local: torch.Tensor, like: "DTensor") -> "DTensor":
@@ -85,7 +87,7 @@ def awaited_local_tensor(wait: Callable[[torch.Tensor], None]) -> dict[str, prop
 
 
 @functools.cache
-def _local_slot() -> Any:
+def _local_tensor_descriptor() -> Any:
     from torch.distributed.tensor import DTensor
 
     return vars(DTensor)["_local_tensor"]

@@ -155,12 +155,12 @@ def guard_by_identity(inputs: Mapping[fx.Node, torch.Tensor]) -> None:
     if context is None or not by_source:
         return
     usual = context.guards_context.dynamo_guards
-    kept = [guard for guard in usual if guard.originating_source not in by_source]
+    guards = [guard for guard in usual if guard.originating_source not in by_source]
     for source, tensor in by_source.items():
-        kept.append(source.make_guard(GuardBuilder.ID_MATCH))
+        guards.append(source.make_guard(GuardBuilder.ID_MATCH))
         if torch.is_grad_enabled() and not tensor.requires_grad:
-            kept.append(AttrSource(source, "requires_grad").make_guard(GuardBuilder.CONSTANT_MATCH))
-    context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(kept))
+            guards.append(AttrSource(source, "requires_grad").make_guard(GuardBuilder.CONSTANT_MATCH))
+    context.guards_context.dynamo_guards = type(usual)(type(usual.inner)(guards))
 
 
 def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
@@ -317,7 +317,7 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 
 
 def new_input(graph: fx.Graph, name: str, after: fx.Node) -> fx.Node:
-    """Add an input to Dynamo's `graph` behind the input `after`, and return it. It has no source in the user's program.
+    """Add an input to Dynamo's `graph` behind the input `after`, and return it. It has no source in the user's code.
 
     `node._dynamo_source`: torch 2.11 to 2.13. Renamed: AssertionError in AOTAutograd at the first capture. Gone: no
     effect.

@@ -1,6 +1,6 @@
 """Profiles of machines without a measurement: common machines by name, and rough profiles for any other.
 
-A common machine has the rates of its data sheets times the shares that programs reach. A rough profile is good enough
+A common machine has the rates of its data sheets times the shares that software reaches. A rough profile is good enough
 to compare plans, not to predict seconds:
 
 `cpu`   the device is the host: the same cores compute, copy and update, so nothing overlaps compute

@@ -1,6 +1,6 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
-from elixir_compile.ir.bucket import Activations, Bucket, Placement, averaged_bytes
+from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.codec import (
     fingerprint,
     graph_from_json,
@@ -69,7 +69,6 @@ __all__ = [
     "Tier",
     "Update",
     "Verb",
-    "averaged_bytes",
     "fingerprint",
     "graph_at",
     "graph_from_json",

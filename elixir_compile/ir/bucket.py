@@ -1,7 +1,6 @@
 """Buckets of parameters, the homes of their training state, and groups of activations with their treatment."""
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elixir_compile.errors import InvalidPlan
@@ -126,16 +125,6 @@ class Bucket:
         if not self.is_sharded:
             return self.state_nbytes
         return self.state_nbytes * self.shard_numels[rank] // max(self.numel, 1)
-
-
-def averaged_bytes(buckets: Iterable[Bucket], num_copies: int) -> int:
-    """Return the bytes of new buffers for means of gradients that are not sharded, during a backward on several ranks.
-
-    Buckets are averaged one after another, so the largest bucket counts. Packed buckets are averaged in their flat
-    buffer, which is counted elsewhere.
-    """
-    replicated = (bucket for bucket in buckets if bucket.trainable and not (bucket.is_sharded or bucket.is_packed))
-    return max((bucket.nbytes for bucket in replicated if len(bucket.shard_numels) * num_copies > 1), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

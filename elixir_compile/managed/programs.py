@@ -98,8 +98,8 @@ class Programs:
         """
         self._progress.compiled()
         ticket = results[self._partition.captured.num_outputs]
-        kept = self.saved_only(results, input_storages)
-        self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, kept)
+        activations = self.saved_only(results, input_storages)
+        self._executor.saved.note(ticket, owner, self.device_bytes, self.given_bytes, activations)
         return ticket
 
     def saves_as(self, other: "Programs") -> bool:

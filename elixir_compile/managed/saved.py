@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from elixir_compile.analysis import plan_at, verify
+from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.errors import InvalidOption, PlanFileError, PlanMismatch
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import (
@@ -11,7 +12,6 @@ from elixir_compile.ir import (
     Record,
     StepGraph,
     Tier,
-    fingerprint,
     plan_from_json,
     plan_to_json,
     record_from_json,
@@ -66,12 +66,11 @@ def load_plan_or_record(path: "str | Path") -> Plan | Record:
 def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster, num_copies: int = 1) -> Plan:
     """Return the plan in the file at `path`, verified for `graph` on `cluster` with `num_copies` ranks per shard.
 
-    Raises PlanMismatch with the value in the file and the value here if the fingerprint of the graph, the name of the
-    machine, the number of ranks or the number of copies differs.
+    Raises PlanMismatch with the value in the file and the value here if the graph, the name of the machine, the number
+    of ranks or the number of copies differs.
     """
     plan = load_plan(path)
-    if plan.graph != fingerprint(graph):
-        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    require_same_graph(plan, graph)
     require_same_machine(plan, cluster)
     if plan.num_copies != num_copies:
         raise PlanMismatch("number of copies", str(plan.num_copies), str(num_copies))

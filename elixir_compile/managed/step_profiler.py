@@ -134,7 +134,7 @@ class Progress:
 
 
 def _show_when_nobody_listens() -> None:
-    """Let the lines reach the terminal in a program without logging set up."""
+    """Let the lines reach the terminal in a script without logging set up."""
     if not log.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("elixir: %(message)s"))

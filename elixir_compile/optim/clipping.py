@@ -22,7 +22,7 @@ from torch import nn
 from elixir_compile.ops.masters import claim_master, has_master
 from elixir_compile.ops.registry import slot_of
 from elixir_compile.ops.shards import is_dtensor, is_sharded, own_grad, sum_over_parts
-from elixir_compile.optim.guard import KeptGradients
+from elixir_compile.optim.guard import GradientSnapshots
 from elixir_compile.optim.host import sum_of_squares
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.master_adamw import MixedAdamWRule
@@ -41,7 +41,7 @@ class KeepsMasters(Hybrid):
     """The number of gradients that overflowed; `GradScaler` sets it around `step()`."""
     _clip_factor: float = 1.0
     """The clip coefficient for the next update."""
-    _clipped = KeptGradients()
+    _clipped = GradientSnapshots()
     """The gradients to which `_clip_factor` applies."""
 
     def _new_rule(self) -> UpdateRule:
@@ -96,7 +96,7 @@ class KeepsMasters(Hybrid):
         norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float64 if is_double else torch.float32)
         # As torch does: without a branch, and not finite if the norm is not.
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        self._clip_factor, self._clipped = clip_factor * factor, KeptGradients(mixed)
+        self._clip_factor, self._clipped = clip_factor * factor, GradientSnapshots(mixed)
         if factor != 1.0:
             _multiply_grads(plain, factor)
         return norm

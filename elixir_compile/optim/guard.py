@@ -47,7 +47,7 @@ class GradientGuard:
                 raise GradientsChanged(name, "had its gradient changed before its queued update had read it")
 
 
-class KeptGradients:
+class GradientSnapshots:
     """The gradients of parameters at one moment, to check later whether any parameter still has its own."""
 
     def __init__(self, params: Iterable[torch.Tensor] = ()) -> None:
@@ -231,7 +231,7 @@ class Overflow:
     """
 
     def __init__(self) -> None:
-        self._seen = KeptGradients()
+        self._seen = GradientSnapshots()
         """All gradients of this rank, if some rank had a gradient that was not finite; else empty."""
 
     @torch.no_grad()
@@ -239,10 +239,10 @@ class Overflow:
         """Set a gradient element to infinity on each rank if any rank has overflow. A collective of all ranks."""
         params = [param for group in groups for param in group["params"] if param.grad is not None]
         sharded = [param for param in params if is_sharded(param)]
-        self._seen = KeptGradients()
+        self._seen = GradientSnapshots()
         if not sharded or not sum_over_parts(_has_overflow(map(own_grad, sharded)), sharded[0]):
             return
-        self._seen = KeptGradients(params)
+        self._seen = GradientSnapshots(params)
         marked = next((param for param in params if own_grad(param).numel()), None)
         if marked is not None:
             grad = own_grad(marked)

@@ -79,8 +79,8 @@ class MixedAdamWRule(AdamWRule):
     def _on_device(self, weight: torch.Tensor, grad: torch.Tensor, state: State, group: Mapping[str, Any]) -> None:
         """Update a parameter with a master on its device, in blocks of `_BLOCK` elements."""
         names = self.statistics(group)
-        kept = (master_rest_of(state), *(state[name] for name in names))
-        tensors = [flat(tensor) for tensor in (weight, in_layout_of(grad, weight), *kept) if tensor is not None]
+        statistics = (master_rest_of(state), *(state[name] for name in names))
+        tensors = [flat(tensor) for tensor in (weight, in_layout_of(grad, weight), *statistics) if tensor is not None]
         for start in range(0, weight.numel(), _BLOCK):
             high, given, rest, *moments = (tensor[start : start + _BLOCK] for tensor in tensors)
             wide = given.to(torch.float32, copy=True).mul_(group.get(GRAD_SCALE, 1.0))

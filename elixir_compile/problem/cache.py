@@ -1,4 +1,4 @@
-"""Keep plans on disk: each problem is searched once, and later runs read its plan.
+"""Cache plans on disk: each problem is searched once, and later runs read its plan.
 
 ```text
   key = SHA-256 of graph, machine, budgets, options, all else in the `Problem`, and the planner's own source
@@ -30,19 +30,19 @@ from elixir_compile.version import __version__, source_digest
 log = logging.getLogger("elixir_compile")
 
 MOST_PLANS = 200
-"""Plan files kept; a plan of GPT-2 124M has 0.1 MB."""
+"""The most files in the folder; a plan of GPT-2 124M has 0.1 MB."""
 _MORE_MEMORY = 1.1
 """A plan is searched again if the budget is larger than its own budget by this factor."""
 _HOST_SHARE = 0.8
-"""Share of the free host memory above which the host may have shaped the plan; such a plan is not kept."""
+"""Share of the free host memory above which the host may have shaped the plan; such a plan is not cached."""
 _PLANNING = ("*.py", *(f"{name}/**/*.py" for name in ("analysis", "cost", "hardware", "ir", "search", "simulate")))
 """The source on which plans depend, as patterns."""
 
 
 def plan_for(problem: Problem, options: Options) -> Plan:
-    """Return the plan of an earlier run if it is usable here; else search for a plan and keep it for later runs.
+    """Return the plan of an earlier run if it is usable here; else search for a plan and cache it for later runs.
 
-    Raises the errors of `search.plan`; nothing is kept then.
+    Raises the errors of `search.plan`; nothing is cached then.
     """
     found = cached_plan(problem, options)
     if found is not None:
@@ -54,7 +54,7 @@ def plan_for(problem: Problem, options: Options) -> Plan:
 
 
 def cached_plan(problem: Problem, options: Options) -> Plan | None:
-    """Return the plan kept for `problem`, verified; None if there is no plan or it is not usable any more.
+    """Return the plan cached for `problem`, verified; None if there is no plan or it is not usable any more.
 
     If the file holds no legal plan for the graph, it is removed with an `ElixirWarning`.
     """
@@ -68,22 +68,22 @@ def cached_plan(problem: Problem, options: Options) -> Plan | None:
     return found
 
 
-def _usable(kept: Plan, problem: Problem, options: Options) -> Plan | None:
-    """Return the plan `kept` for `problem`, verified; None if it does not fit, or is likely not the best any more.
+def _usable(cached: Plan, problem: Problem, options: Options) -> Plan | None:
+    """Return the plan `cached` for `problem`, verified; None if it does not fit, or is likely not the best any more.
 
     Raises an ElixirError if it is no legal plan for the graph.
     """
-    if not _holds(kept, problem, options):
+    if not _holds(cached, problem, options):
         return None
-    found = replace(kept, name=problem.name, budget_bytes=problem.budget_bytes)
-    if problem.budget_bytes > kept.budget_bytes and not _keeps_all(kept):
+    found = replace(cached, name=problem.name, budget_bytes=problem.budget_bytes)
+    if problem.budget_bytes > cached.budget_bytes and not _has_all_on_device(cached):
         found = replace(found, bound_s=None, binding=(), gib_saves_s=None)  # the bound was proved for less memory
     verify(problem.graph, found)
     return found
 
 
 def store_plan(made: Plan, problem: Problem, options: Options) -> None:
-    """Keep the plan `made` for `problem`, and drop the oldest plans if there are too many.
+    """Cache the plan `made` for `problem`, and drop the oldest plans if there are too many.
 
     Warns ElixirWarning if the folder cannot be written.
     """
@@ -95,7 +95,7 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
         drop_oldest(path.parent, MOST_PLANS)
     except OSError as error:
         warnings.warn(
-            f"plans cannot be kept in {path.parent}: {error.strerror}. Set ELIXIR_CACHE_DIR to a folder that can be "
+            f"plans cannot be cached in {path.parent}: {error.strerror}. Set ELIXIR_CACHE_DIR to a folder that can be "
             f"written, or the option plan_cache=False.",
             ElixirWarning,
             stacklevel=2,
@@ -153,21 +153,21 @@ def _graph_digest(graph: StepGraph) -> str:
     return digest.hexdigest()
 
 
-def _holds(kept: Plan, problem: Problem, options: Options) -> bool:
-    """Return whether the plan `kept`, found under other free memory, fits and is likely still the best."""
-    expected = kept.prediction
+def _holds(cached: Plan, problem: Problem, options: Options) -> bool:
+    """Return whether the plan `cached`, found under other free memory, fits and is likely still the best."""
+    expected = cached.prediction
     if options.host_memory is None and expected.host_peak_bytes > problem.host_budget_bytes:
         return False
     if options.device_memory is not None:
         return True
-    is_better_likely = not _keeps_all(kept) and problem.budget_bytes > _MORE_MEMORY * kept.budget_bytes
+    is_better_likely = not _has_all_on_device(cached) and problem.budget_bytes > _MORE_MEMORY * cached.budget_bytes
     return expected.device_peak_bytes <= problem.budget_bytes and not is_better_likely
 
 
-def _keeps_all(kept: Plan) -> bool:
+def _has_all_on_device(cached: Plan) -> bool:
     return all(
         placement.resident and placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
-        for placement in kept.placements
+        for placement in cached.placements
     )
 
 

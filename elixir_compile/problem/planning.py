@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_bytes, resting
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
-from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir import Bucket, Kind, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ops.masters import REST_DTYPES, has_master
 from elixir_compile.ops.optimizers import ParamState, planned_states
 from elixir_compile.ops.registry import Slot
@@ -27,6 +27,7 @@ from elixir_compile.problem.machine import (
     scalar_bytes,
 )
 from elixir_compile.problem.micro_batches import micro_batches_of
+from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
@@ -269,8 +270,8 @@ def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: 
         if slot.name in read or not slot.param.requires_grad:
             continue
         if bucket is not None:
-            sums_bytes = bucket.spec.sum_nbytes * slot.own_nbytes // bucket.spec.nbytes
-            grads_bytes += 0 if bucket.is_on_host else bucket.spec.grad_ratio * slot.own_nbytes + sums_bytes
+            sums_bytes = _resting_bytes(bucket, Kind.GRAD)
+            grads_bytes += _share(slot, bucket, kept_grad_bytes(bucket.spec, bucket.placement) + sums_bytes)
         elif slot.key in executor.gradients.trained_eagerly:
             eager_bytes += _trained_bytes(slot, executor.ranks)
     return device_bytes(executor, leaving_out=read) + max(outstanding_bytes, grads_bytes) + eager_bytes
@@ -287,9 +288,19 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
             continue
         bucket = executor.buckets.of(slot)
         total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_on_host) else 0
-        if bucket is not None and bucket.placement.optim is Tier.DEVICE:
-            total += bucket.spec.state_nbytes * slot.own_nbytes // bucket.spec.nbytes
+        if bucket is not None:
+            total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))
     return total
+
+
+def _resting_bytes(bucket: RunningBucket, kind: Kind) -> int:
+    """Return the bytes of `kind` that `bucket` holds on the device of rank 0 during the whole step."""
+    return sum(nbytes for held, nbytes in resting(bucket.spec, bucket.placement) if held is kind)
+
+
+def _share(slot: Slot, bucket: RunningBucket, nbytes: int) -> int:
+    """Return the bytes of `slot` on this rank, if `bucket` holds `nbytes` on rank 0."""
+    return nbytes * slot.own_nbytes // bucket.spec.shard_nbytes()
 
 
 def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:

@@ -3,7 +3,7 @@
     every possible cut -> finest regions -> distinct regions -> compiled, run on made-up inputs -> stretches
 
 Every cut of a plan is one of these cuts, so the seconds of a plan's region are the sum over its finest regions. Seconds
-that fusion across a cut would save are not included. Measurements are kept on disk by region and machine: a second
+that fusion across a cut would save are not included. Measurements are cached on disk by region and machine: a second
 start measures nothing.
 """
 
@@ -148,14 +148,14 @@ class Profiler:
 
     def _is_known(self, key: str) -> bool:
         if key not in self._known:
-            known = _kept(_path(key))
+            known = _cached(_path(key))
             if known is None:
                 return False
             self._known[key] = known
         return True
 
 
-def _kept(path: Path) -> RegionTime | None:
+def _cached(path: Path) -> RegionTime | None:
     """Return the measurements of an earlier run in the file `path`; None if there is no file or it is not valid."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elixir_compile.analysis.bucket_bytes import resting
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
@@ -149,8 +150,6 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
     is_kept = placement.param is Tier.DEVICE and placement.optim is Tier.DEVICE
     own = tuple(decision for decision in plan.decisions if decision.subject == bucket.id)
     moves = moves_of(plan, (BucketRef(bucket.id), GradientRef(bucket.id)))
-    always_bytes = bucket.shard_nbytes() + bucket.sum_nbytes if placement.param is Tier.DEVICE else 0
-    always_bytes += bucket.shard_state_nbytes() if placement.optim is Tier.DEVICE else 0
     return BucketAnswer(
         bucket=bucket,
         placement=placement,
@@ -164,7 +163,7 @@ def bucket_answer(plan: Plan, bucket: Bucket, subject: Subject, graph: StepGraph
             if other.partition(" ")[0] == bucket.id
         ),
         moves=moves,
-        always_bytes=always_bytes,
+        always_bytes=sum(nbytes for _, nbytes in resting(bucket, placement)),
         copy_bytes=bucket.flat_nbytes if any(move.verb is Verb.GATHER for move in moves) else 0,
         peak_bytes=None if graph is None else _peak_bytes(plan, bucket, graph),
     )

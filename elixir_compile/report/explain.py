@@ -21,9 +21,8 @@ h.3  activations of 3 groups, 54.0 MiB
 
 from collections.abc import Sequence
 
-from elixir_compile.errors import PlanMismatch
+from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.ir.bucket import Activations
-from elixir_compile.ir.codec import fingerprint
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Saving, Tier, Verb
 from elixir_compile.ir.plan import Decision, Plan
@@ -63,8 +62,8 @@ def explain(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> st
 
 def answer(plan: Plan, subject: str = "", graph: StepGraph | None = None) -> Answer:
     """Return the result of `explain` as a value."""
-    if graph is not None and plan.graph != fingerprint(graph):
-        raise PlanMismatch("graph", plan.graph, fingerprint(graph))
+    if graph is not None:
+        require_same_graph(plan, graph)
     if not subject:
         return Answer(subject=subject, plan=plan_answer(plan))
     found = find_subject(plan, subject)

@@ -134,7 +134,7 @@ class Executor:
         Raises the exception of an update before the transfer if the update failed.
         """
         wait_on_compute(transfer.ensure_issued(), self.device)
-        transfer.kept = ()
+        transfer.sources = ()
         if isinstance(transfer, ShardReduce):
             self.gradients.close(transfer.bucket, Verb.REDUCE)
         return transfer.values

@@ -285,7 +285,7 @@ class GradientAccumulator:
             self._buckets.await_update(slot)
             _, grad = backward.pending.pop(slot.key)
             publish(slot.param, grad, self._new_fp32_sum(slot))
-            self.norm_cache.keep(slot)
+            self.norm_cache.store(slot)
 
     def _new_fp32_sum(self, slot: Slot) -> "functools.partial[torch.Tensor] | None":
         bucket = self._buckets.of(slot) if self.sums_in_fp32 else None

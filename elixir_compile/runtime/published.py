@@ -16,7 +16,7 @@ memory.
                        its squares
     clip_grad_norm_    `known`: the squares of each unchanged p.grad; the optimizer reads the other gradients
 
-Squares are kept only for gradients on the host. Reading a gradient on the device again takes as long as reading it in
+Squares are cached only for gradients on the host. Reading a gradient on the device again takes as long as reading it in
 the backward would.
 
 A gradient counts as unchanged if its `GradientSnapshot` is current and the same elements were probed. The probe is
@@ -136,7 +136,7 @@ class GradientSnapshot:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _CachedSquares:
     """The squares of a `param.grad`, and the facts to tell whether it was written since."""
 
     slot: Slot
@@ -159,7 +159,7 @@ class GradNormCache:
         self._num_backwards = 0
         self._num_expected = 0
         self._taken: dict[int, tuple[GradientSnapshot, Squares]] = {}
-        self._kept: dict[int, _Kept] = {}
+        self._cached: dict[int, _CachedSquares] = {}
 
     def ask(self, slots: Iterable[Slot], squares_of: SquaresOf) -> None:
         """Request `squares_of` for the gradients of `slots` from the next backward passes on.
@@ -176,7 +176,7 @@ class GradNormCache:
         if squares_of is not None and slot.param.grad is None:
             self._taken[slot.key] = GradientSnapshot.of(home), squares_of(grad)
 
-    def keep(self, slot: Slot) -> None:
+    def store(self, slot: Slot) -> None:
         """Store the squares of the published gradient of `slot`: from `take`, or by reading the gradient now."""
         squares_of, grad = self._wanted(slot), slot.param.grad
         taken = self._taken.pop(slot.key, None)
@@ -184,36 +184,38 @@ class GradNormCache:
             return
         own = own_part(grad)
         squares = taken[1] if taken is not None and taken[0].is_current(own) else squares_of(own)
-        self._kept[slot.key] = _Kept(slot, squares, squares_of, GradientSnapshot.of(grad))
+        self._cached[slot.key] = _CachedSquares(slot, squares, squares_of, GradientSnapshot.of(grad))
 
     def end_backward(self) -> None:
-        """Probe the gradients kept in this backward; called after all copies to the host have arrived."""
+        """Probe the gradients whose squares are new in this backward; called after all copies to the host arrived."""
         self._num_backwards += 1
         self._taken.clear()
         new = [
-            (kept, own) for kept in self._kept.values() if kept.probe is None and (own := kept.unchanged()) is not None
+            (cached, own)
+            for cached in self._cached.values()
+            if cached.probe is None and (own := cached.unchanged()) is not None
         ]
         if new:
             probes = [_probe(own) for _, own in new]
             pieces = torch.cat(probes).split([probe.numel() for probe in probes])
-            for (kept, _), piece in zip(new, pieces, strict=True):
-                kept.probe = piece
+            for (cached, _), piece in zip(new, pieces, strict=True):
+                cached.probe = piece
 
     def known(self, squares_of: SquaresOf) -> Mapping[int, Squares]:
         """Return `squares_of` for each gradient unchanged since its computation, by the key of its slot."""
         found, before, now = {}, [], []
-        for key, kept in self._kept.items():
-            own = kept.unchanged() if kept.squares_of is squares_of and kept.probe is not None else None
+        for key, cached in self._cached.items():
+            own = cached.unchanged() if cached.squares_of is squares_of and cached.probe is not None else None
             if own is not None:
-                found[key] = kept.squares
-                before.append(kept.probe)
+                found[key] = cached.squares
+                before.append(cached.probe)
                 now.append(_probe(own))
         return found if found and torch.equal(torch.cat(before), torch.cat(now)) else {}
 
     def drop(self) -> None:
         """Forget all squares; called after a backward raised an exception."""
         self._taken.clear()
-        self._kept.clear()
+        self._cached.clear()
 
     def _wanted(self, slot: Slot) -> SquaresOf | None:
         return self._squares_of.get(slot.key) if self._num_backwards + 1 == self._num_expected else None

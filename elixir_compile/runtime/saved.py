@@ -118,16 +118,16 @@ class _Forward:
     device_bytes: int = 0
     given_bytes: int = 0
     """Bytes of the inputs that the backward reads."""
-    kept: list["weakref.ref[torch.UntypedStorage]"] = field(default_factory=list)
+    storages: list["weakref.ref[torch.UntypedStorage]"] = field(default_factory=list)
     """Storages on the device that only the backward of this forward reads."""
     emptied: list[tuple["weakref.ref[torch.UntypedStorage]", torch.Tensor]] = field(default_factory=list)
-    """Storages of `kept` that `offload_outstanding` emptied, each with its bytes on the host."""
+    """Storages of `storages` that `offload_outstanding` emptied, each with its bytes on the host."""
     slab: Slab | None = None
     """The memory of the bytes in `emptied`; None if no storage is emptied."""
 
     def empty(self, pool: SlabPool) -> bool:
-        """Move the kept storages to a slab of `pool` and free their device memory; return whether there were any."""
-        storages = [storage for reference in self.kept if (storage := reference()) is not None]
+        """Move the storages to a slab of `pool` and free their device memory; return whether there were any."""
+        storages = [storage for reference in self.storages if (storage := reference()) is not None]
         storages = [storage for storage in storages if storage.nbytes() and storage.resizable()]
         if not storages:
             return False
@@ -155,7 +155,7 @@ class _Forward:
         """Give all memory on the host back to `pool`."""
         self._free_emptied(pool)
         for offloaded in self.groups.values():
-            offloaded.transfer.kept = ()
+            offloaded.transfer.sources = ()
             offloaded.on_host = ()
             pool.give_back(offloaded.slab)
 
@@ -206,7 +206,7 @@ class SavedActivations:
         views = tuple(
             _View(places[compat.storage_key(v)], v.dtype, v.size(), v.stride(), int(v.storage_offset())) for v in values
         )
-        transfer = Transfer(label, self._d2h.mark(), kept=tuple(values))
+        transfer = Transfer(label, self._d2h.mark(), sources=tuple(values))
         self._current.groups[group] = _OffloadedGroup(slab, tuple(on_host), views, transfer)
         return transfer
 
@@ -243,17 +243,22 @@ class SavedActivations:
         return ticket
 
     def note(
-        self, ticket: torch.Tensor, owner: object, device_bytes: int, given_bytes: int, kept: Sequence[torch.Tensor]
+        self,
+        ticket: torch.Tensor,
+        owner: object,
+        device_bytes: int,
+        given_bytes: int,
+        activations: Sequence[torch.Tensor],
     ) -> None:
         """Record the device memory that the forward of `ticket` holds until its backward.
 
         `owner` is the compilation that ran the forward, `device_bytes` are its activations on the device, and
-        `given_bytes` the inputs that its backward reads. `kept` are the activations without another reader.
+        `given_bytes` the inputs that its backward reads. `activations` are those without another reader.
         """
         forward = self._forwards[number_of(ticket)]
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
-        storages = {compat.storage_key(value): value.untyped_storage() for value in kept}
-        forward.kept = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
+        storages = {compat.storage_key(value): value.untyped_storage() for value in activations}
+        forward.storages = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
 
     def call_of(self, ticket: torch.Tensor) -> int:
         """Return the number of forwards that all ranks had run together, up to the forward of `ticket`."""
@@ -279,7 +284,7 @@ class SavedActivations:
 
         Return whether any memory was freed. `restore` copies them back before their backward.
         """
-        found = [forward for forward in list(self._forwards.values()) if forward.slab is None and forward.kept]
+        found = [forward for forward in list(self._forwards.values()) if forward.slab is None and forward.storages]
         with compat.real_tensors():  # the call may come while a later graph is being traced
             return sum(forward.empty(self._pool) for forward in found) > 0
 

@@ -16,7 +16,7 @@ class Transfer:
     """Completes with the copy; None if the copy is synchronous, or is not issued yet."""
     values: tuple[torch.Tensor, ...] = ()
     """The tensors that the copy makes."""
-    kept: tuple[torch.Tensor, ...] = ()
+    sources: tuple[torch.Tensor, ...] = ()
     """The tensors that the copy reads, kept alive until the wait."""
 
     def ensure_issued(self) -> "torch.cuda.Event | None":
@@ -36,7 +36,7 @@ class LateTransfer(Transfer):
     def ensure_issued(self) -> "torch.cuda.Event | None":
         """Make the copy; return its event, or None if copies are synchronous."""
         copied = self._begin()
-        self.values, copied.kept = copied.values, ()  # the copy is done, and other objects may hold `copied`
+        self.values, copied.sources = copied.values, ()  # the copy is done, and other objects may hold `copied`
         return copied.ensure_issued()
 
 

@@ -1,17 +1,18 @@
 """The default planner, `milp`: search for the fastest plan, and prove a bound on the step time of every plan.
 
 A candidate has one level per bucket and one mode per layer. The search runs these stages in order, until the fastest
-simulated step is within the tolerance of the bound. In a large program the tolerance grows with the number of
+simulated step is within the tolerance of the bound. In a large MILP the tolerance grows with the number of
 simulated candidates (`Tries.is_good`).
 
     uniform     candidates with the same mode in every layer, as starting points
-    bound       the relaxed optimum; columns and rows are added to the program as needed            `solver`
+    counted     how many of like buckets and layers take each option; in large MILPs           `counted`
+    bound       the relaxed optimum; columns and rows are added to the MILP as needed            `solver`
     rounded     the nearest integral candidates, with several amounts of memory free for early copies     `solver`
     streamed    updates of the best candidate, streamed or not, bucket by bucket                   `Tries`
     pool        the best integral candidates over all options used by the relaxed optima
     rules       the candidates of the rule planners, so that the plan is never slower than any of them
-    integral    integral optima, best first, each of which raises the bound; not in large programs        `solver`
-    flips       candidates with one option changed from the best, as the program ranks them        `tries.flip`
+    integral    integral optima, best first, each of which raises the bound; not in large MILPs        `solver`
+    flips       candidates with one option changed from the best, as the MILP ranks them        `tries.flip`
 
 Each stage ends after a fixed number of simulations and solves, so the same problem gets the same plan on a slow and on
 a fast machine, unless the clock ends the search.
@@ -25,7 +26,8 @@ import numpy as np
 
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, Evaluator
-from elixir_compile.search.formulation.program import Program, Vector
+from elixir_compile.search.formulation.counted import CountedMilp
+from elixir_compile.search.formulation.milp import Milp, Vector
 from elixir_compile.search.formulation.solver import Priced, integral_candidates, priced, rounded
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.modes import modes_by_depth
@@ -38,7 +40,7 @@ TOLERANCE = 1e-3
 """The search ends if no untried candidate can be faster by more than this share of the step."""
 _MIN_IDLE, _IDLE_COLUMNS, _IDLE_STREAMED = 12, 20_000, 6_000
 """The stage `integral` ends after `_IDLE_COLUMNS / columns` solutions in a row without a shorter step, but not before
-`_MIN_IDLE`. Programs with streamed updates use `_IDLE_STREAMED`: they have no row for a gather that waits because it is
+`_MIN_IDLE`. MILPs with streamed updates use `_IDLE_STREAMED`: they have no row for a gather that waits because it is
 early, so the rest of their gap never closes. GPT-2 124M with 6 GiB on an RTX 3090: half the seconds for the same
 plan."""
 _MAX_MISSES = 24
@@ -48,8 +50,10 @@ forbids a single candidate, and rows against single candidates make the next sol
 _SOLVER_SHARE, _SEARCH_SHARE = 0.5, 0.8
 """Shares of the time after which integral solves and all simulation end. The decisions get the rest."""
 _FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0)
-"""Memory kept free for early copies, in units of the largest bucket, in the order of the rounds. On several ranks every
+"""Memory left free for early copies, in units of the largest bucket, in the order of the rounds. On several ranks every
 use of a released bucket is a gather: most candidates without free memory do not fit, or wait for their gathers."""
+_COUNTED_SHARES = (1.0, 2.0, 0.5, 0.0, 3.0)
+"""The same for candidates from counts: with the first, most candidates fit and wait for few copies."""
 _MAX_STALE = 2
 """Solves in a row without a higher bound after which a relaxed optimum is good enough to be rounded."""
 _WORTH_MOVING = 0.01
@@ -75,11 +79,11 @@ def place_best(
     # The profile of a machine is not so exact that a slightly faster update elsewhere is a reason to move a bucket.
     moves_nothing = first.levels == evaluator.facts.start_levels and first.modes == evaluator.facts.modes
     clock = Clock() if clock is None else clock
-    program = Program(evaluator, max(first.step_s, 1e-12))
+    milp = Milp(evaluator, max(first.step_s, 1e-12))
     first = replace(first, planner="milp")
     tries = Tries(
         evaluator=evaluator,
-        program=program,
+        milp=milp,
         deadline=clock.until(timeout_s * _SEARCH_SHARE),
         best=first,
         tolerance=tolerance,
@@ -87,26 +91,28 @@ def place_best(
     )
     starts = _uniform_candidates(evaluator)
     if not moves_nothing:
-        _try_shortest(tries, program, starts)
-    seeds = [program.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *starts))]
+        _try_shortest(tries, milp, starts)
+    seeds = [milp.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *starts))]
     for seed in seeds:
-        program.add_paths(seed)
-    start = priced(program, seeds, tries.deadline)
+        milp.add_paths(seed)
+    if milp.is_large and not moves_nothing:
+        seeds += _try_counted(tries, CountedMilp(milp), _COUNTED_SHARES[:1])
+    start = priced(milp, seeds, tries.deadline)
     if start is None:
-        _try_rules(tries, program, () if moves_nothing else others)
-        return replace(tries.best, decisions=decisions(program, tries.best, clock.until(timeout_s)))
-    proved = _certificate(program, start)
+        _try_rules(tries, milp, () if moves_nothing else others)
+        return replace(tries.best, decisions=decisions(milp, tries.best, clock.until(timeout_s)))
+    proved = _certificate(milp, start)
     if moves_nothing and not _is_worth_moving(evaluator, first, proved.bound_s):
         return replace(first, certificate=replace(proved, bound_s=min(proved.bound_s, first.step_s)))
-    bound_s = _search(tries, program, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
+    bound_s = _search(tries, milp, start, seeds, others, clock.until(timeout_s * _SOLVER_SHARE))
     log.debug("searched %s in %s", evaluator.facts.problem.name, format_s(clock.spent_s))
     if moves_nothing and not _is_worth_moving(evaluator, first, tries.best.step_s):
         return replace(first, certificate=replace(proved, bound_s=min(bound_s, first.step_s)))
     limit_s = min(first.step_s, tries.best.step_s * (1 + tolerance))
-    bring_back(tries, program, tries.with_fewest_host_bytes(limit_s), limit_s)
+    bring_back(tries, milp, tries.with_fewest_host_bytes(limit_s), limit_s)
     best = tries.with_fewest_host_bytes(limit_s)
     certificate = replace(proved, bound_s=min(bound_s, best.step_s))
-    return replace(best, certificate=certificate, decisions=decisions(program, best, clock.until(timeout_s)))
+    return replace(best, certificate=certificate, decisions=decisions(milp, best, clock.until(timeout_s)))
 
 
 def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline) -> float | None:
@@ -116,12 +122,12 @@ def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline) -> 
     """
     if not evaluator.facts.buckets:
         return evaluator.step_s(evaluator.facts.start_levels)
-    program = Program(evaluator, max(step_s, 1e-12))
-    seeds = [program.vector(candidate) for candidate in _uniform_candidates(evaluator)]
+    milp = Milp(evaluator, max(step_s, 1e-12))
+    seeds = [milp.vector(candidate) for candidate in _uniform_candidates(evaluator)]
     for seed in seeds:
-        program.add_paths(seed)
-    start = priced(program, seeds, deadline)
-    return None if start is None else program.seconds(start.bound)
+        milp.add_paths(seed)
+    start = priced(milp, seeds, deadline)
+    return None if start is None else milp.seconds(start.bound)
 
 
 def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float) -> bool:
@@ -137,14 +143,14 @@ def _uniform_candidates(evaluator: Evaluator) -> list[Candidate]:
     return list(dict.fromkeys(Candidate(tuple(level), mode) for level in levels for mode in modes))
 
 
-def _try_shortest(tries: Tries, program: Program, starts: Sequence[Candidate]) -> None:
-    """Try `starts` that fit by the rows of the program, from the shortest by its paths, until one of them fits."""
+def _try_shortest(tries: Tries, milp: Milp, starts: Sequence[Candidate]) -> None:
+    """Try `starts` that fit by the rows of the MILP, from the shortest by its paths, until one of them fits."""
     problem = tries.evaluator.facts.problem
-    vectors = [(candidate, program.vector(candidate)) for candidate in starts]
+    vectors = [(candidate, milp.vector(candidate)) for candidate in starts]
     fitting = [
-        (program.lower_s(x), candidate)
+        (milp.lower_s(x), candidate)
         for candidate, x in vectors
-        if program.peak_bytes(x) <= problem.budget_bytes and program.host_bytes(x) <= problem.host_budget_bytes
+        if milp.peak_bytes(x) <= problem.budget_bytes and milp.host_bytes(x) <= problem.host_budget_bytes
     ]
     for lower_s, candidate in sorted(fitting):
         if lower_s >= tries.best.step_s or tries.try_candidate(candidate) is not None:
@@ -153,7 +159,7 @@ def _try_shortest(tries: Tries, program: Program, starts: Sequence[Candidate]) -
 
 def _search(
     tries: Tries,
-    program: Program,
+    milp: Milp,
     start: Priced,
     seeds: Sequence[Vector],
     others: Iterable[Candidate],
@@ -163,24 +169,46 @@ def _search(
 
     Integral solves end at `solver_end`.
     """
-    bound_s = program.seconds(start.bound)
-    candidates = program
+    bound_s = milp.seconds(start.bound)
+    candidates = milp
+    if milp.is_large and not tries.is_good(bound_s):
+        _try_counted(tries, CountedMilp(milp), _COUNTED_SHARES, bound_s)
     if tries.evaluator.facts.problem.cluster.num_ranks > 1 and not tries.is_good(bound_s):
-        candidates = program.with_trips()
+        candidates = milp.with_trips()
+        if milp.is_large:
+            _try_counted(tries, CountedMilp(candidates), _COUNTED_SHARES, bound_s)
     if not tries.is_good(bound_s):
         _round(tries, candidates, start, seeds, bound_s)
-    _try_rules(tries, program, others)
-    if not tries.is_good(bound_s) and not program.is_large:
-        bound_s = max(bound_s, _solve(tries, program, solver_end))
+    _try_rules(tries, milp, others)
+    if not tries.is_good(bound_s) and not milp.is_large:
+        bound_s = max(bound_s, _solve(tries, milp, solver_end))
     if not tries.is_good(bound_s):
         flip(tries, candidates, bound_s)
-        if program.has_streams and not tries.is_good(bound_s):
+        if milp.has_streams and not tries.is_good(bound_s):
             tries.swap_streamed()
     return bound_s
 
 
-def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector], bound_s: float) -> None:
-    """Try integral candidates near relaxed optima, each with another amount of memory kept free, until the best is good
+def _try_counted(
+    tries: Tries, counted: CountedMilp, free_shares: Sequence[float], bound_s: float = 0.0
+) -> list[Vector]:
+    """Try the candidates of `counted` with each of `free_shares` of the largest bucket left free, until the best is
+    good for `bound_s`; then with other streamed updates. Return the optima over counts."""
+    widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
+    found: list[Vector] = []
+    for share in free_shares:
+        for spread in counted.optima(tries.deadline, -int(share * widest_bytes)):
+            found.append(spread.x)
+            if tries.try_candidate(spread.candidate) is not None:
+                tries.try_streamed(spread.candidate, spread.streamed)
+            if tries.is_good(bound_s):
+                return found
+    tries.swap_streamed()
+    return found
+
+
+def _round(tries: Tries, milp: Milp, start: Priced, seeds: Sequence[Vector], bound_s: float) -> None:
+    """Try integral candidates near relaxed optima, each with another amount of memory left free, until the best is good
     for `bound_s`; then candidates over the options of all of these optima."""
     problem = tries.evaluator.facts.problem
     widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
@@ -190,78 +218,78 @@ def _round(tries: Tries, program: Program, start: Priced, seeds: Sequence[Vector
     for share in shares if problem.cluster.h2d.overlaps_compute else (0.0,):
         more_bytes = -int(share * widest_bytes)
         found: Priced | None = start
-        if share or program is not tries.program:
-            found = priced(program, [start.x, *seeds], tries.deadline, more_bytes, _MAX_STALE)
-        if found is None or program.seconds(found.bound) >= tries.best.step_s:
+        if share or milp is not tries.milp:
+            found = priced(milp, [start.x, *seeds], tries.deadline, more_bytes, _MAX_STALE)
+        if found is None or milp.seconds(found.bound) >= tries.best.step_s:
             continue
         pool.append(found.x)
         before_s = tries.best.step_s
-        _try_nearest(tries, program, found.x, more_bytes)
+        _try_nearest(tries, milp, found.x, more_bytes)
         free_bytes = more_bytes if tries.best.step_s < before_s else free_bytes
         if tries.is_good(bound_s) or tries.is_over():
             return
-    if program.has_streams:
+    if milp.has_streams:
         tries.swap_streamed()
     # First with the free memory that gave the best candidate so far: copies are early enough with it.
     for more_bytes in dict.fromkeys((free_bytes, 0)) if pool else ():
         if tries.is_good(bound_s) or tries.is_over():
             break
-        _try_pool(tries, program, pool, more_bytes, bound_s)
-    if program.has_streams and not tries.is_good(bound_s):
+        _try_pool(tries, milp, pool, more_bytes, bound_s)
+    if milp.has_streams and not tries.is_good(bound_s):
         tries.swap_streamed()
 
 
-def _try_nearest(tries: Tries, program: Program, x: Vector, more_bytes: int) -> None:
+def _try_nearest(tries: Tries, milp: Milp, x: Vector, more_bytes: int) -> None:
     """Try the integral candidate nearest to the optimum x: the last from `rounded`, which breaks no row."""
-    candidates = list(rounded(program, x, tries.deadline, more_bytes=more_bytes))
+    candidates = list(rounded(milp, x, tries.deadline, more_bytes=more_bytes))
     if not candidates:
-        also = [program.vector(tries.best.candidate)]
-        candidates = list(rounded(program, x, tries.deadline, more_bytes=more_bytes, also=also))
+        also = [milp.vector(tries.best.candidate)]
+        candidates = list(rounded(milp, x, tries.deadline, more_bytes=more_bytes, also=also))
     if candidates:
         tries.try_candidate(candidates[-1].candidate)
 
 
-def _try_pool(tries: Tries, program: Program, pool: Sequence[Vector], more_bytes: int, bound_s: float) -> None:
+def _try_pool(tries: Tries, milp: Milp, pool: Sequence[Vector], more_bytes: int, bound_s: float) -> None:
     """Try each integral candidate over the options used by the optima in `pool` and by the best candidate, until the
-    best is good for `bound_s`. Each is also tried with the streamed updates of the program.
+    best is good for `bound_s`. Each is also tried with the streamed updates of the MILP.
 
     All of them are tried because the last is hardly better than the first: GPT-2 20B on an A100 had a gap of 0.7 %
     after the second of eight solves of 1 to 2 s each, and of 0.8 % with the eighth alone.
     """
-    x = np.max([*pool, program.vector(tries.best.candidate)], axis=0)
-    for found in rounded(program, x, tries.deadline, more_bytes=more_bytes, integral_streams=True):
+    x = np.max([*pool, milp.vector(tries.best.candidate)], axis=0)
+    for found in rounded(milp, x, tries.deadline, more_bytes=more_bytes, integral_streams=True):
         if tries.try_candidate(found.candidate) is not None:
             tries.try_streamed(found.candidate, found.streamed)
         if tries.is_good(bound_s):
             return
 
 
-def _try_rules(tries: Tries, program: Program, others: Iterable[Candidate]) -> None:
+def _try_rules(tries: Tries, milp: Milp, others: Iterable[Candidate]) -> None:
     """Try the candidates in `others` that may be shorter than the best with some updates streamed.
 
     It runs even if the time is up, so that the result is never slower than a rule planner.
     """
     all_buckets = range(len(tries.evaluator.facts.buckets))
     for candidate in others:
-        lower_s = min(program.lower_s(program.vector(candidate, streamed)) for streamed in ((), all_buckets))
+        lower_s = min(milp.lower_s(milp.vector(candidate, streamed)) for streamed in ((), all_buckets))
         if lower_s < tries.best.step_s:
             tries.try_candidate(candidate)
 
 
-def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
+def _solve(tries: Tries, milp: Milp, deadline: Deadline) -> float:
     """Try integral solutions, best first, until no untried candidate can be better; return the bound in seconds."""
     bound_s, since_s = 0.0, tries.best.step_s
     proved: dict[Candidate, float] = {}
-    columns = _IDLE_STREAMED if program.has_streams else _IDLE_COLUMNS
-    num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // program.num_choices), 0
-    for candidate, rest_s in integral_candidates(program, deadline, tries.tolerance / 2):
+    columns = _IDLE_STREAMED if milp.has_streams else _IDLE_COLUMNS
+    num_idle, max_idle, num_missed = 0, max(_MIN_IDLE, columns // milp.num_choices), 0
+    for candidate, rest_s in integral_candidates(milp, deadline, tries.tolerance / 2):
         # A candidate not yielded before takes at least `rest_s`; a candidate yielded before, its own longest paths.
         bound_s = max(bound_s, min((rest_s, *(own_s for other, own_s in proved.items() if other != candidate))))
         num_missed = num_missed + 1 if tries.try_candidate(candidate) is None else 0
         # `lower_s` holds for a single choice of streamed updates; `rest_s` holds for this candidate with any choice.
-        own_s = rest_s if program.has_streams else program.lower_s(program.vector(candidate))
+        own_s = rest_s if milp.has_streams else milp.lower_s(milp.vector(candidate))
         proved[candidate] = max(proved.get(candidate, 0.0), own_s)
-        # Equal layers give many candidates with equal rows in the program, which leave different memory for prefetch.
+        # Equal layers give many candidates with equal rows in the MILP, which leave different memory for prefetch.
         num_idle = num_idle + 1 if tries.best.step_s > since_s * (1 - tries.tolerance) else 0
         since_s = min(since_s, tries.best.step_s) if num_idle == 0 else since_s
         if tries.is_good(rest_s) or num_idle >= max_idle or num_missed >= _MAX_MISSES:
@@ -269,15 +297,15 @@ def _solve(tries: Tries, program: Program, deadline: Deadline) -> float:
     return bound_s
 
 
-def _certificate(program: Program, start: Priced) -> Certificate:
+def _certificate(milp: Milp, start: Priced) -> Certificate:
     """Return the certificate of the relaxed optimum `start`.
 
-    It is made before the search adds rows to the program: they would raise the bound with one more GiB, not `start`'s.
+    It is made before the search adds rows to the MILP: they would raise the bound with one more GiB, not `start`'s.
     """
-    more = priced(program, [start.x], deadline_in(1.0), GIB, _MAX_STALE)
-    bound_s = program.seconds(start.bound)
+    more = priced(milp, [start.x], deadline_in(1.0), GIB, _MAX_STALE)
+    bound_s = milp.seconds(start.bound)
     return Certificate(
         bound_s=bound_s,
-        binding=binding(program, start.x),
-        gib_saves_s=None if more is None else max(0.0, bound_s - program.seconds(more.bound)),
+        binding=binding(milp, start.x),
+        gib_saves_s=None if more is None else max(0.0, bound_s - milp.seconds(more.bound)),
     )

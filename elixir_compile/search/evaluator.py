@@ -12,7 +12,7 @@ from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.analysis.windows import closing_of
 from elixir_compile.ir import BucketId, Decision, Placement, RegionId, Target, Update, Verb
 from elixir_compile.search.problem import asked_time
-from elixir_compile.search.schedule import Cut, cut_regions, program, regions
+from elixir_compile.search.schedule import Cut, cut_regions, regions, step_actions
 from elixir_compile.search.space.facts import Facts, gather_facts
 from elixir_compile.search.space.levels import Level, host_bytes_of, placement_of
 from elixir_compile.search.space.memory import MemoryModel
@@ -185,7 +185,7 @@ class Evaluator:
         for i in moves.streamed:
             streamed = placement_of(self.facts.buckets[i], levels[i], streamed=True)
             placements[streamed.bucket] = streamed
-        actions = program(self.facts, levels, moves, cuts)
+        actions = step_actions(self.facts, levels, moves, cuts)
         cycle = self._cycle(levels, moves, cuts, actions, placements)
         return play(actions, run_s, placements, self.prices, cycle=cycle)
 

@@ -7,12 +7,14 @@ layer by layer                                   from the first and from the lea
 The limits are the fewest device bytes of a graph, and its device bytes if nothing moves, both without a search.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from elixir_compile.analysis.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, given_bytes
-from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph, Tier
+from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.facts import gather_facts
@@ -98,20 +100,18 @@ def _extent(evaluator: Evaluator, levels: Sequence[Level]) -> Extent:
 
 
 def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kept_bytes: int) -> Extent:
-    resident_bytes = grad_bytes = copies_bytes = 0
+    held: Counter[Kind] = Counter()
     for bucket, home in homes:
-        if home.param is Tier.DEVICE:
-            resident_bytes += bucket.shard_nbytes()
-            grad_bytes += bucket.shard_grad_nbytes() + bucket.sum_nbytes if bucket.trainable else 0
-        if home.resident and (bucket.is_sharded or home.param is not Tier.DEVICE):
-            copies_bytes += bucket.flat_nbytes
-        if home.optim is Tier.DEVICE:
-            resident_bytes += bucket.shard_state_nbytes()
+        for kind, nbytes in resting(bucket, home):
+            held[kind] += nbytes
+        # Each parameter counts as having a gradient. The graph may have fewer, so the bytes are an upper limit.
+        held[Kind.GRAD] += kept_grad_bytes(bucket, home) if bucket.trainable else 0
+        held[Kind.GATHERED] += kept_copy_bytes(bucket, home)
     return Extent(
         peak_bytes=peak_bytes,
-        left_bytes=kept_bytes + copies_bytes,
-        resident_bytes=resident_bytes,
-        grad_bytes=grad_bytes,
+        left_bytes=kept_bytes + held[Kind.GATHERED],
+        resident_bytes=held[Kind.PARAM] + held[Kind.MOMENT],
+        grad_bytes=held[Kind.GRAD],
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from elixir_compile.ir import Decision
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import DraftPlan
-from elixir_compile.search.formulation.program import Program, Vector
+from elixir_compile.search.formulation.milp import Milp, Vector
 from elixir_compile.search.space.levels import level_text
 from elixir_compile.search.space.modes import mode_text
 from elixir_compile.units import format_bytes, format_s
@@ -16,33 +16,33 @@ from elixir_compile.units import format_bytes, format_s
 _FULL = 1 - 1e-3
 
 
-def binding(program: Program, x: Vector) -> tuple[str, ...]:
+def binding(milp: Milp, x: Vector) -> tuple[str, ...]:
     """Return the limits reached at the relaxed optimum x: lanes of the longest paths, and full memories."""
-    facts, live_bytes = program.evaluator.facts, program.live_bytes(x)
-    labels = _longest_labels(program, x)
+    facts, live_bytes = milp.evaluator.facts, milp.live_bytes(x)
+    labels = _longest_labels(milp, x)
     fullest = int(live_bytes.argmax())
     if live_bytes[fullest] >= facts.problem.budget_bytes * _FULL:
-        op = facts.graph.ops[program.memory.highest_op(fullest)]
+        op = facts.graph.ops[milp.memory.highest_op(fullest)]
         labels.append(f"device memory is full at {op.id}")
-    host = program.host_row
+    host = milp.host_row
     if host.values @ x[host.columns] >= host.limit * _FULL:
         labels.append("host memory is full")
     return tuple(dict.fromkeys(labels))
 
 
-def _longest_labels(program: Program, x: Vector) -> list[str]:
+def _longest_labels(milp: Milp, x: Vector) -> list[str]:
     """Return for each phase how its longest path divides over lanes.
 
     If a longer path crosses several phases, its label replaces the labels of these phases.
     """
-    sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in program.phases]
-    if any(phase.longest_s(x) >= program.lower_s(x) for phase in program.whole_step):
+    sides = [max((phase.longest(x) for phase in side), key=lambda path: path.seconds) for side in milp.phases]
+    if any(phase.longest_s(x) >= milp.lower_s(x) for phase in milp.whole_step):
         return ["step: host memory is busy"]
-    across = max((phase.longest(x) for phase in program.across), key=lambda path: path.seconds, default=None)
-    if across is None or across.seconds <= sum(sides[number].seconds for number in program.spanned):
+    across = max((phase.longest(x) for phase in milp.across), key=lambda path: path.seconds, default=None)
+    if across is None or across.seconds <= sum(sides[number].seconds for number in milp.spanned):
         return [side.label for side in sides]
-    names = " and ".join(side[0].name for number, side in enumerate(program.phases) if number in program.spanned)
-    rest = [side.label for number, side in enumerate(sides) if number not in program.spanned]
+    names = " and ".join(side[0].name for number, side in enumerate(milp.phases) if number in milp.spanned)
+    rest = [side.label for number, side in enumerate(sides) if number not in milp.spanned]
     return [f"{names}: {across.label.partition(': ')[2]}", *rest]
 
 
@@ -53,12 +53,12 @@ _MAX_PRICED = 600
 """Rejected options of all decisions together whose seconds are computed; computing one takes a millisecond or more."""
 
 
-def decisions(program: Program, draft: DraftPlan, deadline: Deadline | None = None) -> tuple[Decision, ...]:
+def decisions(milp: Milp, draft: DraftPlan, deadline: Deadline | None = None) -> tuple[Decision, ...]:
     """Return a decision on every bucket of `draft` that moves, and on every layer that recomputes or offloads.
 
     Decisions made after the `deadline` have no cost and no rejected options.
     """
-    facts = program.evaluator.facts
+    facts = milp.evaluator.facts
     changes: list[tuple[str, _Change]] = []
     for i, (bucket, level, start) in enumerate(zip(facts.buckets, draft.levels, facts.start_levels, strict=True)):
         if level is not start:
@@ -70,16 +70,16 @@ def decisions(program: Program, draft: DraftPlan, deadline: Deadline | None = No
             changes.append((layer.name or "step", _Change(i, mode, 0, texts)))
     if not changes:
         return ()
-    x = program.vector(draft.candidate, draft.moves.streamed)
+    x = milp.vector(draft.candidate, draft.moves.streamed)
     num_priced = max(1, min(_NUM_REJECTED, _MAX_PRICED // len(changes)))
-    chosen = _Chosen(program, x, program.live_bytes(x), program.host_bytes(x), program.lower_s(x), num_priced)
+    chosen = _Chosen(milp, x, milp.live_bytes(x), milp.host_bytes(x), milp.lower_s(x), num_priced)
     return tuple(_decision(chosen, subject, change, deadline) for subject, change in changes)
 
 
 class _Chosen(NamedTuple):
-    """The candidate to explain, as a vector of the program, with its bytes and its lower bound in seconds."""
+    """The candidate to explain, as a vector of the MILP, with its bytes and its lower bound in seconds."""
 
-    program: Program
+    milp: Milp
     x: Vector
     live_bytes: Vector
     host_bytes: int
@@ -101,7 +101,7 @@ class _Change(NamedTuple):
 
 
 class _Other(NamedTuple):
-    """The chosen candidate with another option for a bucket or layer: column `column` of the program for `now`."""
+    """The chosen candidate with another option for a bucket or layer: column `column` of the MILP for `now`."""
 
     chosen: _Chosen
     now: int
@@ -109,7 +109,7 @@ class _Other(NamedTuple):
 
     @property
     def more_bytes(self) -> Vector:
-        bytes_of = self.chosen.program.bytes_of
+        bytes_of = self.chosen.milp.bytes_of
         return bytes_of[:, self.column] - bytes_of[:, self.now]
 
     @property
@@ -120,13 +120,13 @@ class _Other(NamedTuple):
     def host_bytes(self) -> int:
         x = np.zeros(len(self.chosen.x))
         x[self.column], x[self.now] = 1.0, -1.0
-        return self.chosen.host_bytes + self.chosen.program.host_bytes(x)
+        return self.chosen.host_bytes + self.chosen.milp.host_bytes(x)
 
     @property
     def step_s(self) -> float:
         x = self.chosen.x.copy()
         x[self.now], x[self.column] = 0.0, 1.0
-        return self.chosen.program.lower_s(x)
+        return self.chosen.milp.lower_s(x)
 
 
 def _decision(chosen: _Chosen, subject: str, change: _Change, deadline: Deadline | None) -> Decision:
@@ -153,7 +153,7 @@ def _decision(chosen: _Chosen, subject: str, change: _Change, deadline: Deadline
 
 
 def _moved(chosen: _Chosen, change: _Change, after: int) -> _Other:
-    choices = chosen.program.choices
+    choices = chosen.milp.choices
     return _Other(chosen, choices[change.i, change.now], choices[change.i, after])
 
 
@@ -168,7 +168,7 @@ def _alternatives(chosen: _Chosen, change: _Change) -> list[_Alternative]:
 
     Of the options that fit, only the `num_priced` with the highest peak get seconds; the rest are left out.
     """
-    problem, found = chosen.program.evaluator.facts.problem, []
+    problem, found = chosen.milp.evaluator.facts.problem, []
     fitting: list[tuple[int, _Other, str]] = []
     for option, text in change.texts.items():
         if option == change.now:

@@ -81,7 +81,7 @@ def _layer_starts(facts: Facts, acting: Sequence[int]) -> set[int]:
     }
 
 
-def program(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, Target]]:
+def step_actions(facts: Facts, levels: Sequence[Level], moves: Moves, cuts: Sequence[Cut]) -> list[tuple[Verb, Target]]:
     """Return the actions of a step as pairs of a verb and its target."""
     buckets, grads, groups = facts.targets.buckets, facts.targets.gradients, facts.targets.groups
     moving = (*buckets, *groups)
@@ -167,7 +167,7 @@ def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
 
 
 def schedule(actions: Sequence[tuple[Verb, Target]]) -> Schedule:
-    """Return the pairs of `program` as the schedule of rank 0."""
+    """Return the pairs of `step_actions` as the schedule of rank 0."""
     return Schedule(rank=0, actions=tuple(Action(verb=verb, target=target) for verb, target in actions))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
-from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.heuristics.streaming import best_moves, may_be_streamed
 from elixir_compile.search.heuristics.transfers import just_in_time
 from elixir_compile.search.space.levels import Level
@@ -14,8 +14,8 @@ _MIN_SWAP_GAIN, _MIN_FLIP_GAIN = 1e-5, 1e-4
 """Swaps and flips with a smaller gain, as a share of the step, do not count."""
 _MAX_SWAPS_SIMULATED, _MAX_SWAPS = 8, 64
 """The most swaps of streamed updates simulated in a round, and the most rounds."""
-_GOOD_ENOUGH = ((6, 5e-3), (8, 1e-2))
-"""(number, share): after so many simulated candidates the search of a large program ends if untried candidates can be
+_GOOD_ENOUGH = ((9, 5e-3), (14, 1e-2))
+"""(number, share): after so many simulated candidates the search of a large MILP ends if untried candidates can be
 shorter by no more than this share of the step. Llama 7B on an RTX 4090 came to 0.3 % with its 7th candidate after 6 CPU
 seconds, and to 0.2 % after 11; GPT-2 20B on an A100 to 0.9 % with its 8th after 9, and to 0.4 % with its 100th after
 31; Llama 70B on 8 H100s to 1.3 % with its second after 8 and to 1.0 % after 14."""
@@ -26,7 +26,7 @@ class Tries:
     """The draft plans of all candidates that were simulated and fit, and the best of them."""
 
     evaluator: Evaluator
-    program: Program
+    milp: Milp
     deadline: Deadline
     best: DraftPlan
     tolerance: float
@@ -81,7 +81,7 @@ class Tries:
     def swap_streamed(self) -> None:
         """Stream the update of a bucket, or no longer stream it, as long as that shortens the step of the best draft.
 
-        The swaps with the shortest paths by the program are simulated first.
+        The swaps with the shortest paths by the MILP are simulated first.
         """
         candidate = self.best.candidate
         evaluator = self.evaluator.at(candidate.modes)
@@ -105,7 +105,7 @@ class Tries:
                 break
 
     def _lower_s(self, candidate: Candidate, streamed: Collection[int]) -> float:
-        return self.program.lower_s(self.program.vector(candidate, streamed))
+        return self.milp.lower_s(self.milp.vector(candidate, streamed))
 
     def _good_s(self, candidate: Candidate) -> Callable[[frozenset[int]], float]:
         return lambda streamed: self._lower_s(candidate, streamed) * (1 + self.tolerance)
@@ -122,9 +122,9 @@ class Tries:
     def is_good(self, bound_s: float) -> bool:
         """Return whether the step of the best draft plan is within the tolerance of `bound_s`.
 
-        In a large program the tolerance grows with the number of simulated candidates.
+        In a large MILP the tolerance grows with the number of simulated candidates.
         """
-        enough = [share for number, share in _GOOD_ENOUGH if self.program.is_large and len(self.found) >= number]
+        enough = [share for number, share in _GOOD_ENOUGH if self.milp.is_large and len(self.found) >= number]
         return self.best.step_s <= bound_s * (1 + max([self.tolerance, *enough]))
 
     def is_over(self) -> bool:
@@ -143,24 +143,26 @@ class Tries:
 
 _ROUNDING = 1e-9
 """Sums of seconds in another order differ by less than this share."""
-_MAX_FLIPS, _MAX_ROUNDS = 20, 16
-"""The most flips in a round, and the most rounds. A round without a better draft plan is the last."""
+_MAX_FLIPS, _MAX_FLIPS_LARGE, _MAX_ROUNDS = 20, 8, 16
+"""The most flips in a round of a small and of a large MILP, and the most rounds. A round without a better draft plan
+is the last. 1,600 simulated steps of GPT-2 20B on an A100 of 40 GB took 11 s and gained nothing."""
 _MAX_BROUGHT_BACK, _MAX_BROUGHT_BACK_LARGE = 20, 8
-"""The most candidates simulated by `bring_back` in a small and in a large program: 20 of Llama 7B took 1.4 of 9 s."""
+"""The most candidates simulated by `bring_back` in a small and in a large MILP: 20 of Llama 7B took 1.4 of 9 s."""
 
 
-def flip(tries: Tries, program: Program, bound_s: float) -> None:
+def flip(tries: Tries, milp: Milp, bound_s: float) -> None:
     """Change the best candidate an option at a time, as long as the step gets shorter or the host bytes fewer.
 
-    Stop if the best is good for `bound_s`. Each round simulates the candidates with the shortest paths by `program`
-    first, and begins anew if the step got shorter by `_MIN_FLIP_GAIN`. Candidates that do not fit by `program` are
+    Stop if the best is good for `bound_s`. Each round simulates the candidates with the shortest paths by `milp`
+    first, and begins anew if the step got shorter by `_MIN_FLIP_GAIN`. Candidates that do not fit by `milp` are
     left out.
     """
     seen: set[Candidate] = set()
+    max_flips = _MAX_FLIPS_LARGE if milp.is_large else _MAX_FLIPS
     for _ in range(_MAX_ROUNDS):
         before = tries.best
-        ranked = sorted(_promising(tries, program, before, before.step_s), key=lambda entry: entry[0])
-        for candidate in [candidate for _, candidate in ranked if candidate not in seen][:_MAX_FLIPS]:
+        ranked = sorted(_promising(tries, milp, before, before.step_s), key=lambda entry: entry[0])
+        for candidate in [candidate for _, candidate in ranked if candidate not in seen][:max_flips]:
             if tries.is_over() or tries.is_good(bound_s):
                 return
             seen.add(candidate)
@@ -171,7 +173,7 @@ def flip(tries: Tries, program: Program, bound_s: float) -> None:
             return
 
 
-def bring_back(tries: Tries, program: Program, draft: DraftPlan, limit_s: float) -> None:
+def bring_back(tries: Tries, milp: Milp, draft: DraftPlan, limit_s: float) -> None:
     """Try `draft` with buckets moved back towards the device and layers kept, so that nothing moves without need.
 
     Each change is tried on top of the changes before it that left the step at `limit_s` or less.
@@ -182,19 +184,19 @@ def bring_back(tries: Tries, program: Program, draft: DraftPlan, limit_s: float)
         for i, options in enumerate(_options(tries))
         for option in options[: options.index(_option(draft.candidate, i))]
     ]
-    max_tried = _MAX_BROUGHT_BACK_LARGE if program.is_large else _MAX_BROUGHT_BACK
+    max_tried = _MAX_BROUGHT_BACK_LARGE if milp.is_large else _MAX_BROUGHT_BACK
     candidate, num_tried, moved = draft.candidate, 0, set[int]()
-    x = program.vector(candidate, tries.best.moves.streamed)
-    live_bytes = program.live_bytes(x)
+    x = milp.vector(candidate, tries.best.moves.streamed)
+    live_bytes = milp.live_bytes(x)
     for i, option in nearer:
         if i in moved or num_tried >= max_tried or tries.is_over():
             continue
-        now = program.choices[i, _option(candidate, i)]
-        more_bytes = program.bytes_of[:, program.choices[i, option]] - program.bytes_of[:, now]
+        now = milp.choices[i, _option(candidate, i)]
+        more_bytes = milp.bytes_of[:, milp.choices[i, option]] - milp.bytes_of[:, now]
         tried = _changed(candidate, i, option)
         if float((live_bytes + more_bytes).max()) > tries.evaluator.facts.problem.budget_bytes:
             continue
-        if program.lower_s(program.vector(tried, tries.best.moves.streamed)) > limit_s * (1 + _ROUNDING):
+        if milp.lower_s(milp.vector(tried, tries.best.moves.streamed)) > limit_s * (1 + _ROUNDING):
             continue
         num_tried += tried not in tries.found
         found = tries.try_candidate(tried)
@@ -204,25 +206,25 @@ def bring_back(tries: Tries, program: Program, draft: DraftPlan, limit_s: float)
             moved.add(i)
 
 
-def _promising(tries: Tries, program: Program, base: DraftPlan, limit_s: float) -> Iterator[tuple[float, Candidate]]:
+def _promising(tries: Tries, milp: Milp, base: DraftPlan, limit_s: float) -> Iterator[tuple[float, Candidate]]:
     """Yield each candidate with one option changed from `base` that may fit with a step of at most `limit_s`.
 
     Each comes after its lower bound in seconds. Its bytes are the bytes of `base` plus the difference of two columns.
     """
     candidate, streamed = base.candidate, base.moves.streamed
     budget_bytes = tries.evaluator.facts.problem.budget_bytes
-    live_bytes = program.live_bytes(program.vector(candidate))
+    live_bytes = milp.live_bytes(milp.vector(candidate))
     for i, options in enumerate(_options(tries)):
-        now = program.bytes_of[:, program.choices[i, _option(candidate, i)]]
+        now = milp.bytes_of[:, milp.choices[i, _option(candidate, i)]]
         for option in options:
             if option == _option(candidate, i):
                 continue
             if tries.is_over():
                 return
-            if float((live_bytes - now + program.bytes_of[:, program.choices[i, option]]).max()) > budget_bytes:
+            if float((live_bytes - now + milp.bytes_of[:, milp.choices[i, option]]).max()) > budget_bytes:
                 continue
             changed = _changed(candidate, i, option)
-            lower_s = program.lower_s(program.vector(changed, streamed))
+            lower_s = milp.lower_s(milp.vector(changed, streamed))
             if lower_s <= limit_s * (1 + _ROUNDING):
                 yield lower_s, changed
 

@@ -21,7 +21,7 @@ from elixir_compile.ir import (
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.heuristics.streaming import update_decisions
 from elixir_compile.search.problem import Problem, update_time
-from elixir_compile.search.schedule import cut_regions, program, regions, schedule
+from elixir_compile.search.schedule import cut_regions, regions, schedule, step_actions
 from elixir_compile.search.space.levels import placement_of
 from elixir_compile.search.space.residency import num_ahead
 from elixir_compile.simulate import hidden_update_share, prediction_of, simulate
@@ -33,7 +33,7 @@ def write_out(evaluator: Evaluator, draft: DraftPlan) -> Plan:
     evaluator = evaluator.at(draft.modes)
     facts, problem, proved = evaluator.facts, evaluator.facts.problem, draft.certificate
     cuts = cut_regions(facts, draft.levels, draft.moves)
-    actions = program(facts, draft.levels, draft.moves, cuts)
+    actions = step_actions(facts, draft.levels, draft.moves, cuts)
     streamed = draft.moves.streamed
     buckets = enumerate(zip(facts.buckets, draft.levels, strict=True))
     placements = tuple(placement_of(bucket, level, streamed=i in streamed) for i, (bucket, level) in buckets)

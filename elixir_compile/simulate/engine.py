@@ -50,7 +50,7 @@ _NOT_MEASURED = Measured()
 _MOST_CYCLES = 16
 _ROUNDING_S = 1e-12
 
-_Program = Sequence[tuple[Verb, Target]]
+_Actions = Sequence[tuple[Verb, Target]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,8 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
         closing=closing_verbs(plan) if plan.update is Update.IN_BACKWARD else {},
     )
     spans: list[Span] = []
-    program = ((action.verb, action.target) for action in actions)
-    played = play(program, run_s, placements, price, spans, cycle)
+    pairs = ((action.verb, action.target) for action in actions)
+    played = play(pairs, run_s, placements, price, spans, cycle)
     timeline = plan_timeline(graph, plan)
     return Record(
         origin=Origin.SIMULATED,
@@ -103,25 +103,25 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
 
 
 def play(
-    program: Iterable[tuple[Verb, Target]],
+    actions: Iterable[tuple[Verb, Target]],
     run_s: Mapping[RegionId, float],
     placements: Mapping[BucketId, Placement],
     price: Prices,
     spans: list[Span] | None = None,
     cycle: Cycle = _ONE_STEP,
 ) -> Played:
-    """Return the seconds of a step of `program`, pairs of verb and target, in steady state.
+    """Return the seconds of a step of `actions`, pairs of verb and target, in steady state.
 
     `run_s` holds the seconds of each region. If `spans` is given, the spans of all lanes are appended to it.
     """
     lanes = Lanes(price=price, spans=spans)
     player = _Player(lanes, run_s, placements, cycle)
     if cycle.update is Update.IN_BACKWARD:
-        return _play_steadily(player, tuple(program))
+        return _play_steadily(player, tuple(actions))
     if cycle.update is Update.AFTER_BACKWARD:
-        player.run(program)
+        player.run(actions)
     else:
-        actions = tuple(program)
+        actions = tuple(actions)
         updated = (target for verb, target in actions if verb is Verb.UPDATE and isinstance(target, BucketRef))
         player.update_across([target.bucket for target in updated])
         player.run(action for action in actions if action[0] is not Verb.UPDATE)
@@ -135,7 +135,7 @@ def _played(step_s: float, memory_s: float, stalled_s: float) -> Played:
     return Played(step_s=step_s + short_s, stalled_s=stalled_s + short_s)
 
 
-def _play_steadily(player: "_Player", program: _Program) -> Played:
+def _play_steadily(player: "_Player", actions: _Actions) -> Played:
     """Simulate steps until the lanes are in the same state after a step as before it."""
     lanes = player.lanes
     spans, step_s, memory_s = lanes.spans, 0.0, 0.0
@@ -143,7 +143,7 @@ def _play_steadily(player: "_Player", program: _Program) -> Played:
         lanes.stalled_s, lanes.spans = 0.0, None if spans is None else []
         found = _rounded(lanes)
         player.updated.clear()
-        player.run(program)
+        player.run(actions)
         memory_s = lanes.memory_s
         step_s = lanes.begin_again()
         if found == _rounded(lanes):
@@ -174,7 +174,7 @@ def _wrapped(span: Span, step_s: float) -> Span:
 
 
 class _Player:
-    """Simulates the actions of a program on lanes."""
+    """Simulates the actions of a schedule on lanes."""
 
     def __init__(
         self,
@@ -188,9 +188,9 @@ class _Player:
         """Buckets that are updated in this step."""
         self._backward_end_s: float | None = None
 
-    def run(self, program: Iterable[tuple[Verb, Target]]) -> None:
+    def run(self, actions: Iterable[tuple[Verb, Target]]) -> None:
         lanes, placements, is_closing = self.lanes, self._placements, bool(self._cycle.closing)
-        for verb, target in program:
+        for verb, target in actions:
             if isinstance(target, RegionRef):
                 self._run_region(target.region)
                 continue

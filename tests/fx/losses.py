@@ -107,16 +107,16 @@ LOSSES: Sequence[Loss] = (
 
 def dynamo_graph(model: nn.Module, *args: torch.Tensor) -> tuple[fx.GraphModule, list[torch.Tensor], bool]:
     """Return the graph that Dynamo makes of `model`, its inputs, and whether looking for a loss left it as it was."""
-    kept: list[tuple[fx.GraphModule, list[torch.Tensor], bool]] = []
+    graphs: list[tuple[fx.GraphModule, list[torch.Tensor], bool]] = []
 
     def backend(gm: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., object]:
         before = str(gm.graph)
         find_loss(gm)
-        kept.append((fx.GraphModule(gm, copy.deepcopy(gm.graph)), examples, str(gm.graph) == before))
+        graphs.append((fx.GraphModule(gm, copy.deepcopy(gm.graph)), examples, str(gm.graph) == before))
         return gm.forward
 
     torch.compile(model, backend=backend, fullgraph=True)(*args)
-    (found,) = kept
+    (found,) = graphs
     return found
 
 

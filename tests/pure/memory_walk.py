@@ -1,16 +1,17 @@
 """Count the device bytes of one step by carrying the step out: allocate, free, and add up the allocations at each op.
 
 `analysis.plan_timeline` counts the same bytes as sums of intervals. This count keeps the set of current allocations
-while it walks through actions and ops. The two share no arithmetic, so tests compare them; they share the list of the
-ops that run (`analysis.recompute.as_run`) and the sizes of staging buffers (`analysis.staging`).
+while it walks through actions and ops. The two share no arithmetic, so tests compare them: this count does not read the
+table `analysis.bucket_bytes`. They share the list of the ops that run (`analysis.recompute.as_run`), the sizes of a
+bucket (`ir.Bucket`) and the sizes of the buffers of a disk (`analysis.staging`).
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from elixir_compile.analysis.recompute import as_run
-from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
-from elixir_compile.ir.bucket import Activations, Bucket, averaged_bytes
+from elixir_compile.analysis.staging import disk_staging_bytes
+from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.kinds import Kind, Phase, Saving, Tier, Verb
 from elixir_compile.ir.plan import Plan
@@ -109,7 +110,7 @@ class _Walk:
         """Run op `i`: allocate its writes, and free storages after their last use."""
         op = self.graph.ops[i]
         if i == self.num_forward:
-            self.take("means", "", averaged_bytes(self.plan.buckets, self.plan.num_copies))
+            self.take("means", "", self.largest_mean_bytes())
         touched = {*op.reads, *op.writes}
         for name in touched:
             storage = self.storages[name]
@@ -130,6 +131,16 @@ class _Walk:
             is_kept = is_kept or name in self.leaving
             if self.uses_left[name] == 0 and self.storages[name].kind in (Kind.TEMP, Kind.SAVED) and not is_kept:
                 self.drop("storage", name)
+
+    def largest_mean_bytes(self) -> int:
+        """Return the bytes of the mean of the largest bucket whose gradients ranks average in a new buffer."""
+        largest_bytes = 0
+        for bucket in self.plan.buckets:
+            is_alone = len(bucket.shard_numels) == 1 and self.plan.num_copies == 1
+            is_in_place = not bucket.trainable or bucket.is_sharded or bucket.reduce_dtype is not None
+            if not (is_alone or is_in_place):
+                largest_bytes = max(largest_bytes, bucket.nbytes)
+        return largest_bytes
 
     def act(self, verb: Verb, target: Target) -> None:
         match verb, target:
@@ -238,6 +249,15 @@ class _Walk:
             if home.optim is not Tier.DEVICE:
                 # Parameters or their staging; gradients or theirs; state that is not on disk.
                 total_bytes += bucket.shard_nbytes() + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
-                total_bytes += sum_host_bytes(bucket, home.param, home.optim)
+                total_bytes += _sum_host_bytes(bucket, home)
                 total_bytes += bucket.shard_state_nbytes() if home.optim is Tier.HOST else 0
         return total_bytes
+
+
+def _sum_host_bytes(bucket: Bucket, home: Placement) -> int:
+    """Return the bytes of sums in fp32 on the host, with the state there: of sums beside the gradients of one pass, and
+    of gradients that arrive while sums are made, if the parameters are there too."""
+    if bucket.reduce_dtype is not None:
+        return bucket.shard_grad_nbytes() if home.param is not Tier.DEVICE else 0
+    arriving_bytes = bucket.nbytes if bucket.sum_nbytes and home.param is not Tier.DEVICE else 0
+    return bucket.sum_nbytes + arriving_bytes

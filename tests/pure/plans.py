@@ -84,7 +84,7 @@ def make_plan(
     step = as_run(graph, activations)
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
     trips = {group.id: shortest_stay(step, group) for group in away} | dict(trips or {})
-    regions, actions = _program(step, buckets, placements, trips)
+    regions, actions = _regions_and_actions(step, buckets, placements, trips)
     plan = Plan(
         name="chain",
         graph=fingerprint(graph),
@@ -153,9 +153,9 @@ def target_of(verb: Verb, name: str, groups: Collection[str] = ()) -> Target:
     return BucketRef(BucketId(name))
 
 
-def typed(program: Iterable[tuple[Verb, str]], groups: Collection[str] = ()) -> list[tuple[Verb, Target]]:
-    """Return `program` with targets for their names; `groups` are the names of activations."""
-    return [(verb, target_of(verb, name, groups)) for verb, name in program]
+def typed(actions: Iterable[tuple[Verb, str]], groups: Collection[str] = ()) -> list[tuple[Verb, Target]]:
+    """Return `actions` with targets for their names; `groups` are the names of activations."""
+    return [(verb, target_of(verb, name, groups)) for verb, name in actions]
 
 
 def _carries(trips: Mapping[GroupId, Trip], at: int) -> list[Action]:
@@ -167,7 +167,7 @@ def _carries(trips: Mapping[GroupId, Trip], at: int) -> list[Action]:
     return [Action(verb=verb, target=GroupRef(name)) for verb, name in found]
 
 
-def _program(
+def _regions_and_actions(
     graph: StepGraph, buckets: Sequence[Bucket], placements: Sequence[Placement], trips: Mapping[GroupId, Trip]
 ) -> tuple[tuple[Region, ...], list[Action]]:
     held = _held(graph, buckets, placements)

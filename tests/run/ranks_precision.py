@@ -12,11 +12,11 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import elixir_compile as elixir
-from elixir_compile.analysis import collectives
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Plan, Verb
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import is_sharded, own_grad, own_part
+from tests.pure.collectives import collectives
 from tests.run.ranks_training import full, own_rows
 
 WIDTH = 101

@@ -22,7 +22,7 @@ from elixir_compile.options import Options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk import disk_file, disk_queue, disk_store
-from elixir_compile.runtime.disk.staging import StagingBuffer, StagingBuffers
+from elixir_compile.runtime.disk.disk_store import StagingBuffer, StagingBuffers
 from elixir_compile.search import Problem
 from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw, loss_of, tight_bytes
 

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from elixir_compile import compat
 from elixir_compile.api.backend import with_compiler
+from elixir_compile.api.preview.positions import require_positions_of_config, require_positions_of_graph
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
@@ -123,7 +124,7 @@ def capture_step(
     `device` is by default the device of the first parameter that is not on `meta`, else `cuda` if it is available, else
     `cpu`. If `dynamic`, the first dimension of every input is symbolic. The loss is computed in `chunks`, found by an
     earlier capture, if they are given. Raises UnsupportedModel if the model cannot be traced as one graph or trains
-    nothing.
+    nothing, and InvalidOption if samples have more tokens than the model has positions.
     """
     model = _built(model)
     target = _device_of(model) if device is None else torch.device(device)
@@ -133,6 +134,7 @@ def capture_step(
     managed.swap_modules()
     managed.move_rest()
     args, kwargs = _like(example_inputs, target, dynamic=dynamic)
+    require_positions_of_config(model, kwargs)
     options = with_compiler(options or Options())
     possible: list[Chunks | None] = []
 
@@ -145,6 +147,7 @@ def capture_step(
         return inputs
 
     captured = trace_step(own, args, kwargs, name=managed.executor.name, inner=options.inner, edit=edit)
+    require_positions_of_graph(captured)
     # Graphs are reference cycles: without this, the parameters would count for the device until the collector runs.
     memory.resize_(0)
     batch = _batch_of((*args, *kwargs.values())) if dynamic else None

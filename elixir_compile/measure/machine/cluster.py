@@ -20,8 +20,7 @@ from elixir_compile.measure.machine.limits import (
 from elixir_compile.measure.machine.links import measure_collectives
 from elixir_compile.measure.machine.rates import Progress, measure_rates
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
-from elixir_compile.runtime.disk.disk_store import DiskStore
-from elixir_compile.runtime.disk.staging import StagingBuffers
+from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
 from elixir_compile.units import MIB
 
 

@@ -1,6 +1,6 @@
 """Measure all rates of compute, updates and copies, each as the median of several rounds.
 
-Other programs load the machine in bursts of seconds, longer than a measurement, so all repeats of a measurement may be
+Other processes load the machine in bursts of seconds, longer than a measurement, so all repeats of a measurement may be
 wrong. Rounds spread the repeats of each measurement over the full time.
 
 Updates are those of `HybridAdamW`, a fused call over the tensors of a bucket, which has the tensors of one transformer

@@ -29,7 +29,7 @@ def function_text(name: str, form: Form, expressions: Mapping[str, str]) -> str:
     lines = [f"void {name}(float *const *at, const float *numbers, size_t count, Root root) {{"]
     lines += [f"    float *restrict const t{index} = at[{index}];" for index in range(form.num_inputs)]
     lines += [f"    const float s{index} = numbers[{index}];" for index in range(form.num_numbers)]
-    lines += [f"    {stages.kind(value)} b{value}[BLOCK];" for value in sorted(stages.kept)]
+    lines += [f"    {stages.kind(value)} b{value}[BLOCK];" for value in sorted(stages.in_arrays)]
     lines.append("    for (size_t from = 0; from < count; from += BLOCK) {")
     lines.append("        const int num = count - from < BLOCK ? (int)(count - from) : BLOCK;")
     for stage in range(stages.num_stages):
@@ -58,7 +58,7 @@ class _Stages:
         reads = [(operand, self._stage[value]) for value in self._ops for operand in self._read(value)]
         reads += [(value, self._writes[index]) for index, value in form.outputs]
         later = {value for value, stage in reads if value in self._ops and stage > self._stage[value]}
-        self.kept = later | {value for value in self._ops if self._is_root(value)}
+        self.in_arrays = later | {value for value in self._ops if self._is_root(value)}
         """The values stored in arrays, because a later stage or MKL reads them."""
 
     def kind(self, value: int) -> str:
@@ -77,7 +77,7 @@ class _Stages:
             formula, operands = self._ops[value]
             expression = self._torch_expressions[formula].format(*(f"{letter}{index}" for letter, index in operands))
             yield f"const {self.kind(value)} v{value} = {expression};"
-            if value in self.kept:
+            if value in self.in_arrays:
                 yield f"b{value}[i] = v{value};"
         for index, value in writes:
             yield f"t{index}[from + i] = v{value};"

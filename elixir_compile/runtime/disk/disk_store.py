@@ -1,4 +1,4 @@
-"""A store for optimizer state too large for the host: regions of bytes in files.
+"""A store for optimizer state too large for the host: regions of bytes in files, and the buffers of its transfers.
 
     store = DiskStore("/mnt/nvme")
     region = store.allocate("b3.exp_avg", nbytes)        raises DiskFull if the disk is full
@@ -7,14 +7,23 @@
 
 The files serve as memory and are no checkpoint. They are removed when the process ends; after `kill -9`, when the next
 store in the same folder starts.
+
+The host buffers between the disk and the optimizer are a ring:
+
+    acquire -> read_into(...).wait() -> update -> release_after(write_from(...)) -> free again when written
+
+They are cut from one slab, starting at a multiple of 2 MiB, because private huge pages were written to disk twice as
+fast as shared pages.
 """
 
 import os
 import re
 import threading
 import weakref
-from typing import TYPE_CHECKING
 
+import torch
+
+from elixir_compile.analysis.staging import HUGE_PAGE_BYTES
 from elixir_compile.errors import DiskFailed
 from elixir_compile.runtime.disk.disk_file import (
     DISK_BLOCK_BYTES,
@@ -25,9 +34,7 @@ from elixir_compile.runtime.disk.disk_file import (
     PrivateFolder,
 )
 from elixir_compile.runtime.disk.disk_queue import DiskQueue, DiskTransfer
-
-if TYPE_CHECKING:
-    import torch
+from elixir_compile.runtime.slab import Slab
 
 _NUM_THREADS = 4
 """Four threads of 4 MiB reached the rate of libaio and io_uring; eight were no faster."""
@@ -56,7 +63,7 @@ class DiskRegion:
         """Whether transfers bypass the page cache."""
         return self.file.is_direct
 
-    def read_into(self, buffer: "torch.Tensor", offset_bytes: int = 0) -> DiskTransfer:
+    def read_into(self, buffer: torch.Tensor, offset_bytes: int = 0) -> DiskTransfer:
         """Start reading the bytes at `offset_bytes` into `buffer`; they are there when the transfer's `wait` returns.
 
         `buffer` must be contiguous uint8 on the host, at an address that is a multiple of `DISK_PAGE_BYTES`, in memory
@@ -67,14 +74,14 @@ class DiskRegion:
         """
         return self._begin(READ, buffer, offset_bytes)
 
-    def write_from(self, buffer: "torch.Tensor", offset_bytes: int = 0) -> DiskTransfer:
+    def write_from(self, buffer: torch.Tensor, offset_bytes: int = 0) -> DiskTransfer:
         """Start writing `buffer` at `offset_bytes`; `buffer` must not change before the transfer's `wait` returns.
 
         The conditions on arguments and the errors are those of `read_into`.
         """
         return self._begin(WRITE, buffer, offset_bytes)
 
-    def _begin(self, operation: str, buffer: "torch.Tensor", offset_bytes: int) -> DiskTransfer:
+    def _begin(self, operation: str, buffer: torch.Tensor, offset_bytes: int) -> DiskTransfer:
         view = buffer.detach().numpy().data
         end_bytes = offset_bytes + view.nbytes
         if view.format != "B" or not view.c_contiguous:
@@ -156,3 +163,118 @@ def _close(queue: DiskQueue, files: list[DiskFile], folder: PrivateFolder) -> No
         for file in files:
             file.close()
     folder.remove()
+
+
+class StagingBuffer:
+    """A buffer of a ring, held by the thread of its `acquire`; as a context manager it releases itself at the end."""
+
+    def __init__(self, ring: "StagingBuffers", tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        """A uint8 tensor of the ring's `nbytes`."""
+        self._ring = ring
+
+    def release(self) -> None:
+        """Give the buffer back to the ring. Does nothing after an earlier `release` or `release_after`."""
+        self._ring._release(self)
+
+    def release_after(self, transfer: DiskTransfer) -> None:
+        """Give the buffer back to the ring when `transfer` is done.
+
+        If the transfer fails, the buffer stays taken, because it has the only copy of its bytes, and `acquire` raises
+        the exception of the transfer from then on. Raises ValueError if the buffer was given back already.
+        """
+        self._ring._release_after(self, transfer)
+
+    def __enter__(self) -> "StagingBuffer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class StagingBuffers:
+    """`num_buffers` buffers of `nbytes` each, at addresses that O_DIRECT accepts."""
+
+    def __init__(self, num_buffers: int, nbytes: int, *, pin: bool = False) -> None:
+        if num_buffers < 1 or nbytes < 0:
+            raise ValueError(
+                f"{num_buffers} staging buffers of {nbytes} bytes: needs at least 1 buffer of 0 bytes or more"
+            )
+        self.num_buffers = num_buffers
+        self.nbytes = nbytes
+        unit_bytes = DISK_PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES
+        stride_bytes = max(-(-nbytes // unit_bytes), 1) * unit_bytes
+        slab = Slab(num_buffers * stride_bytes + unit_bytes, pin=pin)
+        slab.keep_from_children()
+        first_bytes = -slab.tensor(torch.uint8, (1,), 0).data_ptr() % unit_bytes
+        self._free = [
+            slab.tensor(torch.uint8, (nbytes,), first_bytes + index * stride_bytes) for index in range(num_buffers)
+        ]
+        self._held: dict[StagingBuffer, int] = {}
+        self._returning: set[StagingBuffer] = set()
+        self._waiting: set[int] = set()
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def acquire(self) -> StagingBuffer:
+        """Return a free buffer, which holds the bytes of its last use; wait if all buffers are taken.
+
+        Raises RuntimeError if every thread with a buffer waits here as well. Raises the exception of a failed transfer
+        that `release_after` got.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._free:
+                    break
+                if not self._returning and set(self._held.values()) <= self._waiting | {me}:
+                    num_mine = sum(holder == me for holder in self._held.values())
+                    raise RuntimeError(
+                        f"this thread holds {num_mine} of {self.num_buffers} staging buffers and asks for one more, "
+                        f"and no other thread is left to release one. Release a buffer first, or make more of them."
+                    )
+                self._waiting.add(me)
+                try:
+                    self._changed.wait()
+                finally:
+                    self._waiting.discard(me)
+            buffer = StagingBuffer(self, self._free.pop())
+            self._held[buffer] = me
+            return buffer
+
+    def try_acquire(self) -> StagingBuffer | None:
+        """Return a free buffer, which holds the bytes of its last use, or None if all buffers are taken."""
+        with self._changed:
+            if self._failure is not None or not self._free:
+                return None
+            buffer = StagingBuffer(self, self._free.pop())
+            self._held[buffer] = threading.get_ident()
+            return buffer
+
+    def _release(self, buffer: StagingBuffer) -> None:
+        with self._changed:
+            if buffer in self._held and buffer not in self._returning:
+                self._free_again(buffer)
+
+    def _release_after(self, buffer: StagingBuffer, transfer: DiskTransfer) -> None:
+        with self._changed:
+            if buffer not in self._held or buffer in self._returning:
+                raise ValueError("this staging buffer was given back already")
+            self._returning.add(buffer)
+        transfer.then(lambda done: self._returned(buffer, done))
+
+    def _returned(self, buffer: StagingBuffer, transfer: DiskTransfer) -> None:
+        with self._changed:
+            if transfer.error is None:
+                self._returning.discard(buffer)
+                self._free_again(buffer)
+            else:
+                self._failure = transfer.error
+                self._changed.notify_all()
+
+    def _free_again(self, buffer: StagingBuffer) -> None:
+        del self._held[buffer]
+        self._free.append(buffer.tensor)
+        self._changed.notify_all()

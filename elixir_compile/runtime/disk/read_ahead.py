@@ -17,8 +17,7 @@ import torch
 
 from elixir_compile.errors import DiskFailed
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
-from elixir_compile.runtime.disk.disk_store import DiskRegion
-from elixir_compile.runtime.disk.staging import StagingBuffer, StagingBuffers
+from elixir_compile.runtime.disk.disk_store import DiskRegion, StagingBuffer, StagingBuffers
 
 Done = Callable[[BaseException | None], object]
 """Called when a write is done, on a worker of the disk queue, with the exception of the write or None. It must not

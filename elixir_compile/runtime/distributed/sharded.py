@@ -182,7 +182,7 @@ class ShardGather(Transfer):
                 own = there.copy_(own, non_blocking=True)
         with h2d.behind_compute(), ledger.span(Lane.GATHER, f"all-gather {bucket.spec.id}", self._rows.nbytes):
             self._work = bucket.ranks.all_gather(self._rows, own, f"parameters of {bucket.spec.id}")
-        super().__init__(label, None, kept=(own,))
+        super().__init__(label, None, sources=(own,))
         self._bucket, self._versions = bucket, bucket.versions()
 
     def ensure_issued(self) -> None:
@@ -220,7 +220,7 @@ class ShardReduce(Transfer):
         if bucket.ranks.num_copies > 1:
             with ledger.span(Lane.REDUCE, f"average {bucket.spec.id}", self._own.nbytes):
                 self._work = bucket.ranks.average_copies(self._own, self._work)
-        super().__init__(f"reduce {bucket.spec.id}", None, kept=(rows,))
+        super().__init__(f"reduce {bucket.spec.id}", None, sources=(rows,))
 
     @property
     def bucket(self) -> ShardedBucket:
@@ -229,14 +229,14 @@ class ShardReduce(Transfer):
 
     def memory(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors of the collective, read and written; empty after the wait."""
-        return self.kept if self._own is None else (*self.kept, self._own)
+        return self.sources if self._own is None else (*self.sources, self._own)
 
     def ensure_issued(self) -> None:
         """Make compute issued from now on wait for the collective, and pass each shard of the means to `land`."""
         if self._work is None or self._own is None:
             return
         self._work.wait()
-        self._work, self.kept = None, ()
+        self._work, self.sources = None, ()
         parts = self._bucket.cut(self._own)
         for position in self._positions:
             self._land(self._bucket.slots[position], parts[position])

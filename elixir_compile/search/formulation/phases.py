@@ -126,10 +126,10 @@ def run_table(
     places = [(event.place, event.gathers) for event in events]
     for number, layer in enumerate(profiles, start=len(facts.buckets)):
         for mode, profile in enumerate(layer):
-            for slot, seconds in profile.added_s:
-                if span.holds(slot):
+            for point, seconds in profile.added_s:
+                if span.holds(point):
                     # Recomputed ops run after transfers out of the op before, and before the op waits for transfers in.
-                    table.add(Lane.COMPUTE, bisect_right(places, (slot, False)) - 1, (number, mode), seconds)
+                    table.add(Lane.COMPUTE, bisect_right(places, (point, False)) - 1, (number, mode), seconds)
             for trip in profile.trips if has_trips else ():
                 _add_trip(table, prices, facts, trip, (number, mode), event_of, numbers[trip.group])
     for i, level in of_buckets(facts, choices):

@@ -1,8 +1,8 @@
-"""Solve a program under its rows so far by HiGHS through scipy: integral solutions, and the relaxed optimum.
+"""Solve a MILP under its rows so far by HiGHS through scipy: integral solutions, and the relaxed optimum.
 
 The relaxed optimum and its bound come by column and row generation.
 
-A master program has some of the columns. Its multipliers price every column. Columns enter the master if they are
+A master problem has some of the columns. Its multipliers price every column. Columns enter the master if they are
 cheaper than the columns of their bucket or layer there; rows enter if the optimum breaks them. The rounds end if
 neither columns nor rows enter.
 
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog
+from scipy.optimize import milp as solve_milp
 
 from elixir_compile.search.clock import Deadline
 from elixir_compile.search.evaluator import Candidate
-from elixir_compile.search.formulation.program import SCALE, Program, Vector
+from elixir_compile.search.formulation.milp import SCALE, Milp, Vector
 
 _MAX_NODES = 20_000
 """Nodes of a branch-and-bound search. Counted nodes, unlike seconds, give equal results on slow and fast machines."""
@@ -41,7 +42,7 @@ class Solution:
 
 
 def solve_integral(
-    program: Program,
+    milp: Milp,
     *,
     limit_s: float,
     gap: float,
@@ -50,25 +51,25 @@ def solve_integral(
     integral_streams: bool = True,
     max_nodes: int = _MAX_NODES,
 ) -> Solution | None:
-    """Return the best integral x under the program's rows; None if no x fits or the time ends before any is found.
+    """Return the best integral x under the MILP's rows; None if no x fits or the time ends before any is found.
 
     `gap` is the relative gap between objective and bound at which the solver stops. `more_bytes` is added to the device
     budget. `is_open`, by column, limits the options to choose from; the bound then holds for these options only. If
     `integral_streams` is False, the columns of streamed updates may be fractions, and the bound allows fractions too.
     """
-    num_columns = num_columns_of(program)
+    num_columns = num_columns_of(milp)
     upper = np.full(num_columns, np.inf)
-    upper[: program.num_choices] = 1.0
+    upper[: milp.num_choices] = 1.0
     if is_open is not None:
-        upper[: program.num_options] = is_open[: program.num_options]
+        upper[: milp.num_options] = is_open[: milp.num_options]
     objective = np.zeros(num_columns)
-    objective[program.num_choices : program.num_choices + len(program.phases)] = 1.0
-    is_integral = np.arange(num_columns) < (program.num_choices if integral_streams else program.num_options)
-    result = milp(
+    objective[milp.num_choices : milp.num_choices + len(milp.phases)] = 1.0
+    is_integral = np.arange(num_columns) < (milp.num_choices if integral_streams else milp.num_options)
+    result = solve_milp(
         objective,
         constraints=[
-            LinearConstraint(matrix_of(program), ub=program.limits(more_bytes)),  # pyright: ignore[reportArgumentType]
-            LinearConstraint(option_counts(program), 1.0, 1.0),  # pyright: ignore[reportArgumentType] (stubs)
+            LinearConstraint(matrix_of(milp), ub=milp.limits(more_bytes)),  # pyright: ignore[reportArgumentType]
+            LinearConstraint(option_counts(milp), 1.0, 1.0),  # pyright: ignore[reportArgumentType] (stubs)
         ],
         bounds=Bounds(0.0, upper),  # pyright: ignore[reportArgumentType] (stubs)
         integrality=is_integral.astype(np.int64),
@@ -78,49 +79,49 @@ def solve_integral(
         return None
     found = result.mip_dual_bound
     bound = 0.0 if found is None or not np.isfinite(found) else float(found)
-    x = np.asarray(result.x[: program.num_choices])
-    x[is_integral[: program.num_choices]] = np.round(x[is_integral[: program.num_choices]])
+    x = np.asarray(result.x[: milp.num_choices])
+    x[is_integral[: milp.num_choices]] = np.round(x[is_integral[: milp.num_choices]])
     return Solution(x=x, bound=bound)
 
 
-def num_columns_of(program: Program) -> int:
+def num_columns_of(milp: Milp) -> int:
     """Return the number of columns: x of choices, T of phases, and z of rows."""
-    return program.num_choices + len(program.phases) + program.num_extra
+    return milp.num_choices + len(milp.phases) + milp.num_extra
 
 
-def matrix_of(program: Program) -> sparse.csr_array:
-    """Return the coefficients of the program's rows as a matrix, rows x columns."""
-    lengths = [len(row.columns) for row in program.rows]
-    columns = np.concatenate([row.columns for row in program.rows])
-    values = np.concatenate([row.values for row in program.rows])
+def matrix_of(milp: Milp) -> sparse.csr_array:
+    """Return the coefficients of the MILP's rows as a matrix, rows x columns."""
+    lengths = [len(row.columns) for row in milp.rows]
+    columns = np.concatenate([row.columns for row in milp.rows])
+    values = np.concatenate([row.values for row in milp.rows])
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    return sparse.csr_array((values, columns, starts), shape=(len(program.rows), num_columns_of(program)))
+    return sparse.csr_array((values, columns, starts), shape=(len(milp.rows), num_columns_of(milp)))
 
 
-def option_counts(program: Program) -> sparse.csr_array:
+def option_counts(milp: Milp) -> sparse.csr_array:
     """Return the matrix that counts the chosen options of each bucket and layer in x; each count must be 1."""
-    owners = program.owners
-    shape = (int(owners.max()) + 1, num_columns_of(program))
+    owners = milp.owners
+    shape = (int(owners.max()) + 1, num_columns_of(milp))
     return sparse.csr_array((np.ones(len(owners)), (owners, np.arange(len(owners)))), shape=shape)
 
 
-def integral_candidates(program: Program, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
-    """Yield candidates, best first by the program's rows, until none is left or the time is up.
+def integral_candidates(milp: Milp, deadline: Deadline, gap: float) -> Iterator[tuple[Candidate, float]]:
+    """Yield candidates, best first by the MILP's rows, until none is left or the time is up.
 
     Each candidate comes with a lower limit in seconds on the step of every candidate not yielded before it. Before it
-    is yielded, the program gets the rows broken by it, or, if it breaks none, a row to forbid it.
+    is yielded, the MILP gets the rows broken by it, or, if it breaks none, a row to forbid it.
     """
     while not deadline.is_over:
-        solution = solve_integral(program, limit_s=deadline.wall_s, gap=gap)
+        solution = solve_integral(milp, limit_s=deadline.wall_s, gap=gap)
         if solution is None:
             return
-        candidate = program.candidate(solution.x)
-        has_new = program.add_memory(solution.x)
-        has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
-        has_new |= program.add_leaving(candidate)
+        candidate = milp.candidate(solution.x)
+        has_new = milp.add_memory(solution.x)
+        has_new |= milp.is_short(solution.x, solution.bound) and milp.add_paths(solution.x)
+        has_new |= milp.add_leaving(candidate)
         if not has_new:
-            program.forbid(candidate)
-        yield candidate, program.seconds(solution.bound)
+            milp.forbid(candidate)
+        yield candidate, milp.seconds(solution.bound)
 
 
 USED = 1e-6
@@ -138,11 +139,11 @@ _MIN_S = 2.0
 class Rounded:
     candidate: Candidate
     streamed: frozenset[int]
-    """Buckets whose updates the program streams; empty if streams were not asked to be integral."""
+    """Buckets whose updates the MILP streams; empty if streams were not asked to be integral."""
 
 
 def rounded(
-    program: Program,
+    milp: Milp,
     x: Vector,
     deadline: Deadline,
     *,
@@ -152,8 +153,8 @@ def rounded(
 ) -> Iterator[Rounded]:
     """Yield candidates made of the options used by x and by the optima in `also`; yield none if none fits.
 
-    The program gets the rows that a candidate breaks before the next solve. The last candidate is the best by all
-    rows, unless the deadline ended the search. `more_bytes` is added to the device budget; below 0, it is kept free.
+    The MILP gets the rows that a candidate breaks before the next solve. The last candidate is the best by all
+    rows, unless the deadline ended the search. `more_bytes` is added to the device budget; below 0, it is left free.
     If `integral_streams` is False, streams may be fractions; `streaming.best_moves` then finds a candidate's streams.
     """
     used = x > USED
@@ -161,7 +162,7 @@ def rounded(
         used |= other > USED
     for _ in range(_MAX_ROUNDS):
         solution = solve_integral(
-            program,
+            milp,
             limit_s=max(deadline.wall_s, _MIN_S * deadline.clock.times),
             gap=_GAP,
             more_bytes=more_bytes,
@@ -171,11 +172,11 @@ def rounded(
         )
         if solution is None:
             return
-        candidate = program.candidate(solution.x)
-        streamed = program.streamed(solution.x, candidate) if integral_streams else frozenset[int]()
-        has_new = program.add_memory(solution.x, more_bytes)
-        has_new |= program.is_short(solution.x, solution.bound) and program.add_paths(solution.x)
-        has_new |= program.add_leaving(candidate)
+        candidate = milp.candidate(solution.x)
+        streamed = milp.streamed(solution.x, candidate) if integral_streams else frozenset[int]()
+        has_new = milp.add_memory(solution.x, more_bytes)
+        has_new |= milp.is_short(solution.x, solution.bound) and milp.add_paths(solution.x)
+        has_new |= milp.add_leaving(candidate)
         yield Rounded(candidate, streamed)
         if not has_new or deadline.is_over:
             return
@@ -189,8 +190,8 @@ _CHEAPER = 1e-4
 _CLOSE = 1e-4
 _LARGE, _PATIENCE, _MAX_STALE = 3000, 12, 3
 """The rounds end if bound and master agree within the share `_CLOSE`, and either no row is new or the bound has risen
-by less than this share in each of the last `_PATIENCE` solves, `_MAX_STALE` in a program of more than `_LARGE` columns.
-Small programs get more solves, because an optimum that mixes more options can be rounded better."""
+by less than this share in each of the last `_PATIENCE` solves, `_MAX_STALE` in a MILP of more than `_LARGE` columns.
+Small MILPs get more solves, because an optimum that mixes more options can be rounded better."""
 _MIN_PRICED_S, _WORTH, _MAX_LATE = 2.0, 0.9, 8
 """A solve may take `_MIN_PRICED_S` seconds even if the time is up, and up to `_MAX_LATE` solves follow until the bound
 is `_WORTH` of the master. The first masters have too few columns for a useful bound."""
@@ -204,7 +205,7 @@ class Priced:
     """A relaxed optimum and what it proves."""
 
     bound: float
-    """A lower limit on the objective of every integral x, scaled; `Program.seconds` turns it into seconds."""
+    """A lower limit on the objective of every integral x, scaled; `Milp.seconds` turns it into seconds."""
     x: Vector
     columns: NDArray[np.bool_]
     """Whether each choice is a column of the master."""
@@ -224,33 +225,33 @@ class _Master:
 
 
 def priced(
-    program: Program, seeds: Iterable[Vector], deadline: Deadline, more_bytes: int = 0, patience: int = _PATIENCE
+    milp: Milp, seeds: Iterable[Vector], deadline: Deadline, more_bytes: int = 0, patience: int = _PATIENCE
 ) -> Priced | None:
-    """Return the relaxed optimum, with `more_bytes` added to the device budget (below 0: kept free).
+    """Return the relaxed optimum, with `more_bytes` added to the device budget (below 0: left free).
 
     The master starts with the columns of `seeds`; at least one seed should fit the budget. `patience` is the number of
     solves that may raise the bound by next to nothing. Returns None if no optimum within the budget was found.
     """
-    columns = np.zeros(program.num_choices, dtype=np.bool_)
+    columns = np.zeros(milp.num_choices, dtype=np.bool_)
     for seed in seeds:
         columns |= seed > 0.0
-    columns[program.num_options :] = False
+    columns[milp.num_options :] = False
     best, last, num_stale, found = -np.inf, -np.inf, 0, None
-    patience = min(patience, _MAX_STALE) if program.num_choices > _LARGE else patience
+    patience = min(patience, _MAX_STALE) if milp.num_choices > _LARGE else patience
     for number in range(_MAX_PRICED):
-        master = _solved(program, columns, deadline, more_bytes)
+        master = _solved(milp, columns, deadline, more_bytes)
         if master is None:
             break
         best = max(best, master.bound)
         found = None if master.is_over else Priced(best, master.x, columns.copy())
-        new_columns = _cheaper(program, master.prices, columns)
-        has_new = program.add_memory(master.x, more_bytes)
-        has_new |= program.is_short(master.x, master.value) and program.add_paths(master.x)
+        new_columns = _cheaper(milp, master.prices, columns)
+        has_new = milp.add_memory(master.x, more_bytes)
+        has_new |= milp.is_short(master.x, master.value) and milp.add_paths(master.x)
         columns[new_columns] = True
         if not (has_new or len(new_columns)):
             break
         # The first masters also have too few rows, so their value is below the longest paths of their own x.
-        claimed = max(master.value, program.lower_s(master.x) * SCALE / program.reference_s)
+        claimed = max(master.value, milp.lower_s(master.x) * SCALE / milp.reference_s)
         is_worthless = best < _WORTH * claimed and number < _MAX_LATE
         if deadline.is_over and not is_worthless:
             break
@@ -261,18 +262,18 @@ def priced(
     return found
 
 
-def _solved(program: Program, columns: NDArray[np.bool_], deadline: Deadline, more_bytes: int) -> _Master | None:
-    num_choices, num_columns = program.num_choices, num_columns_of(program)
+def _solved(milp: Milp, columns: NDArray[np.bool_], deadline: Deadline, more_bytes: int) -> _Master | None:
+    num_choices, num_columns = milp.num_choices, num_columns_of(milp)
     in_master = np.concatenate([np.flatnonzero(columns), np.arange(num_choices, num_columns)])
     num_chosen = int(columns.sum())
-    matrix, limits = matrix_of(program).tocsc(), program.limits(more_bytes)
+    matrix, limits = matrix_of(milp).tocsc(), milp.limits(more_bytes)
     objective = np.zeros(len(in_master) + 1)
-    objective[num_chosen : num_chosen + len(program.phases)] = 1.0
+    objective[num_chosen : num_chosen + len(milp.phases)] = 1.0
     objective[-1] = _OVER
-    over = np.array([-float(row.is_memory or row is program.host_row) for row in program.rows])
+    over = np.array([-float(row.is_memory or row is milp.host_row) for row in milp.rows])
     upper = np.full(len(in_master) + 1, np.inf)
     upper[:num_chosen] = 1.0
-    counts = option_counts(program).tocsc()[:, in_master]
+    counts = option_counts(milp).tocsc()[:, in_master]
     result = linprog(
         objective,
         A_ub=sparse.hstack([matrix[:, in_master], over[:, None]], format="csc"),
@@ -289,19 +290,19 @@ def _solved(program: Program, columns: NDArray[np.bool_], deadline: Deadline, mo
     x = np.zeros(num_choices)
     x[columns] = result.x[:num_chosen]
     prices = matrix.T @ multipliers
-    bound = bound_of(program, prices, float(multipliers @ limits))
+    bound = bound_of(milp, prices, float(multipliers @ limits))
     return _Master(x, float(result.fun), bound, prices[:num_choices], is_over=float(result.x[-1]) > 1e-6 * SCALE)
 
 
-def bound_of(program: Program, prices: Vector, limits: float) -> float:
+def bound_of(milp: Milp, prices: Vector, limits: float) -> float:
     """Return the lower limit on the objective of every integral x, scaled, proved by multipliers of the rows.
 
     `prices` are the columns' coefficients times the multipliers, `limits` is the sum of the rows' limits times them.
     """
-    num_choices, num_options = program.num_choices, program.num_options
-    behind = num_choices + len(program.phases)
-    cheapest = np.full(int(program.owners.max()) + 1, np.inf)
-    np.minimum.at(cheapest, program.owners, prices[:num_options])
+    num_choices, num_options = milp.num_choices, milp.num_options
+    behind = num_choices + len(milp.phases)
+    cheapest = np.full(int(milp.owners.max()) + 1, np.inf)
+    np.minimum.at(cheapest, milp.owners, prices[:num_options])
     bound = float(cheapest.sum()) - limits
     # `SCALE` is the best known step, so no phase of a shorter step takes longer than `SCALE`.
     bound += float(np.minimum(1.0 + prices[num_choices:behind], 0.0).sum()) * SCALE
@@ -309,12 +310,12 @@ def bound_of(program: Program, prices: Vector, limits: float) -> float:
     return bound + float(np.minimum(prices[behind:], 0.0).sum())
 
 
-def _cheaper(program: Program, prices: Vector, columns: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _cheaper(milp: Milp, prices: Vector, columns: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return columns outside the master, cheaper than those in it: the cheapest few of each bucket or layer.
 
     Also returns streams with a negative price.
     """
-    owners, num_options = program.owners, program.num_options
+    owners, num_options = milp.owners, milp.num_options
     inside = np.flatnonzero(columns[:num_options])
     now = np.full(int(owners.max()) + 1, np.inf)
     np.minimum.at(now, owners[inside], prices[inside])
@@ -323,6 +324,6 @@ def _cheaper(program: Program, prices: Vector, columns: NDArray[np.bool_]) -> ND
     wanted = wanted[np.lexsort((options[wanted], owners[wanted]))]
     is_first = np.ones(len(wanted), dtype=np.bool_)
     is_first[_MAX_NEW:] = owners[wanted[_MAX_NEW:]] != owners[wanted[:-_MAX_NEW]]
-    streams = np.arange(num_options, program.num_choices)
+    streams = np.arange(num_options, milp.num_choices)
     streams = streams[(prices[streams] < -_CHEAPER) & ~columns[streams]]
     return np.concatenate([wanted[is_first], streams])

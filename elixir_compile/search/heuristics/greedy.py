@@ -7,7 +7,7 @@ as the free memory allows.
     score = min(saved at the peak, excess) / (step_s after the move - step_s before)
 
 Early gathers need free memory, but the memory left is not known while moves are chosen. So the search runs for each
-prefetch distance, with memory kept free for it, with and without moves of optimizer state alone. The fastest draft plan
+prefetch distance, with memory left free for it, with and without moves of optimizer state alone. The fastest draft plan
 wins. Seconds of a move are remembered, and simulated again only if the move has the best score (lazily, as in CELF,
 Leskovec et al. 2007).
 """
@@ -231,7 +231,7 @@ def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_hos
     host byte instead of per second.
     """
     cluster = evaluator.facts.problem.cluster
-    # If copies are work for the device itself, early copies save no time, so no memory is kept free for them.
+    # If copies are work for the device itself, early copies save no time, so no memory is left free for them.
     is_early = cluster.h2d.overlaps_compute and not spares_host
     distances = range(MAX_AHEAD, -1, -1) if is_early else (0,)
     own_bytes = evaluator.memory.own_bytes()

@@ -55,7 +55,7 @@ def _zero3_offload(evaluator: Evaluator) -> Levels:
 
 
 def _fsdp_offload(evaluator: Evaluator) -> Levels:
-    kept = _everywhere(evaluator, (Level.KEPT_RELEASED, Level.KEPT))
+    kept = _everywhere(evaluator, (Level.ON_DEVICE_RELEASED, Level.ON_DEVICE))
     return kept if evaluator.fits(kept, ahead=0) else evaluator.facts.furthest_levels
 
 
@@ -66,9 +66,9 @@ def _elixir(evaluator: Evaluator) -> Levels:
     memory for k of K equal chunks it loads 2K - k times, as does keeping any k chunks from forward to backward.
     """
     num_ranks = evaluator.facts.problem.num_shards
-    order = (Level.RESIDENT, Level.KEPT)
+    order = (Level.ALL_OFF, Level.ON_DEVICE)
     if not gathers_first(num_ranks, paper_rates(num_ranks)):
-        order = (Level.KEPT, Level.RESIDENT)
+        order = (Level.ON_DEVICE, Level.ALL_OFF)
     levels = list(evaluator.facts.furthest_levels)
     memory, budget_bytes = evaluator.memory, evaluator.facts.problem.budget_bytes
     # `own_bytes` is exact on several ranks, and a bucket moved closer to the device takes no more host bytes. So levels

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from elixir_compile.ir import Lane
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.schedule import cut_regions
-from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.modes import leave_ends
 from elixir_compile.search.space.residency import Moves, Residency, gradient_ends, residencies
@@ -58,7 +57,7 @@ def _gather_early(
         phase = facts.phase_start(now.first)
         # Lanes are first in, first out, so a gather is not issued before gathers needed earlier.
         gather = max(wanted.gather, issued.get(phase, 0))
-        nbytes = residency_bytes(facts, levels, now)
+        nbytes = evaluator.memory.early_bytes(now, levels)
         if gather < now.gather and reserve(free_bytes, segment_of(gather), segment_of(now.gather), nbytes):
             placed[i] = now._replace(gather=gather)
         issued[phase] = placed[i].gather
@@ -73,38 +72,14 @@ def _leave_late(evaluator: Evaluator, lag: int, leaving: dict[int, int], free_by
             leaving[number] = end
 
 
-def residency_bytes(facts: Facts, levels: Sequence[Level], residency: Residency) -> int:
-    """Return the device bytes of a residency from its gather to its wait.
-
-    On several ranks, a shard that comes from the host counts too.
-    """
-    num_buckets = len(facts.buckets)
-    if residency.bucket >= num_buckets:
-        return facts.offload_intervals[residency.bucket - num_buckets].nbytes
-    bucket = facts.buckets[residency.bucket]
-    is_sent = bucket.is_sharded and levels[residency.bucket].has_param_on_host
-    return bucket.flat_nbytes + (bucket.flat_shard_nbytes if is_sent else 0)
-
-
 def _wait_late(
     evaluator: Evaluator, levels: Sequence[Level], lag: int, ends: dict[int, int], free_bytes: NDArray[np.int64]
 ) -> None:
     facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     for bucket, end in gradient_ends(facts, levels, lag).items():
-        now, nbytes = ends[bucket], leaving_grad_bytes(facts, levels, bucket)
+        now, nbytes = ends[bucket], evaluator.memory.late_bytes(bucket, levels[bucket])
         if now < end and reserve(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
             ends[bucket] = end
-
-
-def leaving_grad_bytes(facts: Facts, levels: Sequence[Level], bucket: int) -> int:
-    """Return the device bytes of the gradients of `bucket` while they are reduced or copied to the host."""
-    gradients, spec = facts.gradients[bucket], facts.buckets[bucket]
-    nbytes = sum(size for _, size in gradients.births) if gradients else 0
-    if spec.is_packed:
-        nbytes = spec.flat_grad_nbytes if spec.is_sharded else 0
-    if levels[bucket].has_param_on_host and (spec.is_sharded or spec.is_packed):
-        nbytes += spec.reduced_nbytes
-    return nbytes
 
 
 def reserve(free_bytes: NDArray[np.int64], first: int, end: int, nbytes: int) -> bool:
@@ -198,7 +173,7 @@ class _JustInTime:
         lanes = [(phase, lane) for lane in self._lanes(residency)]
         issued = max(self._issued.get(lane, 0) for lane in lanes)
         gather = max(wanted, issued, self._released.get(residency.bucket, 0))
-        nbytes = residency_bytes(facts, self.levels, residency)
+        nbytes = self.evaluator.memory.early_bytes(residency, self.levels)
         gather = self._first_free(gather, residency.first, nbytes)
         if gather < residency.first:
             reserve(self.free_bytes, segment_of(gather), segment_of(residency.gather), nbytes)
@@ -245,7 +220,7 @@ class _JustInTime:
             if self.levels[i].has_param_on_host:
                 gone_s = done_s = max(gone_s, reduced_s) + prices.d2h_s[name]
             later = [*completes[place + 1 :], facts.num_run - 1]
-            ends[i] = self._latest(end, later, done_s, leaving_grad_bytes(facts, self.levels, i))
+            ends[i] = self._latest(end, later, done_s, self.evaluator.memory.late_bytes(i, self.levels[i]))
 
     def _latest(self, now: int, later: Sequence[int], done_s: float, nbytes: int) -> int:
         """Return the op after which the step waits for a transfer done at `done_s`; reserve its memory.

@@ -274,10 +274,10 @@ def _moves_anything(plan: Plan) -> bool:
 def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
     """Return `problem`, which `plan` answers, with the placements of all buckets of `plan` open."""
     ours = {bucket.id for bucket in plan.buckets}
-    kept = {placement.bucket: placement for placement in problem.placements}
+    in_force = {placement.bucket: placement for placement in problem.placements}
     buckets = {bucket.id: bucket for bucket in (*problem.buckets, *plan.buckets)}
     placements = tuple(
-        Placement(bucket=name, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) if name in ours else kept[name]
+        Placement(bucket=name, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) if name in ours else in_force[name]
         for name in buckets
     )
     return replace(problem, buckets=tuple(buckets.values()), placements=placements)

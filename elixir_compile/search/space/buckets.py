@@ -42,8 +42,8 @@ class _Param:
 def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     """Return the buckets in force that the graph touches, then new ones for every other parameter of the graph."""
     present = {storage.id for storage in problem.graph.storages if storage.kind is Kind.PARAM}
-    kept = tuple(bucket for bucket in problem.buckets if present.intersection(bucket.params))
-    owned = {param for bucket in kept for param in bucket.params}
+    in_force = tuple(bucket for bucket in problem.buckets if present.intersection(bucket.params))
+    owned = {param for bucket in in_force for param in bucket.params}
     params = [param for param in _in_first_use_order(problem) if param.storage.id not in owned]
     min_bytes, max_bytes = _size_limits(problem, sum(param.storage.nbytes for param in params))
     taken = {bucket.id for bucket in problem.buckets}
@@ -60,7 +60,7 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
     ]
     order = {param.storage.id: i for i, param in enumerate(params)}
     groups.sort(key=lambda group: order[group[0].storage.id])
-    return kept + tuple(_bucket(next(names), group, problem) for group in groups)
+    return in_force + tuple(_bucket(next(names), group, problem) for group in groups)
 
 
 def with_larger_buckets(problem: Problem) -> Problem | None:

@@ -154,7 +154,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         streamable=frozenset(
             i
             for i, bucket in enumerate(buckets)
-            if may_stream(problem, bucket) and not in_force.get(bucket.id, Level.KEPT).has_state_on_host
+            if may_stream(problem, bucket) and not in_force.get(bucket.id, Level.ON_DEVICE).has_state_on_host
         ),
         choices=base.choices if base else _choices(problem, layers, buckets, windows),
         num_forward=sum(op.phase is Phase.FORWARD for op in graph.ops),
@@ -189,7 +189,7 @@ def _choices(
     read_again = _read_again(problem.graph, layers, buckets)
     return tuple(
         levels_from(
-            in_force.get(bucket.id, Level.KEPT),
+            in_force.get(bucket.id, Level.ON_DEVICE),
             bucket,
             hybrid=problem.hybrid,
             num_windows=max(len(bucket_windows), 2 if bucket.id in read_again else 0),

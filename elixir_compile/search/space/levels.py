@@ -1,11 +1,11 @@
 """Levels: how far from the device a bucket is. On one rank each level needs fewer device bytes than the level before.
 
-KEPT                parameters and optimizer state on the device
-KEPT_RELEASED       like KEPT; several ranks gather the bucket for each window and release it after the window
+ON_DEVICE           parameters and optimizer state on the device
+ON_DEVICE_RELEASED  like ON_DEVICE; several ranks gather the bucket for each window and release it after the window
 STATE_OFF           optimizer state on the host, parameters on the device; only if the hybrid optimizer owns them
 STATE_OFF_RELEASED  like STATE_OFF; several ranks gather the bucket for each window and release it after the window
-RESIDENT            both on the host; one gathered copy from the first use in the forward to the last in the backward
-STREAMED            both on the host; gathered for each window, released after it
+ALL_OFF             both on the host; one gathered copy from the first use in the forward to the last in the backward
+ALL_OFF_RELEASED    both on the host; gathered for each window, released after it
 
 On several ranks each rank owns a shard, and a bucket is gathered at every level. On one rank only buckets with
 parameters on the host are gathered.
@@ -19,12 +19,12 @@ from elixir_compile.ir import Bucket, Placement, Tier
 
 
 class Level(IntEnum):
-    KEPT = 0
-    KEPT_RELEASED = 1
+    ON_DEVICE = 0
+    ON_DEVICE_RELEASED = 1
     STATE_OFF = 2
     STATE_OFF_RELEASED = 3
-    RESIDENT = 4
-    STREAMED = 5
+    ALL_OFF = 4
+    ALL_OFF_RELEASED = 5
 
     @property
     def has_state_on_host(self) -> bool:
@@ -32,7 +32,7 @@ class Level(IntEnum):
 
     @property
     def has_param_on_host(self) -> bool:
-        return self >= Level.RESIDENT
+        return self >= Level.ALL_OFF
 
     @property
     def home(self) -> Tier:
@@ -42,7 +42,7 @@ class Level(IntEnum):
     @property
     def is_released(self) -> bool:
         """Whether a gathered copy is released after each window."""
-        return self in (Level.KEPT_RELEASED, Level.STATE_OFF_RELEASED, Level.STREAMED)
+        return self in (Level.ON_DEVICE_RELEASED, Level.STATE_OFF_RELEASED, Level.ALL_OFF_RELEASED)
 
 
 def is_gathered(bucket: Bucket, level: Level) -> bool:
@@ -59,9 +59,9 @@ def placement_of(bucket: Bucket, level: Level, *, streamed: bool = False) -> Pla
 def level_of(placement: Placement) -> Level:
     """Return the level of `placement`, which does not depend on `placement.streamed`."""
     if placement.param is not Tier.DEVICE:
-        return Level.RESIDENT if placement.resident else Level.STREAMED
+        return Level.ALL_OFF if placement.resident else Level.ALL_OFF_RELEASED
     if placement.optim is Tier.DEVICE:
-        return Level.KEPT if placement.resident else Level.KEPT_RELEASED
+        return Level.ON_DEVICE if placement.resident else Level.ON_DEVICE_RELEASED
     return Level.STATE_OFF if placement.resident else Level.STATE_OFF_RELEASED
 
 
@@ -71,11 +71,11 @@ def levels_from(start: Level, bucket: Bucket, *, hybrid: bool, num_windows: int)
     # With one window, a resident copy is a released copy.
     has_gap = num_windows > 1
     differs = {
-        Level.KEPT_RELEASED: bucket.is_sharded and has_gap,
+        Level.ON_DEVICE_RELEASED: bucket.is_sharded and has_gap,
         Level.STATE_OFF: splits_state,
         Level.STATE_OFF_RELEASED: splits_state and bucket.is_sharded and has_gap,
-        Level.RESIDENT: has_gap,
-        Level.STREAMED: True,
+        Level.ALL_OFF: has_gap,
+        Level.ALL_OFF_RELEASED: True,
     }
     return (start, *(level for level, is_distinct in differs.items() if level > start and is_distinct))
 
@@ -91,10 +91,10 @@ def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False) -> int
 def level_text(level: Level) -> str:
     """Return `level` in the words of a decision."""
     return {
-        Level.KEPT: "param device, optim device",
-        Level.KEPT_RELEASED: "param device, optim device, released after each use",
+        Level.ON_DEVICE: "param device, optim device",
+        Level.ON_DEVICE_RELEASED: "param device, optim device, released after each use",
         Level.STATE_OFF: "param device, optim host",
         Level.STATE_OFF_RELEASED: "param device, optim host, released after each use",
-        Level.RESIDENT: "param host, optim host, resident",
-        Level.STREAMED: "param host, optim host, released after each use",
+        Level.ALL_OFF: "param host, optim host, resident",
+        Level.ALL_OFF_RELEASED: "param host, optim host, released after each use",
     }[level]

@@ -8,17 +8,29 @@ each segment matters, so a step of 5,000 ops becomes a few hundred numbers.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elixir_compile.analysis.bucket_bytes import Held, Sizes, gather_buffers, reduce_buffers, resting
-from elixir_compile.cost import streamed_bytes
-from elixir_compile.ir import Kind, Tier, averaged_bytes
+from elixir_compile.analysis.bucket_bytes import (
+    Held,
+    Sizes,
+    averaged_bytes,
+    bytes_at,
+    gathered_copy,
+    resting,
+    step_gradients,
+    streamed_bytes,
+)
+from elixir_compile.ir import Kind, Tier
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered, placement_of
 from elixir_compile.search.space.residency import Moves, Residency, moves_at_use, spans
+
+_Changes = tuple[tuple[int, int], ...]
+"""Pairs of a segment and of the bytes by which it, and all later segments, have more than the segments before."""
 
 
 class MemoryModel:
@@ -33,14 +45,17 @@ class MemoryModel:
             for bucket in facts.buckets
         ]
         """Bytes of each bucket that are on the device during the whole step, by level."""
+        self._copies: dict[tuple[Residency, bool], _Changes] = {}
+        self._gradients: dict[tuple[int, bool, int, bool], _Changes] = {}
+        self._late_bytes: dict[tuple[int, bool], int] = {}
         self._is_any_reduced = any(sizes.is_sharded or sizes.is_packed for sizes in self._sizes)
         self.rest_bytes_per_op = _rest(facts)
         starts = _segment_starts(facts, more_starts)
         self._starts = starts
         num_ops = len(facts.graph.ops)
-        self._segment_of = np.searchsorted(starts, np.arange(num_ops + 1), side="right").astype(np.int64) - 1
+        segments = np.searchsorted(starts, np.arange(num_ops), side="right") - 1
         # One past the last op is one past the last segment.
-        self._segment_of[num_ops] = len(starts)
+        self._segment_of: list[int] = [*segments.tolist(), len(starts)]
         self.rest_bytes = self.highest(self.rest_bytes_per_op)
         """Highest bytes of each segment without buckets and offloaded activations."""
 
@@ -51,61 +66,93 @@ class MemoryModel:
     def live_bytes(self, levels: Sequence[Level], moves: Moves) -> NDArray[np.int64]:
         """Return the highest bytes of each segment at these levels with these moves."""
         facts, segment = self._facts, self._segment_of
-        changes = np.zeros(len(self._starts) + 1, dtype=np.int64)
+        changes = [0] * (len(self._starts) + 1)
         for residency in moves.residencies:
             if residency.bucket >= len(facts.buckets):
                 self._add_offloaded(changes, residency.bucket - len(facts.buckets), residency.gather, moves)
                 continue
-            sizes = self._sizes[residency.bucket]
-            changes[segment[residency.gather]] += sizes.flat_bytes
-            changes[segment[residency.last + 1]] -= sizes.flat_bytes
-            if sizes.is_sharded:
-                self._add(changes, self._gather_buffers(residency, levels[residency.bucket]))
-        ends = moves.grad_ends
+            for start, nbytes in self._copy_changes(residency, levels[residency.bucket].has_param_on_host):
+                changes[start] += nbytes
         lasts: set[tuple[int, int]] = set()
         if self._is_any_reduced:
             lasts = {(residency.bucket, residency.last) for residency in moves.residencies}
+        ends, end = moves.grad_ends, len(facts.graph.ops) - 1
         for bucket, level in enumerate(levels):
             changes[0] += self._resting_bytes[bucket][level]
-            gradients = facts.gradients[bucket]
-            if gradients is None:
+            grads = facts.gradients[bucket]
+            if grads is None:
                 continue
-            unreduced_end = gradients.complete if self._sizes[bucket].is_packed else ends.get(bucket)
-            for birth, nbytes in gradients.births:
-                changes[segment[birth]] += nbytes
-                if unreduced_end is not None:
-                    changes[segment[unreduced_end + 1]] -= nbytes
-            if self._sizes[bucket].is_sharded or self._sizes[bucket].is_packed:
-                is_replaced = (bucket, gradients.complete) in lasts
-                end = ends.get(bucket, facts.num_run - 1)
-                self._add(changes, self._reduce_buffers(bucket, level, end, is_replaced=is_replaced))
+            wait, is_replaced = ends.get(bucket, end), (bucket, grads.complete) in lasts
+            for start, nbytes in self._gradient_changes(bucket, level.has_param_on_host, wait, is_replaced):
+                changes[start] += nbytes
         if moves.streamed:
             changes[segment[facts.num_run]] += max(self.streamed_bytes(i, levels[i].home) for i in moves.streamed)
-        return self.rest_bytes + np.cumsum(changes[:-1])
+        return self.rest_bytes + np.cumsum(np.array(changes[:-1], dtype=np.int64))
 
     def streamed_bytes(self, bucket: int, home: Tier) -> int:
         """Return the device bytes that a streamed update of a bucket adds, if its parameters live in `home`."""
         return streamed_bytes(self._facts.buckets[bucket], home)
 
-    def _add(self, changes: NDArray[np.int64], buffers: Iterable[Held]) -> None:
-        for held in buffers:
+    def early_bytes(self, residency: Residency, levels: Sequence[Level]) -> int:
+        """Return the device bytes that `residency` adds to each op by which its gather is before its wait."""
+        facts = self._facts
+        if residency.bucket >= len(facts.buckets):
+            return facts.offload_intervals[residency.bucket - len(facts.buckets)].nbytes
+        is_sent = levels[residency.bucket].has_param_on_host
+        return bytes_at(0, gathered_copy(self._sizes[residency.bucket], gather=0, wait=1, last=1, is_sent=is_sent))
+
+    def late_bytes(self, bucket: int, level: Level) -> int:
+        """Return the device bytes that the gradients of `bucket` add to each op by which the wait for them is later.
+
+        A wait after the op that completes the gradients may free bytes at that op, which are not subtracted here.
+        """
+        key = bucket, level.has_param_on_host
+        if key not in self._late_bytes:
+            grads, sizes, is_away = self._facts.gradients[bucket], self._sizes[bucket], level.has_param_on_host
+            births = [(0, sum(nbytes for _, nbytes in grads.births))] if grads else []
+            late, early = (
+                bytes_at(2, step_gradients(sizes, births, complete=0, wait=wait, end=3, is_away=is_away))
+                for wait in (2, 1)
+            )
+            self._late_bytes[key] = late - early
+        return self._late_bytes[key]
+
+    def _copy_changes(self, residency: Residency, is_on_host: bool) -> _Changes:
+        """Return the changes of a gathered copy, of a bucket whose parameters are on the host or the device."""
+        found = self._copies.get((residency, is_on_host))
+        if found is None:
+            gather, wait, last, bucket = residency
+            rows = gathered_copy(self._sizes[bucket], gather, wait, last, is_sent=is_on_host)
+            found = self._copies[residency, is_on_host] = self._changes(rows)
+        return found
+
+    def _gradient_changes(self, bucket: int, is_on_host: bool, wait: int, is_replaced: bool) -> _Changes:
+        """Return the changes of the gradients of `bucket`; `wait` and `is_replaced` are those of `step_gradients`."""
+        key = bucket, is_on_host, wait, is_replaced
+        found = self._gradients.get(key)
+        if found is None:
+            grads, end = self._facts.gradients[bucket], len(self._facts.graph.ops) - 1
+            assert grads is not None
+            rows = step_gradients(
+                self._sizes[bucket],
+                grads.births,
+                grads.complete,
+                wait,
+                end,
+                is_away=is_on_host,
+                is_replaced=is_replaced,
+            )
+            found = self._gradients[key] = self._changes(rows)
+        return found
+
+    def _changes(self, rows: Iterable[Held]) -> _Changes:
+        changes: Counter[int] = Counter()
+        for held in rows:
             changes[self._segment_of[held.first]] += held.nbytes
             changes[self._segment_of[held.last + 1]] -= held.nbytes
+        return tuple((start, nbytes) for start, nbytes in changes.items() if nbytes)
 
-    def _gather_buffers(self, residency: Residency, level: Level) -> Iterable[Held]:
-        sizes = self._sizes[residency.bucket]
-        return gather_buffers(sizes, residency.gather, residency.first, is_sent=level.has_param_on_host)
-
-    def _reduce_buffers(self, bucket: int, level: Level, wait: int, *, is_replaced: bool) -> Iterable[Held]:
-        """Return the buffers of the reduce of a bucket, whose wait is after op `wait`."""
-        gradients = self._facts.gradients[bucket]
-        assert gradients is not None
-        end = wait if level.has_param_on_host else len(self._facts.graph.ops) - 1
-        unreduced_bytes = sum(nbytes for _, nbytes in gradients.births)
-        sizes = self._sizes[bucket]
-        return reduce_buffers(sizes, gradients.complete, wait, end, unreduced_bytes, is_replaced=is_replaced)
-
-    def _add_offloaded(self, changes: NDArray[np.int64], number: int, prefetch: int, moves: Moves) -> None:
+    def _add_offloaded(self, changes: list[int], number: int, prefetch: int, moves: Moves) -> None:
         """Add the bytes of offloaded activations: until they have left, and from op `prefetch` to their last use."""
         interval, segment = self._facts.offload_intervals[number], self._segment_of
         for birth, nbytes in interval.births:
@@ -135,31 +182,23 @@ class MemoryModel:
         return np.cumsum(changes[:, :, :-1], axis=2)
 
     def _add_copies(self, changes: NDArray[np.int64], i: int, level: Level) -> None:
-        sizes, segment = self._sizes[i], self._segment_of
         changes[0] += self._resting_bytes[i][level]
         for first, last in spans(self._facts, i, level):
-            changes[segment[first]] += sizes.flat_bytes
-            changes[segment[last + 1]] -= sizes.flat_bytes
-            if sizes.is_sharded:
-                self._add(changes, self._gather_buffers(Residency(first, first, last, i), level))
+            for start, nbytes in self._copy_changes(Residency(first, first, last, i), level.has_param_on_host):
+                changes[start] += nbytes
 
     def _add_gradients(self, changes: NDArray[np.int64], i: int, level: Level, next_complete: int) -> None:
-        bucket, gradients, segment = self._facts.buckets[i], self._facts.gradients[i], self._segment_of
-        if gradients is None:
+        facts, grads = self._facts, self._facts.gradients[i]
+        if grads is None:
             return
-        leaves = is_gathered(bucket, level)
-        unreduced_end = gradients.complete if self._sizes[i].is_packed else next_complete
-        for birth, nbytes in gradients.births:
-            changes[segment[birth]] += nbytes
-            if leaves or bucket.is_packed:
-                changes[segment[unreduced_end + 1]] -= nbytes
-        if bucket.is_sharded or bucket.is_packed:
-            is_replaced = any(last == gradients.complete for _, last in spans(self._facts, i, level))
-            self._add(changes, self._reduce_buffers(i, level, next_complete, is_replaced=is_replaced))
+        wait = next_complete if is_gathered(facts.buckets[i], level) else len(facts.graph.ops) - 1
+        is_replaced = any(last == grads.complete for _, last in spans(facts, i, level))
+        for start, nbytes in self._gradient_changes(i, level.has_param_on_host, wait, is_replaced):
+            changes[start] += nbytes
 
     def segment_of(self, op: int) -> int:
         """Return the segment of the op with index `op`; the number of segments if `op` is the number of ops."""
-        return int(self._segment_of[op])
+        return self._segment_of[op]
 
     def completed_before(self, segment: int) -> list[int]:
         """Return the buckets whose gradients are complete before `segment` begins, in that order."""

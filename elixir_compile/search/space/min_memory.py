@@ -29,7 +29,7 @@ def min_memory_levels(facts: Facts, memory: MemoryModel) -> _Levels:
     """Return the levels with the lowest peak found, every gather at its use; the furthest levels if peaks are equal."""
     furthest = facts.furthest_levels
     resident = tuple(
-        Level.RESIDENT if bucket.is_sharded and level.is_released and Level.RESIDENT in choices else level
+        Level.ALL_OFF if bucket.is_sharded and level.is_released and Level.ALL_OFF in choices else level
         for bucket, level, choices in zip(facts.buckets, furthest, facts.choices, strict=True)
     )
     if resident == furthest:
@@ -84,7 +84,7 @@ def lowered_modes(
     """
     now = list(modes)
     more_bytes = [[profile.nbytes - layer[0].nbytes for profile in layer] for layer in profiles]
-    changed = {int(slot) + 1 for layer in more_bytes for mode in layer for slot in np.flatnonzero(np.diff(mode))}
+    changed = {int(point) + 1 for layer in more_bytes for mode in layer for point in np.flatnonzero(np.diff(mode))}
     memory = MemoryModel(kept, changed)
     own_bytes, more_bytes = memory.own_bytes(), [[memory.highest(mode) for mode in layer] for layer in more_bytes]
     live_bytes = memory.rest_bytes + sum(own_bytes[i, level] for i, level in enumerate(levels))

@@ -1,12 +1,12 @@
 """Count the bytes and the seconds of each mode of each layer, by the ops of the step with every activation kept.
 
 Recomputation adds ops, so steps of different modes have different ops. But each added op runs right before an op of the
-step with every activation kept; the index of that op is its slot. Bytes and seconds by slot add up over layers:
+step with every activation kept; the index of that op is its point. Bytes and seconds by point add up over layers:
 
-    live bytes at slot i  =  rest[i] + sum over layers of bytes[layer, mode][i]
+    live bytes at point i  =  rest[i] + sum over layers of bytes[layer, mode][i]
 
 One step per depth is enough, with all layers recomputed to the depth, because a layer recomputes only its own
-activations. The bytes of offloaded groups are subtracted afterwards. Within a slot the repeated ops of a layer run one
+activations. The bytes of offloaded groups are subtracted afterwards. At a point the repeated ops of a layer run one
 after another, and the highest of their bytes counts.
 
 The seconds of a layer must not depend on the modes of other layers, or a path with them is no lower bound. If two
@@ -40,7 +40,7 @@ from elixir_compile.search.space.modes import (
 from elixir_compile.simulate import op_seconds
 
 _Added = tuple[tuple[int, float], ...]
-"""(slot, seconds) of compute added by a layer."""
+"""(point, seconds) of compute added by a layer."""
 _MAX_ALONE, _MANY_OPS = 4, 6000
 """So many layers at most are counted alone at each depth, or one layer of a step with more ops than `_MANY_OPS`: each
 count takes 0.1 s for 3,000 ops."""
@@ -52,7 +52,7 @@ _MOVABLE = (Kind.TEMP, Kind.SAVED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
-    """The offload interval of a group, its ends as slots."""
+    """The offload interval of a group, its ends as points."""
 
     group: GroupId
     nbytes: int
@@ -66,9 +66,9 @@ class Profile:
     """Bytes and seconds of a layer in a mode."""
 
     nbytes: NDArray[np.int64]
-    """Device bytes by slot."""
+    """Device bytes by point."""
     added_s: _Added
-    """(slot, seconds) of compute beyond the seconds of the layer with every activation kept."""
+    """(point, seconds) of compute beyond the seconds of the layer with every activation kept."""
     trips: tuple[Trip, ...]
 
     @property
@@ -96,7 +96,7 @@ def profiles(problem: Problem, layers: Sequence[Layer]) -> tuple[tuple[Profile, 
 
 
 class _RecomputedStep:
-    """The step with every layer recomputed to one depth, its bytes and seconds by layer and slot."""
+    """The step with every layer recomputed to one depth, its bytes and seconds by layer and point."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _RecomputedStep:
         activations = activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers])
         self._step = problem.as_run(activations)
         self._lives = liveness(self._step)
-        self._slot_of = _slots(self._step, index)
+        self._point_of = _points(self._step, index)
         self._number = {layer.name: i for i, layer in enumerate(layers)}
         makes = {op.id: op.writes for op in graph.ops}
         found = repeats(graph, activations)
@@ -135,18 +135,18 @@ class _RecomputedStep:
                 self.added_s[i] = min(self.added_s[i], added, key=_total_s)
         self.trips = self._trips(layers, depth)
 
-    def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int], num_slots: int) -> NDArray[np.int64]:
+    def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int], num_points: int) -> NDArray[np.int64]:
         changes = np.zeros((num_layers, len(self._step.ops) + 1), dtype=np.int64)
         for storage in self._step.storages:
             layer, life = owner.get(storage.id), self._lives.lives.get(storage.id)
             if layer is not None and life is not None and storage.kind in _MOVABLE:
                 changes[layer, life.first] += storage.nbytes
                 changes[layer, life.last + 1] -= storage.nbytes
-        starts = np.searchsorted(self._slot_of, np.arange(num_slots))
+        starts = np.searchsorted(self._point_of, np.arange(num_points))
         return np.maximum.reduceat(np.cumsum(changes[:, :-1], axis=1), starts, axis=1)
 
     def _added_s(self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]) -> list[_Added]:
-        """Return (slot, seconds) by which the ops of each layer take longer than with every activation kept.
+        """Return (point, seconds) by which the ops of each layer take longer than with every activation kept.
 
         An op that takes longer counts only if it also runs again with its layer alone recomputed.
         """
@@ -157,9 +157,9 @@ class _RecomputedStep:
             layer = owners[i]
             if layer is None or not more_s or (more_s > 0.0 and op.id not in self._alone[layer]):
                 continue
-            slot = int(self._slot_of[i])
-            found[layer][slot] = found[layer].get(slot, 0.0) + more_s
-        return [tuple(by_slot.items()) for by_slot in found]
+            point = int(self._point_of[i])
+            found[layer][point] = found[layer].get(point, 0.0) + more_s
+        return [tuple(by_point.items()) for by_point in found]
 
     def _added_alone(
         self,
@@ -169,7 +169,7 @@ class _RecomputedStep:
         index: Mapping[OpId, int],
         kept_s: Mapping[OpId, float],
     ) -> dict[int, _Added]:
-        """Return (slot, seconds) by which the step takes longer with only the layers `apart` recomputed to `depth`.
+        """Return (point, seconds) by which the step takes longer with only the layers `apart` recomputed to `depth`.
 
         The layers, by number, are so far from each other that each op belongs to the nearest of them.
         """
@@ -181,15 +181,15 @@ class _RecomputedStep:
         seconds = op_seconds(graph, problem.cluster, problem.measured, activations, problem.laps(activations))
         found: dict[int, dict[int, float]] = {number: {} for number in apart}
         near = next(iter(apart))
-        slots = _slots(step, index).tolist()
-        for op, slot, op_s in reversed(list(zip(step.ops, slots, seconds, strict=True))):
+        points = _points(step, index).tolist()
+        for op, point, op_s in reversed(list(zip(step.ops, points, seconds, strict=True))):
             number = self._repeated_by.get(op.id, self._number.get(layer_of(op.module)))
             if number is not None:
                 near = min(apart, key=lambda other, number=number: abs(other - number))
             more_s = op_s - kept_s.get(op.id, 0.0)
             if more_s:
-                found[near][slot] = found[near].get(slot, 0.0) + more_s
-        return {number: tuple(by_slot.items()) for number, by_slot in found.items()}
+                found[near][point] = found[near].get(point, 0.0) + more_s
+        return {number: tuple(by_point.items()) for number, by_point in found.items()}
 
     def _owner_of_ops(self) -> list[int | None]:
         """Return for each op of the step the number of the layer that the op's added seconds are counted for.
@@ -206,7 +206,7 @@ class _RecomputedStep:
         return found[::-1]
 
     def _trips(self, layers: Sequence[Layer], depth: Depth) -> Mapping[GroupId, Trip]:
-        """Return the offload interval, in slots, of each group that is stored at `depth`."""
+        """Return the offload interval, in points, of each group that is stored at `depth`."""
         all_groups = frozenset(group.id for layer in layers for group in layer.groups)
         stored = [
             Activations(id=group.id, storages=group.storages, nbytes=group.nbytes, saving=Saving.OFFLOAD)
@@ -219,8 +219,8 @@ class _RecomputedStep:
                 group=interval.group,
                 nbytes=interval.nbytes,
                 num_copies=interval.num_copies,
-                leave=int(self._slot_of[interval.leave]),
-                first=int(self._slot_of[interval.first]),
+                leave=int(self._point_of[interval.leave]),
+                first=int(self._point_of[interval.first]),
             )
             for interval in offload_intervals(self._step, self._lives, stored)
         }
@@ -256,14 +256,14 @@ def _profile(step: _RecomputedStep, number: int, mode: Mode) -> Profile:
     return Profile(nbytes=nbytes, added_s=step.added_s[number], trips=trips)
 
 
-def _slots(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:
-    """Return the slot of each op: its `index` with every activation kept, or the slot of the next op if it has none."""
-    slots = np.zeros(len(step.ops), dtype=np.int64)
+def _points(step: StepGraph, index: Mapping[OpId, int]) -> NDArray[np.int64]:
+    """Return the point of each op: its `index`, or for an op that recomputation adds, the point of the next op."""
+    points = np.zeros(len(step.ops), dtype=np.int64)
     at = len(index) - 1
     for i in reversed(range(len(step.ops))):
         at = index.get(step.ops[i].id, at)
-        slots[i] = at
-    return slots
+        points[i] = at
+    return points
 
 
 def _owners(

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
-from elixir_compile.analysis.staging import disk_staging_bytes, sum_host_bytes
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, sum_host_bytes
+from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier
 from elixir_compile.units import MIB
 

@@ -351,8 +351,8 @@ def test_no_action_may_be_of_another_micro_batch(at: int) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_ranks_with_different_programs_are_refused(cut: int) -> None:
-    """All ranks run the program of rank 0, so one that says something else would not be obeyed."""
+def test_ranks_with_different_actions_are_refused(cut: int) -> None:
+    """All ranks run the schedule of rank 0, so one that says something else would not be obeyed."""
     whole = make_plan(GRAPH, BUCKETS, ["device"] * len(BUCKETS))
     good = whole.schedules[0].actions
     assert [action.verb for action in good[-2:]] == [Verb.UPDATE, Verb.UPDATE]

@@ -98,11 +98,11 @@ def test_the_expression_of_a_size_counts() -> None:
 
 
 def test_fingerprints_are_equal_in_every_process() -> None:
-    program = "import sys; from elixir_compile.ir import *; print(fingerprint(graph_from_json(sys.stdin.read())))"
+    script = "import sys; from elixir_compile.ir import *; print(fingerprint(graph_from_json(sys.stdin.read())))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         ran = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", script],
             input=graph_to_json(GRAPH),
             env=environment,
             capture_output=True,

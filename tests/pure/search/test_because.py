@@ -3,7 +3,7 @@
 import random
 
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
-from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.reasons import decisions
 from elixir_compile.search.space.facts import gather_facts
 from tests.pure.search.test_best import instances, random_answer
@@ -17,7 +17,7 @@ def test_a_decision_names_the_bytes_saved_at_the_peak_or_elsewhere() -> None:
         draft = DraftPlan(
             levels=levels, modes=modes, moves=evaluator.at(modes).at_use(levels), step_s=1.0, decisions=()
         )
-        for decision in decisions(Program(evaluator, reference_s=1.0), draft):
+        for decision in decisions(Milp(evaluator, reference_s=1.0), draft):
             assert " 0 B" not in decision.because
             if decision.saves_bytes > 0:
                 num_at_peak += 1

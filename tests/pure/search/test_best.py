@@ -15,7 +15,7 @@ from elixir_compile.ir import Saving, Tier
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
 from elixir_compile.search.evaluator import Candidate, Evaluator
-from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import RULES, gathers_first, place_exhaustively
 from elixir_compile.search.heuristics.streaming import best_moves
@@ -155,7 +155,7 @@ def test_the_bound_holds_for_1000_random_plans() -> None:
         bound_s = plan(problem, timeout_s=QUICK_S).bound_s
         assert bound_s is not None
         assert bound_s > 0
-        program = Program(evaluator, reference_s=1.0)
+        milp = Milp(evaluator, reference_s=1.0)
         draw = random.Random(seed)
         for _ in range(50):
             levels, modes = answer = random_answer(draw, evaluator)
@@ -164,7 +164,7 @@ def test_the_bound_holds_for_1000_random_plans() -> None:
             if here.fits(levels, ahead=0):
                 played_s.append(here.step_s(levels, raise_prefetch(here, levels)))
                 assert bound_s <= min(played_s)
-            assert program.lower_s(program.vector(answer)) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
+            assert milp.lower_s(milp.vector(answer)) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
             num_plans += 1
     assert num_plans == 1000
 
@@ -173,11 +173,11 @@ def test_memory_rows_never_count_more_bytes_than_the_exact_count() -> None:
     """Rows that counted a byte too many would cut off plans that fit; on several ranks they are exact."""
     for seed, problem in instances(20, num_layers=8):
         evaluator = Evaluator(gather_facts(problem))
-        program = Program(evaluator, reference_s=1.0)
+        milp = Milp(evaluator, reference_s=1.0)
         draw = random.Random(seed)
         for _ in range(20):
             levels, modes = answer = random_answer(draw, evaluator)
-            counted = program.peak_bytes(program.vector(answer))
+            counted = milp.peak_bytes(milp.vector(answer))
             exact = evaluator.at(modes).memory.peak_bytes(levels, 0)
             assert counted <= exact
             if problem.cluster.num_ranks > 1:
@@ -188,7 +188,7 @@ def test_more_memory_or_bandwidth_is_never_slower() -> None:
     """Up to where everything fits: then it stays, though the host could take a part of the update.
 
     Compared is what brute force finds, which the solver equals (above): to prove the last 1e-9 it takes 100 times as
-    long, for 0.2 s go into each whole program, however small.
+    long, for 0.2 s go into each whole MILP, however small.
     """
     for _, problem in instances(7):
         before_s = tried_s(problem)
@@ -249,7 +249,7 @@ def test_each_rule_places_buckets_as_its_name_says() -> None:
         chain([Layer(module=f"h.{i}", params=((f"p{i}", 400),), frozen=False, act_numel=8) for i in range(6)])
     )
     evaluator = Evaluator(gather_facts(problem))
-    assert set(RULES["keep_all"](evaluator)) == {Level.KEPT} == set(RULES["fsdp_offload"](evaluator))
+    assert set(RULES["keep_all"](evaluator)) == {Level.ON_DEVICE} == set(RULES["fsdp_offload"](evaluator))
     assert set(RULES["zero_offload"](evaluator)) == {Level.STATE_OFF}
     assert RULES["zero3_offload"](evaluator) == evaluator.facts.furthest_levels
     kept = evaluator.memory.peak_bytes(evaluator.facts.start_levels, 0)
@@ -258,10 +258,10 @@ def test_each_rule_places_buckets_as_its_name_says() -> None:
     # One GPU: gathered copies first, and with what is left whole buckets on the device.
     levels = RULES["elixir"](tight)
     assert tight.fits(levels, ahead=0)
-    assert Level.KEPT in levels
+    assert Level.ON_DEVICE in levels
     least = tight.memory.peak_bytes(tight.facts.furthest_levels, 0)
     least_judge = Evaluator(gather_facts(replace(problem, budget_bytes=least)))
-    assert Level.KEPT not in RULES["elixir"](least_judge)
+    assert Level.ON_DEVICE not in RULES["elixir"](least_judge)
 
 
 def test_a_rule_that_does_not_fit_names_the_bytes_it_needs() -> None:

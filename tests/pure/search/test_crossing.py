@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from elixir_compile.ir import Saving, Update
 from elixir_compile.search import Problem
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.search.test_best import machine, random_answer
@@ -41,13 +41,13 @@ def test_no_row_is_longer_than_a_step_with_frozen_shared_and_streamed_buckets() 
     for seed in range(NUM_PROBLEMS):
         draw = random.Random(seed)
         evaluator = Evaluator(gather_facts(mixed_problem(draw)))
-        program = Program(evaluator, reference_s=1.0)
+        milp = Milp(evaluator, reference_s=1.0)
         for _ in range(NUM_ANSWERS):
             levels, modes = answer = random_answer(draw, evaluator)
             here = evaluator.at(modes)
             may_stream = [i for i in sorted(here.facts.streamable) if levels[i].has_state_on_host]
             streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
-            lower_s = program.lower_s(program.vector(answer, streamed))
+            lower_s = milp.lower_s(milp.vector(answer, streamed))
             for ahead in (0, 1, 8):
                 moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)
                 played = here.played(levels, moves)
@@ -68,12 +68,12 @@ def test_copies_of_activations_bound_a_step_on_several_ranks() -> None:
         savings = frozenset({Saving.KEEP, Saving.OFFLOAD})
         problem = problem_of(chain(layers), machine(draw, draw.choice([2, 3])), savings=savings)
         evaluator = Evaluator(gather_facts(problem))
-        program = Program(evaluator, reference_s=1.0)
+        milp = Milp(evaluator, reference_s=1.0)
         for _ in range(10):
             levels, modes = answer = random_answer(draw, evaluator)
-            here, x = evaluator.at(modes), program.vector(answer)
+            here, x = evaluator.at(modes), milp.vector(answer)
             played_s = [here.step_s(levels, moves_at_use(here.facts, levels, ahead)) for ahead in (0, 1, 8)]
-            assert program.lower_s(x) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
-            run = [side for side in program.phases if len(side) > 1 and side[0].name in ("forward", "backward")]
+            assert milp.lower_s(x) <= min(played_s) * (1 + 1e-9), f"seed {seed}"
+            run = [side for side in milp.phases if len(side) > 1 and side[0].name in ("forward", "backward")]
             num_longest += any(copied.longest_s(x) > phase.longest_s(x) for phase, copied in run)
     assert num_longest > 20

@@ -12,7 +12,7 @@ from elixir_compile.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir import Tier, Update
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
-from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.residency import moves_at_use
 from tests.pure.cost.test_cost import bucket
@@ -89,15 +89,15 @@ def test_the_bound_is_at_most_every_simulated_step(update: Update) -> None:
     for seed in range(40):
         draw = random.Random(seed)
         evaluator = Evaluator(gather_facts(mixed_problem(draw, update)))
-        program = Program(evaluator, reference_s=1.0)
+        milp = Milp(evaluator, reference_s=1.0)
         for _ in range(8):
             levels, modes = answer = random_answer(draw, evaluator)
             here = evaluator.at(modes)
             may_stream = [i for i in sorted(here.facts.streamable) if levels[i].has_state_on_host]
             streamed = frozenset(i for i in may_stream if draw.random() < 0.25)
-            x = program.vector(answer, streamed)
-            lower_s = program.lower_s(x)
-            num_binding += any(phase.longest_s(x) >= lower_s for phase in program.whole_step)
+            x = milp.vector(answer, streamed)
+            lower_s = milp.lower_s(x)
+            num_binding += any(phase.longest_s(x) >= lower_s for phase in milp.whole_step)
             for ahead in (0, 2):
                 moves = moves_at_use(here.facts, levels, ahead)._replace(streamed=streamed)
                 assert lower_s <= here.played(levels, moves).step_s * (1 + 1e-9), f"seed {seed}"

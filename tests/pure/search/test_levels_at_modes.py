@@ -14,7 +14,7 @@ from elixir_compile.ir import Kind, Op, OpId, Phase, StepGraph, StorageId
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation import solver
-from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.formulation.solver import Solution
 from elixir_compile.search.heuristics.rules import RULES
 from elixir_compile.search.space.facts import gather_facts
@@ -81,13 +81,13 @@ def test_a_cast_weight_may_stay_resident_if_its_cast_may_be_made_again() -> None
     evaluator = Evaluator(gather_facts(problem))
     cast, plain = evaluator.facts.choices
     assert len(evaluator.facts.windows[0]) == 1
-    assert Level.RESIDENT in cast
+    assert Level.ALL_OFF in cast
     assert cast == plain
     recomputed = evaluator.at([len(layer.modes) - 1 for layer in evaluator.facts.layers])
     assert len(recomputed.facts.windows[0]) == 2
     assert recomputed.facts.choices == evaluator.facts.choices
     kept_only = Evaluator(gather_facts(replace(problem, savings=frozenset())))
-    assert Level.RESIDENT not in kept_only.facts.choices[0]
+    assert Level.ALL_OFF not in kept_only.facts.choices[0]
 
 
 @given(SEEDS, SHARES)
@@ -110,18 +110,18 @@ def test_every_planner_finds_a_plan_if_levels_depend_on_modes(seed: int, share: 
 
 @given(SEEDS)
 @settings(max_examples=25)
-def test_any_candidate_is_a_vector_of_the_program_and_is_bounded_by_it(seed: int) -> None:
+def test_any_candidate_is_a_vector_of_the_milp_and_is_bounded_by_it(seed: int) -> None:
     evaluator = Evaluator(gather_facts(cast_problem(seed)))
-    program = Program(evaluator, reference_s=1.0)
+    milp = Milp(evaluator, reference_s=1.0)
     draw = random.Random(seed)
     for _ in range(10):
         levels, modes = answer = random_answer(draw, evaluator)
         here = evaluator.at(modes)
-        x = program.vector(answer)
-        assert program.candidate(x) == answer
+        x = milp.vector(answer)
+        assert milp.candidate(x) == answer
         step_s = here.step_s(levels, moves_at_use(here.facts, levels, draw.choice([0, 1, 8])))
-        assert program.lower_s(x) <= step_s * (1 + 1e-9)
-        assert program.peak_bytes(x) <= here.memory.peak_bytes(levels, 0)
+        assert milp.lower_s(x) <= step_s * (1 + 1e-9)
+        assert milp.peak_bytes(x) <= here.memory.peak_bytes(levels, 0)
 
 
 @pytest.mark.parametrize("seed", range(3))

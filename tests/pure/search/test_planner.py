@@ -315,7 +315,7 @@ def test_exhaustive_refuses_a_problem_with_too_many_candidates() -> None:
 
 
 def test_the_same_problem_gives_the_same_plan_in_every_process() -> None:
-    program = (
+    script = (
         "from tests.pure.search.test_planner import *\n"
         "problem = between(problem_of(chain_of(10)), 0.4)\n"
         "print(plan(problem), flush=True)"
@@ -323,7 +323,7 @@ def test_the_same_problem_gives_the_same_plan_in_every_process() -> None:
     texts = set()
     for seed in ("0", "1"):
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", script],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
@@ -335,8 +335,8 @@ def test_the_same_problem_gives_the_same_plan_in_every_process() -> None:
 
 @pytest.mark.parametrize("planner", ["greedy", "exhaustive"])
 def test_planning_leaves_torch_alone(planner: Planner) -> None:
-    program = (
+    script = (
         "import sys\nfrom tests.pure.search.test_planner import *\n"
         f"plan(between(problem_of(chain_of(3)), 0.4), {planner!r})\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import collectives, liveness, plan_timeline, verify
+from elixir_compile.analysis import liveness, plan_timeline, verify
 from elixir_compile.cost import average_s, collective_s
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.hardware import Cluster
@@ -30,7 +30,7 @@ from elixir_compile.ir import (
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.best import place_best
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
-from elixir_compile.search.formulation.program import Program
+from elixir_compile.search.formulation.milp import Milp
 from elixir_compile.search.heuristics.greedy import place_greedily
 from elixir_compile.search.heuristics.rules import place_exhaustively
 from elixir_compile.search.heuristics.transfers import raise_prefetch
@@ -41,6 +41,7 @@ from elixir_compile.search.space.levels import Level
 from elixir_compile.search.space.residency import moves_at_use
 from elixir_compile.search.writing import write_out
 from elixir_compile.simulate import prices, simulate
+from tests.pure.collectives import collectives
 from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_best import machine, random_answer
 from tests.pure.search.test_planner import CLUSTERS, needed_bytes, problem_of
@@ -218,15 +219,15 @@ def test_the_bytes_of_a_bucket_of_two_parameters_at_each_op() -> None:
     problem, evaluator = pair_of_layers()
     assert [bucket.shard_numels for bucket in evaluator.facts.buckets] == [(6, 6, 4)] * 2
     assert [(b.nbytes, b.flat_nbytes, b.flat_shard_nbytes) for b in evaluator.facts.buckets] == [(64, 72, 24)] * 2
-    live = at_use(problem, evaluator, Level.KEPT_RELEASED)
+    live = at_use(problem, evaluator, Level.ON_DEVICE_RELEASED)
     assert live[Kind.GATHERED] == (144, 0, 144, 0, 0, 0, 144, 0, 0, 144, 0)
     assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64 + 72, 24 + 96, 48)
     assert live[Kind.PARAM] == (48,) * 11
     # Resident, layer 1's copy is there from op 2 to op 6, layer 0's from op 0 to op 9.
-    live = at_use(problem, evaluator, Level.KEPT)
+    live = at_use(problem, evaluator, Level.ON_DEVICE)
     assert live[Kind.GATHERED] == (144, 72, 72 + 144, 144, 144, 144, 144, 72, 72, 72, 0)
     # Shards from the host go where copies are made; reduced gradients leave with the flat buffer.
-    live = at_use(problem, evaluator, Level.STREAMED)
+    live = at_use(problem, evaluator, Level.ALL_OFF_RELEASED)
     assert live[Kind.GATHERED] == (144, 0, 144, 0, 0, 0, 144, 0, 0, 144, 0)
     assert live[Kind.GRAD] == (0, 0, 0, 0, 40, 64 + 72, 96, 96 + 40, 96 + 64 + 72, 96, 0)
 
@@ -247,7 +248,7 @@ def test_gradients_of_16_bits_that_are_reduced_in_fp32() -> None:
     assert [(b.nbytes, b.flat_grad_nbytes, b.reduced_nbytes) for b in (weight, bias)] == [(24, 48, 24), (12, 24, 24)]
     found = prices(graph, (weight, bias), problem.cluster)
     assert found.reduce_s[weight.id] == collective_s(48, problem.cluster) > found.gather_s[weight.id]
-    live = at_use(problem, evaluator, Level.KEPT)
+    live = at_use(problem, evaluator, Level.ON_DEVICE)
     assert [op.writes for op in graph.ops[2:5]] == [("w.grad",), ("b.grad",), ("d0",)]
     assert live[Kind.GRAD] == (0, 0, 24 + 48, 48 + 24 + 12 + 24, 48 + 24 + 24, 24 + 24)
 
@@ -259,7 +260,7 @@ def test_a_single_parameter_is_used_in_the_gathered_buffer() -> None:
     graph = chain([Layer(module="h", params=(("w", 20),), frozen=False, act_numel=1)])
     problem = problem_of(graph, ranks(2))
     evaluator = Evaluator(gather_facts(problem))
-    levels = (Level.STREAMED,)
+    levels = (Level.ALL_OFF_RELEASED,)
     draft = DraftPlan(
         levels=levels, moves=evaluator.at_use(levels), step_s=0.0, modes=evaluator.facts.modes, decisions=()
     )
@@ -360,11 +361,11 @@ def test_the_search_is_as_good_as_trying_everything() -> None:
         problem = uneven_instance(seed)
         evaluator = Evaluator(gather_facts(problem))
         num_unpacked += sum(bucket.is_unpacked for bucket in evaluator.facts.buckets)
-        program, draw = Program(evaluator, reference_s=1.0), random.Random(seed)
+        milp, draw = Milp(evaluator, reference_s=1.0), random.Random(seed)
         for _ in range(10):
             answer = random_answer(draw, evaluator)
             exact_bytes = evaluator.at(answer.modes).memory.peak_bytes(answer.levels, 0)
-            assert program.peak_bytes(program.vector(answer)) == exact_bytes
+            assert milp.peak_bytes(milp.vector(answer)) == exact_bytes
         first = next(draft for rung in uniform_modes(evaluator) if (draft := place_greedily(rung)) is not None)
         best, tried = place_best(evaluator, first, [], timeout_s=20.0, tolerance=0.0), place_exhaustively(evaluator)
         assert tried is not None

@@ -32,7 +32,7 @@ ON_DEVICE = [(R, F0), (R, F1), (R, B1), (Verb.REDUCE, "b1"), (R, B0), (Verb.REDU
 
 
 def step_s(
-    program: Sequence[tuple[Verb, str]],
+    actions: Sequence[tuple[Verb, str]],
     homes: Sequence[tuple[Tier, Tier, bool]],
     cycle: Cycle,
     price: Prices = PRICE,
@@ -44,7 +44,7 @@ def step_s(
         )
         for i, (param, optim, streamed) in enumerate(homes)
     }
-    return play(typed(program), RUN_S, placements, price, spans, cycle).step_s
+    return play(typed(actions), RUN_S, placements, price, spans, cycle).step_s
 
 
 ACROSS = Cycle(update=Update.ACROSS_STEPS, reads=READS)

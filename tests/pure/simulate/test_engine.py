@@ -55,7 +55,7 @@ P = Verb.PREFETCH
 
 
 def step_s(
-    program: Sequence[tuple[Verb, str]],
+    actions: Sequence[tuple[Verb, str]],
     price: Prices = PRICES,
     homes: Sequence[tuple[Tier, Tier]] = ((Tier.HOST, Tier.HOST),) * 2,
 ) -> float:
@@ -63,7 +63,7 @@ def step_s(
         bucket: Placement(bucket=bucket, param=param, optim=optim, resident=param is Tier.DEVICE)
         for bucket, (param, optim) in zip((B0, B1), homes, strict=False)
     }
-    return play(typed(program, GROUPS), RUN_S, placements, price).step_s
+    return play(typed(actions, GROUPS), RUN_S, placements, price).step_s
 
 
 def test_a_gather_at_its_wait_is_exposed_and_an_earlier_one_hidden() -> None:
@@ -82,11 +82,11 @@ def test_without_overlap_everything_adds_up() -> None:
 def test_several_ranks_all_gather_and_reduce_scatter() -> None:
     """b0 from the host until 4, the ranks until 6; fwd.0 until 16; its gradient shared out until 18, gone at 21."""
     price = replace(PRICES, gather_s={B0: 2.0, B1: 2.0}, reduce_s={B0: 2.0, B1: 2.0})
-    program = [(G, "b0"), (W, "b0"), (R, R0), (L, "b0"), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (W, "b0.grad")]
-    assert step_s(program, price) == 21
+    actions = [(G, "b0"), (W, "b0"), (R, R0), (L, "b0"), (Verb.REDUCE, "b0"), (OFF, "b0.grad"), (W, "b0.grad")]
+    assert step_s(actions, price) == 21
     # Parameters on the device come from the other ranks only, and the gradient stays.
     device = ((Tier.DEVICE, Tier.DEVICE),) * 2
-    assert step_s([*program[:5], (W, "b0.grad")], price, device) == 2 + 10 + 2
+    assert step_s([*actions[:5], (W, "b0.grad")], price, device) == 2 + 10 + 2
 
 
 def test_averages_over_copies_run_after_the_reduce_beside_compute() -> None:
@@ -102,9 +102,9 @@ def test_averages_over_copies_run_after_the_reduce_beside_compute() -> None:
 
 def test_a_lane_takes_its_transfers_in_order() -> None:
     """Both gradients leave at 10: b0 until 13, b1 until 18, while fwd.1 runs until 20."""
-    program = [(R, R0), (OFF, "b0.grad"), (OFF, "b1.grad"), (R, R1), (W, "b0.grad"), (W, "b1.grad")]
-    assert step_s(program) == 20
-    assert step_s([*program[:3], *program[4:], (R, R1)]) == 28
+    actions = [(R, R0), (OFF, "b0.grad"), (OFF, "b1.grad"), (R, R1), (W, "b0.grad"), (W, "b1.grad")]
+    assert step_s(actions) == 20
+    assert step_s([*actions[:3], *actions[4:], (R, R1)]) == 28
 
 
 def test_activations_are_offloaded_and_prefetched_beside_compute() -> None:
@@ -131,10 +131,10 @@ def test_the_step_ends_with_its_last_transfer() -> None:
 
 def test_device_and_host_updates_run_at_once() -> None:
     """From 10 on: the host updates b0 until 17 and the device b1 until 11; on one set of cores they add up."""
-    program = [(R, R0), (U, "b0"), (U, "b1")]
+    actions = [(R, R0), (U, "b0"), (U, "b1")]
     homes = [(Tier.HOST, Tier.HOST), (Tier.DEVICE, Tier.DEVICE)]
-    assert step_s(program, homes=homes) == 17
-    assert step_s(program, SERIAL, homes) == 18
+    assert step_s(actions, homes=homes) == 17
+    assert step_s(actions, SERIAL, homes) == 18
 
 
 def test_gradients_and_parameters_are_copied_if_state_is_on_the_host() -> None:
@@ -194,8 +194,8 @@ def test_the_critical_path_has_no_gaps_and_ends_the_step() -> None:
     """A gather of 4 s is waited for, then 10 s of compute, then nothing: what is hidden is not on the path."""
     spans: list[Span] = []
     homes = {b: Placement(bucket=b, param=Tier.HOST, optim=Tier.HOST, resident=False) for b in (B0, B1)}
-    program = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1")]
-    step_s = play(typed(program, GROUPS), RUN_S, homes, PRICES, spans).step_s
+    actions = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1")]
+    step_s = play(typed(actions, GROUPS), RUN_S, homes, PRICES, spans).step_s
     record = Record(origin=Origin.SIMULATED, step_s=step_s, device_peak_bytes=0, host_peak_bytes=0, spans=tuple(spans))
     path = critical_path(record)
     assert [span.label for span in path] == ["gather b0", R0]

@@ -52,7 +52,7 @@ def test_both_counts_agree_for_any_levels_modes_and_moves(problem: Problem, seed
 def test_a_copy_that_is_never_released_counts_to_the_end() -> None:
     problem = tight_problem()
     made = plan(problem)
-    kept = tuple(action for action in made.schedules[0].actions if action.verb is not Verb.RELEASE)
-    leaking = replace(made, schedules=(Schedule(rank=0, actions=kept),))
+    actions = tuple(action for action in made.schedules[0].actions if action.verb is not Verb.RELEASE)
+    leaking = replace(made, schedules=(Schedule(rank=0, actions=actions),))
     assert walk_memory(problem.graph, leaking).peak_bytes > walk_memory(problem.graph, made).peak_bytes
     assert walk_memory(problem.graph, made).peak_bytes == made.prediction.device_peak_bytes

@@ -102,13 +102,16 @@ def test_training_follows_the_saved_plan_of_an_earlier_run(tmp_path: Path) -> No
     assert record.plan == elixir.load_plan(path)
 
 
-def test_a_plan_for_another_graph_raises_with_both_fingerprints(tmp_path: Path) -> None:
+def test_a_plan_for_another_graph_raises_with_both_models_and_their_first_difference(tmp_path: Path) -> None:
     path = saved_plan(tmp_path / "plan.json")
     before = Untouched(Stack(num_blocks=3))
     with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
         compile_with(before.model, plan=str(path))(torch.randn(4, 64))
     assert elixir.load_plan(path).graph in str(caught.value)
     assert caught.value.expected != caught.value.got
+    assert f"{caught.value.expected} (model Stack, 14 parameters with " in str(caught.value)
+    assert f"{caught.value.got} (model Stack, 20 parameters with " in str(caught.value)
+    assert "The plan has no parameter blocks.2." in str(caught.value)
     before.check()
 
 

@@ -48,7 +48,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     return problems
 
 
-def kept_file(folder: Path) -> Path:
+def cached_file(folder: Path) -> Path:
     (path,) = folder.iterdir()
     return path
 
@@ -69,7 +69,7 @@ def test_without_the_cache_every_call_searches(searched: list[Problem], folder: 
     assert not folder.exists()
 
 
-def test_nothing_is_kept_if_no_plan_is_feasible(folder: Path) -> None:
+def test_nothing_is_cached_if_no_plan_is_feasible(folder: Path) -> None:
     with pytest.raises(elixir.NoFeasiblePlan):
         plan_for(replace(PROBLEM, budget_bytes=1), OPTIONS)
     assert not folder.exists()
@@ -126,7 +126,7 @@ def in_force(problem: Problem) -> dict[str, object]:
     return {"buckets": made.buckets, "placements": made.placements}
 
 
-def test_a_plan_with_state_on_disk_under_free_memory_is_not_kept(folder: Path) -> None:
+def test_a_plan_with_state_on_disk_under_free_memory_is_not_cached(folder: Path) -> None:
     """Another run may have room for that state, and the file would say disk."""
     placements = plan(PROBLEM, "greedy").placements
     off = [placement.bucket for placement in placements if placement.optim is not Tier.DEVICE]
@@ -135,7 +135,7 @@ def test_a_plan_with_state_on_disk_under_free_memory_is_not_kept(folder: Path) -
     store_plan(made, PROBLEM, FREE)
     assert not folder.exists()
     store_plan(made, PROBLEM, OPTIONS)
-    assert kept_file(folder)
+    assert cached_file(folder)
 
 
 def test_names_and_source_lines_do_not_change_the_key() -> None:
@@ -182,13 +182,13 @@ def test_under_free_memory_a_plan_that_moves_nothing_is_used_on_any_larger_devic
     assert cached_plan(replace(problem, budget_bytes=100 * GIB), FREE) is not None
 
 
-def test_a_plan_that_fills_the_free_host_memory_is_not_kept(folder: Path) -> None:
+def test_a_plan_that_fills_the_free_host_memory_is_not_cached(folder: Path) -> None:
     made = plan(PROBLEM, "greedy")
     tight = replace(PROBLEM, host_budget_bytes=made.prediction.host_peak_bytes)
     store_plan(made, tight, FREE)
     assert not folder.exists()
     store_plan(made, tight, OPTIONS)
-    assert kept_file(folder).exists()
+    assert cached_file(folder).exists()
 
 
 def half(path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_broken_file_is_removed_with_a_warning(
     spoil: Callable[[Path], None], folder: Path, searched: list[Problem]
 ) -> None:
     first = plan_for(PROBLEM, OPTIONS)
-    path = kept_file(folder)
+    path = cached_file(folder)
     spoil(path)
     with pytest.warns(elixir.ElixirWarning, match="not usable and is removed") as caught:
         assert cached_plan(PROBLEM, OPTIONS) is None
@@ -227,11 +227,11 @@ def test_a_broken_file_is_removed_with_a_warning(
 def test_a_cache_folder_that_cannot_be_made_warns(folder: Path) -> None:
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where the folder should be")
-    with pytest.warns(elixir.ElixirWarning, match="plans cannot be kept"):
+    with pytest.warns(elixir.ElixirWarning, match="plans cannot be cached"):
         store_plan(plan(PROBLEM, "greedy"), PROBLEM, OPTIONS)
 
 
-def test_only_the_plans_used_last_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_plans_used_last_are_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "MOST_PLANS", 2)
     made = plan(PROBLEM, "greedy")
     others = [replace(PROBLEM, bucket_max_bytes=4096 + n) for n in range(2)]

@@ -1,4 +1,4 @@
-"""`api.programs`: programs stay for as long as a forward of theirs may have a backward."""
+"""`managed.programs`: programs stay for as long as a forward of theirs may have a backward."""
 
 import gc
 import weakref

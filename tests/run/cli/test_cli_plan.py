@@ -39,6 +39,27 @@ def fail():
 def number():
     return 5
 '''
+POSITIONS = '''
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    """A model of text whose tokens are at one of 64 positions, the first of them at `first`."""
+    def __init__(self, first):
+        super().__init__()
+        self.first, self.words, self.places = first, nn.Embedding(50, 16), nn.Embedding(64, 16)
+
+    def forward(self, input_ids, labels):
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)[None] + self.first
+        logits = (self.words(input_ids) + self.places(places)) @ self.words.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def from_0():
+    return Net(0)
+
+def from_2():
+    return Net(2)
+'''
 FAST = ("--planner", "greedy", "--dtype", "float32", "--hardware", "a100-40g")
 
 
@@ -226,6 +247,48 @@ def test_a_hugging_face_folder_makes_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UnknownModel, match="no field model_type"):
         load_model(str(tmp_path), TextBatch(batch=1, seq=8))
+
+
+@pytest.mark.parametrize(("function", "limit"), [("from_0", 64), ("from_2", 62)])
+def test_more_tokens_than_the_model_has_positions_are_refused(function: str, limit: int, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(POSITIONS, encoding="utf-8")
+    done = cli("plan", f"{file}:{function}", *FAST)
+    assert done.exit_code == 1
+    assert f"option seq: got 1024, expected at most {limit} tokens in a sample, as places.weight has" in done.stderr
+    assert f"`--seq {limit}`" in done.stderr
+    assert cli("plan", f"{file}:{function}", *FAST, "--seq", limit).exit_code == 0
+    assert f"`--seq {limit}`" in cli("plan", f"{file}:{function}", *FAST, "--seq", limit + 1).stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "table"),
+    [
+        ({"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64}, "transformer.wpe.weight"),
+        (
+            {"model_type": "opt", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 64,
+             "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+            "model.decoder.embed_positions.weight",
+        ),
+        (
+            {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
+             "intermediate_size": 64, "max_position_embeddings": 64},
+            None,
+        ),
+    ],
+    ids=["gpt2", "opt", "llama"],
+)  # fmt: skip
+def test_a_configuration_limits_the_tokens_only_by_a_table(
+    fields: dict[str, object], table: str | None, tmp_path: Path
+) -> None:
+    """The positions of Llama are computed, so its longest sample is up to the user."""
+    pytest.importorskip("transformers")
+    fields |= {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    done = cli("plan", tmp_path, *FAST, "--batch", 1, "--seq", 65)
+    expected = f"error: option seq: got 65, expected at most 64 tokens in a sample, as {table} has no more positions"
+    assert done.exit_code == (0 if table is None else 1)
+    assert done.stderr.startswith("" if table is None else expected)
 
 
 def test_without_transformers_a_named_model_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

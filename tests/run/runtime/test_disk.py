@@ -79,8 +79,7 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     start = """
         import os, signal, sys, threading, time
         from elixir_compile.errors import DiskFailed, DiskFull
-        from elixir_compile.runtime.disk.disk_store import DiskStore
-        from elixir_compile.runtime.disk.staging import StagingBuffers
+        from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
         folder = sys.argv[1]
         buffer = StagingBuffers(1, 1 << 20).acquire().tensor.fill_(7)
     """

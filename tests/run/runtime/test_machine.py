@@ -60,7 +60,7 @@ def test_a_measured_cpu_profile_is_plausible(measured: Cluster) -> None:
     assert measured.num_ranks == 1
     assert (device.memory_bytes, host.memory_bytes) == memory_sizes_bytes(CPU)
     assert host.pinned_bytes == host.memory_bytes
-    # From a slow laptop to a large server, with the load of other programs.
+    # From a slow laptop to a large server, with the load of other processes.
     assert set(device.flops_per_s) == {"float32", "bfloat16", "float16", "float64"}
     assert 1e9 < device.flops_per_s["float32"] < 1e14
     assert device.flops_per_s["float64"] < 1e13

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from elixir_compile.errors import DiskFailed
-from elixir_compile.runtime.disk.disk_store import DiskStore
-from elixir_compile.runtime.disk.staging import StagingBuffers
+from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20

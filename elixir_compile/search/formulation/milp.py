@@ -38,7 +38,7 @@ class Row:
     is_memory: bool = False
 
 
-class Program:
+class Milp:
     """The mixed-integer program of a problem, with the rows added so far.
 
     It has more than 20 methods and 15 attributes, because what an x means (its candidate, bytes and seconds) and the
@@ -64,41 +64,44 @@ class Program:
         """Number of columns of levels and modes. Columns of updates that may be streamed come behind them."""
         self.owners = np.array([i for i, _ in self.choices], dtype=np.int64)
         """By column of a level or mode: the index of its bucket, or the number of buckets + the index of its layer."""
-        self._streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
-        self.choices |= {choice: self.num_options + j for j, choice in enumerate(self._streams.values())}
+        self.streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
+        """By bucket and home of its parameters: the choice to stream its update."""
+        self.choices |= {choice: self.num_options + j for j, choice in enumerate(self.streams.values())}
         shops = flow_shops(facts, evaluator.prices, Options(self.choices, profiles))
         self.phases, self.across, self.spanned, self.whole_step = shops
         # `rest_bytes` counts all activations as kept, so a mode's column holds its difference from mode 0 (keep all).
         more_bytes = [profiles[i][mode].nbytes - profiles[i][0].nbytes for i, mode in layer_modes]
-        self.memory = MemoryModel(facts, {int(slot) + 1 for row in more_bytes for slot in np.flatnonzero(np.diff(row))})
+        self.memory = MemoryModel(
+            facts, {int(point) + 1 for row in more_bytes for point in np.flatnonzero(np.diff(row))}
+        )
         own_bytes = self.memory.own_bytes()
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
         # Streamed updates run in turn, so only the largest counts. A sum cannot express a maximum: the columns are 0
         # here, and `_add_streamed` adds a row for each streamed bucket on its own.
-        columns += [np.zeros_like(self.memory.rest_bytes)] * len(self._streams)
+        columns += [np.zeros_like(self.memory.rest_bytes)] * len(self.streams)
         self.bytes_of = np.asfortranarray(np.stack(columns, axis=1), dtype=np.float64)
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
         self._seen: set[tuple[object, ...]] = set()
         host_nbytes = [self.evaluator.host_bytes_of(i, level) for i, level in pairs]
-        host_nbytes += [profiles[i][mode].host_bytes for i, mode in layer_modes] + [0] * len(self._streams)
+        host_nbytes += [profiles[i][mode].host_bytes for i, mode in layer_modes] + [0] * len(self.streams)
         self._host_bytes = host_bytes = np.array(host_nbytes, dtype=np.float64)
         limit_bytes = max(facts.problem.host_budget_bytes, 1)
         hosted = np.flatnonzero(host_bytes)
         self.host_row = Row(hosted, host_bytes[hosted] / limit_bytes * SCALE, SCALE)
         self.rows.append(self.host_row)
-        self.rows += [self._stream_row(i, home) for i, home in self._streams]
+        self.rows += [self._stream_row(i, home) for i, home in self.streams]
 
-    def with_trips(self) -> "Program":
-        """Return the same program with the copies of offloaded activations (trips) on its paths, also on several ranks.
+    def with_trips(self) -> "Milp":
+        """Return the same MILP with the copies of offloaded activations (trips) on its paths, also on several ranks.
 
-        Copies of activations share links with the copies of buckets, so this program finds better candidates. Its
+        Copies of activations share links with the copies of buckets, so this MILP finds better candidates. Its
         optimum proves no bound, because a collective need not wait for a copy of activations. Memory rows are reused.
         """
         other = copy.copy(self)
-        # The rows of `add_leaving` use columns z. The new program starts without columns z, so it starts without them.
+        # The rows of `add_leaving` use columns z. The new MILP starts without columns z, so it starts without them.
         memory_rows = [row for row in self.rows if row.is_memory and row.columns.max(initial=0) < self.num_choices]
         other.rows = [self.host_row, *memory_rows]
-        other.rows += [self._stream_row(i, home) for i, home in self._streams]
+        other.rows += [self._stream_row(i, home) for i, home in self.streams]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = 0
         options = Options(self.choices, self.evaluator.profiles, counts_trips=True)
@@ -112,7 +115,7 @@ class Program:
 
     @property
     def is_large(self) -> bool:
-        """Whether the program has too many columns for integral solves and for as many simulations as a small one gets.
+        """Whether the MILP has too many columns for integral solves and for as many simulations as a small one gets.
 
         GPT-2 20B takes 2 s for an integral solve, and seven solves raise its bound by 0.04 %.
         """
@@ -121,23 +124,24 @@ class Program:
     @property
     def has_streams(self) -> bool:
         """Whether any update may be streamed. If so, x has more than a candidate, which says nothing of streams."""
-        return bool(self._streams)
+        return bool(self.streams)
 
     def _stream_row(self, i: int, home: Tier) -> Row:
         """Return the row: bucket i streams only if its level has its state on the host and its parameters at `home`."""
-        levels = [self.choices[i, level] for level in self._levels_at(i, home)]
-        columns = np.array([self.choices[self._streams[i, home]], *levels], dtype=np.int64)
+        levels = [self.choices[i, level] for level in self.levels_at(i, home)]
+        columns = np.array([self.choices[self.streams[i, home]], *levels], dtype=np.int64)
         return Row(columns, np.array([1.0, *[-1.0] * len(levels)]), 0.0)
 
-    def _levels_at(self, i: int, home: Tier) -> list[Level]:
+    def levels_at(self, i: int, home: Tier) -> list[Level]:
+        """Return the levels of bucket i with parameters at `home` at which its update may be streamed."""
         return [level for level in self.evaluator.facts.choices[i] if level.has_state_on_host and level.home is home]
 
     def vector(self, candidate: Candidate, streamed: Collection[int] = ()) -> Vector:
         """Return the integral x of `candidate`, with the updates of the buckets `streamed` if their levels allow it."""
         x = np.zeros(self.num_choices)
         x[self._columns(candidate)] = 1.0
-        for (i, home), choice in self._streams.items():
-            if i in streamed and candidate.levels[i] in self._levels_at(i, home):
+        for (i, home), choice in self.streams.items():
+            if i in streamed and candidate.levels[i] in self.levels_at(i, home):
                 x[self.choices[choice]] = 1.0
         return x
 
@@ -173,8 +177,8 @@ class Program:
         """Return the buckets whose updates an integral x streams and may stream at the levels of `candidate`."""
         return frozenset(
             i
-            for (i, home), choice in self._streams.items()
-            if x[self.choices[choice]] > 0.5 and candidate.levels[i] in self._levels_at(i, home)
+            for (i, home), choice in self.streams.items()
+            if x[self.choices[choice]] > 0.5 and candidate.levels[i] in self.levels_at(i, home)
         )
 
     def lower_s(self, x: Vector) -> float:
@@ -229,7 +233,7 @@ class Program:
         over = [segment for segment in fullest if live_bytes[segment] > budget_bytes * (1 + TOLERANCE)]
         has_new = sum([self._add_segment(segment) for segment in over]) > 0
         in_update = self.memory.segment_of(self.evaluator.facts.num_run)
-        for (i, home), choice in self._streams.items() if in_update < len(live_bytes) else ():
+        for (i, home), choice in self.streams.items() if in_update < len(live_bytes) else ():
             column, nbytes = self.choices[choice], self.evaluator.memory.streamed_bytes(i, home)
             if live_bytes[in_update] + nbytes * x[column] > budget_bytes * (1 + TOLERANCE):
                 has_new |= self._add_streamed(in_update, column, nbytes)
@@ -284,19 +288,19 @@ class Program:
         return added
 
     def _add_exact_segment(self, segment: int) -> None:
-        facts = self.evaluator.facts
-        before = self.memory.completed_before(segment)
+        # All leaving gradients have left when the backward ends.
+        is_update = segment >= self.memory.segment_of(self.evaluator.facts.num_run)
+        before = [] if is_update else self.memory.completed_before(segment)
         columns, nbytes = [np.flatnonzero(self.bytes_of[segment])], [self.bytes_of[segment]]
         nbytes[0] = nbytes[0][columns[0]]
         # `bytes_of` already counts the last bucket completed before the segment: no bucket comes in between.
         for place, i in enumerate(before[:-1]):
-            gradients = facts.gradients[i]
-            assert gradients is not None
             z = self.num_choices + len(self.phases) + self.num_extra
             self.num_extra += 1
             columns.append(np.array([z]))
-            bucket, whole_bytes = facts.buckets[i], sum(size for _, size in gradients.births)
-            nbytes.append(np.array([float(bucket.reduced_nbytes if bucket.is_packed else whole_bytes)]))
+            # The fewest of all levels: a row with more would exclude levels that fit.
+            late_bytes = min((self.memory.late_bytes(i, level) for level in self._leaving_levels(i)), default=0)
+            nbytes.append(np.array([float(late_bytes)]))
             leaving = self._leaving_columns(i)
             between = np.array([c for j in before[place + 1 :] for c in self._leaving_columns(j)], dtype=np.int64)
             self.rows.append(
@@ -309,8 +313,11 @@ class Program:
         self._append_memory(segment, np.concatenate(columns), np.concatenate(nbytes))
 
     def _leaving_columns(self, i: int) -> list[int]:
+        return [self.choices[i, level] for level in self._leaving_levels(i)]
+
+    def _leaving_levels(self, i: int) -> list[Level]:
         facts = self.evaluator.facts
-        return [self.choices[i, level] for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
+        return [level for level in facts.choices[i] if is_gathered(facts.buckets[i], level)]
 
     def limits(self, more_bytes: int = 0) -> Vector:
         """Return the limit of each row, with `more_bytes` added to the device budget."""

@@ -1,4 +1,4 @@
-"""Count the collectives of a step and their bytes, under the labels used by a ledger.
+"""Count the collectives of a plan's step and their bytes, under the labels of a ledger, to compare with a run.
 
 ```text
   all-gather b1    fill the flat buffer with the shards of all ranks

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile.api.preview import kept_captures
+from elixir_compile.api.preview import capture_cache
 from elixir_compile.api.preview.capture import Capture
-from elixir_compile.api.preview.kept_captures import capture_key, keep_capture, kept_capture
+from elixir_compile.api.preview.capture_cache import cached_capture, capture_key, store_capture
 from elixir_compile.api.preview.models import TextBatch
 from elixir_compile.cli import plan
 from elixir_compile.cli.plan import Request
@@ -90,13 +90,13 @@ def test_a_model_that_a_function_makes_is_captured_each_time(made: Capture, fold
     assert not folder.exists()
 
 
-def test_a_kept_capture_is_the_one_that_was_made(made: Capture) -> None:
+def test_a_cached_capture_is_the_one_that_was_made(made: Capture) -> None:
     whole = replace(made, chunks=CHUNKS, batch_symbol="s0", loss_chunks=4, masters=dict(reversed(made.numels.items())))
-    keep_capture("key", whole)
-    kept = kept_capture("key")
-    assert kept == whole
-    assert kept is not None
-    assert [list(getattr(kept, name)) for name in ("numels", "masters")] == [list(whole.numels), list(whole.masters)]
+    store_capture("key", whole)
+    cached = cached_capture("key")
+    assert cached == whole
+    assert cached is not None
+    assert [list(getattr(cached, name)) for name in ("numels", "masters")] == [list(whole.numels), list(whole.masters)]
 
 
 def key(**changes: Any) -> str | None:
@@ -128,11 +128,11 @@ def other_torch(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_transformers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_captures, "_transformers", lambda: ("9.9", None))
+    patch.setattr(capture_cache, "_transformers", lambda: ("9.9", None))
 
 
 def other_source(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_captures, "source_digest", lambda *patterns: "other")
+    patch.setattr(capture_cache, "source_digest", lambda *patterns: "other")
 
 
 def other_environment(patch: pytest.MonkeyPatch) -> None:
@@ -163,25 +163,25 @@ def test_other_versions_of_the_software_change_the_key(
 def test_a_damaged_file_is_removed_with_a_line_in_the_log(
     damage: Callable[[bytes], bytes], made: Capture, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keep_capture("key", made)
+    store_capture("key", made)
     file = folder / "key.json"
     data = file.read_bytes()
     assert damage(data) != data
     file.write_bytes(damage(data))
     with caplog.at_level(logging.INFO, "elixir_compile"):
-        assert kept_capture("key") is None
-    assert f"the kept capture {file} cannot be read and is removed" in caplog.text
+        assert cached_capture("key") is None
+    assert f"the cached capture {file} cannot be read and is removed" in caplog.text
     assert not file.exists()
-    assert kept_capture("key") is None
+    assert cached_capture("key") is None
 
 
 def test_the_oldest_of_too_many_captures_go(made: Capture, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_captures, "MOST_CAPTURES", 2)
+    monkeypatch.setattr(capture_cache, "MOST_CAPTURES", 2)
     for age_s, name in enumerate(("a", "b")):
-        keep_capture(name, made)
+        store_capture(name, made)
         os.utime(folder / f"{name}.json", (age_s, age_s))
-    assert kept_capture("a") is not None  # so it is used later than b
-    keep_capture("c", made)
+    assert cached_capture("a") is not None  # so it is used later than b
+    store_capture("c", made)
     assert sorted(path.stem for path in folder.iterdir()) == ["a", "c"]
 
 
@@ -190,6 +190,6 @@ def test_a_folder_that_cannot_be_made_gets_a_line_in_the_log(
 ) -> None:
     folder.parent.write_text("a file", encoding="utf-8")
     with caplog.at_level(logging.INFO, "elixir_compile"):
-        keep_capture("key", made)
-        assert kept_capture("key") is None
-    assert f"captures cannot be kept in {folder}" in caplog.text
+        store_capture("key", made)
+        assert cached_capture("key") is None
+    assert f"captures cannot be cached in {folder}" in caplog.text

@@ -1,4 +1,4 @@
-"""Keep captures on disk: the step of a model and batch is captured once, and later commands read it.
+"""Cache captures on disk: the step of a model and batch is captured once, and later commands read it.
 
     key = SHA-256 of the model's name or configuration, its batch, the options that a capture reads, the versions of
           torch and transformers, the processor, and this package's source
@@ -37,7 +37,7 @@ from elixir_compile.version import __version__, source_digest
 log = logging.getLogger("elixir_compile")
 
 MOST_CAPTURES = 20
-"""Files kept; a capture of a Llama with 32 layers has 2 MB."""
+"""The most files in the folder; a capture of a Llama with 32 layers has 2 MB."""
 _READ_BY_A_CAPTURE = ("activations", "inner", "param_dtype")
 """The options of the backend that a capture reads."""
 _READ_BY_TORCH = ("TORCH", "PYTORCH", "TRANSFORMERS")
@@ -51,7 +51,7 @@ Pairs = tuple[tuple[StorageId, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class _CaptureFile:
     """A `Capture` with fields for JSON. Mappings are tuples of pairs, which keep their order."""
 
     graph: StepGraph
@@ -69,8 +69,8 @@ class _Kept:
 def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool, chunks: Chunks | None) -> str | None:
     """Return 32 hex digits that differ if anything differs on which the capture of the named `model` depends.
 
-    Returns None if the capture is not kept. A model made by a function of the user is not, as the function may do
-    anything. On a machine with a GPU no capture is kept: the name of the GPU would be part of the key, and to ask for
+    Returns None if the capture is not cached. A model made by a function of the user is not, as the function may do
+    anything. On a machine with a GPU no capture is cached: the name of the GPU would be part of the key, and to ask for
     it initialises CUDA, after which no process can be forked.
     """
     description = description_of(model)
@@ -89,42 +89,42 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def kept_capture(key: str) -> Capture | None:
-    """Return the capture that an earlier command kept as `key`; None if there is no readable file.
+def cached_capture(key: str) -> Capture | None:
+    """Return the capture that an earlier command stored as `key`; None if there is no readable file.
 
     A file that cannot be read is removed, with a line in the log.
     """
     path = _path(key)
-    kept = read_cached(path, lambda text: from_json(_FORM, _Kept, text), _drop)
-    if kept is None:
+    cached = read_cached(path, lambda text: from_json(_FORM, _CaptureFile, text), _drop)
+    if cached is None:
         return None
     with suppress(OSError):  # in a read-only folder files do not age
         os.utime(path)
-    values: dict[str, Any] = {field.name: getattr(kept, field.name) for field in fields(kept)}
+    values: dict[str, Any] = {field.name: getattr(cached, field.name) for field in fields(cached)}
     values |= {name: dict(values[name]) for name in ("numels", "state_bytes", "masters")}
-    values["device"] = torch.device(kept.device)
+    values["device"] = torch.device(cached.device)
     return Capture(**values)
 
 
-def keep_capture(key: str, capture: Capture) -> None:
-    """Keep `capture` as `key` for later commands, and drop the oldest captures if there are too many.
+def store_capture(key: str, capture: Capture) -> None:
+    """Store `capture` as `key` for later commands, and drop the oldest captures if there are too many.
 
     If the folder cannot be written, the log gets a line.
     """
     values: dict[str, Any] = {field.name: getattr(capture, field.name) for field in fields(capture)}
     values |= {name: tuple(value.items()) for name, value in values.items() if isinstance(value, Mapping)}
     values["device"] = str(capture.device)
-    kept = _Kept(**values)
+    cached = _CaptureFile(**values)
     path = _path(key)
     try:
-        write_cached(path, to_json(_FORM, kept, indent=None))
+        write_cached(path, to_json(_FORM, cached, indent=None))
         drop_oldest(path.parent, MOST_CAPTURES)
     except OSError as error:
-        log.info("captures cannot be kept in %s: %s", path.parent, error.strerror)
+        log.info("captures cannot be cached in %s: %s", path.parent, error.strerror)
 
 
 def _drop(path: Path, error: Exception) -> None:
-    log.info("the kept capture %s cannot be read and is removed: %s", path, error)
+    log.info("the cached capture %s cannot be read and is removed: %s", path, error)
     with suppress(OSError):  # it stays if the folder is read-only
         path.unlink(missing_ok=True)
 
