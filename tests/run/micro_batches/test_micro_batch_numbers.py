@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import elixir_compile as elixir
+from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.runtime import micro_batches as runtime
 from tests.run.micro_batches.stepping import (
     WIDTH,
@@ -236,3 +237,30 @@ def test_a_view_that_takes_the_rows_apart_is_taken_of_the_whole_batch():
     reference(*batch).backward()
     compiled(model, 4)(*batch).backward()
     torch.testing.assert_close(model.head.weight.grad, reference.head.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_auto_keeps_a_batch_whole_that_fits():
+    model, batch = Rows(), batch_of(8)
+    step = compiled(model, "auto", device_memory="64MiB")
+    step(*batch).backward()
+    assert set(divided_regions(step)) == {1}
+
+
+def test_auto_trains_a_batch_that_does_not_fit_whole_within_the_budget():
+    batch = batch_of(64)
+    with pytest.raises(NoFeasiblePlan) as caught:
+        compiled(Rows(), 1, device_memory=1)(*batch)
+    budget_bytes = int(0.8 * caught.value.needed_bytes)
+    del caught
+    torch._dynamo.reset()
+    model = Rows()
+    step = compiled(model, "auto", device_memory=budget_bytes)
+    step(*batch).backward()
+    (number,) = set(divided_regions(step)) - {1}
+    model.zero_grad()
+    record = elixir.measure_step(lambda: step(*batch).backward())
+    plan = elixir.compilations(step)[-1].plan
+    assert record.device_peak_bytes <= 1.002 * plan.prediction.device_peak_bytes <= 1.002 * budget_bytes
+    (decision,) = (decision for decision in plan.decisions if decision.subject == "micro_batches")
+    assert decision.choice == f"{number} of {64 // number} rows"
+    assert decision.because.startswith("the whole batch at once needs")
