@@ -148,9 +148,8 @@ def plan(
 
         gc.freeze()  # later collections skip the objects of the imports
 
-    is_number = micro_batches is not None and micro_batches.isdecimal()
     options = {
-        "micro_batches": int(micro_batches) if is_number else micro_batches,
+        "micro_batches": int(micro_batches) if micro_batches and micro_batches.isdecimal() else micro_batches,
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
         "update": update, "activations": activations, "planner": planner, "search_timeout": search_timeout,
     }  # fmt: skip

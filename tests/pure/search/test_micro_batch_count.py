@@ -1,18 +1,23 @@
 """The number of micro-batches is chosen together with the plan: as many as memory asks for, no more than pay."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 
 from elixir_compile.errors import InvalidPlan, NoFeasiblePlan
-from elixir_compile.ir import Op, OpId, Phase, Plan, Storage, StorageId
+from elixir_compile.ir import Op, OpId, Phase, Plan, StepGraph, Storage, StorageId
 from elixir_compile.ir.kinds import Batched, Kind
-from elixir_compile.options import Options
-from elixir_compile.search import Problem
+from elixir_compile.options import Options, Planner
+from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.micro_batches import MICRO_BATCHES, candidates, plan_as_asked
 from elixir_compile.units import MIB
 from tests.pure.analysis.test_micro_batches import WIDE
+from tests.pure.collectives import collectives
+from tests.pure.memory_walk import walk_memory
 from tests.pure.search.test_planner import CLUSTERS, problem_of
+from tests.pure.strategies import step_graphs
 
 TRAINED = replace(
     WIDE,
@@ -121,3 +126,30 @@ def test_more_micro_batches_never_take_less_time_in_the_cost_model():
 
     found = [step_s(number) for number in (1, 2, 4, 8)]
     assert found == sorted(found)
+
+
+def batched(graph: StepGraph) -> StepGraph:
+    """Return `graph` with activations of 8 rows, each with a row of its own, and gradients that are sums over rows."""
+
+    def of(storage: Storage) -> Batched:
+        if storage.kind is Kind.GRAD:
+            return Batched.SUM
+        return Batched.EACH if storage.kind in (Kind.INPUT, Kind.TEMP, Kind.SAVED) else Batched.SAME
+
+    return replace(graph, batch=8, storages=tuple(replace(storage, batched=of(storage)) for storage in graph.storages))
+
+
+@pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+@pytest.mark.parametrize("planner", ["keep_all", "zero3_offload", "milp"])
+@given(graph=step_graphs(training=True))
+@settings(max_examples=6)
+def test_the_number_of_micro_batches_changes_no_transfer(cluster: str, planner: Planner, graph: StepGraph):
+    problem = problem_of(batched(graph), CLUSTERS[cluster])
+    verbs = {}
+    for number in (1, 2, 8):
+        made = plan(replace(problem, micro_batches=number), planner)
+        verbs[number] = Counter(str(action.verb) for action in made.schedules[0].actions)
+        del verbs[number]["run"], verbs[number]["wait"]
+        assert collectives(problem.graph, made) == collectives(problem.graph, plan(problem, planner))
+        assert walk_memory(problem.graph, made).peak_bytes == made.prediction.device_peak_bytes
+    assert verbs[1] == verbs[2] == verbs[8]
