@@ -1,6 +1,7 @@
 """The numbers of a step in micro-batches are those of a user's loop over the same micro-batches."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,3 +265,17 @@ def test_auto_trains_a_batch_that_does_not_fit_whole_within_the_budget():
     (decision,) = (decision for decision in plan.decisions if decision.subject == "micro_batches")
     assert decision.choice == f"{number} of {64 // number} rows"
     assert decision.because.startswith("the whole batch at once needs")
+
+
+def test_a_saved_plan_in_micro_batches_runs_in_them(tmp_path: Path):
+    model, twin, batch = Rows(), Rows(), batch_of(8)
+    twin.load_state_dict(model.state_dict())
+    step = compiled(model, 4)
+    step(*batch).backward()
+    elixir.save_plan(elixir.compilations(step)[-1].plan, tmp_path / "plan.json")
+    torch._dynamo.reset()
+    again = compiled(twin, 1, plan=str(tmp_path / "plan.json"))
+    again(*batch).backward()
+    assert set(divided_regions(again)) == {4}
+    found, wanted = gradients(twin), gradients(model)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
