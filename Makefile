@@ -30,9 +30,13 @@ test: venv
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
 
-# Properties, of values that no run before has drawn.
+# Random training runs of `make fuzz`, a few seconds each.
+RUNS ?= 200
+
+# Properties, of values that no run before has drawn, and random training runs: their budgets, predictions and bits.
 fuzz: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m hypothesis --hypothesis-profile=new
+	$(BIN)/python -m tests.run.random_runs --runs $(RUNS)
 
 lint: venv
 	$(BIN)/ruff format --check .

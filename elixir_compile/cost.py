@@ -147,6 +147,20 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
     raise InvalidPlan(f"bucket {bucket.id}: nothing can be updated on {tier}.")
 
 
+def add_bytes(bucket: Bucket) -> int:
+    """Return the bytes of memory read and written to add the gradients of `bucket` to their sums on a rank; 0 if there
+    are no sums."""
+    return bucket.shard_grad_nbytes() + 2 * bucket.own_sum_nbytes if bucket.sum_nbytes else 0
+
+
+def add_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
+    """Return the seconds to add the gradients of `bucket` to their sums in the memory `tier`."""
+    nbytes = add_bytes(bucket)
+    if not nbytes or tier is not Tier.DEVICE:
+        return host_memory_s(nbytes, cluster)
+    return len(bucket.params) * cluster.device.launch_s + nbytes / cluster.device.memory_bytes_per_s
+
+
 def stream_s(bucket: Bucket, param: Tier, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of the copies of a streamed update to the device and back; `param` is the parameters' home.
 

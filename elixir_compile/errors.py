@@ -255,7 +255,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     by kind. `returned` names an output of the model that is among the largest tensors there, with its bytes.
     `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model did not
     come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
-    equal, less than `needed_bytes` may be enough.
+    equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
+    passes.
     """
 
     def __init__(
@@ -269,12 +270,12 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         disk_bytes: int = 0,
         because: str = "",
         returned: str = "",
+        staying_bytes: int = 0,
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        super().__init__(
-            op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, is_prepared
-        )
+        found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
+        super().__init__(*found, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -284,6 +285,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.disk_bytes = disk_bytes
         self.because = because
         self.returned = returned
+        self.staying_bytes = staying_bytes
         self.is_prepared = is_prepared
 
     def __str__(self) -> str:
@@ -293,6 +295,8 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
         if self.disk_bytes and self.needed_bytes - self.disk_bytes <= self.budget_bytes:
             other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state"
+        if self.staying_bytes:
+            other = "one backward pass per step, with `optimizer.zero_grad()` before the next forward"
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         short = (
@@ -300,6 +304,11 @@ class NoFeasiblePlan(ElixirError, MemoryError):
             f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
             + (f"; live: {live}" if live else "")
             + (f"; {self.returned}, is returned to the caller: return the loss alone" if self.returned else "")
+            + (
+                f"; gradients of earlier backward passes take {format_bytes(self.staying_bytes)}"
+                if self.staying_bytes
+                else ""
+            )
         )
         if self.because:
             return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."

@@ -47,6 +47,11 @@ class Options:
     `keep_all`."""
     activations: Activations = "any"
     """How activations may be kept off the device: `recompute`, `offload`, `any` of the two, or not at all (`keep`)."""
+    accumulate: bool | None = None
+    """True: gradients stay through the next forward (gradient accumulation), so the plan counts them from the first
+    step on. None: the plan counts them once a forward finds gradients of an earlier backward, and later runs of the
+    same step count them from the first step on. False: like None, but nothing is kept for later runs or taken from
+    earlier ones."""
     update: UpdateTime = "auto"
     """When HybridAdamW updates. `after_backward`: within `optimizer.step()`. `across_steps`: `step()` queues the
     updates of the host, and the next forward waits for each bucket before its first use. `in_backward`: as soon as the
@@ -176,6 +181,12 @@ def _bool(name: str, value: object) -> bool:
     return value
 
 
+def _bool_or_none(name: str, value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidOption(name, value, "True, False or None")
+    return value
+
+
 _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "device_memory": _memory,
     "host_memory": _memory,
@@ -183,6 +194,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "disk_check": _bool,
     "planner": _one_of(*get_args(Planner)),
     "activations": _one_of(*get_args(Activations)),
+    "accumulate": _bool_or_none,
     "update": _one_of(*get_args(UpdateTime)),
     "param_dtype": _one_of_or_none(*get_args(ParamDtype)),
     "reduce_dtype": _one_of_or_none(*get_args(ReduceDtype)),

@@ -2,7 +2,7 @@
 
 ```text
   function        bytes that appear                                    bytes that leave                    memory
-  resting         shard of parameters, fp32 sums                       none in this step                   their home
+  resting         shard of parameters, sums of gradients               none in this step                   their home
                   shard of the optimizer state                         none in this step                   its home
   gathered_copy   at the gather: the flat buffer                       at the release                      device
                   the flat shard, if it comes from the host            at the wait for the gather          device
@@ -22,6 +22,9 @@
 Several ranks shard and pack buckets. An unreduced gradient of a bucket that is neither sharded nor packed is reduced in
 place. The two buffers of a gather, and those of a reduce, are there between two ops. They count at one of them: those
 of a gather at the op after the wait, those of a reduce at the op before it.
+
+If gradients accumulate, their sums are there when the step begins, and the gradients of the step leave at the end of
+the backward, when they are added to the sums: `last_with_gradients`.
 
 Readers that need the bytes of one state alone take them from the rows with `bytes_at`. `tests/pure/memory_walk.py`
 counts all this a second time, without this table.
@@ -75,7 +78,7 @@ def resting(bucket: Bucket, placement: Placement, rank: int = 0) -> Iterator[tup
     """Yield the bytes that `rank` holds on the device during the whole step, by kind."""
     if placement.param is Tier.DEVICE:
         yield Kind.PARAM, bucket.shard_nbytes(rank)
-        yield Kind.GRAD, bucket.sum_nbytes
+        yield Kind.GRAD, bucket.own_sum_nbytes
     if placement.optim is Tier.DEVICE:
         yield Kind.MOMENT, bucket.shard_state_nbytes(rank)
 
@@ -105,6 +108,15 @@ def gather_buffers(sizes: Sizes, gather: int, wait: int, *, is_sent: bool) -> It
         yield Held(Kind.GATHERED, sizes.shard_bytes, gather, wait - 1 if sizes.is_unpacked else wait)
 
 
+def last_with_gradients(bucket: Bucket, num_run: int, num_ops: int) -> int:
+    """Return the index of the last op at which gradients of the step stay on the device if they never leave it.
+
+    It is the last of the `num_ops` ops of the step; if the gradients of several steps are summed, the last of the
+    `num_run` ops before the update.
+    """
+    return num_run - 1 if bucket.sum_nbytes else num_ops - 1
+
+
 Births = Iterable[tuple[int, int]]
 """The unreduced gradients of a bucket as pairs: the op that allocates it, and its bytes."""
 
@@ -115,8 +127,9 @@ def step_gradients(
     """Yield the bytes of the gradients of a bucket in one step, unreduced and reduced.
 
     `complete` is the last op before the reduce: -1 if there is none, `end` if the gradients are not reduced. `wait` is
-    the last op before the wait for the reduce or the offload, `end` if there is no wait; `end` is the last op of the
-    step. `is_away` if the home of the gradients is not the device, `is_replaced` as for `reduce_buffers`.
+    the last op before the wait for the reduce or the offload, `end` if there is no wait. `end` is the op of
+    `last_with_gradients`. `is_away` if the home of the gradients is not the device, `is_replaced` as for
+    `reduce_buffers`.
     """
     births = tuple(births)
     last = last_unreduced(complete, wait, is_packed=sizes.is_packed)
@@ -167,7 +180,7 @@ def kept_copy_bytes(bucket: Bucket, placement: Placement) -> int:
 def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
     """Return the bytes of gradients that a backward leaves on the device of rank 0 if each parameter has a gradient.
 
-    They are there until the update. fp32 sums are left out, because they are in `resting`.
+    They are there until the update. Sums of gradients are left out, because they are in `resting`.
     """
     end, is_away = 2, placement.param is not Tier.DEVICE
     wait = 0 if is_away or bucket.is_sharded else end
@@ -213,16 +226,17 @@ def bucket_host_bytes(bucket: Bucket, placement: Placement, rank: int = 0) -> in
 
 
 def sum_host_bytes(bucket: Bucket, param: Tier, optim: Tier) -> int:
-    """Return the host bytes of fp32 sums of the gradients of `bucket`, beside the buffer of its gradients.
+    """Return the host bytes of sums of the gradients of `bucket`, beside the buffer of its gradients.
 
     Parameters on the host: the sums, and a second buffer for gradients that arrive while earlier ones are added up.
     Parameters on the device with their state on the host or disk: staging of the sums on the way to the update.
-    If ranks reduce in fp32, the gradients are the sums, and only the second buffer is added.
+    If the sums have the dtype of the gradients, or ranks reduce in fp32, the first buffer holds the sums, and only the
+    second buffer is added.
     """
     if optim is Tier.DEVICE:
         return 0
     if bucket.reduce_dtype is not None:
         return 0 if param is Tier.DEVICE else bucket.shard_grad_nbytes()
-    if not bucket.sum_nbytes:
-        return 0
+    if bucket.sum_nbytes <= bucket.nbytes:
+        return 0 if param is Tier.DEVICE else bucket.own_sum_nbytes
     return bucket.sum_nbytes + (0 if param is Tier.DEVICE else bucket.nbytes)

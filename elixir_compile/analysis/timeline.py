@@ -42,6 +42,7 @@ from elixir_compile.analysis.bucket_bytes import (
     bucket_host_bytes,
     gathered_copy,
     last_unreduced,
+    last_with_gradients,
     resting,
     step_gradients,
     streamed,
@@ -135,11 +136,12 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
         elif not (storage.kind is Kind.PARAM and name in owners):
             for life in lives:
                 tally.add(storage.kind, storage.nbytes, life.first, life.last)
+    ends = _last_with_gradients(step, plan)
     for bucket in plan.buckets:
         placement = placements[bucket.id]
         for kind, nbytes in resting(bucket, placement, rank):
             tally.add(kind, nbytes, 0, end)
-        for held in _moving(bucket, placement, moves, births[bucket.id], end):
+        for held in _moving(bucket, placement, moves, births[bucket.id], ends[bucket.id]):
             tally.add(held.kind, held.nbytes, held.first, min(held.last, end))
     _add_streamed(tally, step, plan, rank)
     backward = [number for number, op in enumerate(step.ops) if op.phase is Phase.BACKWARD]
@@ -187,13 +189,19 @@ def away_bytes(plan: Plan) -> int:
 def _moving(
     bucket: Bucket, placement: Placement, moves: "_Moves", births: Sequence[tuple[int, int]], end: int
 ) -> Iterator[Held]:
-    """Yield the bytes of the gathered copies and of the gradients of `bucket`; `end` is the last op of the step."""
+    """Yield the bytes of the gathered copies and of the gradients of `bucket`; `end` is the last op with its
+    gradients if they never leave."""
     sizes, is_away = Sizes.of(bucket), placement.param is not Tier.DEVICE
     for copy in moves.gathered.get(bucket.id, ()):
         yield from gathered_copy(sizes, copy.gather, copy.wait, copy.last, is_sent=is_away)
     is_replaced = bucket.id in moves.replaced
     complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
     yield from step_gradients(sizes, births, complete, wait, end, is_away=is_away, is_replaced=is_replaced)
+
+
+def _last_with_gradients(step: StepGraph, plan: Plan) -> Mapping[BucketId, int]:
+    num_run = sum(op.phase is not Phase.UPDATE for op in step.ops)
+    return {bucket.id: last_with_gradients(bucket, num_run, len(step.ops)) for bucket in plan.buckets}
 
 
 def _add_streamed(tally: "_Tally", step: StepGraph, plan: Plan, rank: int) -> None:
@@ -242,12 +250,11 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
     unmoved = liveness(step).lives
     lives: dict[StorageId, tuple[Life, ...]] = {name: (life,) for name, life in unmoved.items()}
     owners = {param: bucket.id for bucket in plan.buckets for param in bucket.params}
-    end = len(step.ops) - 1
-    reduces = [(bucket, moves.completes.get(bucket.id, end)) for bucket in plan.buckets]
-    ends = {
-        bucket.id: last_unreduced(complete, moves.grad_ends.get(bucket.id, end), is_packed=bucket.is_packed)
-        for bucket, complete in reduces
-    }
+    ends = dict(_last_with_gradients(step, plan))
+    for bucket in plan.buckets:
+        end = ends[bucket.id]
+        complete, wait = moves.completes.get(bucket.id, end), moves.grad_ends.get(bucket.id, end)
+        ends[bucket.id] = last_unreduced(complete, wait, is_packed=bucket.is_packed)
     for storage in step.storages:
         owner = None if storage.of is None else owners.get(storage.of)
         last = None if owner is None else ends.get(owner)

@@ -26,10 +26,10 @@ from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.collector import collector_off
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
 from elixir_compile.ir import Plan
+from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.front_end import FrontEnd
 from elixir_compile.managed.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
 from elixir_compile.managed.plain_state import warn_of_plain_state
-from elixir_compile.managed.planned_graph import for_compiled_code
 from elixir_compile.managed.saved import load_plan
 from elixir_compile.managed.unmanaged import compile_unmanaged, stop_managing
 from elixir_compile.ops.gather import Gate

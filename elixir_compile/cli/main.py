@@ -132,6 +132,9 @@ def plan(
     activations: Annotated[
         str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
     ] = None,
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
+    ] = False,
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: Annotated[
@@ -152,6 +155,7 @@ def plan(
         "micro_batches": int(micro_batches) if micro_batches and micro_batches.isdecimal() else micro_batches,
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
         "update": update, "activations": activations, "planner": planner, "search_timeout": search_timeout,
+        "accumulate": accumulate or None,
     }  # fmt: skip
     request = Request(
         model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,

@@ -30,8 +30,9 @@ class Bucket:
     """Number of elements that each rank owns, by rank. The flat shard of every rank is padded to the largest of
     them."""
     sum_nbytes: int = 0
-    """Bytes of fp32 sums of gradients over several backward passes, beside the gradients of a single pass: four per
-    element if a single rank has the whole bucket and sums in fp32 are asked for, else 0."""
+    """Bytes of the sums of gradients over several backward passes, over all ranks, which stay beside the gradients of a
+    single pass: four per element if a single rank sums in fp32, else the bytes of reduced gradients if gradients
+    accumulate, else 0."""
     group: int = 0
     """Index of the optimizer's param group, counted over all optimizers."""
     reduce_dtype: str | None = None
@@ -107,6 +108,11 @@ class Bucket:
         """Bytes of the reduced gradients on each rank, including padding."""
         return self.grad_ratio * (self.flat_shard_nbytes if self.is_sharded else self.nbytes)
 
+    @property
+    def own_sum_nbytes(self) -> int:
+        """Bytes of the sums of gradients on each rank, including padding."""
+        return self.sum_nbytes * max(self.shard_numels) // max(self.numel, 1)
+
     def shard_nbytes(self, rank: int = 0) -> int:
         """Return the bytes of the parameters that `rank` owns."""
         return self.nbytes * self.shard_numels[rank] // max(self.numel, 1) if self.is_sharded else self.nbytes
@@ -116,9 +122,9 @@ class Bucket:
         return self.grad_ratio * self.shard_nbytes(rank)
 
     def update_grad_nbytes(self, rank: int = 0) -> int:
-        """Return the bytes of gradients that the update on `rank` reads: fp32 sums if there are any, else reduced
+        """Return the bytes of gradients that the update on `rank` reads: their sums if there are any, else reduced
         ones."""
-        return self.sum_nbytes or self.shard_grad_nbytes(rank)
+        return self.own_sum_nbytes or self.shard_grad_nbytes(rank)
 
     def shard_state_nbytes(self, rank: int = 0) -> int:
         """Return the bytes of optimizer state that `rank` owns."""

@@ -8,7 +8,7 @@ from elixir_compile.hardware.cluster import MOST_RANKS
 from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import MOST_BYTES
-from elixir_compile.ir.kinds import BucketId, OpId, Update
+from elixir_compile.ir.kinds import BucketId, OpId, Tier, Update
 from elixir_compile.ir.schedule import Region, Schedule
 from elixir_compile.ir.words import commented, real, word, words
 from elixir_compile.units import format_bytes, format_s
@@ -144,6 +144,16 @@ class Plan:
     def num_ranks(self) -> int:
         """Number of ranks over which each bucket is sharded: all ranks, or the ranks of a copy."""
         return len(self.buckets[0].shard_numels) if self.buckets else len(self.schedules)
+
+    @property
+    def counts_staying_gradients(self) -> bool:
+        """Whether the plan counts gradients that stay from earlier backward passes, for every trainable bucket."""
+        return all(bucket.sum_nbytes or not (bucket.trainable and bucket.nbytes) for bucket in self.buckets)
+
+    def staying_gradient_bytes(self, home: Tier) -> int:
+        """Return the bytes, on each rank, of the sums of gradients that stay in `home` through the step."""
+        placed = zip(self.buckets, self.placements, strict=True)
+        return sum(bucket.own_sum_nbytes for bucket, placement in placed if placement.param is home)
 
     @property
     def gap(self) -> float | None:

@@ -92,6 +92,12 @@ class GraphPlanner:
         self._progress.say(str(self.profile))
         return replace(problem, measured=self.profile.measured)
 
+    def with_free_buckets(self, problem: Problem, plan: Plan) -> Problem:
+        """Return `problem` with the placements of `plan`, now in force, open, if its parameters may move now."""
+        executor = self._executor
+        may_move = executor.ranks is None and not executor.saved.outstanding_owners()
+        return with_buckets_free(problem, plan) if may_move and may_move_back(problem, executor) else problem
+
     def joint_problem(self, active: ActivePlan, base_bytes: int) -> Problem:
         """Return the problem that `active` answers, with headroom for larger sizes and with `base_bytes` of external
         usage; its buckets are free to move if the optimizer's state can follow them."""

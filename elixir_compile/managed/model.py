@@ -73,7 +73,13 @@ class ManagedModel:
             if reason is None:
                 self.executor.add_slot(name, param)
             else:
-                self.unmanaged_because[name] = reason
+                self.note_unmanaged(name, param, reason)
+
+    def note_unmanaged(self, name: str, param: torch.Tensor, reason: str) -> None:
+        """Note that no plan can move `param`, for the given `reason`."""
+        self.unmanaged_because[name] = reason
+        if param.requires_grad:
+            self.executor.gradients.unmanaged_nbytes[name] = param.nbytes
 
     # Modules.
 
@@ -139,6 +145,7 @@ class ManagedModel:
         executor = self.executor
         if options.param_dtype is not None:
             check_masters(executor.slots.values(), options.param_dtype)
+        executor.gradients.stay |= bool(options.accumulate)
         executor.gradients.sums_in_fp32 |= options.reduce_dtype == "float32"
         if executor.ranks is not None:
             executor.ranks.reduces_in_fp32 = executor.gradients.sums_in_fp32
@@ -257,6 +264,7 @@ def prepare_again(old: ManagedModel) -> None:
         new = ManagedModel(roots, before.device, before.ranks)
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
+        new.executor.gradients.stay = before.gradients.stay
         new.executor.gradients.sums_in_fp32 = before.gradients.sums_in_fp32
         new.swap_modules()
         new.move_rest()

@@ -22,7 +22,8 @@ from elixir_compile.managed.agreement.agreement import any_of_all
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.programs import Programs
 from elixir_compile.problem.machine import library_bytes
-from elixir_compile.problem.planning import ExternalUsage, outside_bytes
+from elixir_compile.problem.outside import outside_bytes
+from elixir_compile.problem.planning import ExternalUsage
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import GraphRequest, Planned, plan_jointly

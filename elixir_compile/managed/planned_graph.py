@@ -6,7 +6,6 @@
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,19 +18,21 @@ from elixir_compile.analysis import closing_verbs
 from elixir_compile.capture.additions import add_extra_saved
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.tracing import captured_step
-from elixir_compile.errors import NotPrepared
 from elixir_compile.ir import Plan, StepGraph
-from elixir_compile.managed.agreement.agreement import Step, adopt_by_all, asked_by_all, plan_for_all
+from elixir_compile.managed.agreement.agreement import Step, adopt_by_all, any_of_all, asked_by_all, plan_for_all
 from elixir_compile.managed.agreement.in_step import planned_in_step
 from elixir_compile.managed.agreement.rank_facts import roll_key
+from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
 from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
 from elixir_compile.managed.saved import require_disk
+from elixir_compile.managed.staying_gradients import StayingGradients
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
 from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants, active_plan
 from elixir_compile.options import Options
-from elixir_compile.problem.planning import ExternalUsage, param_names_of, unread_bytes
+from elixir_compile.problem.outside import unread_bytes
+from elixir_compile.problem.planning import ExternalUsage, param_names_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
@@ -39,23 +40,6 @@ from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.search.joint.replan import StepStats
 
 _compile_lock = threading.RLock()
-
-
-def for_compiled_code(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the bound method `method` without keeping its object alive.
-
-    Compiled code outlives its model, as Dynamo keeps it, so it must hold no reference to the model. The function raises
-    NotPrepared once the object is gone.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            raise NotPrepared("the model of this graph no longer exists; compile the model again")
-        return alive(*args)
-
-    return call
 
 
 class PlannedGraph:
@@ -99,6 +83,7 @@ class PlannedGraph:
         """The measurements of the first steps, until the plan is corrected by them."""
         self.programs = ProgramVersions(executor, regions, self._progress)
         self._ticket_position = -1
+        self._staying = StayingGradients(executor, options, self._progress)
         self._variants = PlanVariants(executor, name, outstanding.descriptions)
 
     @property
@@ -158,6 +143,7 @@ class PlannedGraph:
         """
         executor, own = self._executor, self._own_capture
         assert own is not None
+        executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
         if self._variants.graph_set_digest:
             beside_bytes = executor.saved.held_bytes()
             answer, sizes = self.planner.answer_for(own), self.planner.sizes.values
@@ -166,18 +152,28 @@ class PlannedGraph:
             self._active = active_plan(joined, problem, plan, beside_bytes)
             return None
         make = partial(self._plan_beside, own, self.planner.graph(own))
-        return self._outstanding.plan_beside(unread_bytes(own, executor), make)
+        return self._outstanding.plan_beside(unread_bytes(own, executor, param_names_of(own, executor)), make)
 
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
         executor, beside_bytes = self._executor, external.outstanding_bytes
         before = self._earlier_capture(graph, beside_bytes)
         if before is not None:
             self.planner.take_over(before.planner)
+            self._staying.take_over(before._staying)
             if before.planner.correction is not None:
                 self.profiler.stop()
-        problem = asked_by_all(executor, lambda: self.planner.problem(own, graph, external, is_new=before is None))
-        answer = self.planner.answer_for(own)
-        plan = before.active.plan if before else plan_for_all(executor, problem, answer, self._options)
+        search = self.planner.answer_for(own)
+
+        def ask() -> Problem:
+            problem = self.planner.problem(own, graph, external, is_new=before is None)
+            is_short = self._active is not None and self._staying.is_missing_in(self._active.plan)
+            return self.planner.with_free_buckets(problem, self.active.plan) if is_short else problem
+
+        def answer(problem: Problem) -> Plan:
+            return plan_for_all(executor, problem, search, self._options)
+
+        problem = asked_by_all(executor, ask)
+        problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)
         self._active = active_plan(own, problem, plan, beside_bytes)
         # Other graphs may need more than the reserved bytes; their needs are known once they have run.
@@ -193,6 +189,7 @@ class PlannedGraph:
                 continue
             active = other.active
             is_same = active.graph == replace(graph, name=active.graph.name) and active.beside_bytes >= beside_bytes
+            is_same &= not self._staying.is_missing_in(active.plan)
             if is_same and self._executor.buckets.agree(active.plan.buckets, active.plan.placements, may_adopt=False):
                 return other
         return None
@@ -221,6 +218,7 @@ class PlannedGraph:
 
     def _run_backward(self, args: list[Any]) -> Any:
         ticket = args[self._ticket_position]
+        self._staying.notice(is_forward=False)
         self._outstanding.begin_backward(self, ticket)
         self._executor.saved.restore(ticket)
         try:
@@ -295,6 +293,8 @@ class PlannedGraph:
 
     def keep_current(self, args: Sequence[Any]) -> None:
         """Before each forward: put the plan in force, after planning again if this rank or another needs it."""
+        if not self.is_inference:
+            self._staying.notice(is_forward=True)
         wants_plan = self._needs_plan(args)
         while (call := self._variants.call(wants_plan=wants_plan)).step is not Step.RUN:
             with _compile_lock:
@@ -318,7 +318,8 @@ class PlannedGraph:
         is_moved, may_adopt = executor.buckets.generation != active.generation, active.generation < 0
         plan = active.plan
         may_stay = not is_moved or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
-        return bool(self.planner.sizes.grown(active.captured, args)) or is_crowded or not may_stay
+        is_short = is_crowded or (not self.is_inference and self._staying.is_missing_in(plan))
+        return bool(self.planner.sizes.grown(active.captured, args)) or is_short or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:
         """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""
@@ -333,10 +334,13 @@ class PlannedGraph:
         return True
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
+        earlier = self.active.plan
         with self.planner.growing(self.active.captured, args):
             before = self._make_plan()
             if before is not None:
                 self._outstanding.supersede(before, self)
+        if self._staying.planned(earlier, self.active.plan):
+            self.profiler.restart()
         self._progress.planned(self.active.plan)
         self._write_programs()
 

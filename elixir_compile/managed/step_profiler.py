@@ -10,7 +10,7 @@ import torch
 
 from elixir_compile.ir import Phase, Plan
 from elixir_compile.problem.machine import library_bytes
-from elixir_compile.problem.planning import device_bytes
+from elixir_compile.problem.outside import device_bytes
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ledger import Recording

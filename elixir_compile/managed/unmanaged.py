@@ -48,7 +48,7 @@ def stop_managing(model: ManagedModel, unmanaged: Iterable[tuple[Slot, str]]) ->
         if readers or executor.buckets.of(slot) is not None:
             gathered.append(slot)
             executor.buckets.drop([slot])
-        model.unmanaged_because[slot.name] = reason
+        model.note_unmanaged(slot.name, slot.param, reason)
         del executor.slots[slot.name]
         forget(slot)
     return gathered

@@ -3,6 +3,7 @@
 ```text
   key = SHA-256 of graph, machine, budgets, options, all else in the `Problem`, and the planner's own source
   <cache folder>/plans/<key>.json
+  <cache folder>/accumulation/<key>.json    empty: the step of this problem accumulates gradients
 ```
 
 A budget from free memory is another number in every run, so it is not in the key. A plan found under such a budget is
@@ -125,6 +126,35 @@ def plan_key(problem: Problem, options: Options) -> str:
         *asked,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def remember_accumulation(problem: Problem, options: Options) -> None:
+    """Keep for later runs that the step of `problem` accumulates gradients over several backward passes."""
+    if options.plan_cache:
+        path = _accumulation_path(problem, options)
+        with suppress(OSError):  # the folder may be read-only: later runs find out by themselves
+            write_cached(path, "")
+            drop_oldest(path.parent, MOST_PLANS)
+
+
+def remembers_accumulation(problem: Problem, options: Options) -> bool:
+    """Return whether an earlier run kept that the step of `problem` accumulates gradients."""
+    # Without the folder nothing is kept, and the digest of a large graph takes some milliseconds.
+    return options.plan_cache and _accumulation_folder().exists() and _accumulation_path(problem, options).exists()
+
+
+def forget_accumulation(problem: Problem, options: Options) -> None:
+    """Undo `remember_accumulation`: the step of `problem` does not accumulate any more."""
+    with suppress(OSError):
+        _accumulation_path(problem, options).unlink(missing_ok=True)
+
+
+def _accumulation_folder() -> Path:
+    return cache_dir() / "accumulation"
+
+
+def _accumulation_path(problem: Problem, options: Options) -> Path:
+    return _accumulation_folder() / f"{plan_key(problem, options)}.json"
 
 
 def _path(problem: Problem, options: Options) -> Path:

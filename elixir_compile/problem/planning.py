@@ -5,16 +5,15 @@ training, by `api.preview`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_bytes, resting
 from elixir_compile.capture.convert import Captured, step_graph, with_siblings
 from elixir_compile.errors import InvalidOption
 from elixir_compile.hardware import Cluster, with_devices
-from elixir_compile.ir import Bucket, Kind, Placement, Saving, StepGraph, StorageId, Update
-from elixir_compile.ops.masters import REST_DTYPES, has_master
+from elixir_compile.ir import Bucket, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.optimizers import ParamState, planned_states
 from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
@@ -27,7 +26,13 @@ from elixir_compile.problem.machine import (
     scalar_bytes,
 )
 from elixir_compile.problem.micro_batches import micro_batches_of
-from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.problem.outside import (
+    device_bytes,
+    grad_dtype_of,
+    outside_bytes,
+    outside_host_bytes,
+    state_bytes_per_element,
+)
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
@@ -58,24 +63,22 @@ _LEAST_ALIKE = 4
 the last have neighbours of another kind."""
 
 
-def state_bytes_per_element(param: torch.Tensor) -> int:
-    """Return the bytes of state that HybridAdamW keeps for each element of `param`.
+def sums_of(params: "TrainedParams", options: Options, *, is_alone: bool, accumulates: bool) -> Mapping[StorageId, int]:
+    """Return the bytes of the sums of gradients over several backward passes, by parameter name.
 
-    Without a master: two moments in the dtype of the parameter, 8 bytes for fp32. With a master: two moments in fp32,
-    and the rest of the master, 10 bytes for bfloat16 and 12 bytes for float16.
+    On one rank, sums are in fp32 for parameters with a master under the option `reduce_dtype`. Other sums are in the
+    dtype of the gradients, and are counted only if the step `accumulates`.
     """
-    if has_master(param):
-        return 2 * torch.float32.itemsize + REST_DTYPES[param.dtype].itemsize
-    return 2 * param.dtype.itemsize
+    sums = dict(params.grad_bytes) if accumulates else {}
+    if is_alone and options.reduce_dtype is not None:
+        sums |= {name: torch.float32.itemsize * numel for name, numel in params.masters.items()}
+    return sums
 
 
-def sums_of(masters: Mapping[StorageId, int], options: Options) -> Mapping[StorageId, int]:
-    """Return the bytes of fp32 gradient sums, by parameter name; empty if gradients are summed in their own dtype.
-
-    `masters` has the number of elements of each parameter with a master, by name.
-    """
-    wanted = {} if options.reduce_dtype is None else masters
-    return {name: torch.float32.itemsize * numel for name, numel in wanted.items()}
+def with_sums(bucket: Bucket, sums: Mapping[StorageId, int]) -> Bucket:
+    """Return `bucket`, in force, with the `sums` of the gradients of its parameters, unless it has as many bytes."""
+    nbytes = sum(sums.get(name, 0) for name in bucket.params) if bucket.trainable else 0
+    return replace(bucket, sum_nbytes=nbytes) if nbytes > bucket.sum_nbytes else bucket
 
 
 def graph_of(
@@ -112,6 +115,8 @@ class TrainedParams:
     """Elements of each parameter with a master."""
     reduce_dtypes: Mapping[StorageId, str]
     """The dtype in which several ranks reduce a gradient, if it is wider than the parameter's."""
+    grad_bytes: Mapping[StorageId, int]
+    """Bytes of the gradient after its reduce, over all ranks."""
     hybrid: bool
     """Whether the hybrid optimizer owns all of them."""
     groups: Mapping[StorageId, int] = field(default_factory=dict)
@@ -136,6 +141,7 @@ def build_problem(
     params: TrainedParams,
     memory: Memory,
     disk: bool,
+    accumulates: bool,
     moves_what_fits: bool = False,
     shards: Mapping[StorageId, tuple[int, ...]] | None = None,
     num_copies: int = 1,
@@ -143,10 +149,11 @@ def build_problem(
 ) -> Problem:
     """Return the problem of `graph` on `cluster`.
 
-    If `disk`, state may go to disk. `in_force` are all buckets in force of the model with their placements. See
-    `Problem` for the other arguments.
+    If `disk`, state may go to disk. If the step `accumulates`, gradients of earlier steps stay. `in_force` are all
+    buckets in force of the model with their placements. See `Problem` for the other arguments.
     """
     is_alone = cluster.num_ranks == 1
+    sums = sums_of(params, options, is_alone=is_alone, accumulates=accumulates)
     return Problem(
         name=graph.name,
         graph=graph,
@@ -157,7 +164,8 @@ def build_problem(
         host_budget_bytes=memory.host_budget_bytes - memory.host_base_bytes,
         host_base_bytes=memory.host_base_bytes,
         state_nbytes=params.state_bytes,
-        sum_nbytes=sums_of(params.masters, options) if is_alone else {},
+        sum_nbytes=sums,
+        accumulates=accumulates,
         reduce_dtypes={} if is_alone else params.reduce_dtypes,
         groups=params.groups,
         savings=savings_of(options),
@@ -168,7 +176,7 @@ def build_problem(
         least_alike=least_alike_of(options),
         micro_batches=micro_batches_of(graph, options),
         base_bytes=memory.base_bytes,
-        buckets=tuple(bucket for bucket, _ in in_force),
+        buckets=tuple(with_sums(bucket, sums) if accumulates else bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),
     )
 
@@ -178,6 +186,7 @@ def problem_of(
 ) -> Problem:
     """Return the problem of `graph`, the step of `captured`, on top of `external` usage."""
     is_training = captured.backward is not None
+    accumulates = is_training and executor.gradients.stay
     ranks = executor.ranks
     cluster = cluster_of(machine(executor.device, options.hardware), ranks, options)
     own = param_names_of(captured, executor)
@@ -186,13 +195,14 @@ def problem_of(
     held_bytes = device_bytes(executor, leaving_out=own) + external.outstanding_bytes
     if is_training:
         held_bytes = outside_bytes(executor, own, external.outstanding_bytes) + external.reserved_bytes
+        held_bytes += sum(executor.gradients.unmanaged_nbytes.values()) if accumulates else 0
     fixed_bytes = library_bytes(executor.device) + scalar_bytes(executor.slots.values(), executor.device)
     memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), ranks),
         base_bytes=held_bytes + fixed_bytes,
         host_budget_bytes=host_budget_bytes(options, ranks),
         # If the user names no host budget, it is the free memory, which excludes the bytes of other graphs already.
-        host_base_bytes=0 if options.host_memory is None else _outside_host_bytes(in_force, own),
+        host_base_bytes=0 if options.host_memory is None else outside_host_bytes(in_force, own),
     )
     return build_problem(
         graph,
@@ -201,6 +211,7 @@ def problem_of(
         params=_trained_params([slot for slot in slots if is_training and slot.param.requires_grad], ranks),
         memory=memory,
         disk=executor.buckets.disk is not None,
+        accumulates=accumulates,
         shards={} if ranks is None else {StorageId(slot.name): ranks.parts_of(slot.param) for slot in slots},
         num_copies=1 if ranks is None else ranks.num_copies,
         # Buckets of other graphs too: a new bucket must not get the name of any of them.
@@ -215,6 +226,7 @@ def _trained_params(trained: Sequence[Slot], ranks: Ranks | None) -> TrainedPara
         state_bytes={name: state.nbytes for name, state in states.items()},
         masters=_masters(trained),
         reduce_dtypes={} if ranks is None else _reduce_dtypes(trained, ranks),
+        grad_bytes={StorageId(slot.name): grad_dtype_of(slot, ranks).itemsize * slot.param.numel() for slot in trained},
         hybrid=bool(trained) and all(id(slot.param) in known for slot in trained),
         groups={name: state.group for name, state in states.items()},
     )
@@ -241,72 +253,6 @@ def states_by_name(trained: Sequence[Slot], known: Mapping[int, ParamState]) -> 
         or ParamState(0, state_bytes_per_element(slot.param) * slot.param.numel())
         for slot in trained
     }
-
-
-def _outside_host_bytes(in_force: Collection[tuple[Bucket, Placement]], read: Collection[str]) -> int:
-    """Return the host bytes of the buckets without any of the parameters `read`."""
-    others = [(bucket, placement) for bucket, placement in in_force if set(read).isdisjoint(bucket.params)]
-    return sum(bucket_host_bytes(bucket, placement) for bucket, placement in others)
-
-
-def unread_bytes(captured: Captured, executor: Executor) -> int:
-    """Return the bytes of state and gradients of trained parameters read by neither this graph nor an earlier graph."""
-    if captured.backward is None:
-        return 0
-    read = set(param_names_of(captured, executor))
-    slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
-    return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.buckets.of(slot) is None)
-
-
-def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
-    """Return the device bytes outside of the training graphs that read the parameters `read`.
-
-    Includes the larger of `outstanding_bytes` and the gradients of other graphs: these gradients are made while the
-    activations of outstanding forwards are freed.
-    """
-    grads_bytes = eager_bytes = 0
-    for slot in executor.slots.values():
-        bucket = executor.buckets.of(slot)
-        if slot.name in read or not slot.param.requires_grad:
-            continue
-        if bucket is not None:
-            sums_bytes = _resting_bytes(bucket, Kind.GRAD)
-            grads_bytes += _share(slot, bucket, kept_grad_bytes(bucket.spec, bucket.placement) + sums_bytes)
-        elif slot.key in executor.gradients.trained_eagerly:
-            eager_bytes += _trained_bytes(slot, executor.ranks)
-    return device_bytes(executor, leaving_out=read) + max(outstanding_bytes, grads_bytes) + eager_bytes
-
-
-def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
-    """Return the bytes of parameters and of their planned optimizer state on the device.
-
-    Parameters named in `leaving_out` do not count.
-    """
-    total = 0
-    for slot in executor.slots.values():
-        if slot.name in leaving_out:
-            continue
-        bucket = executor.buckets.of(slot)
-        total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_on_host) else 0
-        if bucket is not None:
-            total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))
-    return total
-
-
-def _resting_bytes(bucket: RunningBucket, kind: Kind) -> int:
-    """Return the bytes of `kind` that `bucket` holds on the device of rank 0 during the whole step."""
-    return sum(nbytes for held, nbytes in resting(bucket.spec, bucket.placement) if held is kind)
-
-
-def _share(slot: Slot, bucket: RunningBucket, nbytes: int) -> int:
-    """Return the bytes of `slot` on this rank, if `bucket` holds `nbytes` on rank 0."""
-    return nbytes * slot.own_nbytes // bucket.spec.shard_nbytes()
-
-
-def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
-    """Return the bytes of the gradient and the optimizer state of one parameter."""
-    grad_dtype = slot.param.dtype if ranks is None else ranks.reduced_dtype(slot.param)
-    return (grad_dtype.itemsize + state_bytes_per_element(slot.param)) * slot.own.numel()
 
 
 def savings_of(options: Options) -> frozenset[Saving]:

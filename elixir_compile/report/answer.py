@@ -83,6 +83,8 @@ class PlanAnswer:
     """The time at which buckets are updated."""
     disk_bytes: int
     """Bytes of optimizer state on disk."""
+    staying_gradient_bytes: Mapping[str, int]
+    """Bytes of gradients of earlier backward passes that stay through the step, by home; empty if none stay."""
     num_streamed: int
     """Number of buckets with streamed updates."""
     num_buckets: Mapping[str, int]
@@ -117,6 +119,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
     layers = layers_of_plan(plan)
     decided = {decision.subject for decision in plan.decisions}
     homes = zip(plan.buckets, plan.placements, strict=True)
+    staying_bytes = {home.value: plan.staying_gradient_bytes(home) for home in (Tier.DEVICE, Tier.HOST)}
     return PlanAnswer(
         name=plan.name,
         cluster=plan.cluster,
@@ -134,6 +137,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         disk_bytes=sum(
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),
+        staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},
         num_buckets=dict(Counter(home_text(bucket, placement) for bucket, placement in homes)),
         activations=saving_answers(plan),
         num_regions=len(plan.regions),

@@ -98,6 +98,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("peak", [f"{format_bytes(made.device_peak_bytes)}{share} at {made.device_peak_at}"]),
             ("host", [format_bytes(made.host_peak_bytes)]),
             ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
+            ("accumulates", [_kept_text(found)] if found.staying_gradient_bytes else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
             ("update", [_update_text(found)] if Verb.UPDATE in found.counts else []),
             ("bound", [bound + gap]),
@@ -118,6 +119,11 @@ def _plan_text(found: PlanAnswer) -> str:
             ("moved", [moved] if subjects else []),
         ],
     )
+
+
+def _kept_text(found: PlanAnswer) -> str:
+    kept = [f"{format_bytes(nbytes)} on the {home}" for home, nbytes in found.staying_gradient_bytes.items()]
+    return f"gradients of earlier backward passes stay: {' and '.join(kept)}"
 
 
 def _update_text(found: PlanAnswer) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import rehome
+from elixir_compile.ops.shards import as_dtensor, own_part, rehome
 from elixir_compile.runtime.awaited import QueuedUpdates
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
 
@@ -79,6 +79,24 @@ class RunningBucket:
                 rehome(slot.param, on_device(slot.own.detach(), device))
             self._params = None
             self.gathered = tuple(slot.own.detach() for slot in self.slots)
+        self.move_gradients(device)
+
+    def move_gradients(self, device: torch.device) -> None:
+        """Move gradients that came along with their parameters to the memory for gradients in the new home."""
+        found = ((i, slot.param.grad) for i, slot in enumerate(self.slots))
+        grads = [(i, own_part(grad)) for i, grad in found if grad is not None and grad.layout is torch.strided]
+        if self.is_on_host:
+            moving = [(i, grad) for i, grad in grads if not is_slab_memory(grad.data_ptr())]
+            buffers = self.gradient_buffers() if moving else ()
+            for i, grad in moving:
+                slot, is_sum = self.slots[i], grad.dtype != self.grad_dtype
+                home = self.fp32_sum_buffer(slot) if is_sum else buffers[i]
+                slot.param.grad = as_dtensor(home.copy_(grad), slot.param)
+        else:
+            for i, grad in grads:
+                moved = on_device(grad, device)
+                if moved is not grad:
+                    self.slots[i].param.grad = as_dtensor(moved, self.slots[i].param)
 
     def has_drifted(self) -> bool:
         """Whether user code replaced the data of a parameter since `move_home`: `model.to(...)`, `param.data = ...`."""

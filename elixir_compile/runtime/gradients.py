@@ -23,7 +23,7 @@ from elixir_compile.errors import UnsupportedBackward
 from elixir_compile.ir import BucketId, Lane, Update, Verb
 from elixir_compile.ops.optimizers import let_update
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import as_dtensor
+from elixir_compile.ops.shards import as_dtensor, own_part
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
@@ -84,6 +84,11 @@ class GradientAccumulator:
         self.norm_cache = GradNormCache()
         self.trained_eagerly: set[int] = set()
         """Keys of the slots whose gradients eager code made; planning counts the bytes of these gradients."""
+        self.stay = False
+        """Whether gradients of an earlier backward stay through the next forward: a user said so, or a forward or a
+        backward found some. Plans count them from then on."""
+        self.unmanaged_nbytes: dict[str, int] = {}
+        """Bytes of the gradient of each trained parameter that is unmanaged, by its name."""
         self.sums_in_fp32 = False
         """Whether the gradients of several backward passes are summed in fp32 for parameters that have a master."""
         self.sentinel = torch.zeros(1, requires_grad=True)
@@ -121,6 +126,13 @@ class GradientAccumulator:
         if torch.is_grad_enabled():  # as under `create_graph=True`
             instead = "Leave it out if no gradient of a gradient is taken"
             raise UnsupportedBackward(self._name, "create_graph=True", instead)
+
+    def staying_bytes(self, slots: Iterable[Slot]) -> int:
+        """Return the bytes of the gradients of trained parameters of `slots` that are there now."""
+        with torch.DisableTorchFunctionSubclass():  # a parameter may be in update
+            params = (slot.param for slot in slots)
+            grads = [param.grad for param in params if param.grad is not None and param.requires_grad]
+        return sum(own_part(grad).nbytes for grad in grads)
 
     # Gradients from graphs and from eager code.
 

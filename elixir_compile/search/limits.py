@@ -7,7 +7,6 @@ layer by layer                                   from the first and from the lea
 The limits are the fewest device bytes of a graph, and its device bytes if nothing moves, both without a search.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,7 +55,7 @@ class Extent:
     left_bytes: int
     """Activations, inputs and gathered copies live between its forward and its backward."""
     resident_bytes: int
-    """Parameters and optimizer state on the device, during the whole step."""
+    """Parameters, optimizer state and sums of gradients on the device, during the whole step."""
     grad_bytes: int
     """Gradients on the device between its backward and the update."""
 
@@ -100,18 +99,17 @@ def _extent(evaluator: Evaluator, levels: Sequence[Level]) -> Extent:
 
 
 def _of_homes(homes: Iterable[tuple[Bucket, Placement]], *, peak_bytes: int, kept_bytes: int) -> Extent:
-    held: Counter[Kind] = Counter()
+    resident_bytes = grad_bytes = copies_bytes = 0
     for bucket, home in homes:
-        for kind, nbytes in resting(bucket, home):
-            held[kind] += nbytes
+        resident_bytes += sum(nbytes for _, nbytes in resting(bucket, home))
         # Each parameter counts as having a gradient. The graph may have fewer, so the bytes are an upper limit.
-        held[Kind.GRAD] += kept_grad_bytes(bucket, home) if bucket.trainable else 0
-        held[Kind.GATHERED] += kept_copy_bytes(bucket, home)
+        grad_bytes += kept_grad_bytes(bucket, home) if bucket.trainable else 0
+        copies_bytes += kept_copy_bytes(bucket, home)
     return Extent(
         peak_bytes=peak_bytes,
-        left_bytes=kept_bytes + held[Kind.GATHERED],
-        resident_bytes=held[Kind.PARAM] + held[Kind.MOMENT],
-        grad_bytes=held[Kind.GRAD],
+        left_bytes=kept_bytes + copies_bytes,
+        resident_bytes=resident_bytes,
+        grad_bytes=grad_bytes,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from elixir_compile.analysis.timeline import device_lives, plan_timeline
 from elixir_compile.analysis.verify import verify
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Decision, Kind, Op, Plan
+from elixir_compile.ir import Decision, Kind, Op, Plan, Tier
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
 from elixir_compile.search.clock import Clock
@@ -236,13 +236,24 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     op = next(op for op in evaluator.facts.graph.ops if op.id == peak.op)
     by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
     device_bytes = max(peak.nbytes, evaluator.memory.peak_bytes(smallest.levels, ahead=0))
+    homes = (Tier.DEVICE, Tier.HOST) if problem.accumulates else ()
+    staying_bytes = {home: made.staying_gradient_bytes(home) for home in homes}
     if device_bytes > problem.budget_bytes:
+        staying, where = staying_bytes.get(Tier.DEVICE, 0), op.source or op.module
         returned = _returned(evaluator, made, op)
-        where = op.source or op.module
-        return NoFeasiblePlan(op.id, where, problem.budget_bytes, device_bytes, by_kind, returned=returned)
+        return NoFeasiblePlan(
+            op.id,
+            where,
+            problem.budget_bytes,
+            device_bytes,
+            by_kind,
+            returned=returned,
+            staying_bytes=staying,
+        )
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
-    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host")
+    # Staying gradients on the device count too: other bytes are on the host in their place.
+    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", staying_bytes=sum(staying_bytes.values()))
 
 
 def _returned(evaluator: Evaluator, made: Plan, op: Op) -> str:

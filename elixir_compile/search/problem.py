@@ -30,7 +30,10 @@ class Problem:
     state_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
     """Bytes of optimizer state of each trainable parameter."""
     sum_nbytes: Mapping[StorageId, int] = field(default_factory=dict)
-    """Bytes of the fp32 sum of the gradients of each parameter with such a sum; on one rank only."""
+    """Bytes of the sum of the gradients of several backward passes, of each parameter with such a sum that stays
+    beside the gradient of a single pass; over all ranks."""
+    accumulates: bool = False
+    """Whether gradients of earlier backward passes stay through the step: every trainable parameter has a sum then."""
     shards: Mapping[StorageId, tuple[int, ...]] = field(default_factory=dict)
     """Elements of each parameter on each rank of a group; the first rank has the most. If the parameter is not sharded,
     each rank has all elements. A parameter without an entry is cut evenly."""

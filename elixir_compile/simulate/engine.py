@@ -21,6 +21,9 @@ during its copies, bucket by bucket. Updates run at these times (see `Update`):
     in the backward      each bucket is updated after its last use, with its complete gradient. Remaining updates run
                          beside the next forward, so steps are simulated until two leave the lanes in the same state
 
+If gradients of several backward passes are summed, the gradients of the step are added to the sums when its backward
+ends, by the processor beside which the sums live; compute waits for it.
+
 Updates by the host and copies share host memory: a step takes at least the seconds of their bytes at the memory's full
 rate (see `cost.host_memory_s`). Not modelled: which of them becomes slower under contention; two collectives on the
 same link; the start of an early update by the device on several ranks, which is at the wait for the gradient and not,
@@ -187,6 +190,8 @@ class _Player:
         self.updated: set[BucketId] = set()
         """Buckets that are updated in this step."""
         self._backward_end_s: float | None = None
+        self._reduced: list[BucketId] = []
+        """Buckets whose gradients are to be added to their sums at the end of the backward."""
 
     def run(self, actions: Iterable[tuple[Verb, Target]]) -> None:
         lanes, placements, is_closing = self.lanes, self._placements, bool(self._cycle.closing)
@@ -204,10 +209,19 @@ class _Player:
                 lanes.gather(target.bucket, placements[target.bucket])
             elif verb is Verb.REDUCE:
                 lanes.reduce(target.bucket)
+                self._reduced.append(target.bucket)
             elif verb is Verb.UPDATE:
+                self._add_gradients()
                 self._update(target.bucket, placements[target.bucket])
             if is_closing and not isinstance(target, GroupRef):
                 self._close(verb, target.bucket)
+        self._add_gradients()
+
+    def _add_gradients(self) -> None:
+        """End the backward: add the gradients of this step to their sums, if there are any."""
+        for bucket in self._reduced if self.lanes.price.add_s else ():
+            self.lanes.add_gradient(bucket, self._placements[bucket])
+        self._reduced.clear()
 
     def update_across(self, buckets: Sequence[BucketId]) -> None:
         """Simulate `optimizer.step()`, see `HybridAdamW`: updates on the device, queued updates on the host, streams.

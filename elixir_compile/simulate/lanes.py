@@ -103,6 +103,16 @@ class Lanes:
         """Issue the copy of activations to the host."""
         self.group_s[group] = self._to_host(f"offload {group}", group, self.group_s.get(group, 0.0))
 
+    def add_gradient(self, bucket: BucketId, placement: Placement) -> None:
+        """Add the gradients of a bucket to their sums at the end of the backward; compute waits for it."""
+        seconds = self.price.add_s.get((bucket, placement.param), 0.0)
+        if placement.param is Tier.DEVICE:
+            self.occupy(Lane.COMPUTE, f"add {GradientRef(bucket)}", 0.0, seconds)
+        else:
+            self.memory_s += self.price.memory.add_s.get(bucket, 0.0)
+            since_s = self.free_s[Lane.COMPUTE]
+            self._hold_compute(self.occupy(Lane.HOST, f"add {GradientRef(bucket)}", since_s, seconds))
+
     def prefetch(self, group: GroupId) -> None:
         """Issue the copy of activations to the device, after their offload."""
         after_s = max(self.free_s[Lane.COMPUTE], self.group_s.get(group, 0.0))

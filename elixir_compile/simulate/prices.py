@@ -9,6 +9,8 @@ from elixir_compile.analysis.recompute import as_run, laps_at, repeated_op
 from elixir_compile.cost import (
     Measured,
     Stretch,
+    add_bytes,
+    add_s,
     average_s,
     collective_s,
     copy_s,
@@ -40,6 +42,8 @@ class HostMemory:
     """An update by the host."""
     stream_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
     """A streamed update with its copies both ways, by bucket and home of its parameters."""
+    add_s: Mapping[str, float] = field(default_factory=dict)
+    """Adding the gradients of a bucket to their sums on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,9 @@ class Prices:
     """Reading a bucket's state from the disk and writing it back."""
     stream_s: Mapping[tuple[str, Tier], tuple[float, float]] = field(default_factory=dict)
     """The copies of a streamed update to the device and back, by bucket and home of its parameters."""
+    add_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
+    """Adding a bucket's gradients to the sums of gradients at the end of the backward, by bucket and home of its
+    parameters; only buckets with sums."""
 
     @property
     def is_one_memory(self) -> bool:
@@ -122,6 +129,12 @@ def prices(
             if bucket.trainable
             for home in (Tier.DEVICE, Tier.HOST)
         },
+        add_s={
+            (bucket.id, home): add_s(bucket, home, cluster)
+            for bucket in buckets
+            if bucket.sum_nbytes
+            for home in (Tier.DEVICE, Tier.HOST)
+        },
     )
 
 
@@ -138,6 +151,7 @@ def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster
             if bucket.trainable
             for home in (Tier.DEVICE, Tier.HOST)
         },
+        add_s={bucket.id: host_memory_s(add_bytes(bucket), cluster) for bucket in buckets if bucket.sum_nbytes},
     )
 
 

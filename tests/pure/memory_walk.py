@@ -48,6 +48,7 @@ def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
         else:
             walk.act(action.verb, action.target)
     walk.drop("means", "")
+    walk.add_to_sums()
     walk.stream()
     for i, op in enumerate(step.ops):
         if op.phase is Phase.UPDATE:
@@ -95,9 +96,13 @@ class _Walk:
         for bucket in self.plan.buckets:
             if self.homes[bucket.id].param is Tier.DEVICE:
                 self.take("param", bucket.id, bucket.shard_nbytes())
-                self.take("sums", bucket.id, bucket.sum_nbytes)
+                self.take("sums", bucket.id, self.held_sums(bucket))
             if self.homes[bucket.id].optim is Tier.DEVICE:
                 self.take("state", bucket.id, bucket.shard_state_nbytes())
+
+    def held_sums(self, bucket: Bucket) -> int:
+        """Return the bytes of a rank's part of the sums, padded to the part of the rank with the most elements."""
+        return bucket.sum_nbytes * max(bucket.shard_numels) // max(bucket.numel, 1)
 
     def take(self, what: str, name: str, nbytes: int) -> None:
         if (what, name) not in self.held:
@@ -230,6 +235,13 @@ class _Walk:
             for name in names:
                 self.drop("storage", name)
 
+    def add_to_sums(self) -> None:
+        """Free the gradients of the step, if they were added to sums of gradients at the end of the backward."""
+        for bucket in self.plan.buckets:
+            if bucket.sum_nbytes:
+                self.drop_unreduced(bucket)
+                self.drop("shard", bucket.id)
+
     def stream(self) -> None:
         """Allocate the largest streamed bucket: its state, and its parameters and gradients if they are on the host."""
         largest_bytes = 0
@@ -238,7 +250,7 @@ class _Walk:
             if home.streamed and bucket.trainable:
                 there_bytes = 0
                 if home.param is not Tier.DEVICE:
-                    there_bytes = bucket.shard_nbytes() + (bucket.sum_nbytes or bucket.shard_grad_nbytes())
+                    there_bytes = bucket.shard_nbytes() + (self.held_sums(bucket) or bucket.shard_grad_nbytes())
                 largest_bytes = max(largest_bytes, bucket.shard_state_nbytes() + there_bytes)
         self.take("stream", "", largest_bytes)
 

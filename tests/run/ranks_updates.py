@@ -137,7 +137,7 @@ def refuses_changed_gradients(rank: int, world_size: int) -> None:
         assert type(copied) is DTensor
         assert torch.equal(copied.to_local(), grad.to_local())
         pair.optimizer.zero_grad()
-    kept_gradients_are_watched(steps, options, world_size)
+    staying_gradients_are_watched(steps, options, world_size)
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def landings(pair: Pair) -> Iterator[list[tuple[str, bool]]]:
         yield seen
 
 
-def kept_gradients_are_watched(steps: list[torch.Tensor], options: dict[str, Any], world_size: int) -> None:
+def staying_gradients_are_watched(steps: list[torch.Tensor], options: dict[str, Any], world_size: int) -> None:
     """Change gradients that somebody kept while the updates that read them are queued."""
     with controlled_worker() as worker:
         pair = pair_of("odd", [world_size], dtype=torch.float32, update="across_steps", **options)

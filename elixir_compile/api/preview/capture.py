@@ -24,7 +24,7 @@ from elixir_compile.capture.loss import chunk_loss, find_loss
 from elixir_compile.capture.tracing import trace_step
 from elixir_compile.errors import InvalidOption, UnsupportedModel
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import StepGraph, StorageId
+from elixir_compile.ir import Kind, StepGraph, StorageId
 from elixir_compile.ir.graph import graph_at
 from elixir_compile.managed.cast_and_shard import gets_master, torch_dtype
 from elixir_compile.managed.model import ManagedModel
@@ -32,7 +32,8 @@ from elixir_compile.managed.unmanaged import trace_unmanaged
 from elixir_compile.ops.masters import add_master, has_master
 from elixir_compile.options import Options
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
-from elixir_compile.problem.planning import Memory, TrainedParams, build_problem, graph_of, state_bytes_per_element
+from elixir_compile.problem.outside import state_bytes_per_element
+from elixir_compile.problem.planning import Memory, TrainedParams, build_problem, graph_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import Chunks, possible_chunks
@@ -97,6 +98,7 @@ class Capture:
             state_bytes=self.state_nbytes(state_bytes_per_element),
             masters=self.masters,
             reduce_dtypes={} if options.reduce_dtype is None else dict.fromkeys(self.masters, options.reduce_dtype),
+            grad_bytes=self.grad_bytes(options),
             hybrid=bool(self.numels),
         )
         memory = Memory(
@@ -106,8 +108,24 @@ class Capture:
         )
         disk = options.disk_path is not None
         return build_problem(
-            self.graph, cluster, options, params=params, memory=memory, disk=disk, moves_what_fits=True
+            self.graph,
+            cluster,
+            options,
+            params=params,
+            memory=memory,
+            disk=disk,
+            accumulates=bool(options.accumulate),
+            moves_what_fits=True,
         )
+
+    def grad_bytes(self, options: Options) -> Mapping[StorageId, int]:
+        """Return the bytes of the gradient of each trained parameter on one rank, or after the reduce of several."""
+        param_bytes = {storage.id: storage.nbytes for storage in self.graph.storages if storage.kind is Kind.PARAM}
+        wide = {} if options.reduce_dtype is None else self.masters
+        return {
+            name: torch.float32.itemsize * wide[name] if name in wide else param_bytes.get(name, 0)
+            for name in self.numels
+        }
 
 
 def capture_step(

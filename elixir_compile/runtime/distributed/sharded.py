@@ -54,6 +54,7 @@ class ShardedBucket(RunningBucket):
             rehome(slot.param, home.data)  # `data` has its own version, so a write to a parameter changes no other's
         self._own = own
         self.gathered = None
+        self.move_gradients(device)
 
     def has_drifted(self) -> bool:
         """Whether user code replaced this rank's shard of a parameter since `move_home`."""

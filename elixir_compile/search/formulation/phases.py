@@ -17,7 +17,7 @@ distances. If another lane does the work of a lane (a CPU copies for itself), th
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from elixir_compile.cost import copy_s
@@ -141,6 +141,7 @@ def run_table(
         gradients = facts.gradients[i]
         if gradients is not None and first <= gradients.complete < end:
             _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1, False, i])
+    _add_sums(table, prices, facts, span, of_buckets(facts, choices), len(events) - 1)
     return RunTable(table, event_of)
 
 
@@ -214,6 +215,16 @@ def _add_leaving(table: Table, prices: Prices, facts: Facts, choice: tuple[int, 
     _add(table, prices, Lane.REDUCE, event, choice, shared_s)
     if choice[1].has_param_on_host:
         _add(table, prices, Lane.D2H, event, choice, prices.d2h_s[bucket])
+
+
+def _add_sums(
+    table: Table, prices: Prices, facts: Facts, span: Span, choices: Iterable[tuple[int, Level]], last_event: int
+) -> None:
+    """Add the seconds for which compute waits at the end of the backward, while gradients are added to their sums."""
+    for i, level in choices if prices.add_s else ():
+        gradients, seconds = facts.gradients[i], prices.add_s.get((facts.buckets[i].id, level.home), 0.0)
+        if gradients is not None and span.holds(gradients.complete) and seconds:
+            table.add(Lane.COMPUTE, last_event, (i, level), seconds)
 
 
 def _add_trip(

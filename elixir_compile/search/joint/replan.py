@@ -272,10 +272,11 @@ def _moves_anything(plan: Plan) -> bool:
 
 
 def with_buckets_free(problem: Problem, plan: Plan) -> Problem:
-    """Return `problem`, which `plan` answers, with the placements of all buckets of `plan` open."""
+    """Return `problem` with the placements of all buckets of `plan`, which are in force, open."""
     ours = {bucket.id for bucket in plan.buckets}
     in_force = {placement.bucket: placement for placement in problem.placements}
-    buckets = {bucket.id: bucket for bucket in (*problem.buckets, *plan.buckets)}
+    buckets = {bucket.id: bucket for bucket in problem.buckets}
+    buckets |= {bucket.id: bucket for bucket in plan.buckets if bucket.id not in buckets}
     placements = tuple(
         Placement(bucket=name, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True) if name in ours else in_force[name]
         for name in buckets

@@ -20,6 +20,7 @@ from elixir_compile.analysis.bucket_bytes import (
     averaged_bytes,
     bytes_at,
     gathered_copy,
+    last_with_gradients,
     resting,
     step_gradients,
     streamed_bytes,
@@ -45,6 +46,8 @@ class MemoryModel:
             for bucket in facts.buckets
         ]
         """Bytes of each bucket that are on the device during the whole step, by level."""
+        num_ops = len(facts.graph.ops)
+        self._grad_ends = [last_with_gradients(bucket, facts.num_run, num_ops) for bucket in facts.buckets]
         self._copies: dict[tuple[Residency, bool], _Changes] = {}
         self._gradients: dict[tuple[int, bool, int, bool], _Changes] = {}
         self._late_bytes: dict[tuple[int, bool], int] = {}
@@ -52,7 +55,6 @@ class MemoryModel:
         self.rest_bytes_per_op = _rest(facts)
         starts = _segment_starts(facts, more_starts)
         self._starts = starts
-        num_ops = len(facts.graph.ops)
         segments = np.searchsorted(starts, np.arange(num_ops), side="right") - 1
         # One past the last op is one past the last segment.
         self._segment_of: list[int] = [*segments.tolist(), len(starts)]
@@ -76,13 +78,13 @@ class MemoryModel:
         lasts: set[tuple[int, int]] = set()
         if self._is_any_reduced:
             lasts = {(residency.bucket, residency.last) for residency in moves.residencies}
-        ends, end = moves.grad_ends, len(facts.graph.ops) - 1
+        ends = moves.grad_ends
         for bucket, level in enumerate(levels):
             changes[0] += self._resting_bytes[bucket][level]
             grads = facts.gradients[bucket]
             if grads is None:
                 continue
-            wait, is_replaced = ends.get(bucket, end), (bucket, grads.complete) in lasts
+            wait, is_replaced = ends.get(bucket, self._grad_ends[bucket]), (bucket, grads.complete) in lasts
             for start, nbytes in self._gradient_changes(bucket, level.has_param_on_host, wait, is_replaced):
                 changes[start] += nbytes
         if moves.streamed:
@@ -131,7 +133,7 @@ class MemoryModel:
         key = bucket, is_on_host, wait, is_replaced
         found = self._gradients.get(key)
         if found is None:
-            grads, end = self._facts.gradients[bucket], len(self._facts.graph.ops) - 1
+            grads, end = self._facts.gradients[bucket], self._grad_ends[bucket]
             assert grads is not None
             rows = step_gradients(
                 self._sizes[bucket],
@@ -191,7 +193,7 @@ class MemoryModel:
         facts, grads = self._facts, self._facts.gradients[i]
         if grads is None:
             return
-        wait = next_complete if is_gathered(facts.buckets[i], level) else len(facts.graph.ops) - 1
+        wait = next_complete if is_gathered(facts.buckets[i], level) else self._grad_ends[i]
         is_replaced = any(last == grads.complete for _, last in spans(facts, i, level))
         for start, nbytes in self._gradient_changes(i, level.has_param_on_host, wait, is_replaced):
             changes[start] += nbytes

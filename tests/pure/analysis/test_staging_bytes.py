@@ -42,6 +42,17 @@ def test_sums_of_gradients(param: Tier, optim: Tier, wanted_bytes: int) -> None:
     assert sum_host_bytes(without, param, optim) == 0
 
 
+@pytest.mark.parametrize(
+    ("param", "optim", "wanted_bytes"),
+    [(Tier.DEVICE, Tier.DEVICE, 0), (Tier.DEVICE, Tier.HOST, 0), (Tier.HOST, Tier.HOST, 4000)],
+)
+def test_sums_in_the_dtype_of_gradients(param: Tier, optim: Tier, wanted_bytes: int) -> None:
+    """The buffer of the gradients holds the sums; a second buffer holds those that arrive."""
+    assert sum_host_bytes(replace(BUCKET, sum_nbytes=4000), param, optim) == wanted_bytes
+    shared = replace(BUCKET, sum_nbytes=4000, shard_numels=(600, 400))
+    assert sum_host_bytes(shared, param, optim) == wanted_bytes * 600 // 1000
+
+
 def test_nothing_without_state() -> None:
     assert disk_staging_bytes([]) == 0
     assert disk_staging_bytes([replace(BUCKET, state_nbytes=0, trainable=False)]) == 0

@@ -120,6 +120,11 @@ def test_a_thousand_ranks_are_planned_for_as_quickly_as_one(net: str) -> None:
     assert plan_from_json(counted.stdout).cluster == "2 x 8 x a100-40g"
 
 
+def test_gradients_that_stay_are_counted_if_the_command_says_so(net: str) -> None:
+    plans = [plan_from_json(cli("plan", net, *FAST, *more, "--json").stdout) for more in ((), ("--accumulate",))]
+    assert [made.counts_staying_gradients for made in plans] == [False, True]
+
+
 def test_the_arguments_about_the_optimizer_reach_the_plan(net: str, tmp_path: Path) -> None:
     """In 16 bits with masters, half the state on disk: 10 bytes per element of state, 4 of parameters and gradients."""
     words = (*FAST, "--param-dtype", "bfloat16", "--update", "after_backward", "--activations", "keep")

@@ -1,0 +1,96 @@
+"""Count the bytes outside of the graph of a problem: parameters, state and gradients of other graphs, or of none."""
+
+from collections.abc import Collection
+
+import torch
+
+from elixir_compile.analysis.bucket_bytes import bucket_host_bytes, kept_grad_bytes, resting
+from elixir_compile.capture.convert import Captured
+from elixir_compile.ir import Bucket, Kind, Placement
+from elixir_compile.ops.masters import REST_DTYPES, has_master
+from elixir_compile.ops.registry import Slot
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.executor import Executor
+
+
+def state_bytes_per_element(param: torch.Tensor) -> int:
+    """Return the bytes of state that HybridAdamW keeps for each element of `param`.
+
+    Without a master: two moments in the dtype of the parameter, 8 bytes for fp32. With a master: two moments in fp32,
+    and the rest of the master, 10 bytes for bfloat16 and 12 bytes for float16.
+    """
+    if has_master(param):
+        return 2 * torch.float32.itemsize + REST_DTYPES[param.dtype].itemsize
+    return 2 * param.dtype.itemsize
+
+
+def grad_dtype_of(slot: Slot, ranks: Ranks | None) -> torch.dtype:
+    """Return the dtype of the gradient of one parameter after its reduce."""
+    return slot.param.dtype if ranks is None else ranks.reduced_dtype(slot.param)
+
+
+def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
+    """Return the bytes of parameters and of their planned optimizer state on the device.
+
+    Parameters named in `leaving_out` do not count.
+    """
+    total = 0
+    for slot in executor.slots.values():
+        if slot.name in leaving_out:
+            continue
+        bucket = executor.buckets.of(slot)
+        total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_on_host) else 0
+        if bucket is not None:
+            total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))
+    return total
+
+
+def _resting_bytes(bucket: RunningBucket, kind: Kind) -> int:
+    """Return the bytes of `kind` that `bucket` holds on the device of rank 0 during the whole step."""
+    return sum(nbytes for held, nbytes in resting(bucket.spec, bucket.placement) if held is kind)
+
+
+def _share(slot: Slot, bucket: RunningBucket, nbytes: int) -> int:
+    """Return the bytes of `slot` on this rank, if `bucket` holds `nbytes` on rank 0."""
+    return nbytes * slot.own_nbytes // bucket.spec.shard_nbytes()
+
+
+def outside_bytes(executor: Executor, read: Collection[str], outstanding_bytes: int = 0) -> int:
+    """Return the device bytes outside of the training graphs that read the parameters `read`.
+
+    Includes the larger of `outstanding_bytes` and the gradients of other graphs: these gradients are made while the
+    activations of outstanding forwards are freed. Sums of gradients over several backward passes are there always.
+    """
+    grads_bytes = sums_bytes = eager_bytes = 0
+    for slot in executor.slots.values():
+        bucket = executor.buckets.of(slot)
+        if slot.name in read or not slot.param.requires_grad:
+            continue
+        if bucket is not None:
+            sums_bytes += _share(slot, bucket, _resting_bytes(bucket, Kind.GRAD))
+            grads_bytes += _share(slot, bucket, kept_grad_bytes(bucket.spec, bucket.placement))
+        elif slot.key in executor.gradients.trained_eagerly:
+            eager_bytes += _trained_bytes(slot, executor.ranks)
+    held_bytes = device_bytes(executor, leaving_out=read) + sums_bytes
+    return held_bytes + max(outstanding_bytes, grads_bytes) + eager_bytes
+
+
+def unread_bytes(captured: Captured, executor: Executor, read: Collection[str]) -> int:
+    """Return the bytes of state and gradients of trained parameters that neither `captured`, which reads the parameters
+    `read`, nor an earlier graph reads."""
+    if captured.backward is None:
+        return 0
+    slots = [slot for slot in executor.slots.values() if slot.param.requires_grad and slot.name not in read]
+    return sum(_trained_bytes(slot, executor.ranks) for slot in slots if executor.buckets.of(slot) is None)
+
+
+def _trained_bytes(slot: Slot, ranks: Ranks | None) -> int:
+    """Return the bytes of the gradient and the optimizer state of one parameter."""
+    return (grad_dtype_of(slot, ranks).itemsize + state_bytes_per_element(slot.param)) * slot.own.numel()
+
+
+def outside_host_bytes(in_force: Collection[tuple[Bucket, Placement]], read: Collection[str]) -> int:
+    """Return the host bytes of the buckets without any of the parameters `read`."""
+    others = [(bucket, placement) for bucket, placement in in_force if set(read).isdisjoint(bucket.params)]
+    return sum(bucket_host_bytes(bucket, placement) for bucket, placement in others)

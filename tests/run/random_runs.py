@@ -1,0 +1,288 @@
+"""Random training runs under random budgets: each is compared with torch's `aot_eager`, and its peak with its plan.
+
+    python -m tests.run.random_runs --runs 200          prints a line for each run, and fails if any run is wrong
+
+A run is drawn from its seed alone: model, budget, micro-batches per step, clipping, update mode, treatments of
+activations. If the budget is below the smallest possible one, the run trains under the smallest, which the error names.
+"""
+
+import argparse
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import elixir_compile as elixir
+from elixir_compile.measure.step import Resident
+from tests.run.models import seeded
+from tests.run.training import fused_adamw, hybrid_adamw, loss_of
+
+SLACK_BYTES = 4096
+"""Step counters of the optimizer, tickets and losses: beside a GPU most of them are host tensors."""
+_MOST_ERRORS = 3
+"""Attempts of a run: a budget may be too small for one micro-batch, then for the gradients of several."""
+NUM_STEPS = 2
+"""Steps of a run. The last is measured."""
+
+
+class Stack(nn.Module):
+    """Residual blocks of one width, with a loss over 64 classes."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+
+def _gpt2(chance: random.Random) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=2, n_embd=96, n_head=4, vocab_size=512, n_positions=64, use_cache=False,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    num_rows = chance.choice((2, 8, 16))
+
+    def batch(generator: torch.Generator) -> Any:
+        ids = torch.randint(0, 512, (num_rows, 64), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+    return seeded(GPT2LMHeadModel, config).train(), batch
+
+
+def _stack(chance: random.Random) -> tuple[nn.Module, Callable[[torch.Generator], Any]]:
+    width, num_rows = chance.choice((128, 192, 256)), chance.choice((16, 256, 1024))
+    return (
+        seeded(Stack, width, chance.randint(2, 4)),
+        lambda generator: torch.randn(num_rows, width, generator=generator),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The choices of one run."""
+
+    seed: int
+    model: str
+    share: float
+    """The budget as a share of the peak of a step by torch."""
+    num_micro_batches: int
+    clips: bool
+    update: str
+    activations: str
+    planner: str
+    is_prepared: bool
+    keeps_zeros: bool
+    """Whether `zero_grad(set_to_none=False)` leaves zeros for the next step."""
+    accumulate: bool
+    """The option `accumulate`."""
+
+    @classmethod
+    def of(cls, seed: int) -> "Draw":
+        """Return the run of `seed`."""
+        chance = random.Random(seed)
+        clips, num_micro_batches = chance.random() < 0.5, chance.choice((1, 2, 2, 3, 4))
+        modes = ("auto", "after_backward", "across_steps") if clips else ("auto", "across_steps", "in_backward")
+        return cls(
+            seed=seed,
+            model=chance.choice(("gpt2", "stack", "stack", "stack", "stack")),
+            share=chance.uniform(0.15, 1.0),
+            num_micro_batches=num_micro_batches,
+            clips=clips,
+            update=chance.choice(modes),
+            activations=chance.choice(("any", "any", "keep", "recompute", "offload")),
+            planner=chance.choice(("milp", "greedy")),
+            is_prepared=chance.random() < 0.8,
+            keeps_zeros=chance.random() < 0.15,
+            accumulate=num_micro_batches > 1 and chance.random() < 0.3,
+        )
+
+    def made(self) -> tuple[nn.Module, list[Any]]:
+        """Return the model, and a batch for each micro-batch of all steps."""
+        model, batch = {"gpt2": _gpt2, "stack": _stack}[self.model](random.Random(self.seed))
+        generator = torch.Generator().manual_seed(self.seed)
+        return model, [batch(generator) for _ in range(NUM_STEPS * self.num_micro_batches)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of one run."""
+
+    draw: Draw
+    budget_bytes: int
+    planned_bytes: int
+    peak_bytes: int
+    """Peak of the last step, as the events of the allocator say."""
+    is_same: bool
+    """Whether losses and weights are bitwise those of `aot_eager`."""
+    seconds: float
+
+    @property
+    def faults(self) -> list[str]:
+        """Return in words what is wrong with the run."""
+        found = [] if self.is_same else ["other losses or weights than aot_eager"]
+        if self.peak_bytes > self.budget_bytes + SLACK_BYTES:
+            found.append(f"{self.peak_bytes / self.budget_bytes - 1:.1%} over the budget")
+        more_bytes = self.planned_bytes - self.peak_bytes
+        # A backward that updates adds each gradient to its sum as soon as it is complete: the plan is an upper limit.
+        may_be_less = self.draw.update == "in_backward" and self.draw.num_micro_batches > 1
+        if (-more_bytes if may_be_less else abs(more_bytes)) > 0.01 * self.planned_bytes + SLACK_BYTES:
+            found.append(f"planned {more_bytes / self.planned_bytes:+.1%} off the peak")
+        return found
+
+    def __str__(self) -> str:
+        kib = f"budget {self.budget_bytes >> 10} planned {self.planned_bytes >> 10} peak {self.peak_bytes >> 10} KiB"
+        return f"{self.draw}: {kib}, {self.seconds:.1f} s" + "".join(f"; {fault}" for fault in self.faults)
+
+
+def train(draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: Iterable[Any]) -> list[torch.Tensor]:
+    """Train one step, and return the losses of its micro-batches."""
+    losses = []
+    *others, last = batches
+    for batch in (*others, last):
+        waits = batch is not last and isinstance(optimizer, elixir.HybridAdamW)
+        with optimizer.accumulating() if waits else nullcontext():
+            loss = loss_of(compiled, batch) / draw.num_micro_batches
+            loss.backward()
+        losses.append(loss.detach().clone())
+        del loss
+    if draw.clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=not draw.keeps_zeros)
+    return losses
+
+
+def expected_of(draw: Draw) -> tuple[int, list[float], dict[str, torch.Tensor]]:
+    """Return the peak of the last step, the losses and the weights of the run by torch's `aot_eager`."""
+    foreign_bytes = _resident_bytes()
+    model, batches = draw.made()
+    torch._dynamo.reset()
+    compiled, optimizer = torch.compile(model, backend="aot_eager"), fused_adamw(model.parameters())
+    found, record = _steps(draw, compiled, model, optimizer, batches)
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches), found, weights
+
+
+def outcome_of(draw: Draw) -> Outcome:
+    """Carry out the run of `draw`."""
+    began_s = time.perf_counter()
+    peak_bytes, losses, weights = expected_of(draw)
+    budget_bytes = int(draw.share * peak_bytes)
+    for _ in range(_MOST_ERRORS):
+        try:
+            return _trained(draw, budget_bytes, losses, weights, began_s)
+        except elixir.NoFeasiblePlan as error:
+            budget_bytes = error.needed_bytes
+    raise AssertionError(f"{draw}: no plan under the budgets that the errors named, the last of them {budget_bytes}")
+
+
+def _steps(
+    draw: Draw, compiled: Any, model: nn.Module, optimizer: Any, batches: list[Any]
+) -> tuple[list[float], elixir.Record]:
+    """Train all steps; return the losses, and the record of the last step."""
+    found: list[float] = []
+
+    def step() -> None:
+        own = batches[len(found) :][: draw.num_micro_batches]
+        found.extend([loss.item() for loss in train(draw, compiled, model, optimizer, own)])
+
+    for _ in range(NUM_STEPS - 1):
+        step()
+    return found, elixir.measure_step(step, device="cpu")
+
+
+def _waiting_bytes(batches: list[Any]) -> int:
+    """Return the bytes of all batches but one: a data loader holds none of them during a step."""
+    nbytes = [sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(batch)}.values()) for batch in batches]
+    return sum(nbytes) - nbytes[0]
+
+
+def _trained(
+    draw: Draw, budget_bytes: int, losses: list[float], weights: dict[str, torch.Tensor], began_s: float
+) -> Outcome:
+    torch._dynamo.reset()
+    gc.collect()
+    foreign_bytes = _resident_bytes()
+    model, batches = draw.made()
+    if draw.is_prepared:
+        model = elixir.prepare(model)
+    options: dict[str, Any] = {
+        "inner": "aot_eager",
+        "device_memory": budget_bytes,
+        "update": draw.update,
+        "activations": draw.activations,
+        "planner": draw.planner,
+        "plan_cache": False,
+        "report": False,
+        "search_timeout": 1,
+    }
+    if draw.accumulate:
+        options["accumulate"] = True
+    compiled, optimizer = torch.compile(model, backend="elixir", options=options), hybrid_adamw(model.parameters())
+    found, record = _steps(draw, compiled, model, optimizer, batches)
+    same = found == losses and all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    plan = elixir.compilations(compiled)[-1].plan
+    assert plan is not None
+    return Outcome(
+        draw=draw,
+        budget_bytes=budget_bytes,
+        planned_bytes=plan.prediction.device_peak_bytes,
+        peak_bytes=record.device_peak_bytes - foreign_bytes - _waiting_bytes(batches),
+        is_same=same,
+        seconds=time.perf_counter() - began_s,
+    )
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return list(batch.values()) if isinstance(batch, dict) else [batch]
+
+
+def _resident_bytes() -> int:
+    with Resident() as resident:
+        return resident.nbytes
+
+
+def outcomes(seeds: Iterable[int]) -> list[Outcome]:
+    """Return the outcome of each run, one after another in this process."""
+    return [outcome_of(Draw.of(seed)) for seed in seeds]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=200, help="number of runs")
+    parser.add_argument("--first", type=int, default=None, help="first seed; drawn anew by default")
+    asked = parser.parse_args()
+    first = random.SystemRandom().randrange(1 << 30) if asked.first is None else asked.first
+    num_wrong = 0
+    for seed in range(first, first + asked.runs):
+        try:
+            outcome = outcome_of(Draw.of(seed))
+        except Exception as error:
+            print(f"{Draw.of(seed)}: {type(error).__name__}: {error}", flush=True)
+            num_wrong += 1
+            continue
+        print(outcome, flush=True)
+        num_wrong += bool(outcome.faults)
+    print(f"{asked.runs} runs from seed {first}, {num_wrong} wrong")
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
