@@ -8,6 +8,9 @@ Reading is strict: another format, a missing or unknown field, a value of the wr
 raise the error of the `Form`, with the path of the field (`placements[3].param`). Equal values have equal text.
 Supported are dataclasses, tuples, `Mapping[str, ...]`, `... | None`, StrEnum, NewType, int, float, str and bool, and
 unions of dataclasses that each have a class variable `kind`, a text that is written before their fields.
+
+A field with the metadata `LEFT_OUT` is written only if its value is not the default, so a new field of that kind
+changes no text and no format version.
 """
 
 import dataclasses
@@ -29,6 +32,8 @@ _MAX_LENGTH = 1 << 28
 """The most characters of a file. A plan of 200 layers has 2 million; the parsed values take about ten times the
 memory."""
 _MISSING = object()
+LEFT_OUT = {"left out of JSON if it has its default": True}
+"""The metadata of a field of a dataclass that is written only if its value is not the default."""
 _UNIONS = (types.UnionType, typing.Union)
 
 
@@ -111,12 +116,29 @@ def _fields(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
+def _defaults(cls: type) -> dict[str, Any]:
+    """Return the default of each field of a dataclass that is left out of JSON if it has that value."""
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.metadata == LEFT_OUT}
+
+
+def _fields_encoder(cls: type) -> Callable[[Any], dict[str, Any]]:
+    """Return a function from values of the dataclass `cls` to objects of JSON."""
+    defaults = _defaults(cls)
+    encoders = [(name, _encoder(kind), defaults.get(name, _MISSING)) for name, kind in _fields(cls).items()]
+
+    def encode(value: Any) -> dict[str, Any]:
+        found = ((name, encode, getattr(value, name), default) for name, encode, default in encoders)
+        return {name: encode(item) for name, encode, item, default in found if item != default}
+
+    return encode
+
+
+@functools.cache
 def _encoder(hint: Any) -> Callable[[Any], Any]:
     """Return a function from values of type `hint` to lists, objects and scalars of JSON."""
     hint = _plain(hint)
     if dataclasses.is_dataclass(hint):
-        encoders = [(name, _encoder(kind)) for name, kind in _fields(typing.cast(type, hint)).items()]
-        return lambda value: {name: encode(getattr(value, name)) for name, encode in encoders}
+        return _fields_encoder(typing.cast(type, hint))
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and args[-1] is Ellipsis:
         encode_item = _encoder(args[0])
@@ -165,8 +187,8 @@ def _decode_fields(cls: type, data: Any, path: str) -> Any:
     for name in data:
         _expect(name in hints, _join(path, name), "no such field; the fields are " + ", ".join(hints), data[name])
     for name in hints:
-        _expect(name in data, _join(path, name), "a value", "nothing: the field is missing")
-    values = {name: _decode(hint, data[name], _join(path, name)) for name, hint in hints.items()}
+        _expect(name in data or name in _defaults(cls), _join(path, name), "a value", "nothing: the field is missing")
+    values = {name: _decode(hint, data[name], _join(path, name)) for name, hint in hints.items() if name in data}
     try:
         return cls(**values)
     except InvalidProfile as error:

@@ -18,11 +18,12 @@ def is_free(op: Op) -> bool:
 
 
 def op_s(op: Op, device: DeviceProfile, dtype: str = "float32") -> float:
-    """Return the seconds of `op` on `device` by the roofline model, or 0 if it launches no kernel."""
+    """Return the seconds of all runs of `op` in a step on `device` by the roofline model, or 0 if it launches no
+    kernel."""
     if is_free(op):
         return 0.0
     flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
-    return device.launch_s + max(op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s)
+    return op.times * device.launch_s + max(op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +41,12 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measured stretches, which do not overlap, and the activations that were recomputed or offloaded in that step."""
+    """Measured stretches, which do not overlap, with the activations that were recomputed or offloaded in that step,
+    and the micro-batches in which its laps ran."""
 
     stretches: tuple[Stretch, ...] = ()
     activations: tuple[Activations, ...] = ()
+    micro_batches: int = 1
 
 
 def corrected_s(seconds: Sequence[float], index: Mapping[OpId, int], stretches: Sequence[Stretch]) -> list[float]:

@@ -252,9 +252,10 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     """No schedule fits the budget of `memory` (`device` or `host`); `needed_bytes` is the smallest sufficient budget.
 
     `op` is the op at the peak, `source` the user's line or module that it came from, and `by_kind` the live bytes there
-    by kind. `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model
-    did not come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they
-    were equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
+    by kind. `returned` names an output of the model that is among the largest tensors there, with its bytes.
+    `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model did not
+    come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
+    equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
     passes.
     """
 
@@ -268,12 +269,13 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         memory: str = "device",
         disk_bytes: int = 0,
         because: str = "",
+        returned: str = "",
         staying_bytes: int = 0,
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
-        facts = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, staying_bytes, is_prepared)
-        super().__init__(*facts)
+        found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
+        super().__init__(*found, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -282,6 +284,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.memory = memory
         self.disk_bytes = disk_bytes
         self.because = because
+        self.returned = returned
         self.staying_bytes = staying_bytes
         self.is_prepared = is_prepared
 
@@ -300,6 +303,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
             f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}, "
             f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
             + (f"; live: {live}" if live else "")
+            + (f"; {self.returned}, is returned to the caller: return the loss alone" if self.returned else "")
             + (
                 f"; gradients of earlier backward passes take {format_bytes(self.staying_bytes)}"
                 if self.staying_bytes

@@ -19,6 +19,7 @@ Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
 ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
+MicroBatches = Literal["auto"] | int
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -73,6 +74,10 @@ class Options:
     ranks."""
     plan_cache: bool = True
     """Reuse the plan found by an earlier run for the same graph, machine and options."""
+    micro_batches: MicroBatches = 1
+    """In how many micro-batches each layer of a training step runs, one after another, before the next layer begins. It
+    must divide the rows of the batch. The loss is that of the whole batch. `auto`: the planner chooses the number if
+    the whole batch does not fit as it is. 1: the whole batch at once."""
     profile_regions: bool = False
     """Time every distinct region once before planning. The times are kept per machine for later runs."""
     replan: bool = True
@@ -156,6 +161,14 @@ def _seconds(name: str, value: object) -> float:
     return float(value)
 
 
+def _micro_batches(name: str, value: object) -> MicroBatches:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidOption(name, value, '"auto" or a number of 1 or more')
+    return value
+
+
 def _text(name: str, value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or value == ""):
         raise InvalidOption(name, value, 'a text such as "a100-40g", or None')
@@ -189,6 +202,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "hardware": _text,
     "plan": _path,
     "plan_cache": _bool,
+    "micro_batches": _micro_batches,
     "profile_regions": _bool,
     "replan": _bool,
     "inner": _one_of(*get_args(Inner)),

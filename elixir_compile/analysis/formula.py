@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.structure import check_activations, check_regions
 from elixir_compile.analysis.timeline import device_lives, plan_timeline, with_peaks
@@ -23,7 +24,7 @@ from elixir_compile.ir import Plan, StepGraph, sizes
 
 def peak_formula(graph: StepGraph, plan: Plan) -> str:
     """Return the device peak under `plan` as an expression in sympy's form, or `""` if no size is symbolic."""
-    step = as_run(graph, plan.activations)
+    step = as_run(graph, plan.activations, laps_of(plan))
     growing = [storage for storage in step.storages if storage.size]
     if not growing:
         return ""
@@ -66,7 +67,7 @@ def resized(graph: StepGraph, plan: Plan) -> Plan:
     groups = (replace(group, nbytes=sum(nbytes.get(name, 0) for name in group.storages)) for group in plan.activations)
     plan = replace(plan, activations=tuple(groups))
     check_activations(graph, plan)
-    check_regions(as_run(graph, plan.activations), plan)
+    check_regions(as_run(graph, plan.activations, laps_of(plan)), plan)
     plan = with_peaks(graph, plan)
     return replace(plan, formula=peak_formula(graph, plan), symbols=graph.symbols)
 

@@ -23,10 +23,14 @@ _MOST_READS = 4
 """The value of Inductor's `realize_reads_threshold`."""
 
 
-def fused(graph: StepGraph) -> StepGraph:
+def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
     """Return `graph` as a fusing compiler runs it: readers of an unwritten storage read its inputs
-    instead."""
-    absorbed = absorbed_storages(graph)
+    instead.
+
+    If the graph `is_divided` into micro-batches, results of ops that mix the batch and random numbers are always
+    written.
+    """
+    absorbed = absorbed_storages(graph, is_divided=is_divided)
     if not absorbed:
         return graph
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
@@ -48,9 +52,9 @@ def fused(graph: StepGraph) -> StepGraph:
     return replace(graph, ops=tuple(ops), storages=storages, aliases=aliases)
 
 
-def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
+def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozenset[StorageId]:
     """Return the storages that are never written: temporaries of a single pointwise op, read only by fusible
-    kernels."""
+    kernels; if the graph `is_divided`, without results of ops that mix the batch and without random numbers."""
     makers = _makers(graph)
     num_writers = Counter(name for op in graph.ops for name in op.writes)
     candidates = {
@@ -60,6 +64,7 @@ def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
         and num_writers[storage.id] == 1
         and makers[storage.id].kernel is Kernel.POINTWISE
         and makers[storage.id].writes[-1] == storage.id  # earlier writes of the first op are tangents
+        and not (is_divided and _stays_apart(makers[storage.id]))
     }
     if not candidates:
         return frozenset()
@@ -69,6 +74,17 @@ def absorbed_storages(graph: StepGraph) -> frozenset[StorageId]:
             if name in candidates and (op.kernel is Kernel.OPAQUE or op.phase is not makers[name].phase):
                 candidates.discard(name)
     return frozenset(candidates - _written_for_reuse(graph, candidates))
+
+
+def _stays_apart(op: Op) -> bool:
+    """Return whether the result of `op` must not be computed again by each reader, which may run in another number of
+    micro-batches: the op mixes the batch, or it draws random numbers, others for another number."""
+    return bool(op.mixes) or is_drawn(op)
+
+
+def is_drawn(op: Op) -> bool:
+    """Return whether `op` draws random numbers from a seed, so that it may run twice."""
+    return op.target.startswith("prims.inductor_rand")
 
 
 def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> set[StorageId]:
@@ -103,6 +119,7 @@ def _emptied(op: Op) -> Op:
         module=op.module,
         source=op.source,
         once=op.once,
+        mixes=op.mixes,
     )
 
 
@@ -121,6 +138,7 @@ def _reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int) -> Op:
         flops_size=op.flops_size,
         kernel=op.kernel,
         once=op.once,
+        mixes=op.mixes,
     )
 
 

@@ -22,15 +22,15 @@ def line_of(graph: StepGraph) -> list[Record]:
     """
     modules = {name: op.module for op in reversed(graph.ops) for name in op.writes}
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
-    line = [record(("graph", graph.name, graph.symbols))]
+    line = [record(("graph", graph.name, graph.symbols, graph.batch))]
     for storage in graph.storages:
-        fixed = ("storage", storage.kind, storage.dtype, storage.size, storage.of is None)
+        fixed = ("storage", storage.kind, storage.dtype, storage.size, storage.of is None, storage.batched)
         names = (_counted(storage.id), storage.of or "", modules.get(storage.id, ""))
         line.append(sized(record(fixed, *names), storage.nbytes))
     for op in graph.ops:
         touched_bytes = sum(nbytes[name] for name in (*op.reads, *op.writes))
         moved_bytes = None if op.moved_bytes == touched_bytes else op.moved_bytes  # the update op moves no bytes
-        costs = (op.flops, moved_bytes, op.flops_size, op.kernel, op.once)
+        costs = (op.flops, moved_bytes, op.flops_size, op.kernel, op.once, op.mixes)
         line.append(record(("op", op.target, op.phase, op.source, *costs), _counted(op.id), op.module))
         line += [record(("read",), _counted(name)) for name in op.reads]
         line += [record(("write",), _counted(name)) for name in op.writes]
@@ -59,7 +59,7 @@ def graph_of_line(line: Line) -> StepGraph:
             ops[-1][2].append(entry)
         else:
             kinds.setdefault(kind, []).append(entry)
-    _, name, symbols = kinds["graph"][0].fixed
+    _, name, symbols, batch = kinds["graph"][0].fixed
     storages = tuple(_storage(entry) for entry in kinds.get("storage", []))
     nbytes = {storage.id: storage.nbytes for storage in storages}
     return StepGraph(
@@ -69,11 +69,12 @@ def graph_of_line(line: Line) -> StepGraph:
         outputs=tuple(_storage_id(entry) for entry in kinds.get("output", [])),
         aliases=tuple(_alias(entry) for entry in kinds.get("alias", [])),
         symbols=symbols,
+        batch=batch,
     )
 
 
 def _op(entry: Record, reads: Iterable[Record], writes: Iterable[Record], nbytes: Mapping[StorageId, int]) -> Op:
-    _, target, phase, source, flops, moved_bytes, flops_size, kernel, once = entry.fixed
+    _, target, phase, source, flops, moved_bytes, flops_size, kernel, once, mixes = entry.fixed
     name, module = names_of(entry)
     touched = [[_storage_id(other) for other in others] for others in (reads, writes)]
     if moved_bytes is None:
@@ -91,11 +92,12 @@ def _op(entry: Record, reads: Iterable[Record], writes: Iterable[Record], nbytes
         flops_size=flops_size,
         kernel=kernel,
         once=once,
+        mixes=mixes,
     )
 
 
 def _storage(entry: Record) -> Storage:
-    _, kind, dtype, size, is_of_none = entry.fixed
+    _, kind, dtype, size, is_of_none, batched = entry.fixed
     name, of, _ = names_of(entry)
     return Storage(
         id=StorageId(_uncounted(name)),
@@ -104,6 +106,7 @@ def _storage(entry: Record) -> Storage:
         dtype=dtype,
         of=None if is_of_none else StorageId(of),
         size=size,
+        batched=batched,
     )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.fusion import fused
+from elixir_compile.analysis.laps import Lap, divided_laps
+from elixir_compile.analysis.micro_batches import divided, tangents_of
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, Storage, StorageId
 
@@ -33,14 +35,30 @@ class Repeat:
 
 
 @functools.lru_cache(maxsize=8)
-def as_run(graph: StepGraph, activations: tuple[Activations, ...] = ()) -> StepGraph:
-    """Return the ops run by a plan with `activations`: `graph` with repeated ops, and without fused storages.
+def as_run(
+    graph: StepGraph, activations: tuple[Activations, ...] = (), divided_into: tuple[Lap, ...] = ()
+) -> StepGraph:
+    """Return the ops run by a plan with `activations`: `graph` with repeated ops, without fused storages, and with the
+    laps `divided_into` micro-batches.
 
     Raises InvalidPlan if an op to repeat may run only once.
     """
-    if not _dropped(activations) and not _extra(graph, activations):
-        return fused(graph)
-    return fused(with_repeats(graph, activations))
+    if not divided_into:
+        return fused(_repeated_step(graph, activations))
+    return divided(fused(_repeated_step(graph, activations), is_divided=True), divided_into)
+
+
+@functools.lru_cache(maxsize=8)
+def laps_at(graph: StepGraph, activations: tuple[Activations, ...], micro_batches: int) -> tuple[Lap, ...]:
+    """Return the laps of a plan with `activations` that run in `micro_batches`; empty if that is 1."""
+    if micro_batches == 1:
+        return ()
+    return divided_laps(fused(_repeated_step(graph, activations), is_divided=True), micro_batches)
+
+
+def _repeated_step(graph: StepGraph, activations: tuple[Activations, ...]) -> StepGraph:
+    """Return `graph` with the ops that `activations` repeat, before fusion."""
+    return with_repeats(graph, activations) if _dropped(activations) or _extra(graph, activations) else graph
 
 
 def repeats(graph: StepGraph, activations: Sequence[Activations]) -> tuple[Repeat, ...]:
@@ -233,13 +251,9 @@ def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[
 
 
 def _arrives_earlier(first: Op, repeat: Op) -> tuple[Op, Op]:
-    """Return both ops with the tangents moved from `first`, the first op of the backward, to `repeat` before it.
-
-    Tangents are the writes of `first` before its own result, whose storage has the name of the op.
-    """
-    results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
-    num_tangents = next((place for place, name in enumerate(first.writes) if name in results), 0)
-    tangents, rest = first.writes[:num_tangents], first.writes[num_tangents:]
+    """Return both ops with the tangents moved from `first`, the first op of the backward, to `repeat` before it."""
+    tangents = tangents_of(first)
+    rest = first.writes[len(tangents) :]
     return replace(first, writes=rest), replace(repeat, writes=(*tangents, *repeat.writes))
 
 

@@ -11,7 +11,8 @@ from elixir_compile.analysis.excerpt import (
     illegal_claim,
     illegal_region,
 )
-from elixir_compile.analysis.recompute import makers, repeats, saved_storages
+from elixir_compile.analysis.fusion import is_drawn
+from elixir_compile.analysis.recompute import makers, repeated_op, repeats, saved_storages
 from elixir_compile.analysis.timeline import host_bytes, plan_timeline
 from elixir_compile.errors import IllegalSchedule, InvalidPlan
 from elixir_compile.ir import (
@@ -188,10 +189,12 @@ def check_regions(step: StepGraph, plan: Plan) -> None:
         if sentence is None:
             ops = todo[done : index[region.last] + 1]
             sentence = _reads_fault(region, {owners[name] for op in ops for name in op.reads if name in owners})
+            sentence = sentence or _division_fault(region, ops, step)
         if sentence is not None:
             raise illegal_region(sentence, plan, at)
         seen.add(region.id)
         done = index[region.last] + 1
+    _check_draws(plan, todo, index)
     if done < len(todo):
         sentence = f"No region runs {todo[done].id} and the ops after it: the regions cover {done} of {len(todo)} ops."
         raise illegal_region(sentence, plan, max(0, len(plan.regions) - 1))
@@ -220,6 +223,42 @@ def _reads_fault(region: Region, reads: set[BucketId]) -> str | None:
         return None
     claimed, found = ", ".join(region.buckets) or "nothing", ", ".join(sorted(reads)) or "nothing"
     return f"{region.id} claims to read {claimed}; its ops read {found}."
+
+
+def _check_draws(plan: Plan, ops: Sequence[Op], index: Mapping[OpId, int]) -> None:
+    """Raise IllegalSchedule if divided regions run in different numbers of micro-batches, or if random numbers are
+    drawn again in another number: each number of micro-batches draws others."""
+    divided = next((region for region in plan.regions if region.micro_batches > 1), None)
+    if divided is None:
+        return
+    again = {repeated_op(op.id): op.id for op in ops if is_drawn(op)}
+    numbers: dict[OpId, int] = {}
+    for at, region in enumerate(plan.regions):
+        runs = f"{region.id} runs in {region.micro_batches} micro-batches"
+        if region.micro_batches not in (1, divided.micro_batches):
+            raise illegal_region(f"{runs}, but {divided.id} in {divided.micro_batches}; expected one number.", plan, at)
+        for op in ops[index[region.first] : index[region.last] + 1]:
+            numbers[op.id] = region.micro_batches
+            before = again.get(op.id, op.id)
+            if numbers.get(before, region.micro_batches) != region.micro_batches:
+                sentence = f"{runs}, but draws the random numbers of {before} again, which ran in {numbers[before]}."
+                raise illegal_region(sentence, plan, at)
+
+
+def _division_fault(region: Region, ops: Sequence[Op], step: StepGraph) -> str | None:
+    """Return why `region` cannot run `ops` in its micro-batches; None if it can."""
+    if region.micro_batches == 1:
+        return None
+    runs = f"{region.id} runs in {region.micro_batches} micro-batches"
+    if step.batch % region.micro_batches:
+        return f"{runs}, but the batch of {step.batch} rows is not divided by {region.micro_batches}."
+    if step.symbols:
+        return f"{runs}, but the graph has dynamic sizes."
+    mixing = next((op for op in ops if op.mixes), None)
+    if mixing is None:
+        return None
+    at = f" ({mixing.source})" if mixing.source else ""
+    return f"{runs}, but {mixing.id} mixes them: {mixing.mixes}{at}."
 
 
 def check_ranks(plan: Plan) -> None:

@@ -48,6 +48,7 @@ from elixir_compile.analysis.bucket_bytes import (
     streamed,
     streamed_bytes,
 )
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.staging import disk_staging_bytes
@@ -120,7 +121,7 @@ def plan_timeline(graph: StepGraph, plan: Plan, rank: int = 0) -> MemoryTimeline
 
     Its ops include recomputed ops; fused storages are left out.
     """
-    step = as_run(graph, plan.activations)
+    step = as_run(graph, plan.activations, laps_of(plan))
     placements = {placement.bucket: placement for placement in plan.placements}
     moves = _moves(step, plan, rank)
     end = len(step.ops) - 1
@@ -167,7 +168,7 @@ def device_lives(graph: StepGraph, plan: Plan, rank: int = 0) -> Mapping[Storage
 
     Parameters of buckets are listed as if they never moved.
     """
-    step = as_run(graph, plan.activations)
+    step = as_run(graph, plan.activations, laps_of(plan))
     return _lives(step, plan, _moves(step, plan, rank))
 
 

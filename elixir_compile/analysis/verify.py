@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from elixir_compile.analysis import lifecycles
 from elixir_compile.analysis.excerpt import illegal_action
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
 from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.analysis.recompute import as_run
@@ -71,7 +72,7 @@ def verify(graph: StepGraph, plan: Plan) -> None:
     check_ranks(plan)
     check_buckets(graph, plan)
     check_activations(graph, plan)
-    step = as_run(graph, plan.activations)
+    step = as_run(graph, plan.activations, laps_of(plan))
     check_regions(step, plan)
     touches = _region_touches(step, plan)
     for rank_index in range(len(plan.schedules)):

@@ -184,7 +184,7 @@ def _compile_as(
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     given = gathers_to_inputs(gm, inputs)
     repeated = given.repeated  # `run` must not keep `given`, which holds the first batch
-    calls = FrontEnd(model, graph, gate, given.keys, options, review)
+    calls = FrontEnd(model, graph, gate, given, options, review)
     compiled = front_end(given.module, given.example_inputs, calls.partition, calls.lower)
     model.add(graph, gate, num_chunks)
     call = for_compiled_code(gate.call)

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import Argument
 
 from elixir_compile import compat
+from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
 from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
 from elixir_compile.capture.node_facts import (
     flops_of,
@@ -35,7 +36,7 @@ from elixir_compile.capture.node_facts import (
 )
 from elixir_compile.capture.views import ops_of, viewed
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
-from elixir_compile.ir import Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
+from elixir_compile.ir import Batched, Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId, sizes
 from elixir_compile.ir.graph import UPDATE_OP
 from elixir_compile.ops.registry import Slot
 
@@ -82,7 +83,7 @@ def step_graph(captured: Captured, values: Mapping[str, int]) -> StepGraph:
 
     A symbol outside of `values` has its value at the capture.
     """
-    return _Builder(captured, values).build()
+    return _Builder(captured, values, step_states(captured)).build()
 
 
 def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
@@ -101,7 +102,7 @@ def storages_behind(captured: Captured) -> Mapping[fx.Node, tuple[StorageId, ...
 
 @dataclass(slots=True)
 class _Draft:
-    """A storage whose kind may still change while the graph is walked."""
+    """A storage that may still change while the graph is walked: its fields are those of `Storage`."""
 
     id: StorageId
     nbytes: int
@@ -109,15 +110,17 @@ class _Draft:
     dtype: str
     of: StorageId | None = None
     size: str = ""
+    batched: Batched = Batched.SAME
 
     def freeze(self) -> Storage:
-        return Storage(id=self.id, nbytes=self.nbytes, kind=self.kind, dtype=self.dtype, of=self.of, size=self.size)
+        return Storage(**{name: getattr(self, name) for name in _Draft.__slots__})
 
 
 @dataclass(slots=True)
 class _Builder:
     captured: Captured
     values: Mapping[str, int]
+    batch: StepStates = UNDIVIDED
     symbols: dict[str, int] = field(default_factory=dict)
     """The values of the sizes among the inputs, by symbol, in the order of the inputs."""
     drafts: dict[StorageId, _Draft] = field(default_factory=dict)
@@ -144,6 +147,7 @@ class _Builder:
             outputs=tuple(s for s in flat if self.drafts[s].kind not in (Kind.PARAM, Kind.INPUT, Kind.BUFFER)),
             aliases=tuple(self.aliases),
             symbols=tuple((name, value) for name, value in self.symbols.items() if name in used),
+            batch=self.batch.batch,
         )
 
     def _count(self, size: "int | torch.SymInt") -> tuple[int, str]:
@@ -253,7 +257,8 @@ class _Builder:
                 suffix = "" if index == 0 else f".{index}"
                 storage = StorageId(f"{op_id(phase, node)}{suffix}")
                 nbytes, size = self._count(value.untyped_storage().nbytes())
-                self.drafts[storage] = _Draft(storage, nbytes, kind, _dtype(value), size=size)
+                batched = self.batch.half(phase).batched(node, index)
+                self.drafts[storage] = _Draft(storage, nbytes, kind, _dtype(value), size=size, batched=batched)
                 by_key[key] = storage
             else:
                 self.aliases.append((op_id(phase, node), by_key[key]))
@@ -268,6 +273,7 @@ class _Builder:
         by_key: dict[int, StorageId],
     ) -> Op:
         inputs = dict.fromkeys(s for source in node.all_input_nodes for s in storages.get(source, ()))
+        walked = self.batch.half(phase)
         overwritten = overwritten_input(node) if self.captured.fused else None
         base = overwritten
         if node.target is not operator.getitem:
@@ -281,6 +287,8 @@ class _Builder:
         mutated = _mutated(node, storages)
         if overwritten is not None:
             mutated.extend(storages[overwritten])
+            for storage in storages[overwritten]:  # zeros, into which each micro-batch adds, become a sum
+                self.drafts[storage].batched = walked.batched(node, 0)
         reads = tuple(inputs) if made or mutated else ()
         writes = tuple(dict.fromkeys([*made, *mutated]))
         flops, flops_size = self._count(flops_of(node))
@@ -298,6 +306,7 @@ class _Builder:
             flops_size=flops_size,
             kernel=kernel_of(node) if self.captured.fused else Kernel.OPAQUE,
             once=bool(mutated) or runs_once(node),
+            mixes=walked.mixes.get(node, ""),
         )
 
 

@@ -197,6 +197,8 @@ class ParameterInputs:
     """The key of each parameter input, by its position."""
     repeated: list[int]
     """The positions of the handles that a call passes a second time, behind all arguments, in this order."""
+    of_modules: frozenset[int]
+    """The positions of other inputs that are tensors of modules, such as buffers."""
 
 
 def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> ParameterInputs:
@@ -208,6 +210,7 @@ def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Para
     placeholders = copied.graph.find_nodes(op="placeholder")
     positions = {node: position for position, node in enumerate(placeholders)}
     inputs, keys, repeated = list(example_inputs), {}, []
+    of_modules = frozenset(place for node, place in positions.items() if compat.belongs_to_module(node))
     handed_out = {key for node in copied.graph.output_node().all_input_nodes for key in storages_of(node)}
     for gather in copied.graph.find_nodes(op="call_function", target=GATHER):
         handle, key = source_of(gather), key_of(gather)
@@ -227,7 +230,7 @@ def gathers_to_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Para
         gather.replace_all_uses_with(read)
         copied.graph.erase_node(gather)
         read.meta["example_value"] = example
-    return ParameterInputs(module=copied, example_inputs=inputs, keys=keys, repeated=repeated)
+    return ParameterInputs(module=copied, example_inputs=inputs, keys=keys, repeated=repeated, of_modules=of_modules)
 
 
 def _fake_parameter(gather: fx.Node) -> torch.Tensor:

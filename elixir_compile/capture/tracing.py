@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from elixir_compile import compat
+from elixir_compile.capture.batch import mark_inputs_of_modules
 from elixir_compile.capture.convert import Captured
 from elixir_compile.capture.joint import partition_hidden, reads_parameters
 from elixir_compile.capture.markers import key_of, parameter
@@ -153,6 +154,7 @@ def _backend(name: str, inner: str, edit: Edit) -> Callable[..., Any]:
             if not reads_parameters(joint.graph, given.keys):
                 raise _Stopped(UnsupportedModel(name, "its forward reads no parameter that requires a gradient"))
             num_outputs = options["num_fwd_outputs"]
+            mark_inputs_of_modules(joint.graph, given.of_modules)
             halves = partition_hidden(joint, joint_inputs, compat.min_cut_partition, given.keys, **options)
             raise _Stopped(captured_step(name, *halves, num_outputs=num_outputs, inner=inner))
 

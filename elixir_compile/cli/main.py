@@ -126,6 +126,9 @@ def plan(
     update: Annotated[
         str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
     ] = None,
+    micro_batches: Annotated[
+        str | None, typer.Option(help="Micro-batches of each layer: a number that divides the batch, or auto.")
+    ] = None,
     activations: Annotated[
         str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
     ] = None,
@@ -149,6 +152,7 @@ def plan(
         gc.freeze()  # later collections skip the objects of the imports
 
     options = {
+        "micro_batches": int(micro_batches) if micro_batches and micro_batches.isdecimal() else micro_batches,
         "device_memory": device_memory, "host_memory": host_memory, "disk_path": disk_path, "param_dtype": param_dtype,
         "update": update, "activations": activations, "planner": planner, "search_timeout": search_timeout,
         "accumulate": accumulate or None,

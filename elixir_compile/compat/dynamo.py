@@ -181,6 +181,15 @@ def checks_class_of(inputs: Iterable[fx.Node]) -> bool:
     return any(_names_class_of(_name_of(guard), modules) for guard in context.guards_context.dynamo_guards)
 
 
+def belongs_to_module(node: fx.Node) -> bool:
+    """Return whether the input `node` of Dynamo's graph is a tensor of an `nn.Module`, such as a buffer.
+
+    `node._dynamo_source`, `Source.guard_source`, a method before torch 2.12: torch 2.11 to 2.13. Gone: False.
+    """
+    found = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
+    return "MODULE" in getattr(found() if callable(found) else found, "name", "")
+
+
 def _names_class_of(name: str, modules: Collection[str]) -> bool:
     """Return whether the guard called `name` is about `type(module).` for a module in `modules`.
 

@@ -13,6 +13,7 @@ from elixir_compile.ir.codec import (
 from elixir_compile.ir.graph import Op, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
+    Batched,
     BucketId,
     GroupId,
     Kernel,
@@ -36,6 +37,7 @@ __all__ = [
     "PLAN_FORMAT",
     "Action",
     "Activations",
+    "Batched",
     "Bucket",
     "BucketId",
     "BucketRef",

@@ -7,7 +7,7 @@ from elixir_compile.codec import Form, from_json, to_json
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import sizes
 from elixir_compile.ir.graph import StepGraph
-from elixir_compile.ir.kinds import Kind, StorageId
+from elixir_compile.ir.kinds import Batched, Kind, StorageId
 from elixir_compile.ir.plan import PLAN_FORMAT, Plan
 from elixir_compile.ir.record import Record
 
@@ -53,7 +53,10 @@ _NUM_DIGITS = 12
 
 
 def fingerprint(graph: StepGraph) -> str:
-    """Return 12 hex digits of the SHA-256 of `graph`, without the names of its ops, activations and symbols."""
+    """Return 12 hex digits of the SHA-256 of `graph`, without the names of its ops, activations and symbols.
+
+    Of the reason why an op mixes the batch, only its existence counts.
+    """
     numbers: dict[StorageId, int] = {}
     for op in graph.ops:
         for name in (*op.reads, *op.writes):
@@ -67,6 +70,7 @@ def fingerprint(graph: StepGraph) -> str:
             op.module,
             op.kernel,
             op.once,
+            *(["mixes"] if op.mixes else []),
         ]
         for op in graph.ops
     ]
@@ -79,6 +83,7 @@ def fingerprint(graph: StepGraph) -> str:
         name = storage.id if storage.kind is Kind.PARAM else ""
         of = "" if storage.of is None else storage.of
         line: list[object] = [storage.kind, expressions.get(storage.size, storage.nbytes), storage.dtype, name, of]
+        line += [] if storage.batched is Batched.SAME else [storage.batched]
         if storage.id in numbers:
             touched.append((numbers[storage.id], line))
         else:
@@ -89,5 +94,6 @@ def fingerprint(graph: StepGraph) -> str:
         [line for _, line in sorted(touched, key=lambda item: item[0])],
         sorted(untouched, key=str),
         outputs,
+        *([graph.batch] if graph.batch > 1 else []),
     ]
     return hashlib.sha256(json.dumps(canonical).encode()).hexdigest()[:_NUM_DIGITS]

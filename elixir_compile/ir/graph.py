@@ -9,11 +9,12 @@ A graph with dynamic shapes holds each size twice: as bytes at the values in `sy
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import sizes
-from elixir_compile.ir.kinds import Kernel, Kind, OpId, Phase, StorageId
+from elixir_compile.ir.kinds import Batched, Kernel, Kind, OpId, Phase, StorageId
 from elixir_compile.ir.words import commented, word, words
 from elixir_compile.units import format_bytes
 
@@ -37,6 +38,9 @@ class Storage:
     """For a GRAD storage: the PARAM storage of its parameter."""
     size: str = ""
     """`nbytes` as an expression of the graph's symbols (see `sizes`); empty if the size is constant."""
+    batched: Batched = field(default=Batched.SAME, metadata=LEFT_OUT)
+    """How the values in this storage are made of those of the micro-batches. Two views of a storage may have their
+    slices along different dimensions, so a dimension belongs to a node of a capture: see `capture.batch`."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
@@ -47,7 +51,8 @@ class Storage:
     def __str__(self) -> str:
         size = f"  size {word(self.size)}" if self.size else ""
         of = "" if self.of is None else f"  of {word(self.of)}"
-        line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{size}{of}"
+        batched = "" if self.batched is Batched.SAME else f"  batched {self.batched}"
+        line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{size}{of}{batched}"
         return commented(line, format_bytes(self.nbytes), column=44)
 
 
@@ -77,8 +82,15 @@ class Op:
     once: bool = False
     """If True, the op must not be recomputed: it draws random numbers, has a side effect, or the user marked its result
     to be saved."""
+    mixes: str = field(default="", metadata=LEFT_OUT)
+    """Why the op needs the whole batch, as in `a mean over the batch`; empty if it can run once per micro-batch."""
+    times: int = field(default=1, metadata=LEFT_OUT)
+    """How many times the op runs in a step. More than 1 only in a graph that `analysis.recompute.as_run` has divided
+    into micro-batches."""
 
     def __post_init__(self) -> None:
+        if self.times < 1:
+            raise InvalidPlan(f"op {self.id} runs {self.times} times; expected 1 or more.")
         if self.flops < 0 or self.moved_bytes < 0:
             raise InvalidPlan(
                 f"op {self.id} has {self.flops} flops and {self.moved_bytes} moved bytes; expected 0 or more."
@@ -95,6 +107,8 @@ class Op:
         parts += [f"size {word(self.flops_size)}"] if self.flops_size else []
         parts += [f"kernel {self.kernel}"] if self.kernel is not Kernel.OPAQUE else []
         parts += ["once"] if self.once else []
+        parts += [f"mixes {word(self.mixes)}"] if self.mixes else []
+        parts += [f"times {self.times}"] if self.times > 1 else []
         return "  ".join(parts)
 
 
@@ -113,6 +127,8 @@ class StepGraph:
     symbols: tuple[tuple[str, int], ...] = ()
     """Each symbol of the sizes with the value at which bytes and flops are given, in the order of the graph's
     inputs."""
+    batch: int = field(default=1, metadata=LEFT_OUT)
+    """The rows of the batch, which micro-batches divide; 1 if the graph has no batch that can be divided."""
 
     def __hash__(self) -> int:
         """Return a hash of a few fields. Caches look graphs up hundreds of times in a search, and hashing all ops of a
@@ -133,6 +149,8 @@ class StepGraph:
             if not ids.issuperset(op.reads) or not ids.issuperset(op.writes):
                 unknown = next(name for name in (*op.reads, *op.writes) if name not in ids)
                 raise InvalidPlan(f"op {op.id} names the storage {unknown}, which graph {self.name} does not have.")
+        if self.batch < 1:
+            raise InvalidPlan(f"graph {self.name} has a batch of {self.batch} rows; expected 1 or more.")
         _check_phases(self)
         _check_total(self)
         _check_sizes(self)
@@ -145,6 +163,7 @@ class StepGraph:
 
     def __str__(self) -> str:
         lines = [commented(f"graph {word(self.name)}", f"{len(self.ops)} ops, {len(self.storages)} storages")]
+        lines += [f"batch {self.batch}"] if self.batch > 1 else []
         lines += ["symbols", *(f"  {word(name)} {value}" for name, value in self.symbols)] if self.symbols else []
         lines += ["storages", *(f"  {storage}" for storage in self.storages)]
         lines += ["outputs", *(f"  {word(name)}" for name in self.outputs)]

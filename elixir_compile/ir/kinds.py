@@ -74,6 +74,17 @@ class Kernel(StrEnum):
     """Neither must be: the result can also be computed again by each reader."""
 
 
+class Batched(StrEnum):
+    """How the value of a captured step is made of its values in micro-batches, slices of the batch of equal size."""
+
+    EACH = "each"
+    """One slice per micro-batch, along one dimension. The whole value is the slices, one behind another."""
+    SAME = "same"
+    """Equal in every micro-batch: a parameter, a constant, or a value of the whole batch."""
+    SUM = "sum"
+    """The sum over the micro-batches: the gradient of a weight, the sum of the losses of all tokens."""
+
+
 class Saving(StrEnum):
     """The treatment of an activation that the backward reads."""
 

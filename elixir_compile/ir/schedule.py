@@ -1,8 +1,9 @@
 """Schedules: the regions of a step, and the actions of each rank in order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from elixir_compile.codec import LEFT_OUT
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir.kinds import BucketId, GroupId, OpId, Phase, RegionId, Verb
 from elixir_compile.ir.words import word, words
@@ -59,7 +60,7 @@ Target = RegionRef | BucketRef | GradientRef | GroupRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Consecutive ops of one phase, from `first` to `last`, compiled and run as a unit."""
+    """Consecutive ops of one phase, from `first` to `last`, compiled and run as a unit, once per micro-batch."""
 
     id: RegionId
     """`fwd.0`, `bwd.3`."""
@@ -68,9 +69,16 @@ class Region:
     last: OpId
     buckets: tuple[BucketId, ...]
     """Buckets whose parameters the region reads."""
+    micro_batches: int = field(default=1, metadata=LEFT_OUT)
+    """The number of slices of the batch, of equal size, in which the region runs one after another."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise InvalidPlan(f"region {self.id} runs in {self.micro_batches} micro-batches; expected 1 or more.")
 
     def __str__(self) -> str:
         line = f"{word(self.id):<10}  {self.phase:<8}  {word(self.first)} {word(self.last)}"
+        line += f"  micro-batches {self.micro_batches}" if self.micro_batches > 1 else ""
         return f"{line}  buckets {words(*self.buckets)}" if self.buckets else line
 
 

@@ -1,16 +1,17 @@
 """Callbacks of AOTAutograd for a graph: called once to partition it, and once to compile each half."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.capture.batch import mark_inputs_of_modules
 from elixir_compile.capture.joint import partition_hidden, reads_parameters, show_in_inference
 from elixir_compile.capture.node_facts import outputs_of
-from elixir_compile.capture.rewire import with_handles
+from elixir_compile.capture.rewire import ParameterInputs, with_handles
 from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.errors import UnsupportedModel
 from elixir_compile.ir import Plan
@@ -29,11 +30,11 @@ class FrontEnd:
         model: ManagedModel,
         graph: PlannedGraph,
         gate: Gate,
-        keys: Mapping[int, int],
+        given: ParameterInputs,
         options: Options,
         review: Callable[[Plan], Plan] | None,
     ) -> None:
-        """`gate` passes the handles to the graph. `keys` has the keys of parameters among its inputs, by position.
+        """`gate` passes the handles to the graph. `given` has the positions of the parameters among its inputs.
 
         `review` is called with the first plan and returns the plan to use.
         """
@@ -42,7 +43,8 @@ class FrontEnd:
         self._graph = weakref.ref(graph)
         self._gate = weakref.proxy(gate)
         self._regions = model.regions_for(options.inner)
-        self._keys = keys
+        self._keys = given.keys  # `given` holds the first batch
+        self._of_modules = given.of_modules
         self._review = review
         self._is_captured = False
 
@@ -59,6 +61,7 @@ class FrontEnd:
         if not reads_parameters(joint.graph, self._keys):
             return compat.min_cut_partition(joint, joint_inputs, **options)
         num_outputs = options["num_fwd_outputs"]
+        mark_inputs_of_modules(joint.graph, self._of_modules)
         forward, backward = partition_hidden(joint, joint_inputs, compat.min_cut_partition, self._keys, **options)
         self._capture(forward, backward, num_outputs)
         return forward, backward

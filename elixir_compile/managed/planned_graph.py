@@ -29,7 +29,7 @@ from elixir_compile.managed.programs import Programs, ProgramVersions, storages_
 from elixir_compile.managed.saved import require_disk
 from elixir_compile.managed.staying_gradients import StayingGradients
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
-from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants
+from elixir_compile.managed.variants import ActivePlan, PlanVariant, PlanVariants, active_plan
 from elixir_compile.options import Options
 from elixir_compile.problem.outside import unread_bytes
 from elixir_compile.problem.planning import ExternalUsage, param_names_of
@@ -149,7 +149,7 @@ class PlannedGraph:
             answer, sizes = self.planner.answer_for(own), self.planner.sizes.values
             joined, problem, plan = planned_in_step(executor, own, self._options, sizes, answer)
             require_disk(plan, executor.buckets.disk)
-            self._active = ActivePlan(captured=joined, problem=problem, plan=plan, beside_bytes=beside_bytes)
+            self._active = active_plan(joined, problem, plan, beside_bytes)
             return None
         make = partial(self._plan_beside, own, self.planner.graph(own))
         return self._outstanding.plan_beside(unread_bytes(own, executor, param_names_of(own, executor)), make)
@@ -175,7 +175,7 @@ class PlannedGraph:
         problem = asked_by_all(executor, ask)
         problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)
-        self._active = ActivePlan(captured=own, problem=problem, plan=plan, beside_bytes=beside_bytes)
+        self._active = active_plan(own, problem, plan, beside_bytes)
         # Other graphs may need more than the reserved bytes; their needs are known once they have run.
         self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
         return before
@@ -185,7 +185,7 @@ class PlannedGraph:
         if self._executor.ranks is not None:  # another rank may have no such capture, and would wait for this rank
             return None
         for other in self._graphs:
-            if other is self or not other.is_planned:
+            if other is self or not other.is_planned or other._options.micro_batches != self._options.micro_batches:
                 continue
             active = other.active
             is_same = active.graph == replace(graph, name=active.graph.name) and active.beside_bytes >= beside_bytes
@@ -275,7 +275,8 @@ class PlannedGraph:
 
         `beside_bytes` are device bytes for other outstanding forwards meanwhile.
         """
-        self._active = replace(self.active, problem=problem, plan=plan, beside_bytes=beside_bytes)
+        now = active_plan(self.active.captured, problem, plan, beside_bytes)
+        self._active = replace(now, generation=self.active.generation)
         self.planner.sizes.take(dict(problem.graph.symbols))
         if programs is not self.programs.last:
             self._progress.planned(plan)

@@ -12,18 +12,24 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, given_bytes
+from elixir_compile.capture.batch import step_states
+from elixir_compile.capture.batch_call import States
 from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.markers import TICKET
 from elixir_compile.capture.node_facts import outputs_of
 from elixir_compile.ir import GroupRef, Kind, Phase, Plan, Saving, StepGraph, Verb
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check
+from elixir_compile.rewrite.divided_graph import DividedGraph
+from elixir_compile.rewrite.micro_batches import divide
 from elixir_compile.rewrite.program import actions_of, write_program
 from elixir_compile.rewrite.recompute import partition_of
 from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
+from elixir_compile.runtime.lowering import CompiledRegion, PlacedRegion, RegionCompiler
+from elixir_compile.runtime.micro_batches import DividedRegion
 from elixir_compile.runtime.saved import number_of
 
 
@@ -47,12 +53,14 @@ class Programs:
         self._executor = executor
         self._regions = regions
         self._progress = progress
-        self._partition = partition_of(captured, graph, plan.activations)
+        self._partition = partition_of(captured, graph, plan.activations, is_divided=bool(laps_of(plan)))
         self._strides: Mapping[str, compat.Strides] = {}
         self.device_bytes = _saved_device_bytes(graph, plan)
         """Device bytes of activations that one forward saves for its backward."""
         self.given_bytes = given_bytes(graph)
         """Bytes of inputs that the backward reads."""
+        self._states: Mapping[fx.Node, States] | None = None
+        """How each value of both halves is made of its values in micro-batches; None before a region needs it."""
         self._saved_only = _saved_only_positions(self._partition.captured, graph)
         self._backward: fx.GraphModule | None = None
         self.forward = self._write(Phase.FORWARD)
@@ -96,7 +104,8 @@ class Programs:
 
     def saves_as(self, other: "Programs") -> bool:
         """Return whether the backward of `other` can follow this forward."""
-        is_same = self.plan.activations == other.plan.activations
+        # Micro-batches draw random numbers of their own, which the backward may draw again.
+        is_same = self.plan.activations == other.plan.activations and laps_of(self.plan) == laps_of(other.plan)
         return is_same and self.chooses_strides == other.chooses_strides
 
     def _restride_placeholders(self) -> None:
@@ -124,9 +133,12 @@ class Programs:
         check(program, self.plan, phase)
         return program
 
-    def _lower_region(self, region: RegionGraph) -> PlacedRegion:
+    def _lower_region(self, region: RegionGraph) -> torch.nn.Module:
         ids = [own.id for own in self.plan.regions if own.phase is region.phase]
         self._progress.compiling(region.phase, ids.index(region.id) + 1, len(ids))
+        micro_batches = next(own.micro_batches for own in self.plan.regions if own.id == region.id)
+        if micro_batches > 1 and (divided := self._divided(region, micro_batches)) is not None:
+            return self._lower_divided(divided, region)
         visible = list(range(len(region.outputs)))
         is_whole_forward = region.is_only and region.phase is Phase.FORWARD
         if is_whole_forward and self.chooses_strides:
@@ -137,6 +149,20 @@ class Programs:
             names = [node.name for node in region.outputs]
             self._strides = dict(zip(names, compiled.strides, strict=False))
         return PlacedRegion(compiled, self._executor.ledger, f"run {region.id}")
+
+    def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
+        if self._states is None:
+            self._states = step_states(self._partition.captured).states
+        return divide(region, self._states, self.graph.batch, micro_batches)
+
+    def _lower_divided(self, divided: DividedGraph, region: RegionGraph) -> DividedRegion:
+        def lower(part: RegionGraph) -> CompiledRegion:
+            return self._regions.lower(part, range(len(part.outputs)))
+
+        head = None if divided.head is None else lower(divided.head)
+        tail = None if divided.tail is None else lower(divided.tail)
+        parts = (head, lower(divided.body), tail)
+        return DividedRegion(divided, parts, self._executor.ledger, f"run {region.id}")
 
     def _visible(self, region: RegionGraph) -> list[int]:
         """Return the positions of the outputs of `region`, the whole forward, that keep the strides of the capture.
@@ -259,8 +285,10 @@ def storages_of(values: Sequence[Any]) -> Set[int]:
 
 
 def is_one_region_each(plan: Plan) -> bool:
-    """Return whether the forward is one region, and the backward too."""
-    return all(sum(region.phase is phase for region in plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD))
+    """Return whether the forward is one region, and the backward too, and both run on the whole batch."""
+    return not laps_of(plan) and all(
+        sum(region.phase is phase for region in plan.regions) <= 1 for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
 
 
 def runs_as(plan: Plan, other: Plan) -> bool:
@@ -287,7 +315,7 @@ def _saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
         if group.saving is Saving.OFFLOAD and GroupRef(group.id) in waited
         for name in group.storages
     }
-    storages = as_run(graph, plan.activations).storages
+    storages = as_run(graph, plan.activations, laps_of(plan)).storages
     return sum(storage.nbytes for storage in storages if storage.kind is Kind.SAVED and storage.id not in away)
 
 

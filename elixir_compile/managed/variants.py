@@ -1,12 +1,13 @@
 """The plans of a graph: for growing sizes of its inputs, and beside different graphs of other ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from elixir_compile import compat
+from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.capture.convert import Captured
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.agreement.agreement import RollCall, Step, call_the_roll, meet_in_backward
@@ -92,6 +93,12 @@ class ActivePlan:
     def graph(self) -> StepGraph:
         """The captured step, torch-free."""
         return self.problem.graph
+
+
+def active_plan(captured: Captured, problem: Problem, plan: Plan, beside_bytes: int) -> ActivePlan:
+    """Return `plan` as a plan in use that answers `problem`, which then has the micro-batches of the plan."""
+    problem = replace(problem, micro_batches=micro_batches_of(plan))
+    return ActivePlan(captured=captured, problem=problem, plan=plan, beside_bytes=beside_bytes)
 
 
 class PlanVariant(NamedTuple):

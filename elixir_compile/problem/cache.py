@@ -24,7 +24,8 @@ from elixir_compile.folders import cache_dir, drop_oldest, read_cached, write_ca
 from elixir_compile.hardware import hardware_fingerprint
 from elixir_compile.ir import PLAN_FORMAT, Op, Plan, StepGraph, Tier, plan_from_json, plan_to_json
 from elixir_compile.options import Options
-from elixir_compile.search import Problem, plan
+from elixir_compile.search import Problem
+from elixir_compile.search.joint.micro_batches import plan_as_asked
 from elixir_compile.version import __version__, source_digest
 
 log = logging.getLogger("elixir_compile")
@@ -48,7 +49,7 @@ def plan_for(problem: Problem, options: Options) -> Plan:
     if found is not None:
         log.info("plan from cache   %s", found.name)
         return found
-    made = plan(problem, options.planner, options.search_timeout)
+    made = plan_as_asked(problem, options)
     store_plan(made, problem, options)
     return made
 
@@ -121,7 +122,7 @@ def plan_key(problem: Problem, options: Options) -> str:
         ("machine", hardware_fingerprint(problem.cluster)),
         ("device", "free" if options.device_memory is None else problem.budget_bytes),
         ("host", "free" if options.host_memory is None else problem.host_budget_bytes),
-        ("options", options.planner, options.search_timeout),
+        ("options", options.planner, options.search_timeout, options.micro_batches == "auto"),
         *asked,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

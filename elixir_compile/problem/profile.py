@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -198,8 +198,8 @@ def _is_made(graph: StepGraph, name: str, at: int) -> bool:
 
 
 def _finest_regions(problem: Problem) -> tuple[Region, ...]:
-    """Return the regions of a plan with every possible cut."""
-    facts = gather_facts(problem)
+    """Return the regions of a plan of the whole batch with every possible cut."""
+    facts = gather_facts(replace(problem, micro_batches=1))
     levels = facts.furthest_levels
     return regions(facts, cut_regions(facts, levels, moves_at_use(facts, levels)))
 

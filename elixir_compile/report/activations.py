@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, repeated_op, repeats, saved_storages
 from elixir_compile.ir.bucket import Activations
 from elixir_compile.ir.graph import StepGraph
@@ -129,7 +130,7 @@ def recomputed(plan: Plan, graph: StepGraph) -> tuple[Again, ...]:
     An op without a result in any group counts for the group of the next op with one. An op with results in several
     groups counts for the first.
     """
-    index = {op.id: number for number, op in enumerate(as_run(graph, plan.activations).ops)}
+    index = {op.id: number for number, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
     firsts = [index[region.first] for region in plan.regions]
     dropped = [group for group in plan.activations if group.saving is Saving.RECOMPUTE]
     group_of = {name: group.id for group in dropped for name in group.storages}

@@ -51,8 +51,11 @@ class Partition:
         return frozenset(name for names in self.away.values() for name in names)
 
 
-def partition_of(captured: Captured, graph: StepGraph, activations: Sequence[Activations]) -> Partition:
-    """Return copies of the halves of `captured`, changed to `activations`. `graph` is the step of `captured`.
+def partition_of(
+    captured: Captured, graph: StepGraph, activations: Sequence[Activations], *, is_divided: bool = False
+) -> Partition:
+    """Return copies of the halves of `captured`, changed to `activations`. `graph` is the step of `captured`, and
+    `is_divided` says whether regions run in micro-batches.
 
     Raises InvalidPlan if an op must be recomputed and cannot be.
     """
@@ -65,12 +68,13 @@ def partition_of(captured: Captured, graph: StepGraph, activations: Sequence[Act
     away = _save_what_is_read(result, behind, activations)
     for half in (forward, backward):
         half.graph.lint()
-    return Partition(captured=result, away=away, inline=_inline(graph, activations) if captured.fused else frozenset())
+    inline = _inline(graph, activations, is_divided=is_divided) if captured.fused else frozenset()
+    return Partition(captured=result, away=away, inline=inline)
 
 
-def _inline(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[OpId]:
+def _inline(graph: StepGraph, activations: Sequence[Activations], *, is_divided: bool) -> frozenset[OpId]:
     step = with_repeats(graph, activations)
-    absorbed = absorbed_storages(step)
+    absorbed = absorbed_storages(step, is_divided=is_divided)
     return frozenset(op.id for op in step.ops if op.writes and op.writes[-1] in absorbed)
 
 

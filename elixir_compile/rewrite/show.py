@@ -5,6 +5,7 @@ import operator
 from torch import fx
 
 from elixir_compile.analysis import MemoryTimeline
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.capture.node_facts import outputs_of, source_of
 from elixir_compile.ir import Lane, Phase, Plan, StepGraph
@@ -41,7 +42,7 @@ def program_text(
 
 
 def _region_peaks(plan: Plan, timeline: MemoryTimeline, graph: StepGraph) -> dict[str, int]:
-    index = {op.id: position for position, op in enumerate(as_run(graph, plan.activations).ops)}
+    index = {op.id: position for position, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
     return {
         name_of(region.id): int(max(timeline.live_bytes[index[region.first] : index[region.last] + 1]))
         for region in plan.regions

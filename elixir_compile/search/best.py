@@ -115,6 +115,21 @@ def place_best(
     return replace(best, certificate=certificate, decisions=decisions(milp, best, clock.until(timeout_s)))
 
 
+def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline) -> float | None:
+    """Return the bound of the relaxed optimum, without a search; None if the deadline came first.
+
+    `step_s` are the seconds of a known step, as a scale.
+    """
+    if not evaluator.facts.buckets:
+        return evaluator.step_s(evaluator.facts.start_levels)
+    milp = Milp(evaluator, max(step_s, 1e-12))
+    seeds = [milp.vector(candidate) for candidate in _uniform_candidates(evaluator)]
+    for seed in seeds:
+        milp.add_paths(seed)
+    start = priced(milp, seeds, deadline)
+    return None if start is None else milp.seconds(start.bound)
+
+
 def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float) -> bool:
     """Return whether a step of `shorter_s` is a reason not to take `first`, which moves nothing and fits."""
     return evaluator.facts.problem.moves_what_fits and first.step_s > shorter_s * (1 + _WORTH_MOVING)

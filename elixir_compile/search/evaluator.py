@@ -78,6 +78,7 @@ class Evaluator:
             problem.measured,
             facts.activations,
             problem.num_copies,
+            facts.laps,
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
         self.away_bytes = sum(interval.nbytes for interval in facts.offload_intervals) + staging_bytes

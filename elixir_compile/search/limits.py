@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.bucket_bytes import kept_copy_bytes, kept_grad_bytes, resting
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, given_bytes
 from elixir_compile.ir import Activations, Bucket, Kind, Placement, Plan, Saving, StepGraph
 from elixir_compile.search.evaluator import Evaluator
@@ -83,7 +84,7 @@ def extent_of(graph: StepGraph, plan: Plan) -> Extent:
     return _of_homes(
         zip(plan.buckets, plan.placements, strict=True),
         peak_bytes=plan.prediction.device_peak_bytes - plan.base_bytes,
-        kept_bytes=_kept_bytes(as_run(graph, plan.activations), plan.activations),
+        kept_bytes=_kept_bytes(as_run(graph, plan.activations, laps_of(plan)), plan.activations),
     )
 
 

@@ -12,10 +12,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elixir_compile.analysis.timeline import plan_timeline
+from elixir_compile.analysis.timeline import device_lives, plan_timeline
 from elixir_compile.analysis.verify import verify
 from elixir_compile.errors import NoFeasiblePlan
-from elixir_compile.ir import Decision, Plan, Tier
+from elixir_compile.ir import Decision, Kind, Op, Plan, Tier
 from elixir_compile.options import Planner
 from elixir_compile.search.best import place_best
 from elixir_compile.search.clock import Clock
@@ -30,6 +30,7 @@ from elixir_compile.search.space.buckets import with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.writing import write_out
+from elixir_compile.units import format_bytes
 
 _MANY_BUCKETS = 64
 """Above this number of buckets the greedy planner is too slow: on one core it takes 1 s for 64, and 60 s for 240."""
@@ -239,11 +240,38 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
     staying_bytes = {home: made.staying_gradient_bytes(home) for home in homes}
     if device_bytes > problem.budget_bytes:
         staying, where = staying_bytes.get(Tier.DEVICE, 0), op.source or op.module
-        return NoFeasiblePlan(op.id, where, problem.budget_bytes, device_bytes, by_kind, staying_bytes=staying)
+        returned = _returned(evaluator, made, op)
+        return NoFeasiblePlan(
+            op.id,
+            where,
+            problem.budget_bytes,
+            device_bytes,
+            by_kind,
+            returned=returned,
+            staying_bytes=staying,
+        )
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
     # Staying gradients on the device count too: other bytes are on the host in their place.
     return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", staying_bytes=sum(staying_bytes.values()))
+
+
+def _returned(evaluator: Evaluator, made: Plan, op: Op) -> str:
+    """Return the name and bytes of an output of the model that is among the three largest storages at `op` under the
+    plan `made`, with at least a sixteenth of the peak; empty if none is."""
+    graph = evaluator.facts.graph
+    at = next(i for i, own in enumerate(graph.ops) if own.id == op.id)
+    lives = device_lives(evaluator.facts.problem.graph, made)
+    live = [
+        storage
+        for storage in graph.storages
+        if storage.kind is not Kind.PARAM and any(life.first <= at <= life.last for life in lives.get(storage.id, ()))
+    ]
+    largest = sorted(live, key=lambda storage: -storage.nbytes)[:3]
+    least_bytes = made.prediction.device_peak_bytes // 16
+    returned = (storage for storage in largest if storage.id in graph.outputs and storage.nbytes >= least_bytes)
+    found = next(returned, None)
+    return "" if found is None else f"{found.id} of {format_bytes(found.nbytes)}"
 
 
 MAX_BATCH = 1 << 30

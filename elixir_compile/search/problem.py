@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from elixir_compile.analysis.laps import Lap
+from elixir_compile.analysis.recompute import as_run, laps_at
 from elixir_compile.cost import Measured
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.hardware import Cluster
-from elixir_compile.ir import Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
+from elixir_compile.ir import Activations, Bucket, BucketId, Placement, Saving, StepGraph, StorageId, Tier, Update
 from elixir_compile.units import MIB
 
 
@@ -72,6 +74,8 @@ class Problem:
     """Buckets in force, which do not change; parameters of the graph outside of them get new buckets."""
     placements: tuple[Placement, ...] = ()
     """Placements in force, one per bucket in force; the planner moves them only further from the device."""
+    micro_batches: int = 1
+    """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bucket_min_bytes <= self.bucket_max_bytes:
@@ -82,6 +86,11 @@ class Problem:
         for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")
+        if self.micro_batches < 1 or self.graph.batch % self.micro_batches:
+            raise InvalidPlan(
+                f"problem {self.name}: a batch of {self.graph.batch} cannot run in {self.micro_batches} micro-batches; "
+                "expected a number that divides it."
+            )
         if self.num_copies < 1 or self.cluster.num_ranks % self.num_copies:
             raise InvalidPlan(
                 f"problem {self.name}: {self.cluster.num_ranks} ranks cannot have {self.num_copies} copies of each "
@@ -101,6 +110,14 @@ class Problem:
                     f"problem {self.name}: parameters of bucket {placement.bucket} are on disk, which is not planned "
                     "for."
                 )
+
+    def laps(self, activations: tuple[Activations, ...]) -> tuple[Lap, ...]:
+        """Return the laps that run in micro-batches in a plan with `activations`."""
+        return laps_at(self.graph, activations, self.micro_batches)
+
+    def as_run(self, activations: tuple[Activations, ...] = ()) -> StepGraph:
+        """Return the step as a plan with `activations` runs it, in `micro_batches`."""
+        return as_run(self.graph, activations, self.laps(activations))
 
     @property
     def num_shards(self) -> int:

@@ -52,7 +52,10 @@ def cut_regions(facts: Facts, levels: Sequence[Level], moves: Moves) -> list[Cut
         spec = facts.buckets[bucket]
         if gradients is not None and (is_gathered(spec, levels[bucket]) or spec.is_packed):
             starts.add(gradients.complete + 1)
-    starts |= _layer_starts(facts, sorted(starts))
+    if facts.laps:
+        starts |= {start for span in facts.spans for start in (span.first, span.last + 1)}
+    else:
+        starts |= _layer_starts(facts, sorted(starts))
     ordered = sorted(start for start in starts if start < facts.num_run)
     cuts: list[Cut] = []
     num_forward = bisect_left(ordered, facts.num_forward)
@@ -145,6 +148,7 @@ def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
     """Return `cuts` as regions of a plan, each with the buckets read by its ops."""
     ops = facts.graph.ops
     used = _uses(facts)
+    micro_batches = {lap.first: lap.micro_batches for lap in facts.laps}
     return tuple(
         Region(
             id=cut.id,
@@ -156,6 +160,7 @@ def regions(facts: Facts, cuts: Sequence[Cut]) -> tuple[Region, ...]:
                 for name, indices in used
                 if (at := bisect_left(indices, cut.first)) < len(indices) and indices[at] <= cut.last
             ),
+            micro_batches=micro_batches.get(ops[cut.first].id, 1),
         )
         for cut in cuts
     )

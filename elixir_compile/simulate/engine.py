@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.analysis.windows import closing_verbs
@@ -80,8 +81,8 @@ _ONE_STEP = Cycle()
 
 def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:
     """Return the record of rank 0 in a step of `plan`: spans, counts, seconds, and the peaks of its timeline."""
-    index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations).ops)}
-    price = prices(graph, plan.buckets, cluster, measured, plan.activations, plan.num_copies)
+    index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
+    price = prices(graph, plan.buckets, cluster, measured, plan.activations, plan.num_copies, laps_of(plan))
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
     placements = {placement.bucket: placement for placement in plan.placements}
     actions = plan.schedules[0].actions

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from elixir_compile.analysis.recompute import as_run, repeated_op
+from elixir_compile.analysis.laps import Lap
+from elixir_compile.analysis.recompute import as_run, laps_at, repeated_op
 from elixir_compile.cost import (
     Measured,
     Stretch,
@@ -96,8 +97,10 @@ def prices(
     measured: Measured = _NOT_MEASURED,
     activations: tuple[Activations, ...] = (),
     num_copies: int = 1,
+    divided_into: tuple[Lap, ...] = (),
 ) -> Prices:
-    """Return the seconds of ops of `graph` with `activations`, and of actions on `activations` and `buckets`.
+    """Return the seconds of ops of `graph` with `activations`, and of actions on `activations` and `buckets`; the laps
+    `divided_into` run in micro-batches.
 
     `num_copies` ranks of `cluster` hold each part of a bucket. `measured` seconds replace those of the roofline model.
     """
@@ -109,7 +112,7 @@ def prices(
         # Host and device are the same cores, so a faster update by the host is noise of the measurement.
         host_update_s = {name: max(seconds, device_update_s[name]) for name, seconds in host_update_s.items()}
     return Prices(
-        before_s=tuple(accumulate(op_seconds(graph, cluster, measured, activations), initial=0.0)),
+        before_s=tuple(accumulate(op_seconds(graph, cluster, measured, activations, divided_into), initial=0.0)),
         h2d_s=_copies_s({b.id: b.flat_shard_nbytes for b in buckets}, away, cluster.h2d),
         d2h_s=_copies_s({b.id: b.grad_ratio * b.flat_shard_nbytes for b in buckets}, away, cluster.d2h),
         gather_s={b.id: collective_s(b.flat_nbytes, cluster, num_copies) if b.is_sharded else 0.0 for b in buckets},
@@ -153,20 +156,31 @@ def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster
 
 
 def op_seconds(
-    graph: StepGraph, cluster: Cluster, measured: Measured = _NOT_MEASURED, activations: tuple[Activations, ...] = ()
+    graph: StepGraph,
+    cluster: Cluster,
+    measured: Measured = _NOT_MEASURED,
+    activations: tuple[Activations, ...] = (),
+    divided_into: tuple[Lap, ...] = (),
 ) -> list[float]:
-    """Return the seconds of every op that `graph` runs with `activations`.
+    """Return the seconds of every op that `graph` runs with `activations`, with the laps `divided_into` micro-batches.
 
     A repeated op takes as long as in the forward, unless it was fused there and took no time.
     """
-    known = _seconds_by_id(as_run(graph, measured.activations), cluster, measured.stretches)
-    step = as_run(graph, activations)
+    measured_laps = laps_at(graph, measured.activations, measured.micro_batches)
+    measured_step = as_run(graph, measured.activations, measured_laps)
+    known = _seconds_by_id(measured_step, cluster, measured.stretches)
+    before = {op.id: op for op in measured_step.ops}
+    step = as_run(graph, activations, divided_into)
     dtypes = _dtypes(step)
     original = {repeated_op(op.id): op.id for op in graph.ops}
 
     def seconds(op: Op) -> float:
-        found = known.get(op.id, known.get(original.get(op.id, op.id), 0.0))
-        return found if bool(found) is not is_free(op) else op_s(op, cluster.device, _dtype(op, dtypes))
+        own_id = op.id if op.id in known else original.get(op.id, op.id)
+        found, priced_s = known.get(own_id, 0.0), op_s(op, cluster.device, _dtype(op, dtypes))
+        if own_id in before and before[own_id].times != op.times:
+            before_s = op_s(before[own_id], cluster.device, _dtype(op, dtypes))
+            return found * priced_s / before_s if before_s else priced_s
+        return found if bool(found) is not is_free(op) else priced_s
 
     return [seconds(op) for op in step.ops]
 

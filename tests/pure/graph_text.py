@@ -1,13 +1,13 @@
 """Read a small graph that a test writes by hand, in the form in which `str(graph)` prints it."""
 
-from elixir_compile.ir import Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
+from elixir_compile.ir import Batched, Kernel, Kind, Op, OpId, Phase, StepGraph, Storage, StorageId
 
-WORDS_OF_OPS = {"reads", "writes", "flops", "moved", "module", "source", "kernel", "once"}
+WORDS_OF_OPS = {"reads", "writes", "flops", "moved", "module", "source", "kernel", "once", "mixes", "times"}
 
 
 def parse_graph(text: str) -> StepGraph:
     """Return the graph in `text`, whose names hold no spaces. Raises KeyError or ValueError for any other form."""
-    name, sections = "", {"storages": [], "outputs": [], "aliases": [], "ops": []}
+    name, batch, sections = "", 1, {"storages": [], "outputs": [], "aliases": [], "ops": []}
     rows: list[list[str]] = []
     for line in filter(None, text.split("\n")):
         row = line.split("#")[0].split()
@@ -15,6 +15,8 @@ def parse_graph(text: str) -> StepGraph:
             rows.append(row)
         elif row[0] == "graph":
             name = row[1]
+        elif row[0] == "batch":
+            batch = int(row[1])
         else:
             rows = sections[row[0]]
     return StepGraph(
@@ -23,13 +25,21 @@ def parse_graph(text: str) -> StepGraph:
         storages=tuple(map(_storage, sections["storages"])),
         outputs=tuple(StorageId(row[0]) for row in sections["outputs"]),
         aliases=tuple((row[0], StorageId(row[1])) for row in sections["aliases"]),
+        batch=batch,
     )
 
 
 def _storage(row: list[str]) -> Storage:
-    """Return the storage of a row such as `w.grad  grad  float32  40  of w`."""
-    of = StorageId(row[row.index("of") + 1]) if len(row) > 4 else None
-    return Storage(id=StorageId(row[0]), kind=Kind(row[1]), dtype=row[2], nbytes=int(row[3]), of=of)
+    """Return the storage of a row such as `w.grad  grad  float32  40  of w  batched sum`."""
+    named = dict(zip(row[4::2], row[5::2], strict=True))
+    return Storage(
+        id=StorageId(row[0]),
+        kind=Kind(row[1]),
+        dtype=row[2],
+        nbytes=int(row[3]),
+        of=StorageId(named["of"]) if "of" in named else None,
+        batched=Batched(named.get("batched", Batched.SAME)),
+    )
 
 
 def _op(row: list[str]) -> Op:
@@ -53,4 +63,6 @@ def _op(row: list[str]) -> Op:
         source=found.get("source", [""])[0],
         kernel=Kernel(found.get("kernel", [Kernel.OPAQUE])[0]),
         once="once" in found,
+        mixes=found.get("mixes", [""])[0],
+        times=int(found.get("times", ["1"])[0]),
     )

@@ -9,6 +9,7 @@ bucket (`ir.Bucket`) and the sizes of the buffers of a disk (`analysis.staging`)
 from collections import Counter
 from dataclasses import dataclass
 
+from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
@@ -35,7 +36,7 @@ class MemoryWalk:
 
 def walk_memory(graph: StepGraph, plan: Plan) -> MemoryWalk:
     """Return the live bytes of rank 0 at every op that `plan`, a plan of `graph`, runs."""
-    step = as_run(graph, plan.activations)
+    step = as_run(graph, plan.activations, laps_of(plan))
     walk = _Walk(step, plan)
     regions = {region.id: region for region in plan.regions}
     index = {op.id: i for i, op in enumerate(step.ops)}

@@ -1,7 +1,7 @@
 """`codec`: any dataclass of plain fields as JSON and back, with the caller's error."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.codec import Form, from_json, to_json
+from elixir_compile.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.errors import InvalidPlan, InvalidProfile, PlanFileError, ProfileFileError
 
 BoxId = NewType("BoxId", str)
@@ -24,6 +24,7 @@ class Colour(StrEnum):
 class Lid:
     width_s: float
     names: tuple[str, ...] = ()
+    colour: Colour = field(default=Colour.RED, metadata=LEFT_OUT)
 
     def __post_init__(self) -> None:
         if self.width_s < 0:
@@ -50,13 +51,24 @@ BOXES = st.builds(
     colour=st.sampled_from(Colour),
     counts=st.dictionaries(st.text(), INTEGERS),
     pair=st.tuples(INTEGERS, st.booleans()),
-    lid=st.none() | st.builds(Lid, width_s=st.floats(0, 9), names=st.lists(st.text()).map(tuple)),
+    lid=st.none()
+    | st.builds(Lid, width_s=st.floats(0, 9), names=st.lists(st.text()).map(tuple), colour=st.sampled_from(Colour)),
 )
 
 
 @given(BOXES)
 def test_values_read_back(box: Box) -> None:
     assert from_json(FORM, Box, to_json(FORM, box)) == box
+
+
+def test_a_field_that_is_left_out_has_its_default() -> None:
+    blue = Lid(width_s=1.5, colour=Colour.BLUE)
+    assert to_json(FORM, Lid(width_s=1.5), indent=None).endswith('"width_s": 1.5, "names": []}')
+    assert to_json(FORM, blue, indent=None).endswith('"colour": "blue"}')
+    assert from_json(FORM, Lid, to_json(FORM, blue)) == blue
+    assert from_json(FORM, Lid, to_json(FORM, Lid(width_s=1.5))) == Lid(width_s=1.5)
+    with pytest.raises(ProfileFileError, match="colour: expected one of red, blue"):
+        from_json(FORM, Lid, to_json(FORM, blue).replace('"blue"', '"green"'))
 
 
 def test_the_error_is_the_form_s() -> None:

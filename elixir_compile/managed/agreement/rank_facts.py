@@ -80,6 +80,7 @@ def lines_of(problem: Problem, settings: Mapping[str, str]) -> tuple[str, ...]:
         "disk": str(problem.disk),
         "number of ranks": str(problem.cluster.num_ranks),
         "copies": str(problem.num_copies),
+        "micro-batches": str(problem.micro_batches),
     }
     trained, groups = problem.state_nbytes, problem.groups
     params = [storage for storage in problem.graph.storages if storage.kind is Kind.PARAM]

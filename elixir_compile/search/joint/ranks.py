@@ -17,7 +17,6 @@ from dataclasses import replace
 
 from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.formula import peak_formula
-from elixir_compile.analysis.recompute import as_run
 from elixir_compile.analysis.timeline import host_bytes, plan_timeline
 from elixir_compile.analysis.verify import verify
 from elixir_compile.errors import NoFeasiblePlan
@@ -82,6 +81,11 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     `because` is the reason that the plan's decision states. Raises NoFeasiblePlan if the step does not fit the budgets.
     """
     graph = problem.graph
+    undivided: tuple[Decision, ...] = ()
+    if problem.micro_batches > 1:
+        # Regions are whole phases here, and a phase is more than one lap.
+        problem = replace(problem, micro_batches=1)
+        undivided = (Decision(subject="micro_batches", choice="the whole batch at once", because=because),)
     unpredicted = _within_budgets(problem, buckets, homes, because)
     peak = plan_timeline(graph, unpredicted).peak
     record = simulate(graph, unpredicted, problem.cluster, problem.measured)
@@ -92,7 +96,7 @@ def plan_in_step(problem: Problem, buckets: Sequence[Bucket], homes: Homes, beca
     made = replace(
         unpredicted,
         prediction=prediction,
-        decisions=(decision, *unpredicted.decisions),
+        decisions=(decision, *unpredicted.decisions, *undivided),
         formula=peak_formula(graph, unpredicted),
         symbols=graph.symbols,
     )
@@ -134,7 +138,7 @@ def _unpredicted(
     problem: Problem, buckets: Sequence[Bucket], homes: Homes, activations: tuple[Activations, ...]
 ) -> Plan:
     """Return the plan with an empty prediction."""
-    step = as_run(problem.graph, activations)
+    step = problem.as_run(activations)
     regions = _regions(step, buckets)
     schedule = Schedule(rank=0, actions=tuple(_actions(step, regions, buckets, homes)))
     return unpredicted_plan(problem, buckets, homes, activations, regions, schedule, IN_STEP)
@@ -202,7 +206,7 @@ def _require_fit(problem: Problem, made: Plan, because: str) -> None:
     peak = plan_timeline(problem.graph, made).peak
     if peak.nbytes > problem.budget_bytes:
         # The peak may be at a recomputed op, whose name is not in the graph: look it up in the step as it runs.
-        op = next(op for op in as_run(problem.graph, made.activations).ops if op.id == peak.op)
+        op = next(op for op in problem.as_run(made.activations).ops if op.id == peak.op)
         by_kind = {kind.value: nbytes for kind, nbytes in peak.by_kind.items()}
         where = op.source or op.module
         raise NoFeasiblePlan(op.id, where, problem.budget_bytes, peak.nbytes, by_kind, because=because)

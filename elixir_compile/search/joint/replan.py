@@ -78,7 +78,7 @@ def correct(problem: Problem, plan: Plan, stats: StepStats) -> Correction | None
     cluster = _with_links(problem, plan, seconds)
     return Correction(
         cluster=_with_updates(replace(problem, cluster=cluster), plan, seconds),
-        measured=Measured(stretches=stretches, activations=plan.activations),
+        measured=Measured(stretches=stretches, activations=plan.activations, micro_batches=problem.micro_batches),
         excess_bytes=_excess_bytes(plan, stats),
     )
 

@@ -7,13 +7,22 @@ The indices refer to the step as it runs at a choice of modes: a step with more 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.liveness import Liveness, liveness
-from elixir_compile.analysis.recompute import as_run, repeats
+from elixir_compile.analysis.recompute import repeats
 from elixir_compile.analysis.windows import Window, use_windows
 from elixir_compile.ir import Activations, Bucket, BucketId, BucketRef, GradientRef, GroupRef, Kind, Phase, StepGraph
 from elixir_compile.search.problem import Problem, may_stream
 from elixir_compile.search.space.buckets import form_buckets
-from elixir_compile.search.space.layers import LayerSpan, begin_of, end_of, layer_spans, layers_alike, windows_by_layer
+from elixir_compile.search.space.layers import (
+    LayerSpan,
+    begin_of,
+    end_of,
+    lap_spans,
+    layer_spans,
+    layers_alike,
+    windows_by_layer,
+)
 from elixir_compile.search.space.levels import Level, level_of, levels_from
 from elixir_compile.search.space.modes import (
     Layer,
@@ -81,7 +90,10 @@ class Facts:
     alike: frozenset[str]
     """Layers with equal ops, if there are enough of them that regions begin with each."""
     spans: tuple[LayerSpan, ...]
-    """The ops of the layers `alike`. Windows, gradients and offload intervals are extended to the edges of layers."""
+    """The ops of the layers `alike`, or of the divided `laps` if there are any. Windows, gradients and offload
+    intervals are extended to the edges of these layers or laps."""
+    laps: tuple[Lap, ...]
+    """The laps that run in micro-batches."""
 
     @property
     def is_training(self) -> bool:
@@ -110,11 +122,12 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
     buckets = base.buckets if base else form_buckets(problem)
     modes = tuple(modes) or (0,) * len(layers)
     activations = activations_of(layers, modes)
-    graph = as_run(problem.graph, activations)
+    graph = problem.as_run(activations)
     alike = base.alike if base else layers_alike(problem.graph, problem.least_alike)
     lives = liveness(graph)
     found = use_windows(graph, buckets)
-    spans = layer_spans(graph.ops, alike)
+    divided = problem.laps(activations)
+    spans = lap_spans(graph.ops, divided) if divided else layer_spans(graph.ops, alike)
     windows = tuple(
         windows_by_layer(spans, sorted(found[bucket.id], key=lambda window: window.first)) for bucket in buckets
     )
@@ -148,6 +161,7 @@ def gather_facts(problem: Problem, base: Facts | None = None, modes: Sequence[in
         num_run=sum(op.phase is not Phase.UPDATE for op in graph.ops),
         alike=alike,
         spans=spans,
+        laps=divided,
     )
 
 

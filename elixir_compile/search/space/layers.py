@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.windows import Window
 from elixir_compile.ir import Op, Phase, StepGraph
 from elixir_compile.ir.graph import is_numbered, layer_of
@@ -95,6 +96,13 @@ def layer_spans(ops: Sequence[Op], alike: frozenset[str]) -> tuple[LayerSpan, ..
         if behind < len(ops) and ops[behind].phase is phase:
             found.append(LayerSpan(end + 1, behind, behind, end))
     return tuple(sorted(found))
+
+
+def lap_spans(ops: Sequence[Op], laps: Sequence[Lap]) -> tuple[LayerSpan, ...]:
+    """Return the spans of the divided `laps`, within which a plan cannot act: every op of a lap counts as before the
+    first matrix product and as behind the last."""
+    index = {op.id: i for i, op in enumerate(ops)}
+    return tuple(LayerSpan(index[lap.first], index[lap.last], index[lap.first], index[lap.last]) for lap in laps)
 
 
 def _run_start(ops: Sequence[Op], layers: Sequence[str], product: int) -> int:

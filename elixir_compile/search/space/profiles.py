@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.liveness import liveness
-from elixir_compile.analysis.recompute import Repeat, as_run, repeated_op, repeated_storage, repeats, repeats_each
+from elixir_compile.analysis.recompute import Repeat, repeated_op, repeated_storage, repeats, repeats_each
 from elixir_compile.ir import Activations, GroupId, Kind, OpId, Saving, StepGraph, StorageId
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.search.problem import Problem
@@ -80,9 +80,15 @@ def profiles(problem: Problem, layers: Sequence[Layer]) -> tuple[tuple[Profile, 
     """Return the profile of each mode of each of `layers`, in their order."""
     if not layers:
         return ()
-    base = as_run(problem.graph)
+    base = problem.as_run()
     index = {op.id: i for i, op in enumerate(base.ops)}
-    kept_s = dict(zip(index, op_seconds(problem.graph, problem.cluster, problem.measured), strict=True))
+    kept_s = dict(
+        zip(
+            index,
+            op_seconds(problem.graph, problem.cluster, problem.measured, divided_into=problem.laps(())),
+            strict=True,
+        )
+    )
     steps = {depth: _RecomputedStep(problem, layers, depth, index, kept_s) for depth in depths_of(layers)}
     return tuple(
         tuple(_profile(steps[mode.depth], number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
@@ -102,7 +108,7 @@ class _RecomputedStep:
     ) -> None:
         graph = problem.graph
         activations = activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers])
-        self._step = as_run(graph, activations)
+        self._step = problem.as_run(activations)
         self._lives = liveness(self._step)
         self._point_of = _points(self._step, index)
         self._number = {layer.name: i for i, layer in enumerate(layers)}
@@ -117,7 +123,7 @@ class _RecomputedStep:
             for name in makes[repeat.op]
         }
         self.nbytes = self._bytes_by_layer(len(layers), owner, len(index))
-        seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
+        seconds = op_seconds(graph, problem.cluster, problem.measured, activations, problem.laps(activations))
         self.added_s = self._added_s(len(layers), seconds, kept_s)
         totals_s = [round(_total_s(added), 12) for added in self.added_s]
         unlike = [i for i, total_s in enumerate(totals_s) if total_s > 0.0 and totals_s.count(total_s) == 1]
@@ -171,8 +177,8 @@ class _RecomputedStep:
         activations = activations_of(
             list(apart.values()), [deepest(layer, depth, leaves=False) for layer in apart.values()]
         )
-        step = as_run(graph, activations)
-        seconds = op_seconds(graph, problem.cluster, problem.measured, activations)
+        step = problem.as_run(activations)
+        seconds = op_seconds(graph, problem.cluster, problem.measured, activations, problem.laps(activations))
         found: dict[int, dict[int, float]] = {number: {} for number in apart}
         near = next(iter(apart))
         points = _points(step, index).tolist()

@@ -46,6 +46,17 @@ def test_graphs_and_plans_read_back(planned: tuple[StepGraph, Plan]) -> None:
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
+def test_a_plan_without_micro_batches_has_the_text_of_before_they_existed() -> None:
+    assert not {"micro_batches", "batched", "mixes", "times", "batch"} & set(
+        json.loads(plan_to_json(PLAN))["regions"][0]
+    )
+    graph = json.loads(graph_to_json(GRAPH))
+    assert not {"batch", "batched", "mixes", "times"} & {*graph, *graph["storages"][0], *graph["ops"][0]}
+    regions = (dataclasses.replace(PLAN.regions[0], micro_batches=8), *PLAN.regions[1:])
+    divided = dataclasses.replace(PLAN, regions=regions)
+    assert plan_from_json(plan_to_json(divided)) == divided
+
+
 def test_records_read_back() -> None:
     assert record_from_json(record_to_json(RECORD)) == RECORD
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elixir_compile.ir import OpId, StepGraph, StorageId, fingerprint, graph_at, graph_to_json, sizes
-from elixir_compile.ir.kinds import Kernel, Kind
+from elixir_compile.ir.kinds import Batched, Kernel, Kind
 from tests.pure.strategies import Layer, chain, step_graphs, symbolic, symbolic_graphs
 
 GRAPH = chain([Layer(module=f"l{n}", params=((f"w{n}", 10),), frozen=False, act_numel=4) for n in range(3)])
@@ -66,6 +66,10 @@ def with_op(index: int, **changes: object) -> StepGraph:
         with_op(0, module="elsewhere"),
         with_op(0, kernel=Kernel.POINTWISE),
         with_op(0, once=True),
+        with_op(0, mixes="a mean over the batch"),
+        with_storage(0, batched=Batched.EACH),
+        with_storage(0, batched=Batched.SUM),
+        dataclasses.replace(GRAPH, batch=8),
         with_op(2, reads=tuple(reversed(GRAPH.ops[2].reads))),
         with_op(2, writes=()),
         dataclasses.replace(GRAPH, ops=GRAPH.ops[:-1]),

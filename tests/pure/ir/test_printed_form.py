@@ -30,7 +30,7 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
-from elixir_compile.ir.kinds import BucketId, Kind, RegionId
+from elixir_compile.ir.kinds import Batched, BucketId, Kind, RegionId
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef
 from elixir_compile.ir.words import word
 from tests.pure.graph_text import parse_graph
@@ -61,6 +61,20 @@ def test_any_name_prints_as_a_single_word(name: str) -> None:
 @given(step_graphs() | mixed_graphs())
 def test_a_printed_graph_holds_all_of_the_graph(graph: StepGraph) -> None:
     assert parse_graph(str(graph)) == graph
+
+
+def test_a_printed_graph_holds_its_batch() -> None:
+    storages = (dataclasses.replace(GRAPH.storages[0], batched=Batched.EACH), *GRAPH.storages[1:])
+    ops = (dataclasses.replace(GRAPH.ops[0], mixes="mean", times=8), *GRAPH.ops[1:])
+    graph = dataclasses.replace(GRAPH, storages=storages, ops=ops, batch=8)
+    assert parse_graph(str(graph)) == graph
+    assert graph_from_json(graph_to_json(graph)) == graph
+
+
+def test_a_printed_region_has_its_micro_batches() -> None:
+    region = dataclasses.replace(PLAN.regions[0], micro_batches=8, buckets=(BucketId("b1"),))
+    words = ["fwd.0", "forward", region.first, region.last, "micro-batches", "8", "buckets", "b1"]
+    assert str(region).split() == words
 
 
 @given(st.lists(NAMES, min_size=4, max_size=4, unique=True), NAMES, st.integers(0, 2**63 - 1))

@@ -17,6 +17,7 @@ from elixir_compile.options import Options
 from elixir_compile.problem import cache
 from elixir_compile.problem.cache import cached_plan, plan_for, plan_key, store_plan
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.joint.micro_batches import plan_as_asked
 from elixir_compile.units import GIB
 from tests.pure.problems import tight_problem
 from tests.pure.search.test_planner import chain_of, problem_of
@@ -40,11 +41,11 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Return the problems that were searched, in order."""
     problems: list[Problem] = []
 
-    def count(problem: Problem, *options: object, **more: object) -> Plan:
+    def count(problem: Problem, options: Options) -> Plan:
         problems.append(problem)
-        return plan(problem, *options, **more)
+        return plan_as_asked(problem, options)
 
-    monkeypatch.setattr(cache, "plan", count)
+    monkeypatch.setattr(cache, "plan_as_asked", count)
     return problems
 
 

@@ -1,0 +1,187 @@
+"""Count the bytes and the launches of a step whose laps run in micro-batches.
+
+The result is a step with the same ops, so all that counts a step (liveness, windows, timelines, simulation, search)
+counts a divided step too. For a lap in n micro-batches:
+
+```text
+  slices inside of the lap            the bytes of one micro-batch
+  slices read from outside            whole; live until the lap ends
+  slices made here, read outside      whole, live from the first op of the lap on; and the part of one micro-batch
+  equal for all, made and read here   live from the first to the last op of the lap
+  a sum made here                     live from the first op on, in fp32 if the sum has 16 bits; and the part of one
+                                      micro-batch
+  parameters                          read by the first and the last op of the lap
+```
+
+An op of the lap launches n times. It moves the slices once, and all else n times. The last op of the lap also moves
+what fills whole tensors with slices and adds up parts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elixir_compile.analysis.laps import Lap
+from elixir_compile.ir import Batched, Kind, Op, Phase, StepGraph, Storage, StorageId
+
+PART, TOTAL = ".part", ".total"
+"""Suffixes of the storages that a lap adds: the part of one micro-batch, and the fp32 sum of 16-bit parts."""
+_SHORT = ("bfloat16", "float16")
+_MADE = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
+
+
+def divided(step: StepGraph, laps: Sequence[Lap]) -> StepGraph:
+    """Return `step`, ops as they run, with each of `laps` run in its micro-batches.
+
+    A lap that names no ops of `step` changes nothing: `check_regions` refuses its region.
+    """
+    index = {op.id: number for number, op in enumerate(step.ops)}
+    touched = _touched(step)
+    backward = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
+    tangents = frozenset(() if backward is None else tangents_of(backward))
+    outputs = frozenset(step.outputs)
+    storages = {storage.id: storage for storage in step.storages}
+    ops = list(step.ops)
+    for lap in laps:
+        first, last = index.get(lap.first, len(ops)), index.get(lap.last, -1)
+        if lap.micro_batches == 1 or last < first:
+            continue
+        writer = _LapWriter(step.ops[first : last + 1], lap.micro_batches, storages, touched, first, outputs, tangents)
+        ops[first : last + 1] = writer.written()
+    return replace(step, ops=tuple(ops), storages=tuple(storages.values()))
+
+
+def tangents_of(first: Op) -> tuple[StorageId, ...]:
+    """Return the storages of the tangents among the writes of `first`, the first op of the backward.
+
+    They come before its own result, whose storage has the name of the op.
+    """
+    results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
+    return first.writes[: next((place for place, name in enumerate(first.writes) if name in results), 0)]
+
+
+def _touched(step: StepGraph) -> Mapping[StorageId, tuple[int, int, int]]:
+    """Return for each storage the indices of the first op that writes it, and of the first and last op that touch it.
+
+    A storage that no op writes has the number of ops as its first write.
+    """
+    found: dict[StorageId, tuple[int, int, int]] = {}
+    for i, op in enumerate(step.ops):
+        for name in (*op.reads, *op.writes):
+            made, first, _ = found.get(name, (len(step.ops), i, i))
+            found[name] = (min(made, i) if name in op.writes else made, first, i)
+    return found
+
+
+@dataclass(slots=True)
+class _LapWriter:
+    """Writes the ops of one lap as they run in micro-batches; adds its storages to `storages`, or changes them."""
+
+    ops: Sequence[Op]
+    num: int
+    """The number of micro-batches."""
+    storages: dict[StorageId, Storage]
+    touched: Mapping[StorageId, tuple[int, int, int]]
+    start: int
+    """The index of the first op of the lap in its step."""
+    outputs: frozenset[StorageId]
+    """Storages that the forward returns to the caller."""
+    tangents: frozenset[StorageId]
+    """Storages written by the first op of the backward that come from the caller."""
+    reads: list[list[StorageId]] = field(default_factory=list)
+    writes: list[list[StorageId]] = field(default_factory=list)
+    filled_bytes: int = 0
+    """Bytes that fill whole tensors and add up parts."""
+
+    def written(self) -> list[Op]:
+        """Return the ops of the lap, with more reads and writes, and with the bytes that they move in the step."""
+        moved = [self._moved(op) for op in self.ops]
+        self.reads, self.writes = [list(op.reads) for op in self.ops], [list(op.writes) for op in self.ops]
+        names = dict.fromkeys(name for op in self.ops for name in (*op.reads, *op.writes))
+        for name in names:
+            self._place(self.storages[name])
+        moved[-1] = (moved[-1][0] + self.filled_bytes, moved[-1][1])
+        return [
+            replace(
+                op,
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(dict.fromkeys(writes)),
+                moved_bytes=nbytes,
+                times=times,
+            )
+            for op, reads, writes, (nbytes, times) in zip(self.ops, self.reads, self.writes, moved, strict=True)
+        ]
+
+    def _moved(self, op: Op) -> tuple[int, int]:
+        """Return the bytes that `op` moves in a step, and how many times it runs."""
+        touched = [self.storages[name] for name in dict.fromkeys((*op.reads, *op.writes))]
+        if not is_repeated(op, self.storages):
+            return op.moved_bytes, 1
+        if op.flops == 0 and op.moved_bytes == 0:
+            return 0, self.num
+        again_bytes = sum(storage.nbytes for storage in touched if storage.batched is not Batched.EACH)
+        return op.moved_bytes + (self.num - 1) * again_bytes, self.num
+
+    def _place(self, storage: Storage) -> None:
+        made, first, last = self.touched[storage.id]
+        end = self.start + len(self.ops)
+        is_made = storage.kind in _MADE and self.start <= made < end and first >= self.start
+        is_made = is_made and storage.id not in self.tangents
+        is_inside = is_made and last < end and storage.id not in self.outputs and storage.kind is not Kind.GRAD
+        if not is_made:
+            self._read_until_end(storage.id)
+            if storage.kind is Kind.PARAM:
+                self.reads[0].append(storage.id)
+        elif storage.batched is Batched.EACH:
+            self._place_slices(storage, made - self.start, is_inside=is_inside)
+        elif storage.batched is Batched.SUM:
+            self._place_sum(storage, made - self.start)
+        elif not is_inside or any(storage.id in op.reads and is_repeated(op, self.storages) for op in self.ops):
+            # Computed before the first micro-batch, and read by all of them.
+            self.writes[0].append(storage.id)
+            self._read_until_end(storage.id)
+
+    def _place_slices(self, storage: Storage, maker: int, *, is_inside: bool) -> None:
+        slice_bytes = -(-storage.nbytes // self.num)
+        if is_inside:
+            self.storages[storage.id] = replace(storage, nbytes=slice_bytes)
+            return
+        self.filled_bytes += 2 * storage.nbytes
+        self.writes[0].append(storage.id)
+        self._read_until_end(storage.id)
+        self._add(storage, PART, slice_bytes, maker)
+
+    def _place_sum(self, storage: Storage, maker: int) -> None:
+        self.filled_bytes += 3 * (self.num - 1) * storage.nbytes
+        self._add(storage, PART, storage.nbytes, maker)
+        self._read_until_end(storage.id)
+        if storage.dtype not in _SHORT:
+            self.writes[0].append(storage.id)
+            return
+        # The sum in 16 bits is rounded from the fp32 sum after the last micro-batch.
+        self.writes[maker].remove(storage.id)
+        self.writes[-1].append(storage.id)
+        for reads in self.reads[:-1]:
+            while storage.id in reads:
+                reads.remove(storage.id)
+        self._add(storage, TOTAL, 2 * storage.nbytes, 0)
+
+    def _add(self, storage: Storage, suffix: str, nbytes: int, maker: int) -> None:
+        """Add a temporary storage that lives from the op `maker` of the lap to its end."""
+        name = StorageId(f"{storage.id}{suffix}")
+        self.storages[name] = replace(storage, id=name, nbytes=nbytes, kind=Kind.TEMP, of=None)
+        self.writes[maker].append(name)
+        self._read_until_end(name)
+
+    def _read_until_end(self, name: StorageId) -> None:
+        self.reads[-1].append(name)
+
+
+def is_repeated(op: Op, storages: Mapping[StorageId, Storage]) -> bool:
+    """Return whether `op`, of a divided lap, runs once per micro-batch.
+
+    An op that reads only values equal for all micro-batches runs once, before the first of them. An op that makes such
+    a value of sums runs once, behind the last.
+    """
+    if any(storages[name].batched is not Batched.SAME for name in op.writes):
+        return True
+    return not op.writes or any(storages[name].batched is Batched.EACH for name in op.reads)

@@ -1,0 +1,129 @@
+"""Run a region once per micro-batch: slices of its inputs go in, whole tensors and sums come out.
+
+```text
+  for each micro-batch j      body(slice j of each input)  -->  slice j of each whole result, part j of each sum
+```
+
+Parts of 16 bits add up in fp32, and their sum is rounded once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elixir_compile.ir import Lane
+from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Read, Summed
+from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.lowering import CompiledRegion
+
+_SEED_STEP = 0x9E3779B9
+"""The seeds of two micro-batches differ by a multiple of this: 2**32 over the golden ratio, as in Philox."""
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+class DividedRegion(torch.nn.Module):
+    """A region at its place in a program that runs in micro-batches; a run is a span of the compute lane."""
+
+    def __init__(
+        self,
+        divided: DividedGraph,
+        parts: tuple[CompiledRegion | None, CompiledRegion, CompiledRegion | None],
+        ledger: Ledger,
+        label: str,
+    ) -> None:
+        """`parts` are the compiled head, body and tail of `divided`."""
+        super().__init__()
+        self._divided = divided
+        self._head, self._body, self._tail = parts
+        self._ledger = ledger
+        self._label = label
+
+    def forward(self, box: list[Any]) -> Any:
+        with self._ledger.span(Lane.COMPUTE, self._label):
+            return self._run(box)
+
+    def _run(self, box: list[Any]) -> tuple[Any, ...]:
+        divided = self._divided
+        values = list(box)
+        box.clear()
+        if self._head is not None:
+            values += self._head.run([values[place] for place in divided.head_reads])
+        results = _Results(divided)
+        for number in range(divided.micro_batches):
+            inputs = [slice_of(values[read.place], read, number, divided.micro_batches) for read in divided.body_reads]
+            results.add(number, list(self._body.run(inputs)))
+        values += results.finished()
+        if self._tail is not None:
+            values += self._tail.run([values[place] for place in divided.tail_reads])
+        return tuple(values[place] for place in divided.outputs)
+
+    def extra_repr(self) -> str:
+        return f"{self._divided.micro_batches} micro-batches"
+
+
+class _Results:
+    """The results of the micro-batches so far."""
+
+    def __init__(self, divided: DividedGraph) -> None:
+        self._divided = divided
+        self._wholes: list[torch.Tensor] = []
+        self._values: list[Any] = [None] * len(divided.results)
+        self._dtypes: list[torch.dtype | None] = [None] * len(divided.results)
+
+    def add(self, number: int, parts: list[Any]) -> None:
+        """Add the results of micro-batch `number`, and empty `parts`."""
+        if number == 0:
+            self._wholes = [
+                torch.empty(memory.numel, dtype=memory.dtype, device=memory.device) for memory in self._divided.wholes
+            ]
+        seen: set[int] = set()
+        for place, result in enumerate(self._divided.results):
+            part, parts[place] = parts[place], None
+            if isinstance(result, Filled):
+                self._fill(place, result, number, part)
+            elif isinstance(result, Summed):
+                self._sum(place, number, part, seen)
+            else:
+                self._values[place] = part
+
+    def _fill(self, place: int, result: Filled, number: int, part: torch.Tensor) -> None:
+        if number == 0:
+            whole = self._wholes[result.whole].as_strided(result.shape, result.stride, result.offset)
+            self._values[place] = whole
+        if result.is_copied:
+            rows = part.shape[result.dim]
+            slice_of_whole = self._values[place].narrow(result.dim, number * rows, rows)
+            for dim, (size, stride) in enumerate(zip(result.shape, result.stride, strict=True)):
+                if stride == 0 and size > 1:  # an expanded dimension has the memory of one entry
+                    slice_of_whole, part = slice_of_whole.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
+            slice_of_whole.copy_(part)
+
+    def _sum(self, place: int, number: int, part: torch.Tensor, seen: set[int]) -> None:
+        """Add `part` to a sum. `seen` are the addresses of the memory of the sums before it, of this micro-batch."""
+        if number > 0:
+            self._values[place].add_(part)
+            return
+        self._dtypes[place] = part.dtype
+        # Later parts are added in place, so each sum needs memory of its own. A compiler may return one memory twice.
+        address = part.untyped_storage().data_ptr()
+        is_alone = address not in seen and 0 not in part.stride()
+        seen.add(address)
+        self._values[place] = part.float() if part.dtype in _SHORT else part if is_alone else part.clone()
+
+    def finished(self) -> Sequence[Any]:
+        """Return the results for the whole batch."""
+        for place, dtype in enumerate(self._dtypes):
+            if dtype in _SHORT:
+                self._values[place] = self._values[place].to(dtype)
+        return self._values
+
+
+def slice_of(value: Any, read: Read, number: int, num: int) -> Any:
+    """Return what micro-batch `number` reads of `value`."""
+    if read.is_seed:
+        return value + number * _SEED_STEP
+    if read.dim is None:
+        return value
+    rows = value.shape[read.dim] // num
+    return value.narrow(read.dim, number * rows, rows)

@@ -1,0 +1,277 @@
+"""Each rule of `capture.batch_rules`: an op on micro-batches, put together, is the op on the whole batch, in fp64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from elixir_compile.capture.batch_call import SAME, State, each
+from tests.fx.micro_batches import mixing, run_in_micro_batches, traced, walked
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of tensors whose dimensions have one-letter names: `bth`; `bt<v` has whole numbers below the size of
+    `v`; `bt?` is boolean."""
+
+    name: str
+    run: Callable[..., Any]
+    inputs: tuple[str, ...]
+    divides: str
+    """The dimensions that can be those of the batch: nothing mixes if all inputs that have them have slices."""
+
+
+def case(name: str, run: Callable[..., Any], *inputs: str, divides: str) -> Case:
+    return Case(name, run, inputs, divides)
+
+
+def grads(run: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return the function from the inputs of `run`, and a gradient of its result, to the gradients of the inputs."""
+
+    def backward(*inputs: torch.Tensor) -> Any:
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs[:-1]]
+        wanted = [x for x in leaves if x.requires_grad]
+        return torch.autograd.grad(run(*leaves), wanted, inputs[-1])
+
+    return backward
+
+
+def window(x: torch.Tensor) -> torch.Tensor:
+    return aten.max_pool2d_with_indices(x, [1, 1])[0]
+
+
+POINTWISE = [
+    case("add", lambda x, y: x + y, "bth", "bth", divides="bth"),
+    case("add a bias", lambda x, y: x * y, "bth", "h", divides="bth"),
+    case("broadcast both", lambda x, y: x[:, None] - y[None], "bt", "ht", divides="bth"),
+    case("where", torch.where, "bt?", "bt", "t", divides="bt"),
+    case("of itself", lambda x, y: torch.where(x > 0, y, y), "bt", "bt", divides="bt"),
+    case("activation", lambda x: functional.gelu(x).float(), "bth", divides="bth"),
+    case("gradient of an activation", grads(functional.silu), "bt", "bt", divides="bt"),
+    case("gradient of softplus", grads(functional.softplus), "bt", "bt", divides="bt"),
+    case("zeros like", lambda x: torch.zeros_like(x) + 1, "bt", divides="bt"),
+    case("new zeros", lambda x: x.new_zeros(x.shape) + x, "bt", divides="bt"),
+    case("constant", lambda x: torch.where(x > 0, x, torch.full(x.shape, 2.0, dtype=x.dtype)), "bth", divides="bth"),
+]
+VIEWS = [
+    case("merge two", lambda x: x.reshape(-1, x.shape[2]), "bth", divides="bh"),
+    case("merge the last", lambda x: x.reshape(x.shape[0], -1), "bth", divides="bt"),
+    case("merge around 1", lambda x: x[:, None].reshape(-1, 1, x.shape[2]), "bth", divides="bh"),
+    case("split", lambda x, y: x.reshape(*y.shape, -1), "bh", "b", divides="b"),
+    case("permute", lambda x: x.permute(2, 0, 1).transpose(0, 1).contiguous(), "bth", divides="bth"),
+    case("transpose", lambda x: x.t().clone(), "bt", divides="bt"),
+    case("squeeze", lambda x: x[:, None, :, None].squeeze(1).squeeze(-1), "bt", divides="bt"),
+    case("squeeze dims", lambda x: aten.squeeze.dims(x[:, None, :, None], [1, 3]), "bt", divides="bt"),
+    case("expand", lambda x: x[:, None].expand(-1, 3, -1).clone(), "bt", divides="bt"),
+    case("select", lambda x: x[:, 0] + x.select(1, -1), "bth", divides="bh"),
+    case("gradient of select", grads(lambda x: x[:, 1]), "bht", "bt", divides="bt"),
+    case("repeat", lambda x: x.repeat(3, 1, 2), "bt", divides="b"),
+    case("unbind", lambda x: torch.unbind(x, 1), "bth", divides="bh"),
+]
+ALONG = [
+    case("slice", lambda x: x[:, 1:], "bth", divides="bh"),
+    case("gradient of slice", grads(lambda x: x[:, :1] * 2), "bth", "b1h", divides="bh"),
+    case("split in parts", lambda x: torch.split(x, 1, dim=-1), "bth", divides="bt"),
+    case("cat", lambda x, y: torch.cat([x, y], 1), "bth", "bth", divides="bh"),
+    case("cat with an empty cache", lambda x: torch.cat([x.new_empty(0), x], -2), "bth", divides="bh"),
+    case("pad", lambda x: functional.pad(x, (1, 0), value=3.0), "bt", divides="b"),
+    case("cumsum", lambda x: x.cumsum(-1), "bt", divides="b"),
+    case("softmax", lambda x: x.softmax(-1), "bth", divides="bt"),
+    case("gradient of log softmax", grads(lambda x: x.log_softmax(1)), "bth", "bth", divides="bh"),
+    case("gather", lambda x, i: x.gather(1, i), "bv", "bt<v", divides="bt"),
+    case("gradient of gather", grads(lambda x, i: x.gather(1, i)), "bv", "bt<v", "bt", divides="bt"),
+    case("scatter", lambda x, i: x.scatter(1, i, 1.0), "bv", "b1<v", divides="b"),
+    case("scatter add", lambda i, s: aten.scatter_add(s.new_zeros(3, 2), 0, i, s), "b2<3", "b2", divides="b"),
+    case("index select", lambda x, i: x.index_select(1, i), "bvh", "t<v", divides="bht"),
+    case("flip", lambda x: x.flip([1]), "bth", divides="bh"),
+    case("triangle", lambda x: x.tril(), "bth", divides="b"),
+    case("order", lambda x: x.sort(-1), "bt", divides="b"),
+    case("top", lambda x: x.topk(1, -1), "bth", divides="bt"),
+]
+LOOKUPS = [
+    case("embedding", lambda i, w: functional.embedding(i, w), "bt<v", "vh", divides="bt"),
+    case("gradient of embedding", grads(lambda w, i: functional.embedding(i, w)), "vh", "bt<v", "bth", divides="bt"),
+    case("index a table", lambda x, i, j: x[i, j], "vu", "bt<v", "t<u", divides="bt"),
+    case("index behind the batch", lambda x, i: x[:, i], "bvh", "t<v", divides="bh"),
+    case("index in front of the batch", lambda x, i: x[i], "vbh", "st<v", divides="bh"),
+    case(
+        "accumulate",
+        lambda i, s: aten.index_put(s.new_zeros(3, 2), [i], s, True),
+        "bt<3",
+        "bt2",
+        divides="bt",
+    ),
+    case("gradient of an index", grads(lambda x, i: x[:, i]), "bvh", "t<v", "bth", divides=""),
+]
+REDUCTIONS = [
+    case("sum of all", lambda x: x.sum(), "bth", divides="bth"),
+    case("sum over one", lambda x: x.sum(1), "bth", divides="bth"),
+    case("sum, kept", lambda x: x.sum((0, -1), keepdim=True), "bth", divides="bth"),
+    case("count", lambda x: (x > 0).sum(0), "bt", divides="bt"),
+    case("mean", lambda x: x.mean(-1), "bth", divides="bt"),
+    case("maximum", lambda x: (x.amax(-1), x.max(-1).indices, x.argmax(-1)), "bth", divides="bt"),
+    case("variance", lambda x: torch.var_mean(x, -1, keepdim=True), "bth", divides="bt"),
+    case("any", lambda x: (x > 0).any(-1), "bt", divides="b"),
+    case("norm", lambda x: torch.linalg.vector_norm(x, 2, -1), "bt", divides="b"),
+    case("log sum exp", lambda x: x.logsumexp(-1), "bt", divides="b"),
+    case("sum of sums", lambda x: -(x.sum(0) * 3).sum() / 2, "bt", divides="bt"),
+]
+PRODUCTS = [
+    case("mm", torch.mm, "mk", "kn", divides="mkn"),
+    case("addmm", torch.addmm, "n", "mk", "kn", divides="mn"),
+    case("addmm of rows", torch.addmm, "mn", "mk", "kn", divides="mn"),
+    case("bmm", torch.bmm, "bmk", "bkn", divides="bmkn"),
+    case("baddbmm", torch.baddbmm, "b1n", "bmk", "bkn", divides="bmn"),
+    case("mv", torch.mv, "mk", "k", divides="mk"),
+    case("dot", torch.dot, "k", "k", divides="k"),
+    case("scaled sum", lambda x, y, z: torch.mm(torch.mm(x, y) * 2, z), "mk", "kn", "nm", divides="k"),
+]
+ROWS = [
+    case("layer norm", lambda x, w, b: functional.layer_norm(x, w.shape, w, b), "bth", "h", "h", divides="bt"),
+    case(
+        "gradient of layer norm",
+        grads(lambda x, w, b: functional.layer_norm(x, w.shape, w, b)),
+        "bth",
+        "h",
+        "h",
+        "bth",
+        divides="b",
+    ),
+    case("group norm", lambda x, w: functional.group_norm(x, 2, w, w), "b4t", "4", divides="b"),
+    case(
+        "gradient of group norm", grads(lambda x, w: functional.group_norm(x, 2, w, w)), "b4t", "4", "b4t", divides="b"
+    ),
+    case("convolution", lambda x, w, b: functional.conv2d(x, w, b), "bc33", "oc22", "o", divides="b"),
+    case(
+        "gradient of convolution",
+        grads(lambda x, w, b: functional.conv2d(x, w, b)),
+        "bc33",
+        "oc22",
+        "o",
+        "bo22",
+        divides="b",
+    ),
+    case("pooling", lambda x: functional.adaptive_avg_pool2d(functional.avg_pool2d(x, 2), 1), "bc44", divides="b"),
+    case("gradient of pooling", grads(window), "bc22", "bc22", divides="b"),
+    case(
+        "attention",
+        lambda q, k, v: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
+        "b2t8",
+        "b2t8",
+        "b2t8",
+        divides="b",
+    ),
+    case(
+        "attention with a mask",
+        lambda q, k, m: aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, attn_mask=m)[0],
+        "b2t8",
+        "b2t8",
+        "b1tt",
+        divides="b",
+    ),
+    case(
+        "gradient of attention",
+        grads(lambda q, k, v: functional.scaled_dot_product_attention(q, k, v)),
+        "b2t8",
+        "b2t8",
+        "b2t8",
+        "b2t8",
+        divides="b",
+    ),
+    case("sum of losses", lambda x, t: aten.nll_loss_forward(x, t, None, 2, -100), "bv", "b<v", divides="b"),
+    case("losses", lambda x, t: aten.nll_loss_forward(x, t, None, 0, -100)[0], "bv", "b<v", divides="b"),
+    case(
+        "gradient of a mean of losses",
+        lambda g, x, t, w: aten.nll_loss_backward(g.sum(), x, t, None, 1, -100, w.sum()),
+        "1",
+        "bv",
+        "b<v",
+        "1",
+        divides="b",
+    ),
+    case("squared errors", lambda x, y: functional.mse_loss(x, y, reduction="sum"), "bt", "bt", divides="bt"),
+]
+CASES = [*POINTWISE, *VIEWS, *ALONG, *LOOKUPS, *REDUCTIONS, *PRODUCTS, *ROWS]
+
+
+def tensor(spec: str, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
+    names, _, below = spec.rstrip("?").partition("<")
+    shape = [int(name) if name.isdecimal() else sizes[name] for name in names]
+    if below:
+        bound = int(below) if below.isdecimal() else sizes[below]
+        return torch.randint(0, bound, shape, generator=generator)
+    made = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return made > 0 if spec.endswith("?") else made
+
+
+def state_of(spec: str, batch_name: str, is_each: bool) -> State:
+    names = spec.rstrip("?").partition("<")[0]
+    return each(names.index(batch_name)) if is_each and batch_name in names else SAME
+
+
+@pytest.mark.parametrize("own", CASES, ids=lambda own: own.name.replace(" ", "-"))
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_an_op_in_micro_batches_is_the_op_on_the_batch(own: Case, data: st.DataObject) -> None:
+    """Whatever dimension is that of the batch, and whichever inputs have slices: the results agree, or the op mixes."""
+    names = sorted({name for spec in own.inputs for name in spec.partition("<")[0] if name.isalpha()})
+    name = data.draw(st.sampled_from(names))
+    batch, micro_batches = data.draw(st.sampled_from([(2, 2), (4, 2), (4, 4), (6, 3)]))
+    sizes = {other: data.draw(st.integers(1, 3)) for other in names} | {name: batch * data.draw(st.integers(1, 2))}
+    sizes |= {other: max(sizes[other], 2) for other in names if other in "vh" and other != name}
+    having = [place for place, spec in enumerate(own.inputs) if name in spec.partition("<")[0]]
+    sliced = data.draw(st.sets(st.sampled_from(having), min_size=1))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    inputs = [tensor(spec, sizes, generator) for spec in own.inputs]
+    states = [state_of(spec, name, place in sliced) for place, spec in enumerate(own.inputs)]
+    graph = traced(own.run, inputs)
+    found = walked(graph, states, batch)
+    if found.mixes:
+        assert name not in own.divides or len(sliced) < len(having), mixing(found)
+        return
+    expected = own.run(*inputs)
+    expected = [expected] if isinstance(expected, torch.Tensor) else list(expected)
+    results = run_in_micro_batches(graph, found, inputs, micro_batches)
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-12, atol=1e-12)
+
+
+MIXING = [
+    ("a mean over the batch", lambda x: x.mean(0), "bt"),
+    ("a maximum over the batch", lambda x: x.amax((0, 1)), "bt"),
+    ("a variance over the batch", lambda x: torch.var_mean(x, 0), "bt"),
+    ("a product over the batch", lambda x: x.prod(0), "bt"),
+    ("a softmax along the batch", lambda x: x.softmax(0), "bt"),
+    ("a concatenation along the batch", lambda x: torch.cat([x, x]), "bt"),
+    ("a slice along the batch", lambda x: x[1:] * 2, "bt"),
+    ("an order along the batch", lambda x: x.sort(0), "bt"),
+    ("a product of rows of the batch with other rows", lambda x: x @ x.t(), "bt"),
+    ("a sum over the batch meets rows of it", lambda x: x / x.sum(0), "bt"),
+    ("slices of the batch along different dimensions meet", lambda x: x + x.transpose(0, 1), "bb"),
+    ("an index chooses among rows of the batch", lambda x: x[torch.tensor([0])], "bt"),
+    (
+        "it adds rows of the batch to a value other than zeros",
+        lambda x: aten.scatter_add(x.new_ones(3, 1), 0, (x > 0).long(), x),
+        "b1",
+    ),
+    ("a mean over the batch", lambda x: functional.mse_loss(x, x.detach() * 2), "bt"),
+    ("a mean over the batch", grads(lambda x: functional.mse_loss(x, x.detach() * 2)), "bt"),
+    ("it writes one of its inputs", lambda x: x.add_(1), "bt"),
+    ("no rule says how aten.cholesky_inverse.default treats the rows of the batch", aten.cholesky_inverse, "bb"),
+]
+
+
+@pytest.mark.parametrize(("why", "run", "spec"), MIXING, ids=[str(number) for number in range(len(MIXING))])
+def test_an_op_that_mixes_the_batch_says_why(why: str, run: Callable[..., Any], spec: str) -> None:
+    inputs = [tensor(spec, {"b": 4, "t": 3}, torch.Generator().manual_seed(0))]
+    if "grads" in run.__qualname__:
+        inputs.append(torch.ones((), dtype=torch.float64))
+    graph = traced(run, inputs)
+    assert why in mixing(walked(graph, [each(0), SAME][: len(inputs)], 4)).values()

@@ -1,0 +1,222 @@
+"""`capture.batch`: which values of captured steps have slices, which are sums, and which ops mix the batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from elixir_compile.api.preview.capture import capture_step
+from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, each
+from elixir_compile.ir import Batched, Kind, Op, StepGraph
+from elixir_compile.options import parse_options
+from tests.fx.micro_batches import mixing, traced, walked
+
+ROWS, LENGTH, WIDTH, WORDS = 8, 16, 32, 64
+INNERS = ["inductor", "aot_eager"]
+
+
+def step_of(model: nn.Module, *inputs: torch.Tensor, inner: str = "aot_eager", **named: torch.Tensor) -> StepGraph:
+    return capture_step(model, named or inputs, device="cpu", options=parse_options({"inner": inner})).graph
+
+
+def mixing_ops(step: StepGraph) -> list[Op]:
+    return [op for op in step.ops if op.mixes]
+
+
+def batched_of(step: StepGraph, kind: Kind) -> list[Batched]:
+    return [storage.batched for storage in step.storages if storage.kind is kind]
+
+
+def language_model(kind: str) -> nn.Module:
+    import transformers
+
+    common: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    layers = {"num_hidden_layers": 1, "hidden_size": WIDTH, "num_attention_heads": 2, "intermediate_size": 48}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=1, n_embd=WIDTH, n_head=2, n_positions=LENGTH, **common)
+        return transformers.GPT2LMHeadModel(config)
+    common |= {"max_position_embeddings": LENGTH, **layers}
+    if kind == "bert":
+        return transformers.BertForMaskedLM(transformers.BertConfig(**common))
+    config = transformers.LlamaConfig(num_key_value_heads=1, use_cache=False, **common)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_a_language_model_divides_but_for_the_mean_of_its_losses(kind: str, inner: str) -> None:
+    """Llama's `inv_freq` has as many entries as the batch has rows, and is the same for all."""
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    named: Mapping[str, torch.Tensor] = {"input_ids": ids, "labels": ids.clone()}
+    step = step_of(language_model(kind), inner=inner, **named)
+    mixed = {(op.target, op.mixes) for op in mixing_ops(step)}
+    assert mixed == (set() if inner == "inductor" else {("aten.nll_loss_forward.default", "a mean over the batch")})
+    assert step.batch == ROWS
+    assert set(batched_of(step, Kind.GRAD)) == {Batched.SUM}
+    assert set(batched_of(step, Kind.PARAM)) == {Batched.SAME}
+    assert batched_of(step, Kind.INPUT).count(Batched.EACH) == 2
+    activation_bytes = ROWS * LENGTH * WIDTH * 4
+    large = [s for s in step.storages if s.kind in (Kind.TEMP, Kind.SAVED) and s.nbytes >= activation_bytes]
+    assert {storage.batched for storage in large} == {Batched.EACH}
+    if kind == "llama":
+        assert Batched.SAME in batched_of(step, Kind.INPUT)
+
+
+class Convolutions(nn.Module):
+    """A convolution, a batch norm over the batch, and the mean of the losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.norm(self.conv(x)).relu().mean((2, 3))), y)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_batch_norm_has_the_statistics_of_the_whole_batch(inner: str) -> None:
+    inputs = torch.zeros(ROWS, 3, 6, 6), torch.zeros(ROWS, dtype=torch.long)
+    step = step_of(Convolutions(), *inputs, inner=inner)
+    written = [("aten.copy_.default", "it writes one of its inputs")] * 3
+    statistics = "statistics over the batch"
+    expected = {
+        "inductor": [
+            ("aten.var_mean.correction", "a variance over the batch"),
+            *written,
+            ("aten.mul.Tensor", "a sum over the batch meets rows of it"),
+        ],
+        "aot_eager": [
+            ("aten._native_batch_norm_legit_functional.default", statistics),
+            ("aten.nll_loss_forward.default", "a mean over the batch"),
+            *written,
+            ("aten.native_batch_norm_backward.default", statistics),
+        ],
+    }
+    assert [(op.target, op.mixes) for op in mixing_ops(step)] == expected[inner]
+    conv = [op for op in step.ops if op.target == "aten.convolution.default"]
+    storages = {storage.id: storage for storage in step.storages}
+    assert [storages[op.writes[0]].batched for op in conv] == [Batched.EACH]
+
+
+class Scaled(nn.Module):
+    """A linear layer whose results are scaled by a buffer with an entry for each of its 8 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(ROWS, ROWS)
+        self.register_buffer("scale", torch.ones(ROWS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.scale).square().sum()
+
+
+def test_a_buffer_with_as_many_entries_as_the_batch_has_rows_is_the_same_for_all() -> None:
+    step = step_of(Scaled(), torch.zeros(ROWS, ROWS))
+    assert sorted(batched_of(step, Kind.INPUT)) == [Batched.EACH, Batched.SAME]
+    assert mixing_ops(step) == []
+
+
+class Masked(nn.Module):
+    """Attention with a mask of the caller, of as many positions as the batch has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q @ k.transpose(1, 2) + mask).softmax(-1)
+        return (self.out(weights @ v).squeeze(-1).sum(-1) - y).square().sum()
+
+
+def test_a_mask_with_as_many_positions_as_the_batch_has_rows_is_the_same_for_all() -> None:
+    step = step_of(Masked(), torch.zeros(ROWS, ROWS, WIDTH), torch.zeros(ROWS, ROWS), torch.zeros(ROWS))
+    assert batched_of(step, Kind.INPUT) == [Batched.EACH, Batched.SAME, Batched.EACH]
+    assert mixing_ops(step) == []
+
+
+def test_a_dynamic_batch_is_not_divided() -> None:
+    inputs = (torch.zeros(ROWS, ROWS),)
+    step = capture_step(Scaled(), inputs, device="cpu", options=parse_options({"inner": "aot_eager"}), dynamic=True)
+    assert step.graph.batch == 1
+    assert {storage.batched for storage in step.graph.storages} == {Batched.SAME}
+
+
+def test_views_of_one_storage_have_their_slices_where_they_are() -> None:
+    """Queries, keys and values are views of one product; so are transposed ones, whose slices moved."""
+
+    def attend(x: torch.Tensor, w: torch.Tensor) -> Any:
+        q, k, v = torch.mm(x, w).view(ROWS, 4, 2, 9).split(3, -1)
+        return q.transpose(1, 2), k.permute(1, 2, 0, 3), v.select(1, 0)
+
+    graph = traced(attend, [torch.zeros(ROWS * 4, 5), torch.zeros(5, 18)])
+    found = walked(graph, [each(0), SAME], ROWS)
+    results = graph.output_node().args[0]
+    assert [found.states[node] for node in results] == [each(0), each(2), each(0)]
+    assert not found.mixes
+
+
+def test_a_view_that_takes_slices_apart_mixes_the_op_that_reads_it() -> None:
+    """`[T, B]` to `[T * B]`: the view itself computes nothing, and the next op finds it whole."""
+
+    def merge(x: torch.Tensor) -> torch.Tensor:
+        y = (x * 2).t().contiguous().view(-1)
+        return y.sin() + y
+
+    found = walked(traced(merge, [torch.zeros(ROWS, 3)]), [each(0)], ROWS)
+    why = "a reshape of [3, 8] to [24] takes the slices along dimension 1 apart"
+    assert mixing(found) == {"aten.view.default": why, "aten.sin.default": why}
+
+
+def test_a_view_of_an_input_is_taken_of_the_whole_input() -> None:
+    found = walked(traced(lambda x: x, [torch.zeros(3)]), [SAME], ROWS)
+    assert not found.mixes
+
+    class Merge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.t().reshape(-1) * self.scale).sum() + (x * self.scale).sum()
+
+    assert mixing_ops(step_of(Merge(), torch.zeros(ROWS, 1))) == []
+
+
+def test_a_total_is_computed_behind_the_sums_and_may_not_meet_rows() -> None:
+    def mean(x: torch.Tensor) -> Any:
+        total = x.sum()
+        loss = total / (x > 0).sum()
+        return total, loss, x * loss, x * 2 + total
+
+    graph = traced(mean, [torch.zeros(ROWS, 3)])
+    found = walked(graph, [each(0)], ROWS)
+    total, loss, scaled, added = graph.output_node().args[0]
+    assert (found.states[total], found.states[loss]) == (SUM, TOTAL)
+    # Behind the first op that mixes, all sums are complete, so the second one divides.
+    assert found.mixes == {scaled: "a sum over the batch meets rows of it"}
+    assert (found.states[scaled], found.states[added]) == (each(0), each(0))
+
+
+def test_what_all_rows_read_in_slices_is_never_whole() -> None:
+    """A mask of zeros and a value computed from it exist for one micro-batch at a time."""
+
+    def mask(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        full = torch.full(x.shape, 2.0) * row
+        return torch.where(x > 0, x, full.exp())
+
+    graph = traced(mask, [torch.zeros(ROWS, 3), torch.zeros(3)])
+    found = walked(graph, [each(0), SAME], ROWS)
+    by_target = {str(node.target): found.states[node] for node in graph.nodes if node.op == "call_function"}
+    assert by_target["aten.full.default"] == by_target["aten.exp.default"] == each(0)
+    assert not found.mixes
+    assert not found.narrowed
+
+
+def test_a_value_read_whole_and_in_slices_by_one_op_mixes() -> None:
+    graph = traced(lambda x, w: torch.addmm(w, x, w), [torch.zeros(ROWS, ROWS), torch.zeros(ROWS, ROWS)])
+    found = walked(graph, [each(0), SAME], ROWS)
+    assert mixing(found) == {"aten.addmm.default": "it reads clone_1 whole and in slices of the batch"}
