@@ -217,7 +217,7 @@ def state_of(spec: str, batch_name: str, is_each: bool) -> State:
 
 
 @pytest.mark.parametrize("own", CASES, ids=lambda own: own.name.replace(" ", "-"))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_an_op_in_micro_batches_is_the_op_on_the_batch(own: Case, data: st.DataObject) -> None:
     """Whatever dimension is that of the batch, and whichever inputs have slices: the results agree, or the op mixes."""
