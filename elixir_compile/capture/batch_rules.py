@@ -41,7 +41,7 @@ RULES: dict[str, Rule] = {
         shapes.pointwise,
         "native_dropout_backward softplus_backward hardtanh_backward leaky_relu_backward elu_backward "
         "hardswish_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward "
-        "masked_fill.Tensor floor_divide floor_divide.Scalar fill.Scalar bernoulli bernoulli.p polar "
+        "masked_fill.Tensor floor_divide floor_divide.Scalar fill.Scalar fill.Tensor bernoulli bernoulli.p polar "
         "hardsigmoid_backward hardshrink_backward mish_backward softshrink_backward clone",
     ),
     **_entries(shapes.pointwise, "convert_element_type device_put fma", library="prims"),
@@ -59,6 +59,7 @@ RULES: dict[str, Rule] = {
     **_entries(shapes.moved(shapes.repeated), "repeat"),
     **_entries(shapes.along("a slice", shapes.dims_sliced), "slice.Tensor"),
     **_entries(shapes.along("a slice", shapes.dim_of), "slice_backward slice_scatter"),
+    **_entries(shapes.select_scattered, "select_scatter"),
     **_entries(shapes.along("a split", shapes.dim_of), "split.Tensor split_with_sizes"),
     **_entries(shapes.along("a concatenation", shapes.dim_joined), "cat"),
     **_entries(shapes.along("padding", shapes.dims_padded), "constant_pad_nd"),

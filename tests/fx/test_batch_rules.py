@@ -89,6 +89,7 @@ ALONG = [
     case("gradient of gather", grads(lambda x, i: x.gather(1, i)), "bv", "bt<v", "bt", divides="bt"),
     case("scatter", lambda x, i: x.scatter(1, i, 1.0), "bv", "b1<v", divides="b"),
     case("scatter add", lambda i, s: aten.scatter_add(s.new_zeros(3, 2), 0, i, s), "b2<3", "b2", divides="b"),
+    case("select scatter", lambda x, s: x.select_scatter(s, 1, 0), "bth", "bh", divides="bh"),
     case("index select", lambda x, i: x.index_select(1, i), "bvh", "t<v", divides="bht"),
     case("flip", lambda x: x.flip([1]), "bth", divides="bh"),
     case("triangle", lambda x: x.tril(), "bth", divides="b"),

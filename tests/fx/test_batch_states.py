@@ -216,6 +216,27 @@ def test_what_all_rows_read_in_slices_is_never_whole() -> None:
     assert not found.narrowed
 
 
+def test_zeros_of_an_earlier_region_are_still_zeros() -> None:
+    """A region reads as an input what an earlier region has made; the marks of nodes come with it."""
+
+    def add(index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(3).index_put([index], x, accumulate=True)
+
+    graph = traced(add, [torch.zeros(ROWS, dtype=torch.long), torch.zeros(ROWS)])
+    assert not walked(graph, [each(0), each(0)], ROWS).mixes
+    zeros = next(node for node in graph.nodes if str(node.target) == "aten.zeros.default")
+    with graph.inserting_before(next(iter(graph.nodes))):
+        given = graph.placeholder("zeros")
+    given.meta = dict(zeros.meta)
+    zeros.replace_all_uses_with(given)
+    assert not walked(graph, [SAME, each(0), each(0)], ROWS).mixes
+    given.meta = {"val": zeros.meta["val"]}
+    assert (
+        "it adds rows of the batch to a value other than zeros"
+        in mixing(walked(graph, [SAME, each(0), each(0)], ROWS)).values()
+    )
+
+
 def test_a_value_read_whole_and_in_slices_by_one_op_mixes() -> None:
     graph = traced(lambda x, w: torch.addmm(w, x, w), [torch.zeros(ROWS, ROWS), torch.zeros(ROWS, ROWS)])
     found = walked(graph, [each(0), SAME], ROWS)
