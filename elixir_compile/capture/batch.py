@@ -12,7 +12,7 @@ behind it, and count as SAME. The rest of a step is cut into laps by the plan, w
 all ops between two that mix for one lap: more cuts only turn more sums into SAME.
 
 A view that takes the slices apart, such as `[T, B]` to `[T * B]`, computes nothing, so it is no op of a `StepGraph`.
-The first op that reads it mixes the batch instead. A view of an input is taken of the whole input, so it never mixes.
+The op that made the memory mixes the batch instead. A view of an input is taken of the whole input, so it never mixes.
 
 The dimension of the slices belongs to a node, because two views of one storage may have it in different places.
 `Storage.batched` and `Op.mixes` have the rest.
@@ -32,7 +32,7 @@ from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, Call, Conflict, 
 from elixir_compile.capture.batch_rules import CREATES, LOOKUPS, RANDOM, is_linear_in_sum, is_pointwise, rule_for
 from elixir_compile.capture.markers import MARKERS, TICKET, gradient
 from elixir_compile.capture.node_facts import as_node, has_tensor, is_number, outputs_of, tensor_of, value_of
-from elixir_compile.capture.views import view_chain, viewed
+from elixir_compile.capture.views import view_chain
 from elixir_compile.ir import Batched, Phase
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Walked:
     states: Mapping[fx.Node, States]
     """The state of each node with a value."""
     mixes: Mapping[fx.Node, str]
-    """Why a node needs the whole batch. If the node is a view, the text is also that of the first op that reads it."""
+    """Why an op needs the whole batch, or a view of its result."""
     narrowed: Mapping[tuple[fx.Node, fx.Node], int]
     """Pairs of a node and a SAME value that it reads in slices, with the dimension of the slices."""
 
@@ -190,7 +190,7 @@ class _Walk:
     lap: int = 0
     """The number of ops passed that mix the batch."""
     laps: dict[fx.Node, int] = field(default_factory=dict)
-    """The number of the lap in which a sum, a total, or a view that mixes is made. It is whole in later laps."""
+    """The number of the lap in which a sum or a total is made. It is whole in later laps."""
 
     def passed(self, graph: fx.Graph) -> Walked:
         for node in graph.nodes:
@@ -207,10 +207,7 @@ class _Walk:
             return
         read = {source: self._read(source) for source in operands_of(node)}
         kinds = {state.batched for state in read.values()}
-        unready = next((source for source in read if self._is_unready(source)), None)
         try:
-            if unready is not None and viewed(node) is None:
-                raise Mixes(self.mixes[unready])
             if Batched.EACH in kinds or not _is_pure(node):
                 states = self._ruled(node, read, kinds)
             elif Batched.SUM in kinds and is_linear_in_sum(node, read):
@@ -224,9 +221,7 @@ class _Walk:
             self._mix(node, read, str(mixed))
             return
         self.states[node] = states
-        if unready is not None:
-            self.mixes[node] = self.mixes[unready]
-        if unready is not None or SUM in states_in(states) or TOTAL in states_in(states):
+        if SUM in states_in(states) or TOTAL in states_in(states):
             self.laps[node] = self.lap
 
     def _read(self, source: fx.Node) -> State:
@@ -237,17 +232,11 @@ class _Walk:
         is_sum = state.batched is Batched.SUM or state.is_total
         return SAME if is_sum and self.laps[source] < self.lap else state
 
-    def _is_unready(self, source: fx.Node) -> bool:
-        """Return whether `source` is a view that mixes the batch, in the lap of the value it views."""
-        return source in self.mixes and self.laps.get(source) == self.lap
-
     def _pass_result(self, node: fx.Node, source: fx.Node) -> None:
         states = self.states[source]
         self.states[node] = states[int(str(node.args[1]))] if isinstance(states, tuple) else states
         if source in self.laps:
             self.laps[node] = self.laps[source]
-        if self._is_unready(source):
-            self.mixes[node] = self.mixes[source]
 
     def _ruled(self, node: fx.Node, read: Mapping[fx.Node, State], kinds: set[Batched]) -> States:
         if not _is_pure(node):
@@ -272,14 +261,15 @@ class _Walk:
         return _all_results(node, SAME)
 
     def _mix(self, node: fx.Node, read: Mapping[fx.Node, State], why: str) -> None:
-        """Note that `node` runs on whole tensors. Its results may be divided again, along dimensions that stay."""
+        """Note that `node`, or the op of which it is a view, runs on whole tensors.
+
+        Its results may be divided again, along dimensions that stay.
+        """
         self.states[node] = _divided_again(node, read)
-        if viewed(node) is None:
-            self.mixes[node] = why
-            self.lap += 1
-        elif view_chain(node)[-1].op != "placeholder":
-            self.mixes[node] = why
-            self.laps[node] = self.lap
+        owner = view_chain(node)[-1]
+        if owner.op == "call_function" and owner.target not in MARKERS:
+            self.mixes.setdefault(owner, why)
+        self.lap += owner is node
 
     def _divide_shared(self, graph: fx.Graph) -> None:
         """Make a SAME value EACH if it is computed by element or row and all that read it in the graph read slices.

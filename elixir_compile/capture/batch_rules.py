@@ -41,7 +41,7 @@ RULES: dict[str, Rule] = {
         shapes.pointwise,
         "native_dropout_backward softplus_backward hardtanh_backward leaky_relu_backward elu_backward "
         "hardswish_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward "
-        "masked_fill.Tensor floor_divide floor_divide.Scalar fill.Scalar bernoulli bernoulli.p polar "
+        "masked_fill.Tensor floor_divide floor_divide.Scalar fill.Scalar fill.Tensor bernoulli bernoulli.p polar "
         "hardsigmoid_backward hardshrink_backward mish_backward softshrink_backward clone",
     ),
     **_entries(shapes.pointwise, "convert_element_type device_put fma", library="prims"),
@@ -59,6 +59,7 @@ RULES: dict[str, Rule] = {
     **_entries(shapes.moved(shapes.repeated), "repeat"),
     **_entries(shapes.along("a slice", shapes.dims_sliced), "slice.Tensor"),
     **_entries(shapes.along("a slice", shapes.dim_of), "slice_backward slice_scatter"),
+    **_entries(shapes.select_scattered, "select_scatter"),
     **_entries(shapes.along("a split", shapes.dim_of), "split.Tensor split_with_sizes"),
     **_entries(shapes.along("a concatenation", shapes.dim_joined), "cat"),
     **_entries(shapes.along("padding", shapes.dims_padded), "constant_pad_nd"),
@@ -94,8 +95,7 @@ RULES: dict[str, Rule] = {
     # Each row of the batch by itself.
     **_entries(families.norm, "native_layer_norm _fused_rms_norm"),
     **_entries(families.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
-    **_entries(families.by_row("weight", "bias"), "native_group_norm"),
-    **_entries(families.by_row("weight", results=(each(0), SUM, SUM)), "native_group_norm_backward"),
+    **_entries(_mixing("the number of its rows is an argument"), "native_group_norm native_group_norm_backward"),
     **_entries(
         families.by_row("weight", "bias", "running_mean", "running_var", results=(each(0), SAME, SAME)),
         "_native_batch_norm_legit_no_training",
@@ -142,7 +142,7 @@ RULES: dict[str, Rule] = {
 }
 """The rule of each op, by the name of its overload."""
 
-RANDOM = frozenset([*_names("rand randn"), *_names("inductor_random inductor_randint", library="prims")])
+RANDOM = frozenset([*_names("rand randn"), *_names("inductor_random", library="prims")])
 """Ops that draw random numbers of a stated size: each micro-batch draws its own. Whether they do depends on the size
 alone, so an op that repeats the draw of the forward in the backward draws the same numbers."""
 CREATES = frozenset(_names("full zeros ones empty.memory_format new_zeros new_ones new_full new_empty"))

@@ -15,6 +15,8 @@ from elixir_compile.capture.batch_call import SAME, SUM, Call, Mixes, States, ea
 from elixir_compile.capture.node_facts import tensor_of, value_of
 
 Rule = Callable[[Call], States]
+ZEROS = "elixir_zeros"
+"""The key in `node.meta` that marks zeros into which an op adds. If a later region does, they are an input of it."""
 _FEWER = "it reads or writes fewer rows than the batch has"
 
 
@@ -198,6 +200,18 @@ def index_selected(call: Call) -> States:
     return each(dim)
 
 
+def select_scattered(call: Call) -> States:
+    """Rule of `select_scatter`, whose `src` has all dimensions of the result but `dim`."""
+    base, source, (dim,) = call["self"], call["src"], dim_of(call)
+    state = call.state(base)
+    slices = state.dim if state.is_each else (own := call.state(source).dim) + (dim <= own)
+    if slices == dim:
+        raise Mixes("it selects one row of the batch")
+    call.slices_at(base, slices)
+    call.slices_at(source, slices - (dim < slices))
+    return each(slices)
+
+
 def scattered(call: Call) -> States:
     """Rule of `scatter` and `scatter_add`: EACH along other dimensions than `dim`; along `dim` a sum into zeros."""
     base, index, (dim,) = call["self"], call["index"], dim_of(call)
@@ -218,6 +232,7 @@ def _sum_into(base: object, *, is_sum: bool) -> States:
         raise Mixes("it writes rows of the batch into places that other rows may write too")
     if not (isinstance(base, fx.Node) and _is_zeros(base)):
         raise Mixes("it adds rows of the batch to a value other than zeros")
+    base.meta[ZEROS] = True
     return SUM
 
 
@@ -228,7 +243,11 @@ _FILLS = {"aten.full.default": 1, "aten.full_like.default": 1, "aten.new_full.de
 
 def _is_zeros(node: fx.Node) -> bool:
     target = str(node.target)
-    return target in _ZEROS or (target in _FILLS and node.args[_FILLS[target]] in (0, 0.0, False))
+    return (
+        node.meta.get(ZEROS, False)
+        or target in _ZEROS
+        or (target in _FILLS and node.args[_FILLS[target]] in (0, 0.0, False))
+    )
 
 
 def indexed(call: Call) -> States:

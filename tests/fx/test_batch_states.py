@@ -159,8 +159,8 @@ def test_views_of_one_storage_have_their_slices_where_they_are() -> None:
     assert not found.mixes
 
 
-def test_a_view_that_takes_slices_apart_mixes_the_op_that_reads_it() -> None:
-    """`[T, B]` to `[T * B]`: the view itself computes nothing, and the next op finds it whole."""
+def test_a_view_that_takes_slices_apart_is_taken_of_a_whole_result() -> None:
+    """`[T, B]` to `[T * B]`: the view itself computes nothing, so the op that it is a view of mixes the batch."""
 
     def merge(x: torch.Tensor) -> torch.Tensor:
         y = (x * 2).t().contiguous().view(-1)
@@ -168,7 +168,7 @@ def test_a_view_that_takes_slices_apart_mixes_the_op_that_reads_it() -> None:
 
     found = walked(traced(merge, [torch.zeros(ROWS, 3)]), [each(0)], ROWS)
     why = "a reshape of [3, 8] to [24] takes the slices along dimension 1 apart"
-    assert mixing(found) == {"aten.view.default": why, "aten.sin.default": why}
+    assert mixing(found) == {"aten.clone.default": why}
 
 
 def test_a_view_of_an_input_is_taken_of_the_whole_input() -> None:
@@ -214,6 +214,27 @@ def test_what_all_rows_read_in_slices_is_never_whole() -> None:
     assert by_target["aten.full.default"] == by_target["aten.exp.default"] == each(0)
     assert not found.mixes
     assert not found.narrowed
+
+
+def test_zeros_of_an_earlier_region_are_still_zeros() -> None:
+    """A region reads as an input what an earlier region has made; the marks of nodes come with it."""
+
+    def add(index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(3).index_put([index], x, accumulate=True)
+
+    graph = traced(add, [torch.zeros(ROWS, dtype=torch.long), torch.zeros(ROWS)])
+    assert not walked(graph, [each(0), each(0)], ROWS).mixes
+    zeros = next(node for node in graph.nodes if str(node.target) == "aten.zeros.default")
+    with graph.inserting_before(next(iter(graph.nodes))):
+        given = graph.placeholder("zeros")
+    given.meta = dict(zeros.meta)
+    zeros.replace_all_uses_with(given)
+    assert not walked(graph, [SAME, each(0), each(0)], ROWS).mixes
+    given.meta = {"val": zeros.meta["val"]}
+    assert (
+        "it adds rows of the batch to a value other than zeros"
+        in mixing(walked(graph, [SAME, each(0), each(0)], ROWS)).values()
+    )
 
 
 def test_a_value_read_whole_and_in_slices_by_one_op_mixes() -> None:
