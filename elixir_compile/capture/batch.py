@@ -93,11 +93,12 @@ UNDIVIDED = StepStates(batch=1, forward=_NOTHING, backward=_NOTHING)
 def step_states(captured: "Captured") -> StepStates:
     """Return the states of the values of `captured`, a capture or one that `rewrite.recompute` has changed.
 
-    The batch of a step without a backward, or with dynamic sizes, is 1.
+    The batch of a step without a backward, or with dynamic sizes, is 1. Sizes may also depend on data, as the number of
+    nonzero entries.
     """
     graph = captured.forward.graph
     placeholders = graph.find_nodes(op="placeholder")
-    if captured.backward is None or any(map(is_number, placeholders)):
+    if captured.backward is None or any(map(_has_dynamic_size, (*graph.nodes, *captured.backward.graph.nodes))):
         return UNDIVIDED
     inputs = [node for node in placeholders if _may_have_batch(node)]
     sizes = Counter(int(tensor_of(node).shape[0]) for node in inputs)
@@ -114,6 +115,13 @@ def mark_inputs_of_modules(graph: fx.Graph, positions: Collection[int]) -> None:
     """Mark the inputs of AOTAutograd's `graph` at `positions` as tensors of modules, for `step_states`."""
     for node in compat.inputs_at(graph, positions):
         node.meta[OF_MODULE] = True
+
+
+def _has_dynamic_size(node: fx.Node) -> bool:
+    value = value_of(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    shapes = (own.shape if isinstance(own, torch.Tensor) else (own,) for own in values)
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for shape in shapes for size in shape)
 
 
 def _may_have_batch(node: fx.Node) -> bool:

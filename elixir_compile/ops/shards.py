@@ -71,6 +71,21 @@ def part_like(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return (parts[index] if index < len(parts) else value[:0]).clone()
 
 
+def rehome_grad(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Replace the data of the gradient of `param`, or its local tensor, by `data`, which has its values.
+
+    On the same device the gradient stays the same tensor, as a user may hold it.
+    """
+    grad = param.grad
+    assert grad is not None
+    if own_part(grad).device != data.device:
+        param.grad = as_dtensor(data, param)
+    elif isinstance(grad, DTensor):
+        compat.set_local_tensor(grad, data)
+    else:
+        grad.data = data
+
+
 def as_dtensor(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the DTensor with local tensor `own` and the layout of `like`, or `own` if `like` is no DTensor."""
     return compat.dtensor_like(own, like) if isinstance(like, DTensor) else own
@@ -118,4 +133,6 @@ def rehome(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     else:
         param.data = data
     if grad is not None:
-        param.grad = as_dtensor(own_part(grad).to(data.device), param)
+        # A user may hold the gradient itself, so it is another tensor only on another device.
+        is_there = own_part(grad).device == data.device
+        param.grad = grad if is_there else as_dtensor(own_part(grad).to(data.device), param)

@@ -13,7 +13,7 @@ import torch
 
 from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
-from elixir_compile.ops.shards import as_dtensor, own_part, rehome
+from elixir_compile.ops.shards import own_part, rehome, rehome_grad
 from elixir_compile.runtime.awaited import QueuedUpdates
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
 
@@ -91,12 +91,12 @@ class RunningBucket:
             for i, grad in moving:
                 slot, is_sum = self.slots[i], grad.dtype != self.grad_dtype
                 home = self.fp32_sum_buffer(slot) if is_sum else buffers[i]
-                slot.param.grad = as_dtensor(home.copy_(grad), slot.param)
+                rehome_grad(slot.param, home.copy_(grad))
         else:
             for i, grad in grads:
                 moved = on_device(grad, device)
                 if moved is not grad:
-                    self.slots[i].param.grad = as_dtensor(moved, self.slots[i].param)
+                    rehome_grad(self.slots[i].param, moved)
 
     def has_drifted(self) -> bool:
         """Whether user code replaced the data of a parameter since `move_home`: `model.to(...)`, `param.data = ...`."""

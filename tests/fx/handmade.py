@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -206,8 +207,12 @@ def planned(monkeypatch: pytest.MonkeyPatch, choose: Choice, **options: Any) -> 
     made: list[Plan] = []
 
     def plan_for(problem: Problem, _: object) -> Plan:
-        made.append(plan_by_hand(problem.graph, choose, cluster=problem.cluster.name, **options))
-        return made[-1]
+        plan = plan_by_hand(problem.graph, choose, cluster=problem.cluster.name, **options)
+        if problem.accumulates:
+            plan = replace(plan, buckets=tuple(replace(bucket, sum_nbytes=bucket.nbytes) for bucket in plan.buckets))
+            plan = with_peaks(problem.graph, plan)
+        made.append(plan)
+        return plan
 
     with monkeypatch.context() as patch:
         patch.setattr("elixir_compile.managed.graph_planner.plan_for", plan_for)

@@ -268,9 +268,11 @@ class _Walk:
 
 
 def _sum_host_bytes(bucket: Bucket, home: Placement) -> int:
-    """Return the bytes of sums in fp32 on the host, with the state there: of sums beside the gradients of one pass, and
-    of gradients that arrive while sums are made, if the parameters are there too."""
+    """Return the bytes on the host of sums of gradients and of gradients that arrive meanwhile, beside the buffer of
+    the gradients of one pass. That buffer holds the sums if they are no wider than the gradients."""
+    is_there = home.param is not Tier.DEVICE
     if bucket.reduce_dtype is not None:
-        return bucket.shard_grad_nbytes() if home.param is not Tier.DEVICE else 0
-    arriving_bytes = bucket.nbytes if bucket.sum_nbytes and home.param is not Tier.DEVICE else 0
-    return bucket.sum_nbytes + arriving_bytes
+        return bucket.shard_grad_nbytes() if is_there else 0
+    if bucket.sum_nbytes > bucket.nbytes:
+        return bucket.sum_nbytes + (bucket.nbytes if is_there else 0)
+    return bucket.sum_nbytes * max(bucket.shard_numels) // max(bucket.numel, 1) if is_there else 0

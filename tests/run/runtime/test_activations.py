@@ -170,7 +170,8 @@ def test_forwards_have_their_own_host_memory(
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_new_plan_leaves_outstanding_forwards_their_plan(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second forward is planned anew, because the first still holds activations."""
+    """The second forward is planned anew, because the first still holds activations. In the next step both are
+    planned once more, because the second backward found the gradients of the first."""
     model, batches = seeded(Stack), vectors()
     expected = by_torch(model, backend=inner).train(batches, two_forwards)
     turns = [to_depth(Depth.MATMUL), offload]
@@ -180,7 +181,9 @@ def test_a_new_plan_leaves_outstanding_forwards_their_plan(inner: str, monkeypat
 
     with planned(monkeypatch, choose) as plans:
         got = by_elixir(model, inner=inner).train(batches, two_forwards)
-    assert [set(layers_by_saving(plan)) for plan in plans] == [{Saving.KEEP, Saving.RECOMPUTE}, {Saving.OFFLOAD}]
+    savings = [set(layers_by_saving(plan)) for plan in plans]
+    assert savings == [{Saving.KEEP, Saving.RECOMPUTE}, *[{Saving.OFFLOAD}] * 3]
+    assert [plan.counts_staying_gradients for plan in plans] == [False, False, True, True]
     assert_same(expected, got) if inner == "aot_eager" else assert_close(expected, got)
 
 
