@@ -92,7 +92,7 @@ def last_with_gradients(bucket: Bucket, num_run: int, num_ops: int) -> int:
 
 
 def gathered_copy(sizes: Sizes, gather: int, wait: int, last: int, *, is_sent: bool) -> Iterator[Held]:
-    """Yield the bytes of one gathered copy of a bucket.
+    """Yield the bytes of a copy of a bucket from its gather to its release.
 
     The gather is issued before op `gather`, its wait is before op `wait`, and the release is after op `last`. `is_sent`
     if the parameters come from the host.
@@ -139,7 +139,7 @@ def step_gradients(
     if the home of the gradients is not the device, `is_replaced` as for `reduce_buffers`.
     """
     births, stays = tuple(births), end if stays is None else stays
-    last = min(last_unreduced(complete, wait, is_packed=sizes.is_packed), stays)
+    last = last_unreduced(complete, wait, stays, is_packed=sizes.is_packed)
     for birth, nbytes in births:
         yield Held(Kind.GRAD, nbytes, birth, last)
     if complete < end and (sizes.is_sharded or sizes.is_packed):
@@ -148,9 +148,9 @@ def step_gradients(
         yield from reduce_buffers(sizes, complete, wait, leaves, unreduced_bytes, is_replaced=is_replaced)
 
 
-def last_unreduced(complete: int, wait: int, *, is_packed: bool) -> int:
+def last_unreduced(complete: int, wait: int, stays: int, *, is_packed: bool) -> int:
     """Return the last op with the unreduced gradients of a bucket on the device; see `step_gradients` for the ops."""
-    return complete if is_packed else wait
+    return min(complete if is_packed else wait, stays)
 
 
 def reduce_buffers(

@@ -251,9 +251,11 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
     end = len(step.ops) - 1
     reduces = [(bucket, moves.completes.get(bucket.id, end)) for bucket in plan.buckets]
     ends = {
-        bucket.id: min(
-            last_unreduced(complete, moves.grad_ends.get(bucket.id, end), is_packed=bucket.is_packed),
+        bucket.id: last_unreduced(
+            complete,
+            moves.grad_ends.get(bucket.id, end),
             moves.last_with_gradients(bucket),
+            is_packed=bucket.is_packed,
         )
         for bucket, complete in reduces
     }

@@ -28,10 +28,30 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.batch_call import SAME, SUM, TOTAL, Call, Conflict, Mixes, State, States, each, operands_of
+from elixir_compile.capture.batch_call import (
+    SAME,
+    SUM,
+    TOTAL,
+    Call,
+    Conflict,
+    Mixes,
+    State,
+    States,
+    all_results,
+    each,
+    operands_of,
+)
 from elixir_compile.capture.batch_rules import CREATES, LOOKUPS, RANDOM, is_linear_in_sum, is_pointwise, rule_for
 from elixir_compile.capture.markers import MARKERS, TICKET, gradient
-from elixir_compile.capture.node_facts import as_node, has_tensor, is_number, outputs_of, tensor_of, value_of
+from elixir_compile.capture.node_facts import (
+    as_node,
+    has_dynamic_size,
+    has_tensor,
+    is_pure,
+    outputs_of,
+    tensor_of,
+    value_of,
+)
 from elixir_compile.capture.views import view_chain
 from elixir_compile.ir import Batched, Phase
 
@@ -45,7 +65,7 @@ they have as many rows."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """The states of the values of one graph."""
+    """The state of each value of a graph, and the ops of the graph that mix the batch."""
 
     states: Mapping[fx.Node, States]
     """The state of each node with a value."""
@@ -98,7 +118,7 @@ def step_states(captured: "Captured") -> StepStates:
     """
     graph = captured.forward.graph
     placeholders = graph.find_nodes(op="placeholder")
-    if captured.backward is None or any(map(_has_dynamic_size, (*graph.nodes, *captured.backward.graph.nodes))):
+    if captured.backward is None or any(map(has_dynamic_size, (*graph.nodes, *captured.backward.graph.nodes))):
         return UNDIVIDED
     inputs = [node for node in placeholders if _may_have_batch(node)]
     sizes = Counter(int(tensor_of(node).shape[0]) for node in inputs)
@@ -115,13 +135,6 @@ def mark_inputs_of_modules(graph: fx.Graph, positions: Collection[int]) -> None:
     """Mark the inputs of AOTAutograd's `graph` at `positions` as tensors of modules, for `step_states`."""
     for node in compat.inputs_at(graph, positions):
         node.meta[OF_MODULE] = True
-
-
-def _has_dynamic_size(node: fx.Node) -> bool:
-    value = value_of(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    shapes = (own.shape if isinstance(own, torch.Tensor) else (own,) for own in values)
-    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for shape in shapes for size in shape)
 
 
 def _may_have_batch(node: fx.Node) -> bool:
@@ -216,12 +229,12 @@ class _Walk:
         read = {source: self._read(source) for source in operands_of(node)}
         kinds = {state.batched for state in read.values()}
         try:
-            if Batched.EACH in kinds or not _is_pure(node):
+            if Batched.EACH in kinds or not is_pure(node):
                 states = self._ruled(node, read, kinds)
             elif Batched.SUM in kinds and is_linear_in_sum(node, read):
-                states = _all_results(node, SUM)
+                states = all_results(node, SUM)
             elif Batched.SUM in kinds or any(state.is_total for state in read.values()):
-                states = _all_results(node, TOTAL)
+                states = all_results(node, TOTAL)
             else:
                 states = self._made(node)
         except Mixes as mixed:
@@ -247,7 +260,7 @@ class _Walk:
             self.laps[node] = self.laps[source]
 
     def _ruled(self, node: fx.Node, read: Mapping[fx.Node, State], kinds: set[Batched]) -> States:
-        if not _is_pure(node):
+        if not is_pure(node):
             raise Mixes(_why_impure(node))
         if Batched.SUM in kinds or any(state.is_total for state in read.values()):
             raise Mixes("a sum over the batch meets rows of it")
@@ -266,7 +279,7 @@ class _Walk:
         if str(node.target) in RANDOM:
             shape = tensor_of(node).shape
             return each(0) if len(shape) and shape[0] and shape[0] % self.batch == 0 else SAME
-        return _all_results(node, SAME)
+        return all_results(node, SAME)
 
     def _mix(self, node: fx.Node, read: Mapping[fx.Node, State], why: str) -> None:
         """Note that `node`, or the op of which it is a view, runs on whole tensors.
@@ -311,18 +324,6 @@ class _Walk:
         self.states[node] = each(dim)
         for user in readers:
             del self.narrowed[user, node]
-
-
-def _all_results(node: fx.Node, state: State) -> States:
-    value = value_of(node)
-    return tuple(state for _ in value) if isinstance(value, (tuple, list)) else state
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Return whether `node` is an operator of torch that writes none of its inputs."""
-    if not compat.is_op_overload(node.target):
-        return is_number(node)
-    return node.target.namespace in ("aten", "prims") and not compat.schema_of(node.target).is_mutable
 
 
 def _why_impure(node: fx.Node) -> str:

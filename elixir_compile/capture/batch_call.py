@@ -42,13 +42,19 @@ def each(dim: int) -> State:
     return State(Batched.EACH, dim)
 
 
+def all_results(node: fx.Node, state: State) -> States:
+    """Return `state` for each result of `node`."""
+    value = value_of(node)
+    return tuple(state for _ in value) if isinstance(value, (tuple, list)) else state
+
+
 class Mixes(Exception):  # noqa: N818 - no error: `batch.walk` catches it
     """Raised by a rule for an op that needs the whole batch. The text says why."""
 
 
 class Conflict(Mixes):
-    """Two values of the op have slices that do not match. One of them may have no slices of the batch, but rows of
-    which the number is that of the batch by chance."""
+    """Two values of the op have slices that do not match. Perhaps only one has slices of the batch, and the other has
+    as many rows by chance."""
 
 
 @dataclass(slots=True)
@@ -101,11 +107,6 @@ class Call:
         for operand, times in self._num_narrowed.items():
             if operands_of(self.node).count(operand) != times:
                 raise Mixes(f"it reads {operand.name} whole and in slices of the batch")
-
-    def for_all_results(self, state: State) -> States:
-        """Return `state` for each result of the op."""
-        value = value_of(self.node)
-        return tuple(state for _ in value) if isinstance(value, (tuple, list)) else state
 
     def different_dims(self) -> NoReturn:
         """Raise Conflict because two values have their slices along dimensions that do not match."""

@@ -5,8 +5,6 @@ They are called as the rules in `batch_shapes`. The gradient of what all rows sh
 
 from collections.abc import Sequence
 
-from torch import fx
-
 from elixir_compile.capture.batch_call import (
     SAME,
     SUM,
@@ -15,12 +13,13 @@ from elixir_compile.capture.batch_call import (
     Mixes,
     State,
     States,
+    all_results,
     each,
     normal_dims,
     operands_of,
     shape_of,
 )
-from elixir_compile.capture.batch_shapes import Rule, aligned, pointwise
+from elixir_compile.capture.batch_shapes import Rule, aligned, pointwise, slices_if_there
 from elixir_compile.capture.node_facts import tensor_of, value_of
 
 MEAN, SUM_OF_LOSSES = 1, 2
@@ -38,9 +37,9 @@ def reduction(noun: str, result: State | None = None) -> Rule:
         if dim in over:
             if result is None:
                 raise Mixes(f"{noun} over the batch")
-            return call.for_all_results(result)
+            return all_results(call.node, result)
         is_kept = "keepdim" in names and call["keepdim"]
-        return call.for_all_results(each(dim if is_kept else dim - sum(place < dim for place in over)))
+        return all_results(call.node, each(dim if is_kept else dim - sum(place < dim for place in over)))
 
     return rule
 
@@ -66,7 +65,7 @@ def product(labels: str) -> Rule:
         if label in result:
             dim = result.index(label)
             for operand in added:
-                _add_slices(call, operand, dim - (len(result) - len(shape_of(operand))))
+                slices_if_there(call, operand, dim - (len(result) - len(shape_of(operand))))
             return each(dim)
         if added:
             raise Mixes("a value is added to a sum over the batch")
@@ -75,20 +74,15 @@ def product(labels: str) -> Rule:
     return rule
 
 
-def _add_slices(call: Call, operand: fx.Node, place: int) -> None:
-    if call.state(operand).is_each or (place >= 0 and shape_of(operand)[place] != 1):
-        call.slices_at(operand, place)
-
-
 def embedding(call: Call) -> States:
-    """Rule of a lookup of rows of a table: each index by itself."""
+    """Rule of `embedding`: each index reads its row of the table by itself."""
     if call.state(call["weight"]).is_each:
         raise Conflict(_OWN_WEIGHTS)
     return each(call.state(call["indices"]).dim)
 
 
 def embedding_backward(call: Call) -> States:
-    """Rule of the gradient of a table: the sum over the indices."""
+    """Rule of the gradient of the table of an embedding, which is a sum over the indices."""
     grad, indices = call["grad_output"], call["indices"]
     ndim = len(shape_of(indices))
     if call["scale_grad_by_freq"]:
@@ -110,11 +104,11 @@ def norm(call: Call) -> States:
         raise Conflict(_OWN_WEIGHTS)
     if dim >= len(shape_of(source)) - len(call["normalized_shape"]):
         raise Mixes("statistics over the batch")
-    return call.for_all_results(each(dim))
+    return all_results(call.node, each(dim))
 
 
 def norm_backward(call: Call) -> States:
-    """Rule of the gradients of layer norm and RMS norm: of the input, of the weight and of the bias.
+    """Rule of layer norm and RMS norm backwards, whose results are the gradients of the input, weight and bias.
 
     The kernel of torch 2.13 for CPUs reads mean and deviation as if their rows were next to each other in memory, which
     they are not in slices along a later dimension.
@@ -146,7 +140,7 @@ def by_row(*shared: str, results: tuple[State, ...] = ()) -> Rule:
         for operand in operands_of(call.node):
             if not any(operand is weight for weight in weights):
                 call.slices_at(operand, 0)
-        return results or call.for_all_results(each(0))
+        return results or all_results(call.node, each(0))
 
     return rule
 

@@ -11,7 +11,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from elixir_compile.capture.batch_call import SAME, SUM, Call, Mixes, States, each, normal_dims, operands_of, shape_of
+from elixir_compile.capture.batch_call import (
+    SAME,
+    SUM,
+    Call,
+    Mixes,
+    States,
+    all_results,
+    each,
+    normal_dims,
+    operands_of,
+    shape_of,
+)
 from elixir_compile.capture.node_facts import tensor_of, value_of
 
 Rule = Callable[[Call], States]
@@ -55,7 +66,7 @@ def ndim_of(call: Call) -> int:
 def pointwise(call: Call) -> States:
     """Rule of ops that compute each element of the result from the same element of the inputs, after broadcasting."""
     ndim = ndim_of(call)
-    return call.for_all_results(each(aligned(call, ((operand, ndim) for operand in operands_of(call.node)))))
+    return all_results(call.node, each(aligned(call, ((operand, ndim) for operand in operands_of(call.node)))))
 
 
 def reshaped(call: Call) -> States:
@@ -74,7 +85,7 @@ def reshaped(call: Call) -> States:
 
 def moved(place: Callable[[Call, int], int]) -> Rule:
     """Return the rule of a view that has the dimension `d` of its input as dimension `place(call, d)`."""
-    return lambda call: call.for_all_results(each(place(call, call.state(call.node.args[0]).dim)))
+    return lambda call: all_results(call.node, each(place(call, call.state(call.node.args[0]).dim)))
 
 
 def transposed(call: Call, dim: int) -> int:
@@ -139,7 +150,7 @@ def along(noun: str, dims: Callable[[Call], Collection[int]]) -> Rule:
         operands = [operand for operand in operands_of(call.node) if not _is_left_out(operand, ndim)]
         if any(state.is_each and state.dim in worked for state in map(call.state, operands)):
             raise Mixes(f"{noun} along the batch")
-        return call.for_all_results(each(aligned(call, ((operand, ndim) for operand in operands))))
+        return all_results(call.node, each(aligned(call, ((operand, ndim) for operand in operands))))
 
     return rule
 
@@ -271,15 +282,15 @@ def indexed(call: Call) -> States:
         chosen = [(index, ndim) for index in indices]
         return each(aligned(call, [*chosen, (mask, ndim + behind)] if mask is not None else chosen))
     if mask is not None:
-        _slice_mask(call, mask, found)
+        slices_if_there(call, mask, found - (ndim_of(call) - len(shape_of(mask))))
     return each(found)
 
 
-def _slice_mask(call: Call, mask: object, dim: int) -> None:
-    """Require that `mask`, broadcast to the result, is read in slices along `dim` if it has that dimension."""
-    place = dim - (ndim_of(call) - len(shape_of(mask)))
-    if call.state(mask).is_each or (place >= 0 and shape_of(mask)[place] != 1):
-        call.slices_at(mask, place)
+def slices_if_there(call: Call, operand: object, place: int) -> None:
+    """Require that `operand`, which is broadcast, is read in slices along its dimension `place` if it has one that is
+    not broadcast."""
+    if call.state(operand).is_each or (place >= 0 and shape_of(operand)[place] != 1):
+        call.slices_at(operand, place)
 
 
 def _indices(call: Call) -> Sequence[fx.Node]:
@@ -312,5 +323,5 @@ def like(call: Call) -> States:
 
 
 def new(call: Call) -> States:
-    """Rule of tensors of a stated size, of which only dtype and device are those of a value with slices."""
+    """Rule of tensors of a stated size, which take only dtype and device from a value with slices."""
     return SAME

@@ -80,7 +80,7 @@ def load_plan_for(path: "str | Path", graph: StepGraph, cluster: Cluster, num_co
 
 
 def require_same_machine(plan: Plan, cluster: Cluster) -> None:
-    """Raise PlanMismatch if the number of ranks of `plan`, or the name of its machine, is not that of `cluster`."""
+    """Raise PlanMismatch if `plan` is for another number of ranks or another machine than `cluster`."""
     num_ranks = plan.num_ranks * plan.num_copies
     if num_ranks != cluster.num_ranks:
         here = f"{cluster.num_ranks} ({cluster.name})"

@@ -8,7 +8,7 @@ from elixir_compile.ir import Phase, StepGraph
 from elixir_compile.options import Options
 
 
-def micro_batches_of(graph: StepGraph, options: Options) -> int:
+def micro_batches_asked(graph: StepGraph, options: Options) -> int:
     """Return the number of micro-batches in which the laps of `graph` run; 1 if the search has to choose.
 
     Raises InvalidOption if the rows of the batch are not divided by the number that the user asks for. Warns

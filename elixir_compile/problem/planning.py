@@ -25,7 +25,7 @@ from elixir_compile.problem.machine import (
     num_sharing_host,
     scalar_bytes,
 )
-from elixir_compile.problem.micro_batches import micro_batches_of
+from elixir_compile.problem.micro_batches import micro_batches_asked
 from elixir_compile.problem.outside import (
     device_bytes,
     grad_dtype_of,
@@ -174,7 +174,7 @@ def build_problem(
         disk=disk,
         update=update_of(options),
         least_alike=least_alike_of(options),
-        micro_batches=micro_batches_of(graph, options),
+        micro_batches=micro_batches_asked(graph, options),
         base_bytes=memory.base_bytes,
         buckets=tuple(with_sums(bucket, sums) if accumulates else bucket for bucket, _ in in_force),
         placements=tuple(placement for _, placement in in_force),

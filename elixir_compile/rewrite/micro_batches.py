@@ -29,7 +29,7 @@ from elixir_compile.capture.views import view_chain, viewed
 from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import Batched
 from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Last, Memory, Part, Read, Result, Summed
-from elixir_compile.rewrite.local_args import created_args, is_created, is_seeded, local_args
+from elixir_compile.rewrite.local_args import is_created, is_seeded, local_args
 from elixir_compile.rewrite.regions import RegionGraph
 
 
@@ -208,7 +208,8 @@ class _Divider:
     def _write_local(self, part: Part, node: fx.Node) -> None:
         """Copy `node` into the body, with the sizes of one micro-batch, and check the shape of its result."""
         state = self._states[node]
-        args, kwargs = local_args(node, state, self._num) if isinstance(state, State) else (node.args, node.kwargs)
+        dim = state.dim if isinstance(state, State) and state.is_each else None
+        args, kwargs = local_args(node, dim, self._num)
 
         def local(source: fx.Node) -> fx.Node:
             return self._local(part, source, self._narrowed.get((node, source)), is_seed=is_seeded(node))
@@ -257,7 +258,7 @@ class _Divider:
         """Return `node`, a tensor of one value, at the size of a micro-batch along `dim`."""
         key = (node, dim)
         if key not in part.created:
-            args, kwargs = created_args(node, dim, self._num)
+            args, kwargs = local_args(node, dim, self._num)
             made = part.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
             made.meta = {**node.meta, "val": _computed(made, value_of(node))}
             part.created[key] = made

@@ -92,9 +92,7 @@ def place_best(
     starts = _uniform_candidates(evaluator)
     if not moves_nothing:
         _try_shortest(tries, milp, starts)
-    seeds = [milp.vector(candidate) for candidate in dict.fromkeys((first.candidate, tries.best.candidate, *starts))]
-    for seed in seeds:
-        milp.add_paths(seed)
+    seeds = _seeds(milp, dict.fromkeys((first.candidate, tries.best.candidate, *starts)))
     if milp.is_large and not moves_nothing:
         seeds += _try_counted(tries, CountedMilp(milp), _COUNTED_SHARES[:1])
     start = priced(milp, seeds, tries.deadline)
@@ -123,16 +121,21 @@ def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline) -> 
     if not evaluator.facts.buckets:
         return evaluator.step_s(evaluator.facts.start_levels)
     milp = Milp(evaluator, max(step_s, 1e-12))
-    seeds = [milp.vector(candidate) for candidate in _uniform_candidates(evaluator)]
-    for seed in seeds:
-        milp.add_paths(seed)
-    start = priced(milp, seeds, deadline)
+    start = priced(milp, _seeds(milp, _uniform_candidates(evaluator)), deadline)
     return None if start is None else milp.seconds(start.bound)
 
 
 def _is_worth_moving(evaluator: Evaluator, first: DraftPlan, shorter_s: float) -> bool:
     """Return whether a step of `shorter_s` is a reason not to take `first`, which moves nothing and fits."""
     return evaluator.facts.problem.moves_what_fits and first.step_s > shorter_s * (1 + _WORTH_MOVING)
+
+
+def _seeds(milp: Milp, candidates: Iterable[Candidate]) -> list[Vector]:
+    """Return the x of each of `candidates`, after adding the rows of its longest paths."""
+    seeds = [milp.vector(candidate) for candidate in candidates]
+    for seed in seeds:
+        milp.add_paths(seed)
+    return seeds
 
 
 def _uniform_candidates(evaluator: Evaluator) -> list[Candidate]:

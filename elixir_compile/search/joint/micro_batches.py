@@ -8,7 +8,7 @@ The bound of the result holds for every plan in any of the numbers: it is the lo
 fit, and of those that were not searched, the relaxed optimum counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elixir_compile.analysis.laps import micro_batches_of
@@ -81,7 +81,8 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float) -> Plan:
         if isinstance(whole, NoFeasiblePlan):
             raise whole
         return whole
-    floors = {number: _floor_bytes(problem, number) for number in numbers}
+    evaluators = {number: Evaluator(gather_facts(replace(problem, micro_batches=number))) for number in numbers}
+    floors = {number: leanest(evaluator).floor_bytes for number, evaluator in evaluators.items()}
     fitting = [number for number in numbers if floors[number] <= problem.budget_bytes]
     plans: dict[int, Plan] = {}
     for number in fitting:
@@ -93,7 +94,9 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float) -> Plan:
         except NoFeasiblePlan:
             continue
     if plans:
-        return _best(problem, whole, plans, floors, clock.until(timeout_s + 1.0))
+        unsearched = [evaluators[number] for number in fitting if number not in plans]
+        bound_s = _bound_s(whole, plans, unsearched, clock.until(timeout_s + 1.0))
+        return _best(problem, whole, plans, floors, bound_s)
     if isinstance(whole, Plan):
         return whole
     raise _leanest_error(problem, whole, floors, search)
@@ -113,11 +116,6 @@ def candidates(problem: Problem) -> list[int]:
     return [number for number in found if replace(problem, micro_batches=number).laps(())]
 
 
-def _floor_bytes(problem: Problem, number: int) -> int:
-    """Return the smallest peak of the uniform modes in `number` micro-batches."""
-    return leanest(Evaluator(gather_facts(replace(problem, micro_batches=number)))).floor_bytes
-
-
 def _is_falling(plans: dict[int, Plan]) -> bool:
     """Return whether the last of `plans` has the shortest step."""
     steps = [plan.prediction.step_s for plan in plans.values()]
@@ -129,12 +127,11 @@ def _best(
     whole: Plan | NoFeasiblePlan,
     plans: dict[int, Plan],
     floors: dict[int, int],
-    deadline: Deadline,
+    bound_s: float | None,
 ) -> Plan:
-    """Return the plan with the shortest step, with the decision for it and the bound over all numbers."""
+    """Return the plan with the shortest step, with the decision for it and the bound over all numbers, `bound_s`."""
     chosen = min(plans, key=lambda number: plans[number].prediction.step_s)
     best = plans[chosen]
-    bound_s = _bound_s(problem, whole, plans, floors, deadline)
     if isinstance(whole, Plan) and best.prediction.step_s >= whole.prediction.step_s * (1 - _GAIN):
         return replace(whole, bound_s=bound_s if whole.bound_s is not None else None)
     rejected = tuple(
@@ -162,20 +159,16 @@ def _rejected(number: int, plan: Plan | None, floor_bytes: int, best: Plan, budg
 
 
 def _bound_s(
-    problem: Problem,
-    whole: Plan | NoFeasiblePlan,
-    plans: dict[int, Plan],
-    floors: dict[int, int],
-    deadline: Deadline,
+    whole: Plan | NoFeasiblePlan, plans: dict[int, Plan], unsearched: Sequence[Evaluator], deadline: Deadline
 ) -> float | None:
-    """Return the lowest bound of all numbers that fit, or None if the bound of one is not known."""
+    """Return the lowest bound of all numbers that fit, or None if the bound of one is not known.
+
+    `unsearched` are the evaluators of the numbers that fit and have no plan.
+    """
     bounds = [plan.bound_s for plan in plans.values()]
     bounds += [whole.bound_s] if isinstance(whole, Plan) else []
     step_s = min(plan.prediction.step_s for plan in plans.values())
-    for number, floor_bytes in floors.items():
-        if number not in plans and floor_bytes <= problem.budget_bytes:
-            evaluator = Evaluator(gather_facts(replace(problem, micro_batches=number)))
-            bounds.append(relaxed_bound_s(evaluator, step_s, deadline))
+    bounds += [relaxed_bound_s(evaluator, step_s, deadline) for evaluator in unsearched]
     known = [bound_s for bound_s in bounds if bound_s is not None]
     return min(known) if len(known) == len(bounds) else None
 
