@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from elixir_compile.collector import collector_off
+from elixir_compile.errors import InvalidOption
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 
@@ -113,7 +114,7 @@ def plan(
     model: Annotated[str, typer.Argument(help=_MODEL)],
     hardware: _HARDWARE = None,
     ranks: _RANKS = 1,
-    batch: _BATCH = 8,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per device and forward; 8 by default.")] = None,
     seq: _SEQ = 1024,
     dtype: _DTYPE = "bfloat16",
     recompute: _RECOMPUTE = False,
@@ -138,9 +139,19 @@ def plan(
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: Annotated[
-        int | None, typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments.")
+        list[int] | None,
+        typer.Option(
+            min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments. --tune takes many."
+        ),
     ] = None,
     largest_batch: Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits.")] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Find the batch, accumulation and micro-batches with the most tokens/s.")
+    ] = False,
+    tokens_per_step: Annotated[
+        str | None,
+        typer.Option(help="With --tune: tokens of an optimizer step over all devices: 524288, 500k or 0.5M."),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     as_json: _JSON = False,
 ) -> None:
@@ -158,11 +169,34 @@ def plan(
         "accumulate": accumulate or None,
     }  # fmt: skip
     request = Request(
-        model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
+        model=model, batch=batch or 8, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
         options=options,
     )  # fmt: skip
-    code = run_plan(request, state_bytes=state_bytes, is_largest=largest_batch, output=output, as_json=as_json)
+    states = tuple(state_bytes or ())
+    if tune and not largest_batch:
+        from elixir_compile.cli.tune import TuneRequest, run_tune
+
+        tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
+        raise typer.Exit(code=run_tune(tuned, output=output, as_json=as_json))
+    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune)
+    if wrong is not None:
+        from elixir_compile.cli.reports import fail
+
+        raise typer.Exit(code=fail(wrong, as_json=as_json))
+    nbytes = states[0] if states else None
+    code = run_plan(request, state_bytes=nbytes, is_largest=largest_batch, output=output, as_json=as_json)
     raise typer.Exit(code=code)
+
+
+def _wrong_beside_plan(tokens_per_step: str | None, states: tuple[int, ...], *, is_tuned: bool) -> InvalidOption | None:
+    """Return the error if an argument of `plan` needs `--tune`, or cannot be given with it; else None."""
+    if is_tuned:
+        return InvalidOption("largest_batch", True, "no --largest-batch beside --tune, which finds the fastest batch")
+    if tokens_per_step is not None:
+        return InvalidOption("tokens_per_step", tokens_per_step, "--tune beside it; without, --batch and --seq count")
+    if len(states) > 1:
+        return InvalidOption("state_bytes", states, "a single number; several need --tune")
+    return None
 
 
 @app.command()

@@ -1,0 +1,275 @@
+"""`elixir-compile plan --tune`: plan an optimizer step in many ways, and print the fastest and a loop that runs it."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from elixir_compile.api.tune import States, Tuning
+from elixir_compile.cli.plan import Request, nothing_on_stdout
+from elixir_compile.cli.reports import fail
+from elixir_compile.errors import ElixirError, InvalidOption, NoFeasiblePlan
+from elixir_compile.ir import plan_to_json
+from elixir_compile.managed.saved import save_plan
+from elixir_compile.options import Options
+from elixir_compile.search.joint.settings import Setting
+from elixir_compile.search.joint.tuning import GAIN, Row, Stage, Tuned
+from elixir_compile.units import COUNT_EXAMPLE, format_bytes, parse_count
+
+_MOST_SHOWN = 14
+"""Rows of the table."""
+_LEAST_OTHERS = 4
+"""Rows of the table without a plan, if there are so many."""
+_STATUS = {
+    Stage.SEARCHED: "planned",
+    Stage.NOT_BETTER: "not better by their bounds",
+    Stage.TOO_LARGE: "too large",
+    Stage.NOT_SEARCHED: "not searched",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """The arguments of `plan --tune`, as typed."""
+
+    plan: Request
+    """The arguments of `plan`; its batch is not used."""
+    batch: int | None
+    """Rows of one forward, if the user fixes them."""
+    tokens: str | None
+    """Tokens per step; None for a single forward of `batch` rows, 8 if there is no `batch`."""
+    states: Sequence[int]
+    """Bytes of optimizer state per element; empty for the choices of HybridAdamW."""
+
+    def num_tokens(self, num_ranks: int) -> int:
+        """Return the tokens of a step. Raises InvalidOption."""
+        if self.tokens is None:
+            return (self.batch or self.plan.batch) * self.plan.seq * num_ranks
+        try:
+            return parse_count(self.tokens)
+        except ValueError as error:
+            raise InvalidOption("tokens_per_step", self.tokens, COUNT_EXAMPLE) from error
+
+
+def run_tune(request: TuneRequest, *, output: Path | None, as_json: bool) -> int:
+    """Search the settings of `request`, print them, and write the plan of the best to `output`.
+
+    Return the exit code: 2 if no setting has a plan, 1 on errors. If `as_json`, stdout gets one JSON object.
+    """
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        tuned, states = _tuned(request, notes)
+        if output is not None and tuned.best.plan is not None:
+            save_plan(tuned.best.plan, output)
+    except ElixirError as error:
+        return fail(error, as_json=as_json)
+    except OSError as error:
+        notes.print(f"error: cannot write {output}: {error.strerror}", markup=False)
+        return 1
+    if as_json:
+        sys.stdout.write(json.dumps(_as_json(tuned, request), indent=1) + "\n")
+    else:
+        _show(tuned, states, request, Console(highlight=False, soft_wrap=True))
+    if output is not None:
+        notes.print(f"plan: {output}", markup=False)
+    return 0
+
+
+def _tuned(request: TuneRequest, notes: Console) -> tuple[Tuned, States]:
+    plan = request.plan
+    options, cluster = plan.parsed_options(), plan.cluster()
+    num_tokens = request.num_tokens(1 if cluster is None else cluster.num_ranks)
+    states = States.of(plan.dtype, options, request.states)
+    given = plan.given_options()
+    number = given.get("micro_batches")
+    tuning = Tuning(
+        capture_with=lambda rows, chunks: replace(plan, batch=rows).capture(chunks=chunks),
+        options=options,
+        micro_batches=number if isinstance(number, int) else None,
+        is_timed="search_timeout" in given,
+        cluster=cluster,
+        seq=plan.seq,
+    )
+    with _progress(notes) as report, nothing_on_stdout():
+        return tuning.tuned(num_tokens, states.choices, rows=request.batch, report=report), states
+
+
+@contextmanager
+def _progress(notes: Console) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a line on a terminal until the next line; the last one disappears."""
+    if not notes.is_terminal:
+        yield lambda line: None
+        return
+    with Live("", console=notes, transient=True, auto_refresh=False) as live:
+        yield lambda line: live.update(f"{line} ...", refresh=True)
+
+
+def _show(tuned: Tuned, states: States, request: TuneRequest, console: Console) -> None:
+    console.print(tune_table(tuned, states))
+    for line in _summary(tuned):
+        console.print(line, markup=False)
+    for state in dict.fromkeys(row.setting.state_bytes for row in tuned.rows):
+        own = tuned.of_state(state)
+        if own is not None and state != tuned.best.setting.state_bytes:
+            rate = f"{own.best.tokens_per_s:,.0f} tokens/s"
+            console.print(f"best with {states.text(state)}: {rate}, {own.best.setting}", markup=False)
+    console.print()
+    console.print(command_of(tuned.best.setting, request), markup=False)
+    console.print()
+    console.print(loop_of(tuned.best.setting, states, request), markup=False)
+
+
+def tune_table(tuned: Tuned, states: States) -> Table:
+    """Return a table of the fastest rows with a plan, then of other rows with the reason that they have none.
+
+    Settings that differ in their micro-batches alone, and have no plan for the same reason, share a row.
+    """
+    best = tuned.best
+    name = f"{best.plan.name} on {best.plan.cluster}" if best.plan is not None else ""
+    table = Table(title=f"{name}, {best.setting.tokens:,} tokens per step", title_justify="left")
+    for column in ("forwards", "rows", "micro-batches", "state", "tokens/s", "device", "host"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("limited by")
+    planned = [[row] for row in tuned.rows if row.plan is not None]
+    others: dict[tuple[object, ...], list[Row]] = {}
+    for row in tuned.rows:
+        if row.plan is None:
+            key = row.stage, row.setting.rows, row.setting.forwards, row.setting.state_bytes
+            others.setdefault(key, []).append(row)
+    shown = planned[:_MOST_SHOWN]
+    for rows in (*shown, *list(others.values())[: max(_LEAST_OTHERS, _MOST_SHOWN - len(shown))]):
+        setting = rows[0].setting
+        numbers = " ".join(
+            str(row.setting.micro_batches) for row in sorted(rows, key=lambda row: row.setting.micro_batches)
+        )
+        state = states.short(setting.state_bytes)
+        table.add_row(str(setting.forwards), str(setting.rows), numbers, state, *_found(rows))
+    return table
+
+
+def _found(rows: Sequence[Row]) -> tuple[str, str, str, str]:
+    """Return the cells of `rows` about their plan, or about the reason that they have none."""
+    row = rows[0]
+    if row.plan is not None:
+        made = row.plan.prediction
+        sizes = format_bytes(made.device_peak_bytes), format_bytes(made.host_peak_bytes)
+        return f"{row.tokens_per_s:,.0f}", *sizes, ", ".join(row.limits)
+    if row.stage is Stage.TOO_LARGE:
+        least = min(rows, key=lambda row: row.needed_bytes)
+        memory = least.needed.memory if isinstance(least.needed, NoFeasiblePlan) else "device"
+        needed = f"> {format_bytes(least.needed_bytes - 1)}"
+        return "", needed if memory == "device" else "", needed if memory == "host" else "", "does not fit"
+    because = "not better, by its bound" if row.stage is Stage.NOT_BETTER else "not searched: the time was over"
+    return f"≤ {max(row.most_tokens_per_s for row in rows):,.0f}", "", "", because
+
+
+def _summary(tuned: Tuned) -> list[str]:
+    """Return lines that count the rows, and say how far the best row is proved."""
+    counts = {name: sum(row.stage is stage for row in tuned.rows) for stage, name in _STATUS.items()}
+    named = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    lines = [f"settings      {len(tuned.rows)}: {named}"]
+    proved = f"no setting and no plan is more than {tuned.gap:.1%} faster than the first row"
+    lines.append(f"bound         {proved}")
+    if not tuned.is_complete:
+        lines.append("time          the search ended early; a longer --search-timeout searches the rest")
+    return lines
+
+
+def command_of(setting: Setting, request: TuneRequest) -> str:
+    """Return the command that plans `setting` alone."""
+    plan = request.plan
+    words = ["elixir-compile", "plan", plan.model]
+    words += [] if plan.hardware is None else ["--hardware", plan.hardware]
+    words += ["--ranks", str(plan.ranks)] if plan.ranks != 1 else []
+    words += ["--batch", str(setting.rows), "--seq", str(plan.seq)]
+    words += ["--dtype", plan.dtype] if plan.dtype != "bfloat16" else []
+    words += ["--recompute"] if plan.recompute else []
+    chosen = {"micro_batches": setting.micro_batches if setting.micro_batches > 1 else None}
+    given = {name: value for name, value in plan.given_options().items() if name != "search_timeout"}
+    for name, value in {**given, **chosen}.items():
+        if value is not None and name != "accumulate":
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    timeout_s = plan.parsed_options().search_timeout
+    words += ["--search-timeout", str(timeout_s)] if timeout_s < Options().search_timeout else []
+    words += ["--accumulate"] if setting.forwards > 1 or plan.given_options().get("accumulate") else []
+    words += [] if setting.state_bytes is None else ["--state-bytes", str(setting.state_bytes)]
+    return shlex.join(words)
+
+
+def loop_of(setting: Setting, states: States, request: TuneRequest) -> str:
+    """Return Python code that trains with `setting`."""
+    given = {name: value for name, value in request.plan.given_options().items() if name != "search_timeout"}
+    options: dict[str, object] = {
+        name: str(value) if isinstance(value, Path) else value for name, value in given.items()
+    }
+    if setting.micro_batches > 1:
+        options["micro_batches"] = setting.micro_batches
+    if setting.forwards > 1:
+        options["accumulate"] = True
+    lines = list(states.preparation(setting.state_bytes, options))
+    cluster = request.plan.cluster()
+    if cluster is not None and cluster.num_ranks > 1:
+        lines.insert(0, "# on each rank, after elixir.prepare(model, mesh=...)")
+    lines += [
+        f'compiled = torch.compile(model, backend="elixir", options={_literal(options)})',
+        f"optimizer = elixir.HybridAdamW(model.parameters()){states.remark(setting.state_bytes)}",
+        "",
+        f"for number, batch in enumerate(loader, start=1):  # {setting.rows} x {request.plan.seq} tokens on each rank",
+    ]
+    share = f" / {setting.forwards}" if setting.forwards > 1 else ""
+    lines.append(
+        f"    (compiled(**batch).loss{share}).backward()" if share else "    compiled(**batch).loss.backward()"
+    )
+    indent = "    "
+    if setting.forwards > 1:
+        lines.append(f"    if number % {setting.forwards} == 0:")
+        indent = "        "
+    return "\n".join([*lines, f"{indent}optimizer.step()", f"{indent}optimizer.zero_grad()"])
+
+
+def _literal(options: dict[str, object]) -> str:
+    """Return `options` as Python source with double quotes."""
+    entries = (
+        f'"{name}": ' + (f'"{value}"' if isinstance(value, str) else repr(value)) for name, value in options.items()
+    )
+    return "{" + ", ".join(entries) + "}"
+
+
+def _as_json(tuned: Tuned, request: TuneRequest) -> dict[str, object]:
+    best = tuned.best
+    return {
+        "tokens_per_step": best.setting.tokens,
+        "gap": tuned.gap,
+        "is_complete": tuned.is_complete,
+        "gain": GAIN,
+        "command": command_of(best.setting, request),
+        "rows": [_row_json(row) for row in tuned.rows],
+        "plan": None if best.plan is None else json.loads(plan_to_json(best.plan)),
+    }
+
+
+def _row_json(row: Row) -> dict[str, object]:
+    setting, made = row.setting, None if row.plan is None else row.plan.prediction
+    return {
+        "rows": setting.rows,
+        "forwards": setting.forwards,
+        "micro_batches": setting.micro_batches,
+        "state_bytes": setting.state_bytes,
+        "tokens": setting.tokens,
+        "status": row.stage.name.lower(),
+        "tokens_per_s": None if made is None else row.tokens_per_s,
+        "most_tokens_per_s": row.most_tokens_per_s,
+        "step_s": None if made is None else row.step_s,
+        "bound_s": row.bound_s,
+        "device_peak_bytes": None if made is None else made.device_peak_bytes,
+        "host_peak_bytes": None if made is None else made.host_peak_bytes,
+        "needed_bytes": row.needed_bytes if row.stage is Stage.TOO_LARGE else None,
+        "limits": list(row.limits),
+    }
