@@ -15,7 +15,8 @@ from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import Chunks
 from elixir_compile.search.joint.micro_batches import candidates
 from elixir_compile.search.joint.settings import Setting, splits
-from elixir_compile.search.joint.tuning import Tuned, tune
+from elixir_compile.search.joint.tuned import Tuned
+from elixir_compile.search.joint.tuning import tune
 
 _TIMEOUT_S = 120.0
 """CPU seconds after which no other setting is searched, if the user names none."""

@@ -20,11 +20,14 @@ from elixir_compile.ir import plan_to_json
 from elixir_compile.managed.saved import save_plan
 from elixir_compile.options import Options
 from elixir_compile.search.joint.settings import Setting
-from elixir_compile.search.joint.tuning import GAIN, Row, Stage, Tuned
+from elixir_compile.search.joint.tuned import Row, Stage, Tuned
+from elixir_compile.search.joint.tuning import GAIN
 from elixir_compile.units import COUNT_EXAMPLE, format_bytes, parse_count
 
 _MOST_SHOWN = 14
 """Rows of the table."""
+_FILE_WIDTH = 110
+"""Columns of the output if it is no terminal."""
 _LEAST_OTHERS = 4
 """Rows of the table without a plan, if there are so many."""
 _STATUS = {
@@ -76,7 +79,13 @@ def run_tune(request: TuneRequest, *, output: Path | None, as_json: bool) -> int
     if as_json:
         sys.stdout.write(json.dumps(_as_json(tuned, request), indent=1) + "\n")
     else:
-        _show(tuned, states, request, Console(highlight=False, soft_wrap=True))
+        console = Console(highlight=False, soft_wrap=True)
+        _show(
+            tuned,
+            states,
+            request,
+            console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH),
+        )
     if output is not None:
         notes.print(f"plan: {output}", markup=False)
     return 0
@@ -134,7 +143,7 @@ def tune_table(tuned: Tuned, states: States) -> Table:
     best = tuned.best
     name = f"{best.plan.name} on {best.plan.cluster}" if best.plan is not None else ""
     table = Table(title=f"{name}, {best.setting.tokens:,} tokens per step", title_justify="left")
-    for column in ("forwards", "rows", "micro-batches", "state", "tokens/s", "device", "host"):
+    for column in ("forwards", "micro", "state", "tokens/s", "device", "host"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("limited by")
     planned = [[row] for row in tuned.rows if row.plan is not None]
@@ -145,12 +154,10 @@ def tune_table(tuned: Tuned, states: States) -> Table:
             others.setdefault(key, []).append(row)
     shown = planned[:_MOST_SHOWN]
     for rows in (*shown, *list(others.values())[: max(_LEAST_OTHERS, _MOST_SHOWN - len(shown))]):
-        setting = rows[0].setting
-        numbers = " ".join(
-            str(row.setting.micro_batches) for row in sorted(rows, key=lambda row: row.setting.micro_batches)
-        )
-        state = states.short(setting.state_bytes)
-        table.add_row(str(setting.forwards), str(setting.rows), numbers, state, *_found(rows))
+        setting, numbers = rows[0].setting, sorted(row.setting.micro_batches for row in rows)
+        micro = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        forwards = f"{setting.forwards} x {setting.rows} rows"
+        table.add_row(forwards, micro, states.short(setting.state_bytes), *_found(rows))
     return table
 
 

@@ -18,22 +18,25 @@ The best setting of each number of bytes of state is proved apart from the other
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Protocol
 
 from elixir_compile.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.ir import Plan
 from elixir_compile.search.best import relaxed_bound_s
 from elixir_compile.search.clock import Clock, Deadline, deadline_in
+from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.joint.accumulated import again_bound_s, again_record, evaluator_of, limits_of
 from elixir_compile.search.joint.settings import Setting
-from elixir_compile.search.limits import leanest
+from elixir_compile.search.joint.tuned import Row, Stage, Tuned, order
+from elixir_compile.search.limits import uniform_modes
 from elixir_compile.search.problem import Problem
 
 GAIN = 0.01
 """A setting is not searched if its bound shows that it is faster by at most this share."""
+_MOST_SLOWER = 2
+"""So many numbers of rows in turn may be slower before the search goes on in the order of the bounds."""
 
 
 class Questions(Protocol):
@@ -50,88 +53,6 @@ class Questions(Protocol):
     def plan(self, setting: Setting) -> tuple[Plan, Problem]:
         """Return the plan that `setting` gets alone, and its problem. Raises NoFeasiblePlan."""
         ...
-
-
-class Stage(IntEnum):
-    """What is known of a setting."""
-
-    MORE_ROWS = 0
-    """The bound of a forward and backward with more rows."""
-    COMPUTE = 1
-    """The bound of its own forward and backward in unlimited memory."""
-    FITS = 2
-    """That its smallest peak fits."""
-    RELAXED = 3
-    """The bound in the memory that is there."""
-    SEARCHED = 4
-    """Its plan."""
-    TOO_LARGE = 5
-    """That no plan fits."""
-    NOT_BETTER = 6
-    """That its bound shows no gain worth a search."""
-    NOT_SEARCHED = 7
-    """That the time was over before it was searched."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Row:
-    """A setting with all that the search has found out about it."""
-
-    setting: Setting
-    bound_s: float
-    """No plan of the setting takes fewer seconds for the tokens of a step."""
-    stage: Stage = Stage.MORE_ROWS
-    """The last fact found out."""
-    plan: Plan | None = None
-    step_s: float = math.inf
-    """Seconds of the optimizer step under `plan`: of all its forwards, backwards and its update."""
-    limits: tuple[str, ...] = ()
-    """The lanes on the critical path of the step under `plan`, with their shares, and the full memories."""
-    needed: NoFeasiblePlan | int | None = None
-    """If nothing fits: the error of the search, or the smallest peak in bytes of device memory."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.setting.tokens / self.step_s
-
-    @property
-    def needed_bytes(self) -> int:
-        """If nothing fits, the smallest peak that was found, or 0 if it is not known."""
-        return self.needed.needed_bytes if isinstance(self.needed, NoFeasiblePlan) else self.needed or 0
-
-    @property
-    def most_tokens_per_s(self) -> float:
-        """A limit on the tokens per second of the setting under any plan; 0 if no plan fits."""
-        return 0.0 if self.stage is Stage.TOO_LARGE else self.setting.tokens / max(self.bound_s, 1e-12)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
-    """The rows of a search over settings."""
-
-    rows: tuple[Row, ...]
-    """The rows that have a plan, fastest first, then the other rows by their bounds."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every row was searched, or shown to be no faster or too large, before the time was over."""
-        return all(row.stage is not Stage.NOT_SEARCHED for row in self.rows)
-
-    @property
-    def best(self) -> Row:
-        return self.rows[0]
-
-    @property
-    def gap(self) -> float:
-        """The most by which the tokens per second of any row could exceed those of the best row, as a share of the
-        best row's."""
-        most = max(row.most_tokens_per_s for row in self.rows)
-        return max(0.0, most / self.best.tokens_per_s - 1.0)
-
-    def of_state(self, state_bytes: int | None) -> "Tuned | None":
-        """Return the rows with `state_bytes` alone; None if none of them has a plan."""
-        rows = tuple(row for row in self.rows if row.setting.state_bytes == state_bytes)
-        return Tuned(rows=rows) if rows and rows[0].plan is not None else None
 
 
 Report = Callable[[str], None]
@@ -154,15 +75,12 @@ def tune(
     rows: list[Row] = []
     for number, state in enumerate(states, start=1):
         own = [setting for setting in settings if setting.state_bytes == state]
-        rows += search.rows_of(own, clock.until(timeout_s * number / len(states)))
+        start = min((row for row in rows if row.plan is not None), key=order, default=None)
+        deadline = clock.until(timeout_s * number / len(states))
+        rows += search.rows_of(own, None if start is None else start.setting, deadline)
     if all(row.plan is None for row in rows):
         raise _smallest_need(rows, questions)
-    return Tuned(rows=tuple(sorted(rows, key=_order)))
-
-
-def _order(row: Row) -> tuple[bool, float, bool, float]:
-    is_fit = row.stage is not Stage.TOO_LARGE
-    return row.plan is None, row.step_s / row.setting.tokens, not is_fit, row.bound_s / row.setting.tokens
+    return Tuned(rows=tuple(sorted(rows, key=order)))
 
 
 def _smallest_need(rows: Sequence[Row], questions: Questions) -> NoFeasiblePlan:
@@ -188,33 +106,75 @@ class _Search:
     floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
     """By rows and micro-batches, the smallest peak if it is over the budget, else None."""
 
-    def rows_of(self, settings: Sequence[Setting], deadline: Deadline) -> list[Row]:
-        """Return the rows of `settings`, which have the same state."""
+    def rows_of(self, settings: Sequence[Setting], start: Setting | None, deadline: Deadline) -> list[Row]:
+        """Return the rows of `settings`, which have the same state. `start` is a setting that may be good, if known."""
         rows = [
-            Row(setting=replace(setting, micro_batches=number), bound_s=0.0)
+            Row(setting=replace(setting, micro_batches=number))
             for setting in settings
             for number in self.questions.numbers(setting.rows)
         ]
-        while True:
-            best_s = min((row.step_s / row.setting.tokens for row in rows), default=0.0)
-            for row in rows:
-                if row.stage is Stage.MORE_ROWS:
-                    row.bound_s = self._known_compute_s(row.setting)
-                if row.stage < Stage.SEARCHED and row.bound_s / row.setting.tokens >= best_s * (1 - GAIN):
-                    row.stage = Stage.NOT_BETTER
-            waiting = [row for row in rows if row.stage < Stage.SEARCHED]
-            if not waiting:
-                return rows
-            if deadline.is_over and best_s < math.inf:
+        self._compute_bound_s(max(settings, key=lambda setting: setting.rows))
+        waiting = self._begin(rows, start, deadline)
+        while waiting:
+            if deadline.is_over and any(row.plan is not None for row in rows):
                 for row in waiting:
                     row.stage = Stage.NOT_SEARCHED
-                return rows
+                break
             # Of equal bounds, the setting with more rows comes first, then that with fewer micro-batches.
             row = min(
                 waiting,
                 key=lambda row: (row.bound_s / row.setting.tokens, -row.setting.rows, row.setting.micro_batches),
             )
-            self._refine(row, best_s, deadline)
+            self._refine(row, _best_s(rows), deadline)
+            waiting = self._waiting(rows)
+        return rows
+
+    def _begin(self, rows: Sequence[Row], start: Setting | None, deadline: Deadline) -> list[Row]:
+        """Plan a few settings that are likely good, and return the rows that may still be better.
+
+        These are `start`, or, from the most rows to the fewest, the fewest micro-batches that fit, until twice in a row
+        the step did not get faster.
+        """
+        numbers = sorted({row.setting.rows for row in rows}, reverse=True)
+        if start is not None:
+            rows_of_start = [row for row in rows if row.setting == replace(start, state_bytes=row.setting.state_bytes)]
+            for row in rows_of_start:
+                self._plan_if_it_fits(row)
+        num_slower = 0
+        waiting = self._waiting(rows)
+        for number in numbers if _best_s(rows) == math.inf else ():
+            before_s = _best_s(rows)
+            own = sorted(
+                (row for row in waiting if row.setting.rows == number), key=lambda row: row.setting.micro_batches
+            )
+            any(self._plan_if_it_fits(row) for row in own)
+            waiting = self._waiting(rows)
+            is_slower = before_s < math.inf and _best_s(rows) == before_s
+            num_slower = num_slower + 1 if is_slower else 0
+            if not waiting or num_slower == _MOST_SLOWER or (deadline.is_over and _best_s(rows) < math.inf):
+                break
+        return waiting
+
+    def _waiting(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows that may still be better than the best plan; mark the others as not better."""
+        best_s = _best_s(rows)
+        for row in rows:
+            if row.stage is Stage.MORE_ROWS:
+                row.bound_s = self._known_compute_s(row.setting)
+            if row.stage < Stage.SEARCHED and row.bound_s / row.setting.tokens >= best_s * (1 - GAIN):
+                row.stage = Stage.NOT_BETTER
+        return [row for row in rows if row.stage < Stage.SEARCHED]
+
+    def _plan_if_it_fits(self, row: Row) -> bool:
+        """Plan `row` unless its smallest peak is over the budget; return whether it has a plan."""
+        self.report(f"{row.setting}: plan")
+        row.needed = self._too_large_bytes(row.setting, _Forms(self.questions.forms(row.setting)))
+        if row.needed is None:
+            self._compute_bound_s(row.setting)
+            self._plan(row)
+        else:
+            row.stage = Stage.TOO_LARGE
+        return row.plan is not None
 
     def _refine(self, row: Row, best_s: float, deadline: Deadline) -> None:
         """Find out the next fact about `row`. `best_s` are the fewest seconds per token so far, infinite at first."""
@@ -223,12 +183,13 @@ class _Search:
             row.bound_s, row.stage = self._compute_bound_s(setting), Stage.COMPUTE
         elif row.stage is Stage.COMPUTE:
             self.report(f"{setting}: does it fit?")
-            row.needed = self._too_large_bytes(setting)
+            # The form in chunks takes a capture of its own, so it is only asked for if its answer counts.
+            forms = _Forms(self.questions.forms(setting))
+            row.needed = self._too_large_bytes(setting, forms)
             row.stage = Stage.FITS if row.needed is None else Stage.TOO_LARGE
-        elif row.stage is Stage.FITS and best_s < math.inf:
-            self.report(f"{setting}: bound")
-            row.bound_s = max(row.bound_s, self._relaxed_s(setting, best_s * setting.tokens, deadline))
-            row.stage = Stage.RELAXED
+            if row.stage is Stage.FITS and best_s < math.inf:
+                self.report(f"{setting}: bound")
+                row.bound_s = max(row.bound_s, self._relaxed_s(setting, forms, best_s * setting.tokens, deadline))
         else:
             self.report(f"{setting}: plan")
             self._plan(row)
@@ -254,31 +215,30 @@ class _Search:
             self.compute_s[setting.rows] = again_bound_s(problem, deadline_in(10.0))
         return self.compute_s[setting.rows] * setting.forwards
 
-    def _too_large_bytes(self, setting: Setting) -> int | None:
+    def _too_large_bytes(self, setting: Setting, forms: "_Forms") -> int | None:
         """Return the smallest peak of `setting` if it is over the budget, else None; for every state the same, as state
         may leave the device."""
         key = setting.rows, setting.micro_batches
         if key not in self.floors:
             least_bytes: int | None = None
-            for problem in self.questions.forms(setting):
-                floor_bytes = leanest(evaluator_of(problem)).floor_bytes
-                if floor_bytes <= problem.budget_bytes:
+            for _, evaluator in forms:
+                over_bytes = _smallest_peak_if_over(evaluator)
+                if over_bytes is None:
                     least_bytes = None
                     break
-                least_bytes = floor_bytes if least_bytes is None else min(least_bytes, floor_bytes)
+                least_bytes = over_bytes if least_bytes is None else min(least_bytes, over_bytes)
             self.floors[key] = least_bytes
         return self.floors[key]
 
-    def _relaxed_s(self, setting: Setting, best_s: float, deadline: Deadline) -> float:
+    def _relaxed_s(self, setting: Setting, forms: "_Forms", best_s: float, deadline: Deadline) -> float:
         """Return the lowest bound over the forms of the loss.
 
         Return 0 as soon as the bound of a form is not known, or so low that `setting` has to be searched: it may take
         fewer seconds than `best_s`.
         """
         found: list[float] = []
-        for problem in self.questions.forms(setting):
-            evaluator = evaluator_of(problem)
-            if leanest(evaluator).floor_bytes > problem.budget_bytes:
+        for problem, evaluator in forms:
+            if _smallest_peak_if_over(evaluator) is not None:
                 continue
             step_s = relaxed_bound_s(evaluator, max(self.compute_s[setting.rows], 1e-12), deadline)
             more_s = 0.0 if setting.forwards == 1 else again_bound_s(problem, deadline)
@@ -305,3 +265,32 @@ class _Search:
         if plan.bound_s is not None:
             row.bound_s = max(row.bound_s, plan.bound_s + num_more * more_bound_s)
         row.bound_s = min(row.bound_s, row.step_s)
+
+
+def _best_s(rows: Sequence[Row]) -> float:
+    """Return the fewest seconds per token of a row with a plan; infinite if none has a plan."""
+    return min((row.step_s / row.setting.tokens for row in rows), default=math.inf)
+
+
+class _Forms:
+    """The problems of a setting with their evaluators, each made when it is first iterated over."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self._rest = iter(problems)
+        self._made: list[tuple[Problem, Evaluator]] = []
+
+    def __iter__(self) -> Iterator[tuple[Problem, Evaluator]]:
+        yield from self._made
+        for problem in self._rest:
+            self._made.append((problem, evaluator_of(problem)))
+            yield self._made[-1]
+
+
+def _smallest_peak_if_over(evaluator: Evaluator) -> int | None:
+    """Return the smallest peak over the uniform modes if it is over the budget of the problem, else None."""
+    budget_bytes, floors = evaluator.facts.problem.budget_bytes, []
+    for uniform in uniform_modes(evaluator):
+        floors.append(uniform.floor_bytes)
+        if floors[-1] <= budget_bytes:
+            return None
+    return min(floors)

@@ -12,7 +12,8 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.search.clock import deadline_in
 from elixir_compile.search.joint.accumulated import again_bound_s, again_record, limits_of
 from elixir_compile.search.joint.settings import TOLERANCE, Setting, splits
-from elixir_compile.search.joint.tuning import GAIN, Row, Stage, tune
+from elixir_compile.search.joint.tuned import Row, Stage
+from elixir_compile.search.joint.tuning import GAIN, tune
 from elixir_compile.units import MIB, parse_count
 from tests.pure.search.test_planner import CLUSTERS, problem_of
 from tests.pure.strategies import Layer, chain
