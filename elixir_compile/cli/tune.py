@@ -20,7 +20,7 @@ from elixir_compile.ir import plan_to_json
 from elixir_compile.managed.saved import save_plan
 from elixir_compile.options import Options
 from elixir_compile.search.joint.settings import Setting
-from elixir_compile.search.joint.tuned import Row, Stage, Tuned
+from elixir_compile.search.joint.tuned import Stage, Trial, Tuned
 from elixir_compile.search.joint.tuning import GAIN
 from elixir_compile.units import COUNT_EXAMPLE, format_bytes, parse_count
 
@@ -124,7 +124,7 @@ def _show(tuned: Tuned, states: States, request: TuneRequest, console: Console) 
     console.print(tune_table(tuned, states))
     for line in _summary(tuned):
         console.print(line, markup=False)
-    for state in dict.fromkeys(row.setting.state_bytes for row in tuned.rows):
+    for state in dict.fromkeys(trial.setting.state_bytes for trial in tuned.trials):
         own = tuned.of_state(state)
         if own is not None and state != tuned.best.setting.state_bytes:
             rate = f"{own.best.tokens_per_s:,.0f} tokens/s"
@@ -136,9 +136,9 @@ def _show(tuned: Tuned, states: States, request: TuneRequest, console: Console) 
 
 
 def tune_table(tuned: Tuned, states: States) -> Table:
-    """Return a table of the fastest rows with a plan, then of other rows with the reason that they have none.
+    """Return a table of the fastest settings with a plan, then of others with the reason that they have none.
 
-    Settings that differ in their micro-batches alone, and have no plan for the same reason, share a row.
+    Settings that differ in their micro-batches alone, and have no plan for the same reason, share a trial.
     """
     best = tuned.best
     name = f"{best.plan.name} on {best.plan.cluster}" if best.plan is not None else ""
@@ -146,42 +146,42 @@ def tune_table(tuned: Tuned, states: States) -> Table:
     for column in ("forwards", "micro", "state", "tokens/s", "device", "host"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("limited by")
-    planned = [[row] for row in tuned.rows if row.plan is not None]
-    others: dict[tuple[object, ...], list[Row]] = {}
-    for row in tuned.rows:
-        if row.plan is None:
-            key = row.stage, row.setting.rows, row.setting.forwards, row.setting.state_bytes
-            others.setdefault(key, []).append(row)
+    planned = [[trial] for trial in tuned.trials if trial.plan is not None]
+    others: dict[tuple[object, ...], list[Trial]] = {}
+    for trial in tuned.trials:
+        if trial.plan is None:
+            key = trial.stage, trial.setting.rows, trial.setting.forwards, trial.setting.state_bytes
+            others.setdefault(key, []).append(trial)
     shown = planned[:_MOST_SHOWN]
-    for rows in (*shown, *list(others.values())[: max(_LEAST_OTHERS, _MOST_SHOWN - len(shown))]):
-        setting, numbers = rows[0].setting, sorted(row.setting.micro_batches for row in rows)
+    for trials in (*shown, *list(others.values())[: max(_LEAST_OTHERS, _MOST_SHOWN - len(shown))]):
+        setting, numbers = trials[0].setting, sorted(trial.setting.micro_batches for trial in trials)
         micro = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         forwards = f"{setting.forwards} x {setting.rows} rows"
-        table.add_row(forwards, micro, states.short(setting.state_bytes), *_found(rows))
+        table.add_row(forwards, micro, states.short(setting.state_bytes), *_found(trials))
     return table
 
 
-def _found(rows: Sequence[Row]) -> tuple[str, str, str, str]:
-    """Return the cells of `rows` about their plan, or about the reason that they have none."""
-    row = rows[0]
-    if row.plan is not None:
-        made = row.plan.prediction
+def _found(trials: Sequence[Trial]) -> tuple[str, str, str, str]:
+    """Return the cells of `trials` about their plan, or about the reason that they have none."""
+    trial = trials[0]
+    if trial.plan is not None:
+        made = trial.plan.prediction
         sizes = format_bytes(made.device_peak_bytes), format_bytes(made.host_peak_bytes)
-        return f"{row.tokens_per_s:,.0f}", *sizes, ", ".join(row.limits)
-    if row.stage is Stage.TOO_LARGE:
-        least = min(rows, key=lambda row: row.needed_bytes)
+        return f"{trial.tokens_per_s:,.0f}", *sizes, ", ".join(trial.limits)
+    if trial.stage is Stage.TOO_LARGE:
+        least = min(trials, key=lambda trial: trial.needed_bytes)
         memory = least.needed.memory if isinstance(least.needed, NoFeasiblePlan) else "device"
         needed = f"> {format_bytes(least.needed_bytes - 1)}"
         return "", needed if memory == "device" else "", needed if memory == "host" else "", "does not fit"
-    because = "not better, by its bound" if row.stage is Stage.NOT_BETTER else "not searched: the time was over"
-    return f"≤ {max(row.most_tokens_per_s for row in rows):,.0f}", "", "", because
+    because = "not better, by its bound" if trial.stage is Stage.NOT_BETTER else "not searched: the time was over"
+    return f"≤ {max(trial.most_tokens_per_s for trial in trials):,.0f}", "", "", because
 
 
 def _summary(tuned: Tuned) -> list[str]:
-    """Return lines that count the rows, and say how far the best row is proved."""
-    counts = {name: sum(row.stage is stage for row in tuned.rows) for stage, name in _STATUS.items()}
+    """Return lines that count the settings, and say how far the best is proved."""
+    counts = {name: sum(trial.stage is stage for trial in tuned.trials) for stage, name in _STATUS.items()}
     named = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    lines = [f"settings      {len(tuned.rows)}: {named}"]
+    lines = [f"settings      {len(tuned.trials)}: {named}"]
     proved = f"no setting and no plan is more than {tuned.gap:.1%} faster than the first row"
     lines.append(f"bound         {proved}")
     if not tuned.is_complete:
@@ -257,26 +257,26 @@ def _as_json(tuned: Tuned, request: TuneRequest) -> dict[str, object]:
         "is_complete": tuned.is_complete,
         "gain": GAIN,
         "command": command_of(best.setting, request),
-        "rows": [_row_json(row) for row in tuned.rows],
+        "settings": [_trial_json(trial) for trial in tuned.trials],
         "plan": None if best.plan is None else json.loads(plan_to_json(best.plan)),
     }
 
 
-def _row_json(row: Row) -> dict[str, object]:
-    setting, made = row.setting, None if row.plan is None else row.plan.prediction
+def _trial_json(trial: Trial) -> dict[str, object]:
+    setting, made = trial.setting, None if trial.plan is None else trial.plan.prediction
     return {
         "rows": setting.rows,
         "forwards": setting.forwards,
         "micro_batches": setting.micro_batches,
         "state_bytes": setting.state_bytes,
         "tokens": setting.tokens,
-        "status": row.stage.name.lower(),
-        "tokens_per_s": None if made is None else row.tokens_per_s,
-        "most_tokens_per_s": row.most_tokens_per_s,
-        "step_s": None if made is None else row.step_s,
-        "bound_s": row.bound_s,
+        "status": trial.stage.name.lower(),
+        "tokens_per_s": None if made is None else trial.tokens_per_s,
+        "most_tokens_per_s": trial.most_tokens_per_s,
+        "step_s": None if made is None else trial.step_s,
+        "bound_s": trial.bound_s,
         "device_peak_bytes": None if made is None else made.device_peak_bytes,
         "host_peak_bytes": None if made is None else made.host_peak_bytes,
-        "needed_bytes": row.needed_bytes if row.stage is Stage.TOO_LARGE else None,
-        "limits": list(row.limits),
+        "needed_bytes": trial.needed_bytes if trial.stage is Stage.TOO_LARGE else None,
+        "limits": list(trial.limits),
     }

@@ -29,7 +29,7 @@ class Stage(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class Trial:
     """A setting with all that the search has found out about it."""
 
     setting: Setting
@@ -62,34 +62,34 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The rows of a search over settings."""
+    """The trials of a search over settings."""
 
-    rows: tuple[Row, ...]
-    """The rows that have a plan, fastest first, then the other rows by their bounds."""
+    trials: tuple[Trial, ...]
+    """The trials that have a plan, fastest first, then the other trials by their bounds."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every row was searched, or shown to be no faster or too large, before the time was over."""
-        return all(row.stage is not Stage.NOT_SEARCHED for row in self.rows)
+        """Whether every trial was searched, or shown to be no faster or too large, before the time was over."""
+        return all(trial.stage is not Stage.NOT_SEARCHED for trial in self.trials)
 
     @property
-    def best(self) -> Row:
-        return self.rows[0]
+    def best(self) -> Trial:
+        return self.trials[0]
 
     @property
     def gap(self) -> float:
-        """The most by which the tokens per second of any row could exceed those of the best row, as a share of the
-        best row's."""
-        most = max(row.most_tokens_per_s for row in self.rows)
+        """The most by which the tokens per second of any trial could exceed those of the best trial, as a share of the
+        best trial's."""
+        most = max(trial.most_tokens_per_s for trial in self.trials)
         return max(0.0, most / self.best.tokens_per_s - 1.0)
 
     def of_state(self, state_bytes: int | None) -> "Tuned | None":
-        """Return the rows with `state_bytes` alone; None if none of them has a plan."""
-        rows = tuple(row for row in self.rows if row.setting.state_bytes == state_bytes)
-        return Tuned(rows=rows) if rows and rows[0].plan is not None else None
+        """Return the trials with `state_bytes` alone; None if none of them has a plan."""
+        trials = tuple(trial for trial in self.trials if trial.setting.state_bytes == state_bytes)
+        return Tuned(trials=trials) if trials and trials[0].plan is not None else None
 
 
-def order(row: Row) -> tuple[bool, float, bool, float]:
-    """Return a key that sorts rows with a plan first, the fastest first, then other rows by their bounds."""
-    is_fit = row.stage is not Stage.TOO_LARGE
-    return row.plan is None, row.step_s / row.setting.tokens, not is_fit, row.bound_s / row.setting.tokens
+def order(trial: Trial) -> tuple[bool, float, bool, float]:
+    """Return a key that sorts trials with a plan first, the fastest first, then other trials by their bounds."""
+    is_fit = trial.stage is not Stage.TOO_LARGE
+    return trial.plan is None, trial.step_s / trial.setting.tokens, not is_fit, trial.bound_s / trial.setting.tokens

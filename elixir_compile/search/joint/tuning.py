@@ -29,7 +29,7 @@ from elixir_compile.search.clock import Clock, Deadline, deadline_in
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.joint.accumulated import again_bound_s, again_record, evaluator_of, limits_of
 from elixir_compile.search.joint.settings import Setting
-from elixir_compile.search.joint.tuned import Row, Stage, Tuned, order
+from elixir_compile.search.joint.tuned import Stage, Trial, Tuned, order
 from elixir_compile.search.limits import uniform_modes
 from elixir_compile.search.problem import Problem
 
@@ -62,9 +62,10 @@ Report = Callable[[str], None]
 def tune(
     settings: Sequence[Setting], questions: Questions, timeout_s: float, report: Report = lambda line: None
 ) -> Tuned:
-    """Return all rows of `settings`, searched until no other row can be faster by more than `GAIN`.
+    """Return all trials of `settings`, searched until no other trial can be faster by more than `GAIN`.
 
-    No search begins after `timeout_s` CPU seconds. `settings` are given for one micro-batch; rows with more are added.
+    No search begins after `timeout_s` CPU seconds. `settings` are given for one micro-batch, those with the fewest
+    bytes of state first; trials with more micro-batches are added.
     Raises the NoFeasiblePlan with the smallest need if no setting has a plan, InvalidOption if there are no settings.
     """
     if not settings:
@@ -72,20 +73,19 @@ def tune(
     clock = Clock()
     states = list(dict.fromkeys(setting.state_bytes for setting in settings))
     search = _Search(questions, report)
-    rows: list[Row] = []
+    trials: list[Trial] = []
     for number, state in enumerate(states, start=1):
         own = [setting for setting in settings if setting.state_bytes == state]
-        start = min((row for row in rows if row.plan is not None), key=order, default=None)
         deadline = clock.until(timeout_s * number / len(states))
-        rows += search.rows_of(own, None if start is None else start.setting, deadline)
-    if all(row.plan is None for row in rows):
-        raise _smallest_need(rows, questions)
-    return Tuned(rows=tuple(sorted(rows, key=order)))
+        trials += search.trials_of(own, trials, deadline)
+    if all(trial.plan is None for trial in trials):
+        raise _smallest_need(trials, questions)
+    return Tuned(trials=tuple(sorted(trials, key=order)))
 
 
-def _smallest_need(rows: Sequence[Row], questions: Questions) -> NoFeasiblePlan:
+def _smallest_need(trials: Sequence[Trial], questions: Questions) -> NoFeasiblePlan:
     """Return the error of the setting that needs the fewest bytes."""
-    least = min((row for row in rows if row.stage is Stage.TOO_LARGE), key=lambda row: row.needed_bytes)
+    least = min((trial for trial in trials if trial.stage is Stage.TOO_LARGE), key=lambda trial: trial.needed_bytes)
     if isinstance(least.needed, NoFeasiblePlan):
         return least.needed
     try:
@@ -106,93 +106,83 @@ class _Search:
     floors: dict[tuple[int, int], int | None] = field(default_factory=dict)
     """By rows and micro-batches, the smallest peak if it is over the budget, else None."""
 
-    def rows_of(self, settings: Sequence[Setting], start: Setting | None, deadline: Deadline) -> list[Row]:
-        """Return the rows of `settings`, which have the same state. `start` is a setting that may be good, if known."""
-        rows = [
-            Row(setting=replace(setting, micro_batches=number))
-            for setting in settings
-            for number in self.questions.numbers(setting.rows)
-        ]
+    def trials_of(self, settings: Sequence[Setting], earlier: Sequence[Trial], deadline: Deadline) -> list[Trial]:
+        """Return the trials of `settings`, which have the same state; `earlier` are those with fewer bytes of state."""
+        # A bound holds for more bytes of state too.
+        bounds_s = {replace(trial.setting, state_bytes=None): trial.bound_s for trial in earlier}
+        trials: list[Trial] = []
+        for setting in settings:
+            for number in self.questions.numbers(setting.rows):
+                own = replace(setting, micro_batches=number)
+                trials.append(Trial(setting=own, bound_s=bounds_s.get(replace(own, state_bytes=None), 0.0)))
         self._compute_bound_s(max(settings, key=lambda setting: setting.rows))
-        waiting = self._begin(rows, start, deadline)
-        while waiting:
-            if deadline.is_over and any(row.plan is not None for row in rows):
-                for row in waiting:
-                    row.stage = Stage.NOT_SEARCHED
+        start = min((trial for trial in earlier if trial.plan is not None), key=order, default=None)
+        self._begin(trials, start, deadline)
+        while waiting := self._waiting(trials):
+            if deadline.is_over and _best_s(trials) < math.inf:
+                for trial in waiting:
+                    trial.stage = Stage.NOT_SEARCHED
                 break
-            # Of equal bounds, the setting with more rows comes first, then that with fewer micro-batches.
-            row = min(
-                waiting,
-                key=lambda row: (row.bound_s / row.setting.tokens, -row.setting.rows, row.setting.micro_batches),
-            )
-            self._refine(row, _best_s(rows), deadline)
-            waiting = self._waiting(rows)
-        return rows
+            self._refine(min(waiting, key=_by_bound), _best_s(trials), deadline)
+        return trials
 
-    def _begin(self, rows: Sequence[Row], start: Setting | None, deadline: Deadline) -> list[Row]:
-        """Plan a few settings that are likely good, and return the rows that may still be better.
+    def _begin(self, trials: Sequence[Trial], start: Trial | None, deadline: Deadline) -> None:
+        """Plan a few settings that are likely good.
 
-        These are `start`, or, from the most rows to the fewest, the fewest micro-batches that fit, until twice in a row
-        the step did not get faster.
+        These are the setting of `start` with the state of `trials`, or, from the most rows to the fewest, the fewest
+        micro-batches that fit, until twice in turn the step did not get faster.
         """
-        numbers = sorted({row.setting.rows for row in rows}, reverse=True)
         if start is not None:
-            rows_of_start = [row for row in rows if row.setting == replace(start, state_bytes=row.setting.state_bytes)]
-            for row in rows_of_start:
-                self._plan_if_it_fits(row)
+            like = replace(start.setting, state_bytes=trials[0].setting.state_bytes)
+            if any(self._plan_if_it_fits(trial) for trial in trials if trial.setting == like):
+                return
         num_slower = 0
-        waiting = self._waiting(rows)
-        for number in numbers if _best_s(rows) == math.inf else ():
-            before_s = _best_s(rows)
-            own = sorted(
-                (row for row in waiting if row.setting.rows == number), key=lambda row: row.setting.micro_batches
-            )
-            any(self._plan_if_it_fits(row) for row in own)
-            waiting = self._waiting(rows)
-            is_slower = before_s < math.inf and _best_s(rows) == before_s
-            num_slower = num_slower + 1 if is_slower else 0
-            if not waiting or num_slower == _MOST_SLOWER or (deadline.is_over and _best_s(rows) < math.inf):
-                break
-        return waiting
+        for rows in sorted({trial.setting.rows for trial in trials}, reverse=True):
+            before_s, waiting = _best_s(trials), self._waiting(trials)
+            own = sorted((trial for trial in waiting if trial.setting.rows == rows), key=_by_micro_batches)
+            any(self._plan_if_it_fits(trial) for trial in own)
+            num_slower = num_slower + 1 if _best_s(trials) == before_s < math.inf else 0
+            if num_slower == _MOST_SLOWER or (deadline.is_over and _best_s(trials) < math.inf):
+                return
 
-    def _waiting(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows that may still be better than the best plan; mark the others as not better."""
-        best_s = _best_s(rows)
-        for row in rows:
-            if row.stage is Stage.MORE_ROWS:
-                row.bound_s = self._known_compute_s(row.setting)
-            if row.stage < Stage.SEARCHED and row.bound_s / row.setting.tokens >= best_s * (1 - GAIN):
-                row.stage = Stage.NOT_BETTER
-        return [row for row in rows if row.stage < Stage.SEARCHED]
+    def _waiting(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the trials that may still be better than the best plan; mark the others as not better."""
+        best_s = _best_s(trials)
+        for trial in trials:
+            if trial.stage is Stage.MORE_ROWS:
+                trial.bound_s = max(trial.bound_s, self._known_compute_s(trial.setting))
+            if trial.stage < Stage.SEARCHED and trial.bound_s / trial.setting.tokens >= best_s * (1 - GAIN):
+                trial.stage = Stage.NOT_BETTER
+        return [trial for trial in trials if trial.stage < Stage.SEARCHED]
 
-    def _plan_if_it_fits(self, row: Row) -> bool:
-        """Plan `row` unless its smallest peak is over the budget; return whether it has a plan."""
-        self.report(f"{row.setting}: plan")
-        row.needed = self._too_large_bytes(row.setting, _Forms(self.questions.forms(row.setting)))
-        if row.needed is None:
-            self._compute_bound_s(row.setting)
-            self._plan(row)
+    def _plan_if_it_fits(self, trial: Trial) -> bool:
+        """Plan `trial` unless its smallest peak is over the budget; return whether it has a plan."""
+        self.report(f"{trial.setting}: plan")
+        trial.needed = self._too_large_bytes(trial.setting, _Forms(self.questions.forms(trial.setting)))
+        if trial.needed is None:
+            self._compute_bound_s(trial.setting)
+            self._plan(trial)
         else:
-            row.stage = Stage.TOO_LARGE
-        return row.plan is not None
+            trial.stage = Stage.TOO_LARGE
+        return trial.plan is not None
 
-    def _refine(self, row: Row, best_s: float, deadline: Deadline) -> None:
-        """Find out the next fact about `row`. `best_s` are the fewest seconds per token so far, infinite at first."""
-        setting = row.setting
-        if row.stage is Stage.MORE_ROWS:
-            row.bound_s, row.stage = self._compute_bound_s(setting), Stage.COMPUTE
-        elif row.stage is Stage.COMPUTE:
+    def _refine(self, trial: Trial, best_s: float, deadline: Deadline) -> None:
+        """Find out the next fact about `trial`. `best_s` are the fewest seconds per token so far, infinite at first."""
+        setting = trial.setting
+        if trial.stage is Stage.MORE_ROWS:
+            trial.bound_s, trial.stage = max(trial.bound_s, self._compute_bound_s(setting)), Stage.COMPUTE
+        elif trial.stage is Stage.COMPUTE:
             self.report(f"{setting}: does it fit?")
             # The form in chunks takes a capture of its own, so it is only asked for if its answer counts.
             forms = _Forms(self.questions.forms(setting))
-            row.needed = self._too_large_bytes(setting, forms)
-            row.stage = Stage.FITS if row.needed is None else Stage.TOO_LARGE
-            if row.stage is Stage.FITS and best_s < math.inf:
+            trial.needed = self._too_large_bytes(setting, forms)
+            trial.stage = Stage.FITS if trial.needed is None else Stage.TOO_LARGE
+            if trial.stage is Stage.FITS and best_s < math.inf:
                 self.report(f"{setting}: bound")
-                row.bound_s = max(row.bound_s, self._relaxed_s(setting, forms, best_s * setting.tokens, deadline))
+                trial.bound_s = max(trial.bound_s, self._relaxed_s(setting, forms, best_s * setting.tokens, deadline))
         else:
             self.report(f"{setting}: plan")
-            self._plan(row)
+            self._plan(trial)
 
     def _known_compute_s(self, setting: Setting) -> float:
         """Return the bound on the seconds of `setting` by the forward and backward of the same or the next more rows
@@ -247,29 +237,39 @@ class _Search:
                 return 0.0
         return min(found, default=0.0)
 
-    def _plan(self, row: Row) -> None:
-        setting = row.setting
+    def _plan(self, trial: Trial) -> None:
+        setting = trial.setting
         try:
             plan, problem = self.questions.plan(setting)
         except NoFeasiblePlan as error:
-            row.needed, row.stage = error.with_traceback(None), Stage.TOO_LARGE
+            trial.needed, trial.stage = error.with_traceback(None), Stage.TOO_LARGE
             return
         num_more = setting.forwards - 1
         again, more_bound_s = None, 0.0
         if num_more:
             again = again_record(problem, plan)
             more_bound_s = max(again_bound_s(problem, deadline_in(10.0)), self.compute_s[setting.rows])
-        row.plan, row.stage = plan, Stage.SEARCHED
-        row.limits = limits_of(problem, plan, again, num_more)
-        row.step_s = plan.prediction.step_s + num_more * (0.0 if again is None else again.step_s)
+        trial.plan, trial.stage = plan, Stage.SEARCHED
+        trial.limits = limits_of(problem, plan, again, num_more)
+        trial.step_s = plan.prediction.step_s + num_more * (0.0 if again is None else again.step_s)
         if plan.bound_s is not None:
-            row.bound_s = max(row.bound_s, plan.bound_s + num_more * more_bound_s)
-        row.bound_s = min(row.bound_s, row.step_s)
+            trial.bound_s = max(trial.bound_s, plan.bound_s + num_more * more_bound_s)
+        trial.bound_s = min(trial.bound_s, trial.step_s)
 
 
-def _best_s(rows: Sequence[Row]) -> float:
-    """Return the fewest seconds per token of a row with a plan; infinite if none has a plan."""
-    return min((row.step_s / row.setting.tokens for row in rows), default=math.inf)
+def _best_s(trials: Sequence[Trial]) -> float:
+    """Return the fewest seconds per token of a trial with a plan; infinite if none has a plan."""
+    return min((trial.step_s / trial.setting.tokens for trial in trials), default=math.inf)
+
+
+def _by_bound(trial: Trial) -> tuple[float, int, int]:
+    """Return a key for the lowest bound; of equal bounds, for the most rows, then for the fewest micro-batches."""
+    setting = trial.setting
+    return trial.bound_s / setting.tokens, -setting.rows, setting.micro_batches
+
+
+def _by_micro_batches(trial: Trial) -> int:
+    return trial.setting.micro_batches
 
 
 class _Forms:

@@ -12,7 +12,7 @@ from elixir_compile.search import Problem, plan
 from elixir_compile.search.clock import deadline_in
 from elixir_compile.search.joint.accumulated import again_bound_s, again_record, limits_of
 from elixir_compile.search.joint.settings import TOLERANCE, Setting, splits
-from elixir_compile.search.joint.tuned import Row, Stage
+from elixir_compile.search.joint.tuned import Stage, Trial
 from elixir_compile.search.joint.tuning import GAIN, tune
 from elixir_compile.units import MIB, parse_count
 from tests.pure.search.test_planner import CLUSTERS, problem_of
@@ -24,9 +24,9 @@ QUICK_S = 0.3
 
 
 def graph_of(rows: int) -> StepGraph:
-    """Return a chain of two layers with 4 MiB of parameters each, whose activations have 2 MiB for each row.
+    """Return a chain of two layers with 4 MiB of parameters each, whose activations have 2 MiB for each trial.
 
-    Within a layer, between its two ops, a temporary tensor has 16 MiB for each row.
+    Within a layer, between its two ops, a temporary tensor has 16 MiB for each trial.
     """
     layers = [
         Layer(module=f"h.{number}", params=((f"p{number}", MIB),), frozen=False, act_numel=rows * MIB // 2)
@@ -108,8 +108,8 @@ def seconds_alone(asked: HandMade, setting: Setting) -> float | None:
 def test_the_best_row_and_the_bounds_agree_with_planning_every_setting(budget_mib: int) -> None:
     asked = HandMade(budget_mib)
     tuned = tune(settings_of(), asked, 600.0)
-    alone = {row.setting: seconds_alone(asked, row.setting) for row in tuned.rows}
-    assert len(alone) == len(tuned.rows) == 2 * (2 + 2 + 1 + 1)
+    alone = {trial.setting: seconds_alone(asked, trial.setting) for trial in tuned.trials}
+    assert len(alone) == len(tuned.trials) == 2 * (2 + 2 + 1 + 1)
     rates = {setting: setting.tokens / step_s for setting, step_s in alone.items() if step_s is not None}
     for state in (8, 12):
         own = tuned.of_state(state)
@@ -117,13 +117,13 @@ def test_the_best_row_and_the_bounds_agree_with_planning_every_setting(budget_mi
         fastest = max(rate for setting, rate in rates.items() if setting.state_bytes == state)
         assert own.best.tokens_per_s >= fastest * (1 - GAIN) - 1e-9
         assert own.best.tokens_per_s * (1 + own.gap) >= fastest * (1 - 1e-9)
-    for row in tuned.rows:
-        step_s = alone[row.setting]
-        if row.stage is Stage.SEARCHED:
-            assert row.step_s == step_s
+    for trial in tuned.trials:
+        step_s = alone[trial.setting]
+        if trial.stage is Stage.SEARCHED:
+            assert trial.step_s == step_s
         if step_s is not None:
-            assert row.stage is not Stage.TOO_LARGE
-            assert row.bound_s <= step_s * (1 + 1e-9)
+            assert trial.stage is not Stage.TOO_LARGE
+            assert trial.bound_s <= step_s * (1 + 1e-9)
     assert tuned.is_complete
 
 
@@ -133,14 +133,14 @@ def test_settings_that_their_bounds_show_to_be_no_faster_are_not_searched() -> N
     tuned = tune(settings_of(), asked, 600.0)
     best = tuned.best.setting
     assert (best.rows, best.forwards, best.micro_batches) == (8, 1, 1)
-    assert {row.stage for row in tuned.rows} == {Stage.SEARCHED, Stage.NOT_BETTER}
-    assert len(asked.planned) < len(tuned.rows) / 2
+    assert {trial.stage for trial in tuned.trials} == {Stage.SEARCHED, Stage.NOT_BETTER}
+    assert len(asked.planned) < len(tuned.trials) / 2
 
 
 def test_little_memory_takes_fewer_rows_or_more_micro_batches() -> None:
     whole, little = (tune(settings_of(states=(8,)), HandMade(mib), 600.0) for mib in (300, 120))
     assert (whole.best.setting.rows, little.best.setting.rows) == (8, 2)
-    assert any(row.stage is Stage.TOO_LARGE and row.needed_bytes > 120 * MIB for row in little.rows)
+    assert any(trial.stage is Stage.TOO_LARGE and trial.needed_bytes > 120 * MIB for trial in little.trials)
     fixed = [setting for setting in settings_of(states=(8,)) if setting.rows == 8]
     assert tune(fixed, HandMade(120), 600.0).best.setting.micro_batches == 4
 
@@ -148,9 +148,9 @@ def test_little_memory_takes_fewer_rows_or_more_micro_batches() -> None:
 def test_if_the_time_is_over_the_rest_is_not_searched_and_the_gap_says_so() -> None:
     full, early = (tune(settings_of(states=(8,)), HandMade(60), timeout_s) for timeout_s in (600.0, 1e-9))
     assert not early.is_complete
-    assert sum(row.plan is not None for row in early.rows) == 1
+    assert sum(trial.plan is not None for trial in early.trials) == 1
     assert early.best.tokens_per_s * (1 + early.gap) >= full.best.tokens_per_s
-    assert Stage.NOT_SEARCHED in {row.stage for row in early.rows}
+    assert Stage.NOT_SEARCHED in {trial.stage for trial in early.trials}
 
 
 def test_if_nothing_fits_the_error_is_that_of_the_setting_with_the_smallest_need() -> None:
@@ -214,7 +214,7 @@ def test_tokens_that_cannot_be_divided_name_the_nearest_that_can(
 
 
 def test_a_row_without_a_plan_has_a_limit_on_its_tokens_per_second() -> None:
-    row = Row(setting=Setting(rows=2, forwards=3, tokens=6 * SEQ), bound_s=2.0)
-    assert row.most_tokens_per_s == 3 * SEQ
-    row.stage = Stage.TOO_LARGE
-    assert (row.most_tokens_per_s, row.needed_bytes) == (0.0, 0)
+    trial = Trial(setting=Setting(rows=2, forwards=3, tokens=6 * SEQ), bound_s=2.0)
+    assert trial.most_tokens_per_s == 3 * SEQ
+    trial.stage = Stage.TOO_LARGE
+    assert (trial.most_tokens_per_s, trial.needed_bytes) == (0.0, 0)

@@ -37,12 +37,12 @@ def test_the_best_row_is_the_plan_that_its_command_makes(gpt2: Path, tmp_path: P
     done = tune(*words, "--json", "-o", saved)
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
-    best = found["rows"][0]
+    best = found["settings"][0]
     assert best["tokens"] == 4 * SEQ == best["rows"] * best["forwards"] * SEQ
-    assert best["tokens_per_s"] == max(row["tokens_per_s"] or 0 for row in found["rows"])
-    assert {(row["rows"], row["forwards"]) for row in found["rows"]} == {(4, 1), (2, 2), (1, 4)}
+    assert best["tokens_per_s"] == max(row["tokens_per_s"] or 0 for row in found["settings"])
+    assert {(row["rows"], row["forwards"]) for row in found["settings"]} == {(4, 1), (2, 2), (1, 4)}
     assert all(
-        row["most_tokens_per_s"] <= best["tokens_per_s"] * (1 + found["gap"]) * (1 + 1e-9) for row in found["rows"]
+        row["most_tokens_per_s"] <= best["tokens_per_s"] * (1 + found["gap"]) * (1 + 1e-9) for row in found["settings"]
     )
     made = plan_from_json(saved.read_text(encoding="utf-8"))
     assert plan_from_json(json.dumps(found["plan"])) == made
@@ -67,7 +67,7 @@ def test_the_table_the_command_and_a_loop_with_accumulation_are_printed(gpt2: Pa
 
 def test_without_tokens_per_step_the_tokens_are_those_of_the_batch(gpt2: Path) -> None:
     found = json.loads(tune(gpt2, "--batch", 2, "--planner", "greedy", "--state-bytes", 4, "--json").stdout)
-    assert {(row["rows"], row["forwards"]) for row in found["rows"]} == {(2, 1)}
+    assert {(row["rows"], row["forwards"]) for row in found["settings"]} == {(2, 1)}
     assert found["tokens_per_step"] == 2 * SEQ
 
 
