@@ -1,12 +1,12 @@
 """Ask the planner about all settings of an optimizer step of one model: captures, problems, plans."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.api.plan import plan_with_loss, question
 from elixir_compile.api.preview.batches import BatchCaptures
 from elixir_compile.api.preview.capture import Capture
-from elixir_compile.errors import InvalidOption
+from elixir_compile.errors import InvalidOption, UnsupportedModel
 from elixir_compile.hardware import Cluster
 from elixir_compile.ir import Plan
 from elixir_compile.options import Options
@@ -121,9 +121,13 @@ class Tuning:
             for number, forwards in pairs
         ]
 
+        made: dict[int, Capture] = {}
+
         def capture(number: int) -> Capture:
             report(f"capturing {number} rows")
-            return self.capture_with(number, None)
+            made[number] = self.capture_with(number, None)
+            _require_other_steps(made)
+            return made[number]
 
         self._captures = BatchCaptures(capture=capture, rows=[number for number, _ in pairs], options=self.options)
         timeout_s = self.options.search_timeout if self.is_timed else _TIMEOUT_S
@@ -183,3 +187,12 @@ class Tuning:
         if key not in self._chunked:
             self._chunked[key] = self.capture_with(rows, chunks)
         return self._chunked[key]
+
+
+def _require_other_steps(captures: Mapping[int, Capture]) -> None:
+    """Raise UnsupportedModel unless each of `captures`, by its rows, is of a step with so many rows."""
+    first, *others = captures.values()
+    for rows, capture in captures.items():
+        if capture.graph.batch not in (1, rows) or any(other.graph == first.graph for other in others):
+            because = f"its step does not have the {rows} rows asked for: its function has to return the model alone"
+            raise UnsupportedModel(capture.graph.name, because)

@@ -212,9 +212,10 @@ def command_of(setting: Setting, request: TuneRequest) -> str:
 
 def loop_of(setting: Setting, states: States, request: TuneRequest) -> str:
     """Return Python code that trains with `setting`."""
-    given = {name: value for name, value in request.plan.given_options().items() if name != "search_timeout"}
     options: dict[str, object] = {
-        name: str(value) if isinstance(value, Path) else value for name, value in given.items()
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in request.plan.given_options().items()
+        if name not in ("search_timeout", "micro_batches")
     }
     if setting.micro_batches > 1:
         options["micro_batches"] = setting.micro_batches

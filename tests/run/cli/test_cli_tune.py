@@ -10,9 +10,14 @@ from click.testing import Result
 from transformers import GPT2Config
 from typer.testing import CliRunner
 
+from elixir_compile.api.tune import States
 from elixir_compile.cli.main import app
+from elixir_compile.cli.plan import Request
+from elixir_compile.cli.tune import TuneRequest, command_of, loop_of
 from elixir_compile.ir import plan_from_json
-from tests.run.cli.test_cli_plan import cli
+from elixir_compile.options import Options
+from elixir_compile.search.joint.settings import Setting
+from tests.run.cli.test_cli_plan import MODEL, cli
 
 SEQ = 64
 
@@ -65,12 +70,6 @@ def test_the_table_the_command_and_a_loop_with_accumulation_are_printed(gpt2: Pa
     assert "(compiled(**batch).loss / 2).backward()\n    if number % 2 == 0:\n        optimizer.step()" in loop
 
 
-def test_without_tokens_per_step_the_tokens_are_those_of_the_batch(gpt2: Path) -> None:
-    found = json.loads(tune(gpt2, "--batch", 2, "--planner", "greedy", "--state-bytes", 4, "--json").stdout)
-    assert {(row["rows"], row["forwards"]) for row in found["settings"]} == {(2, 1)}
-    assert found["tokens_per_step"] == 2 * SEQ
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -96,11 +95,51 @@ def test_what_belongs_to_tune_is_refused_without_it(gpt2: Path) -> None:
     assert "several need --tune" in cli("plan", gpt2, "--state-bytes", 4, "--state-bytes", 8).stderr
 
 
+def test_a_model_with_inputs_of_its_own_batch_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(MODEL, encoding="utf-8")  # its inputs have 16 rows
+    done = tune(f"{file}:make", "--tokens-per-step", 8 * SEQ, "--dtype", "float32")
+    assert done.exit_code == 1
+    assert "does not have the 8 rows asked for" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "prepares", "remarks"), [(None, False, False), (10, True, False), (12, False, True)]
+)
+def test_the_loop_says_how_to_get_the_state_and_the_micro_batches(
+    state_bytes: int | None, prepares: bool, remarks: bool
+) -> None:
+    given = {"micro_batches": "auto", "device_memory": "4GiB", "search_timeout": 60.0}
+    plan = Request(
+        model="gpt2-124m", batch=8, seq=SEQ, dtype="bfloat16", recompute=False, hardware=None, ranks=1, options=given
+    )
+    request = TuneRequest(plan=plan, batch=None, tokens=None, states=())
+    states = States.of("bfloat16", Options(), ())
+    assert states.choices == (None, 10)
+    for number in (1, 2):
+        setting = Setting(rows=8, forwards=1, micro_batches=number, state_bytes=state_bytes, tokens=8 * SEQ)
+        loop = loop_of(setting, states, request)
+        ast.parse(loop)
+        assert ('elixir.prepare(model, param_dtype="bfloat16")' in loop) == ('"param_dtype": "bfloat16"' in loop)
+        assert ("elixir.prepare" in loop) == prepares
+        assert ("another optimizer" in loop) == remarks
+        assert ('"micro_batches": 2' in loop) == (number == 2)
+        assert "auto" not in loop + command_of(setting, request)
+        assert "timeout" not in loop
+
+
+def test_without_tokens_per_step_the_tokens_are_those_of_the_batch_on_all_ranks(gpt2: Path) -> None:
+    words = ("--batch", 2, "--planner", "greedy", "--state-bytes", 4, "--micro-batches", 1, "--json")
+    found = json.loads(cli("plan", gpt2, "--tune", "--seq", SEQ, "--hardware", "2 x a100-40g", *words).stdout)
+    assert [(row["rows"], row["forwards"], row["micro_batches"]) for row in found["settings"]] == [(2, 1, 1)]
+    assert found["tokens_per_step"] == 4 * SEQ
+
+
 def test_if_nothing_fits_the_error_names_the_smallest_need(gpt2: Path) -> None:
     words = ("--tokens-per-step", 4 * SEQ, "--device-memory", 1000, "--planner", "greedy", "--state-bytes", 4)
     done = tune(gpt2, *words, "--json")
     assert done.exit_code == 2
     needed_bytes = json.loads(done.stdout)["needed_bytes"]
-    for batch in (1, 2, 4):
+    for batch in (1, 4):
         alone = cli("plan", gpt2, "--seq", SEQ, "--hardware", "a100-40g", "--batch", batch, *words[2:], "--json")
         assert json.loads(alone.stdout)["needed_bytes"] >= needed_bytes
