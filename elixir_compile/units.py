@@ -49,6 +49,26 @@ def parse_bytes(text: str | int | float) -> int:
     return int(value)
 
 
+_COUNT_FACTORS: dict[str, int] = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3}
+COUNT_EXAMPLE = "a number such as 524288, 500k or 0.5M, of 1 or more"
+
+
+def parse_count(text: str) -> int:
+    """Return the number in `text`, with the unit k, M or G for thousands, millions or billions, rounded down.
+
+    Raises ValueError, with `text` and an example, if it is not a finite number of at least 1 with a known unit.
+    """
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    factor = None if match is None else _COUNT_FACTORS.get(match.group(2).lower())
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not {COUNT_EXAMPLE}")
+    digits = match.group(1)
+    value = int(digits) * factor if digits.lstrip("+-").isdecimal() else round(float(digits) * factor, 6)
+    if not math.isfinite(value) or value < 1:
+        raise ValueError(f"{text!r} is not {COUNT_EXAMPLE}")
+    return int(value)
+
+
 def format_bytes(nbytes: int) -> str:
     """Return `nbytes` as text in the largest binary unit of which there is at least one: `17.9 GiB`."""
     for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

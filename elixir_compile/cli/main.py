@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from elixir_compile.collector import collector_off
+from elixir_compile.errors import InvalidOption
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Train models that do not fit.")
 
@@ -104,6 +105,25 @@ _PARAM_DTYPE = Annotated[
     str | None,
     typer.Option(help="Cast fp32 parameters to bfloat16 or float16, with an fp32 master; with --dtype float32."),
 ]
+_DISK_PATH = Annotated[
+    Path | None, typer.Option(help="Folder for optimizer state on disk; any name if the machine is elsewhere.")
+]
+_UPDATE = Annotated[
+    str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
+]
+_ACTIVATIONS = Annotated[
+    str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
+]
+_STATE_BYTES = Annotated[
+    list[int] | None,
+    typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments. --tune takes several."),
+]
+_TUNE = Annotated[
+    bool, typer.Option("--tune", help="Find the batch, accumulation and micro-batches with the most tokens per second.")
+]
+_TOKENS = Annotated[
+    str | None, typer.Option(help="With --tune: tokens of an optimizer step on all devices: 524288, 500k or 0.5M.")
+]
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."
 
@@ -113,34 +133,28 @@ def plan(
     model: Annotated[str, typer.Argument(help=_MODEL)],
     hardware: _HARDWARE = None,
     ranks: _RANKS = 1,
-    batch: _BATCH = 8,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per device and forward; 8 by default.")] = None,
     seq: _SEQ = 1024,
     dtype: _DTYPE = "bfloat16",
     recompute: _RECOMPUTE = False,
     device_memory: Annotated[str | None, typer.Option(help="Budget on the device: 36GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Budget on the host, per device: 200GiB.")] = None,
-    disk_path: Annotated[
-        Path | None, typer.Option(help="Folder for optimizer state on disk; any name if the machine is elsewhere.")
-    ] = None,
+    disk_path: _DISK_PATH = None,
     param_dtype: _PARAM_DTYPE = None,
-    update: Annotated[
-        str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
-    ] = None,
+    update: _UPDATE = None,
     micro_batches: Annotated[
         str | None, typer.Option(help="Micro-batches of each layer: a number that divides the batch, or auto.")
     ] = None,
-    activations: Annotated[
-        str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
-    ] = None,
+    activations: _ACTIVATIONS = None,
     accumulate: Annotated[
         bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
     ] = False,
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
-    state_bytes: Annotated[
-        int | None, typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments.")
-    ] = None,
+    state_bytes: _STATE_BYTES = None,
     largest_batch: Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits.")] = False,
+    tune: _TUNE = False,
+    tokens_per_step: _TOKENS = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     as_json: _JSON = False,
 ) -> None:
@@ -148,6 +162,8 @@ def plan(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `demo`
     with collector_off():
         from elixir_compile.cli.plan import Request, run_plan
+        from elixir_compile.cli.reports import fail
+        from elixir_compile.cli.tune import TuneRequest, run_tune
 
         gc.freeze()  # later collections skip the objects of the imports
 
@@ -158,11 +174,34 @@ def plan(
         "accumulate": accumulate or None,
     }  # fmt: skip
     request = Request(
-        model=model, batch=batch, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
+        model=model, batch=batch or 8, seq=seq, dtype=dtype, recompute=recompute, hardware=hardware, ranks=ranks,
         options=options,
     )  # fmt: skip
-    code = run_plan(request, state_bytes=state_bytes, is_largest=largest_batch, output=output, as_json=as_json)
+    states = tuple(state_bytes or ())
+    wrong = _wrong_beside_plan(tokens_per_step, states, is_tuned=tune, is_largest=largest_batch)
+    if wrong is not None:
+        code = fail(wrong, as_json=as_json)
+    elif tune:
+        tuned = TuneRequest(plan=request, batch=batch, tokens=tokens_per_step, states=states)
+        code = run_tune(tuned, output=output, as_json=as_json)
+    else:
+        code = run_plan(
+            request, state_bytes=next(iter(states), None), is_largest=largest_batch, output=output, as_json=as_json
+        )
     raise typer.Exit(code=code)
+
+
+def _wrong_beside_plan(
+    tokens_per_step: str | None, states: tuple[int, ...], *, is_tuned: bool, is_largest: bool
+) -> InvalidOption | None:
+    """Return the error if an argument of `plan` needs `--tune`, or cannot be given with it; else None."""
+    if is_tuned and is_largest:
+        return InvalidOption("largest_batch", True, "no --largest-batch beside --tune, which finds the fastest batch")
+    if tokens_per_step is not None and not is_tuned:
+        return InvalidOption("tokens_per_step", tokens_per_step, "--tune beside it; without, --batch and --seq count")
+    if len(states) > 1 and not is_tuned:
+        return InvalidOption("state_bytes", states, "a single number; several need --tune")
+    return None
 
 
 @app.command()

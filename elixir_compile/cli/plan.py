@@ -59,9 +59,13 @@ class Request:
     options: Mapping[str, object] = field(default_factory=dict)
     """Options of the backend by name; a value of None stands for the default."""
 
+    def given_options(self) -> Mapping[str, object]:
+        """Return the options without those of value None."""
+        return {name: value for name, value in self.options.items() if value is not None}
+
     def parsed_options(self) -> Options:
         """Return the parsed options. Raises InvalidOption."""
-        return parse_options({name: value for name, value in self.options.items() if value is not None})
+        return parse_options(self.given_options())
 
     def cluster(self) -> Cluster | None:
         """Return the machine to plan for, or None for this machine.
@@ -140,7 +144,7 @@ def _search(request: Request, notes: Console, *, state_bytes: int | None, is_lar
     options, cluster = request.parsed_options(), request.cluster()
 
     def plan_of(capture: Capture) -> Plan:
-        with _status_line(notes, "planning"), _nothing_on_stdout():
+        with _status_line(notes, "planning"), nothing_on_stdout():
             return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes))
 
     def capture_with(chunks: Chunks | None) -> Capture:
@@ -154,14 +158,14 @@ def _search(request: Request, notes: Console, *, state_bytes: int | None, is_lar
     def problem_at(size: int) -> Problem:
         return question(capture.at_batch(size), options, cluster, state_bytes_per_element=state_bytes)[0]
 
-    with _status_line(notes, "looking for the largest batch"), _nothing_on_stdout():
+    with _status_line(notes, "looking for the largest batch"), nothing_on_stdout():
         # If not even a batch of 1 fits, planning it raises NoFeasiblePlan with the missing bytes.
         batch = max(largest_feasible(problem_at), 1)
     return plan_of(capture.at_batch(batch)), batch
 
 
 @contextmanager
-def _nothing_on_stdout() -> Iterator[None]:
+def nothing_on_stdout() -> Iterator[None]:
     """Drop output to stdout during the block.
 
     HiGHS prints a line in some searches, even if its output is switched off, and the JSON of the plan must be alone.
