@@ -8,6 +8,7 @@ A graph with dynamic shapes holds each size twice: as bytes at the values in `sy
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -228,10 +229,10 @@ def _check_sizes(graph: StepGraph) -> None:
 def _check_phases(graph: StepGraph) -> None:
     order = [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
     previous = 0
-    for op in graph.ops:
-        current = order.index(op.phase)
+    for phase, ops in itertools.groupby(graph.ops, key=lambda op: op.phase):
+        current = order.index(phase)
         if current < previous:
-            raise InvalidPlan(f"op {op.id} of the {op.phase} comes after the {order[previous]} began.")
+            raise InvalidPlan(f"op {next(ops).id} of the {phase} comes after the {order[previous]} began.")
         previous = current
     updates = [op.id for op in graph.ops if op.phase is Phase.UPDATE]
     if updates not in ([], [UPDATE_OP]):
