@@ -41,10 +41,9 @@ from elixir_compile.simulate import OpSeconds
 
 _Added = tuple[tuple[int, float], ...]
 """(point, seconds) of compute added by a layer."""
-_MAX_ALONE, _MANY_OPS = 4, 1000
-"""So many layers at most are counted alone at each depth. If the step has more ops than `_MANY_OPS`, these are the
-first and the last of the layers that add other seconds, and a single step is counted: each takes 0.1 s for 3,000 ops.
-GPT-2 4B to 20B and Llama 7B to 70B have 2 to 4 such layers, and none of them adds fewer seconds alone."""
+_MAX_ALONE, _MANY_OPS = 4, 6000
+"""So many layers at most are counted alone at each depth, or one layer of a step with more ops than `_MANY_OPS`: each
+count takes 0.1 s for 3,000 ops."""
 _CLOSE = 3
 """Layers whose numbers differ by no more than this may change the seconds that the other adds: one layer makes the
 input of the next, and an op between two layers may fuse with either."""
@@ -128,10 +127,9 @@ class _RecomputedStep:
         self.added_s = self._added_s(len(layers), seconds, kept_s)
         totals_s = [round(_total_s(added), 12) for added in self.added_s]
         unlike = [i for i, total_s in enumerate(totals_s) if total_s > 0.0 and totals_s.count(total_s) == 1]
-        is_small = len(graph.ops) <= _MANY_OPS
-        num_first = _MAX_ALONE - 1 if is_small else 1
-        chosen = (*unlike[:num_first], *unlike[num_first:][-1:]) if depth is not Depth.KEPT else ()
-        for apart in _far_apart(chosen)[: None if is_small else 1]:
+        max_alone = _MAX_ALONE if len(graph.ops) <= _MANY_OPS else 1
+        chosen = (*unlike[: max_alone - 1], *unlike[max_alone - 1 :][-1:]) if depth is not Depth.KEPT else ()
+        for apart in _far_apart(chosen):
             alone = self._added_alone(problem, {i: layers[i] for i in apart}, depth, index, kept_s)
             for i, added in alone.items():
                 self.added_s[i] = min(self.added_s[i], added, key=_total_s)
