@@ -12,8 +12,8 @@ not a copy of its scheduler: `docs/memory.md` has the measured error.
 ```
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
             inputs[op.writes[-1]] = reads
             ops.append(_emptied(op))
         elif reads != op.reads:
-            ops.append(_reading(op, reads, sum(nbytes[name] for name in (*reads, *op.writes))))
+            ops.append(reading(op, reads, sum(nbytes[name] for name in (*reads, *op.writes))))
         else:
             ops.append(op)
     storages = tuple(storage for storage in graph.storages if storage.id not in absorbed)
@@ -55,23 +55,32 @@ def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
 def absorbed_storages(graph: StepGraph, *, is_divided: bool = False) -> frozenset[StorageId]:
     """Return the storages that are never written: temporaries of a single pointwise op, read only by fusible
     kernels; if the graph `is_divided`, without results of ops that mix the batch and without random numbers."""
-    makers = _makers(graph)
-    num_writers = Counter(name for op in graph.ops for name in op.writes)
+    makers: dict[StorageId, Op] = {}
+    rewritten: set[StorageId] = set()
+    for op in graph.ops:
+        for name in op.writes:
+            if name in makers:
+                rewritten.add(name)
+            makers[name] = op
+    kind_of = {storage.id: storage.kind for storage in graph.storages}
     candidates = {
-        storage.id
-        for storage in graph.storages
-        if storage.kind is Kind.TEMP
-        and num_writers[storage.id] == 1
-        and makers[storage.id].kernel is Kernel.POINTWISE
-        and makers[storage.id].writes[-1] == storage.id  # earlier writes of the first op are tangents
-        and not (is_divided and _stays_apart(makers[storage.id]))
+        op.writes[-1]  # earlier writes of the first op are tangents
+        for op in graph.ops
+        if op.kernel is Kernel.POINTWISE
+        and op.writes
+        and kind_of[op.writes[-1]] is Kind.TEMP
+        and op.writes[-1] not in rewritten
+        and not (is_divided and _stays_apart(op))
     }
     if not candidates:
         return frozenset()
     candidates.difference_update(graph.outputs)
     for op in graph.ops:
+        if op.kernel is Kernel.OPAQUE:
+            candidates.difference_update(op.reads)
+            continue
         for name in op.reads:
-            if name in candidates and (op.kernel is Kernel.OPAQUE or op.phase is not makers[name].phase):
+            if name in candidates and op.phase is not makers[name].phase:
                 candidates.discard(name)
     return frozenset(candidates - _written_for_reuse(graph, candidates))
 
@@ -93,7 +102,7 @@ def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> se
     Several ops read such a storage, and each would have to read more than `_MOST_READS` storages instead. So a residual
     sum over layers is written once every few layers.
     """
-    num_readers = Counter(name for op in graph.ops for name in op.reads)
+    num_readers = Counter(itertools.chain.from_iterable(op.reads for op in graph.ops))
     written: set[StorageId] = set()
     leaves: dict[StorageId, frozenset[StorageId]] = {}
     for op in graph.ops:
@@ -123,8 +132,8 @@ def _emptied(op: Op) -> Op:
     )
 
 
-def _reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int) -> Op:
-    """Return `op` with other `reads` and `moved_bytes`."""
+def reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int | None = None) -> Op:
+    """Return `op`, an op that runs once in a step, with other `reads` and, if it is given, other `moved_bytes`."""
     return Op(
         id=op.id,
         target=op.target,
@@ -132,7 +141,7 @@ def _reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int) -> Op:
         reads=reads,
         writes=op.writes,
         flops=op.flops,
-        moved_bytes=moved_bytes,
+        moved_bytes=op.moved_bytes if moved_bytes is None else moved_bytes,
         module=op.module,
         source=op.source,
         flops_size=op.flops_size,
@@ -140,8 +149,3 @@ def _reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int) -> Op:
         once=op.once,
         mixes=op.mixes,
     )
-
-
-def _makers(graph: StepGraph) -> Mapping[StorageId, Op]:
-    """Return the last op writing each storage."""
-    return {name: op for op in graph.ops for name in op.writes}

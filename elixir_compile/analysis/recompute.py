@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elixir_compile.analysis.fusion import fused
+from elixir_compile.analysis.fusion import fused, reading
 from elixir_compile.analysis.laps import Lap, divided_laps
 from elixir_compile.analysis.micro_batches import divided, tangents_of
 from elixir_compile.errors import InvalidPlan
@@ -34,7 +34,11 @@ class Repeat:
     before: OpId
 
 
-@functools.lru_cache(maxsize=8)
+_Names = frozenset[StorageId]
+_of_graph = functools.lru_cache(maxsize=4)
+"""Facts of a graph that do not depend on activations are kept: a search asks for those of one graph a hundred times."""
+
+
 def as_run(
     graph: StepGraph, activations: tuple[Activations, ...] = (), divided_into: tuple[Lap, ...] = ()
 ) -> StepGraph:
@@ -43,32 +47,41 @@ def as_run(
 
     Raises InvalidPlan if an op to repeat may run only once.
     """
-    if not divided_into:
-        return fused(_repeated_step(graph, activations))
-    return divided(fused(_repeated_step(graph, activations), is_divided=True), divided_into)
+    return _as_run(graph, _dropped(activations), _extra(graph, activations), divided_into)
 
 
 @functools.lru_cache(maxsize=8)
+def _as_run(graph: StepGraph, dropped: _Names, extra: _Names, divided_into: tuple[Lap, ...]) -> StepGraph:
+    # The ops do not depend on the storages that are offloaded, so activations with the same recomputation share them.
+    if not divided_into:
+        return fused(_repeated_step(graph, dropped, extra))
+    return divided(fused(_repeated_step(graph, dropped, extra), is_divided=True), divided_into)
+
+
 def laps_at(graph: StepGraph, activations: tuple[Activations, ...], micro_batches: int) -> tuple[Lap, ...]:
     """Return the laps of a plan with `activations` that run in `micro_batches`; empty if that is 1."""
     if micro_batches == 1:
         return ()
-    return divided_laps(fused(_repeated_step(graph, activations), is_divided=True), micro_batches)
+    return _laps_at(graph, _dropped(activations), _extra(graph, activations), micro_batches)
 
 
-def _repeated_step(graph: StepGraph, activations: tuple[Activations, ...]) -> StepGraph:
-    """Return `graph` with the ops that `activations` repeat, before fusion."""
-    return with_repeats(graph, activations) if _dropped(activations) or _extra(graph, activations) else graph
+@functools.lru_cache(maxsize=8)
+def _laps_at(graph: StepGraph, dropped: _Names, extra: _Names, micro_batches: int) -> tuple[Lap, ...]:
+    return divided_laps(fused(_repeated_step(graph, dropped, extra), is_divided=True), micro_batches)
+
+
+def _repeated_step(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:
+    """Return `graph` with the ops that recompute `dropped` from `extra` and all else that is stored, before fusion."""
+    return _with_repeats(graph, dropped, extra) if dropped or extra else graph
 
 
 def repeats(graph: StepGraph, activations: Sequence[Activations]) -> tuple[Repeat, ...]:
     """Return the ops to run again under `activations`, in order."""
-    return _repeats(graph, _dropped(activations), _missing(graph, activations))
+    dropped = _dropped(activations)
+    return _repeats(graph, dropped, _missing(graph, dropped, _extra(graph, activations)))
 
 
-def _repeats(
-    graph: StepGraph, dropped: frozenset[StorageId], missing: Callable[[Op], Sequence[StorageId]]
-) -> tuple[Repeat, ...]:
+def _repeats(graph: StepGraph, dropped: _Names, missing: Callable[[Op], Sequence[StorageId]]) -> tuple[Repeat, ...]:
     if not dropped:
         return ()
     maker = makers(graph)
@@ -106,6 +119,7 @@ def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> 
         yield tuple(found)
 
 
+@_of_graph
 def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
     """Return the forward op that writes each storage, or None if several ops of the step write it."""
     found: dict[StorageId, Op | None] = {}
@@ -118,6 +132,7 @@ def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
     return found
 
 
+@_of_graph
 def given_storages(graph: StepGraph) -> frozenset[StorageId]:
     """Return the storages of the whole step: parameters, inputs and buffers."""
     return frozenset(storage.id for storage in graph.storages if storage.kind in _GIVEN)
@@ -130,6 +145,7 @@ def given_bytes(graph: StepGraph) -> int:
     return sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT and storage.id in read)
 
 
+@_of_graph
 def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
     """Return the storages saved by the forward for the backward."""
     read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}
@@ -138,9 +154,14 @@ def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
 
 def stored(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[StorageId]:
     """Return the storages available to the backward without recomputing them."""
-    return (given_storages(graph) | saved_storages(graph) | _extra(graph, activations)) - _dropped(activations)
+    return _stored(graph, _dropped(activations), _extra(graph, activations))
 
 
+def _stored(graph: StepGraph, dropped: _Names, extra: _Names) -> _Names:
+    return (given_storages(graph) | saved_storages(graph) | extra) - dropped
+
+
+@_of_graph
 def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
     """Return pairs of op and storage it reads that it or a later op overwrites: run again, it would read other
     values."""
@@ -150,9 +171,9 @@ def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
     )
 
 
-def _missing(graph: StepGraph, activations: Sequence[Activations]) -> Callable[[Op], Sequence[StorageId]]:
+def _missing(graph: StepGraph, dropped: _Names, extra: _Names) -> Callable[[Op], Sequence[StorageId]]:
     """Return a function from a forward op to the storages to recompute before it runs again."""
-    available, stale = stored(graph, activations), stale_reads(graph)
+    available, stale = _stored(graph, dropped, extra), stale_reads(graph)
     return lambda op: [name for name in op.reads if name not in available or (op.id, name) in stale]
 
 
@@ -171,11 +192,11 @@ def _again(name: str) -> str:
     return f"bwd.{AGAIN}{rest}" if phase == "fwd" else f"bwd.{AGAIN}{name}"
 
 
-def _dropped(activations: Sequence[Activations]) -> frozenset[StorageId]:
+def _dropped(activations: Sequence[Activations]) -> _Names:
     return frozenset(s for group in activations if group.saving is Saving.RECOMPUTE for s in group.storages)
 
 
-def _extra(graph: StepGraph, activations: Sequence[Activations]) -> frozenset[StorageId]:
+def _extra(graph: StepGraph, activations: Sequence[Activations]) -> _Names:
     """Return the storages saved in addition to the capture: inputs of recomputed layers."""
     listed = {s for group in activations if group.saving is not Saving.RECOMPUTE for s in group.storages}
     return frozenset(listed - saved_storages(graph))
@@ -211,7 +232,11 @@ def _cannot(op: Op | None) -> str:
 
 def with_repeats(graph: StepGraph, activations: Sequence[Activations]) -> StepGraph:
     """Return `graph` with repeated ops, before fusion. Raises InvalidPlan as `as_run` does."""
-    dropped, extra, missing = _dropped(activations), _extra(graph, activations), _missing(graph, activations)
+    return _with_repeats(graph, _dropped(activations), _extra(graph, activations))
+
+
+def _with_repeats(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:
+    missing = _missing(graph, dropped, extra)
     found = _repeats(graph, dropped, missing)
     by_id = {op.id: op for op in graph.ops}
     storages = {storage.id: storage for storage in graph.storages}
@@ -226,7 +251,7 @@ def with_repeats(graph: StepGraph, activations: Sequence[Activations]) -> StepGr
             op, again[op.id][0] = _arrives_earlier(op, again[op.id][0])
         ops += again.get(op.id, ())
         if op.phase is Phase.BACKWARD and not dropped.isdisjoint(op.reads):
-            op = replace(op, reads=_named(op.reads, {name: renamed[name] for name in op.reads if name in dropped}))
+            op = reading(op, _named(op.reads, {name: renamed[name] for name in op.reads if name in dropped}))
         ops.append(op)
 
     def kind(storage: Storage) -> Storage:
@@ -241,12 +266,21 @@ def with_repeats(graph: StepGraph, activations: Sequence[Activations]) -> StepGr
 def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[[Op], Sequence[StorageId]]) -> Op:
     # Available storages are read directly, even if their op is repeated later for another of its results.
     read_again = {name: renamed[name] for name in missing(op)}
-    return replace(
-        op,
+    # Not `replace`, which takes three times as long: a search repeats 10,000 ops.
+    return Op(
         id=repeated_op(op.id),
+        target=op.target,
         phase=Phase.BACKWARD,
         reads=_named(op.reads, read_again),
         writes=_named(op.writes, renamed),
+        flops=op.flops,
+        moved_bytes=op.moved_bytes,
+        module=op.module,
+        source=op.source,
+        flops_size=op.flops_size,
+        kernel=op.kernel,
+        once=op.once,
+        mixes=op.mixes,
     )
 
 

@@ -8,6 +8,8 @@ A graph with dynamic shapes holds each size twice: as bytes at the values in `sy
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -145,21 +147,22 @@ class StepGraph:
             raise InvalidPlan(
                 f"graph {self.name} has two ops of the same name: {_repeated([op.id for op in self.ops])}."
             )
-        for op in self.ops:
-            if not ids.issuperset(op.reads) or not ids.issuperset(op.writes):
-                unknown = next(name for name in (*op.reads, *op.writes) if name not in ids)
-                raise InvalidPlan(f"op {op.id} names the storage {unknown}, which graph {self.name} does not have.")
+        # All names at once: a search makes graphs of 8,000 ops by the dozen.
+        touched = set().union(*(op.reads for op in self.ops), *(op.writes for op in self.ops))
+        if not touched <= ids:
+            op, unknown = next((op, name) for op in self.ops for name in (*op.reads, *op.writes) if name not in ids)
+            raise InvalidPlan(f"op {op.id} names the storage {unknown}, which graph {self.name} does not have.")
         if self.batch < 1:
             raise InvalidPlan(f"graph {self.name} has a batch of {self.batch} rows; expected 1 or more.")
         _check_phases(self)
         _check_total(self)
         _check_sizes(self)
         named = [*self.outputs, *(name for _, name in self.aliases), *(s.of for s in self.storages if s.of is not None)]
-        for name in named:
-            if name not in ids:
-                raise InvalidPlan(
-                    f"an output, alias or gradient names the storage {name}, which graph {self.name} does not have."
-                )
+        if not ids.issuperset(named):
+            unknown = next(name for name in named if name not in ids)
+            raise InvalidPlan(
+                f"an output, alias or gradient names the storage {unknown}, which graph {self.name} does not have."
+            )
 
     def __str__(self) -> str:
         lines = [commented(f"graph {word(self.name)}", f"{len(self.ops)} ops, {len(self.storages)} storages")]
@@ -228,10 +231,10 @@ def _check_sizes(graph: StepGraph) -> None:
 def _check_phases(graph: StepGraph) -> None:
     order = [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
     previous = 0
-    for op in graph.ops:
-        current = order.index(op.phase)
+    for phase, ops in itertools.groupby(graph.ops, key=operator.attrgetter("phase")):
+        current = order.index(phase)
         if current < previous:
-            raise InvalidPlan(f"op {op.id} of the {op.phase} comes after the {order[previous]} began.")
+            raise InvalidPlan(f"op {next(ops).id} of the {phase} comes after the {order[previous]} began.")
         previous = current
     updates = [op.id for op in graph.ops if op.phase is Phase.UPDATE]
     if updates not in ([], [UPDATE_OP]):

@@ -19,7 +19,7 @@ from elixir_compile.search.space.memory import MemoryModel
 from elixir_compile.search.space.min_memory import lowered_modes, min_memory_levels
 from elixir_compile.search.space.profiles import Profile, profiles
 from elixir_compile.search.space.residency import Moves, moves_at_use
-from elixir_compile.simulate import Cycle, Played, play, prices
+from elixir_compile.simulate import Cycle, OpSeconds, Played, play, prices
 
 MAX_AHEAD = 2
 """More windows ahead gain nothing if layers are alike and a transfer is shorter than a layer."""
@@ -68,9 +68,11 @@ class Evaluator:
     def __init__(self, facts: Facts, others: "dict[tuple[int, ...], Evaluator] | None" = None) -> None:
         problem = facts.problem
         self._others: dict[tuple[int, ...], Evaluator] = {} if others is None else others
+        like = next(iter(self._others.values()), None)
         self._others[facts.modes] = self
         self.facts = facts
-        self.memory = MemoryModel(facts)
+        self.memory = MemoryModel(facts, like=None if like is None else like.memory)
+        self._ops = OpSeconds(problem.graph, problem.cluster, problem.measured) if like is None else like._ops
         self.prices = prices(
             problem.graph,
             facts.buckets,
@@ -79,19 +81,15 @@ class Evaluator:
             facts.activations,
             problem.num_copies,
             facts.laps,
+            self._ops,
         )
         staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
         self.away_bytes = sum(interval.nbytes for interval in facts.offload_intervals) + staging_bytes
         """Host bytes independent of levels: offloaded activations, and the staging buffers of the disk."""
         self.update = asked_time(problem)
         """When the host updates its buckets."""
-        self._placements = [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
-        # If state may go to disk, it counts as no host memory: a relaxation, which `host_memory` corrects.
-        without_state = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
-        self._host_bytes = [
-            {level: host_bytes_of(bucket, level, on_disk=bucket.id in without_state) for level in Level}
-            for bucket in facts.buckets
-        ]
+        self._placements = _placements(facts) if like is None else like._placements
+        self._host_bytes = _host_bytes(facts) if like is None else like._host_bytes
         self._step_s: dict[tuple[Level, ...], float] = {}
         self._profiles: tuple[tuple[Profile, ...], ...] | None = None
         self._min_memory_levels: tuple[Level, ...] = ()
@@ -110,7 +108,7 @@ class Evaluator:
         """The profile of every mode of every layer, the same for the evaluators of all modes."""
         first = next(iter(self._others.values()))
         if first._profiles is None:
-            first._profiles = profiles(self.facts.problem, self.facts.layers)
+            first._profiles = profiles(self.facts.problem, self.facts.layers, self._ops)
         return first._profiles
 
     @property
@@ -213,3 +211,19 @@ class Evaluator:
                 region = cuts[bisect_right(firsts, windows[0].first) - 1]
                 reads.setdefault(region.id, []).append(self.facts.buckets[i].id)
         return Cycle(update=self.update, reads=reads)
+
+
+def _placements(facts: Facts) -> list[dict[Level, Placement]]:
+    """Return the placement of each bucket at each level."""
+    return [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
+
+
+def _host_bytes(facts: Facts) -> list[dict[Level, int]]:
+    """Return the host bytes of each bucket at each level."""
+    problem = facts.problem
+    # If state may go to disk, it counts as no host memory: a relaxation, which `host_memory` corrects.
+    without_state = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
+    return [
+        {level: host_bytes_of(bucket, level, on_disk=bucket.id in without_state) for level in Level}
+        for bucket in facts.buckets
+    ]

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from elixir_compile.analysis.timeline import device_lives, plan_timeline
 from elixir_compile.analysis.verify import verify
+from elixir_compile.collector import collector_off
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Kind, Op, Plan, Tier
 from elixir_compile.options import Planner
@@ -36,6 +37,7 @@ _MANY_BUCKETS = 64
 """Above this number of buckets the greedy planner is too slow: on one core it takes 1 s for 64, and 60 s for 240."""
 
 
+@collector_off()
 def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -> Plan:
     """Return the verified plan of `planner` for `problem`.
 

@@ -9,10 +9,11 @@ from elixir_compile.simulate.prediction import (
     hidden_update_share,
     prediction_of,
 )
-from elixir_compile.simulate.prices import Prices, op_seconds, prices
+from elixir_compile.simulate.prices import OpSeconds, Prices, prices
 
 __all__ = [
     "Cycle",
+    "OpSeconds",
     "Played",
     "Prices",
     "critical_path",
@@ -20,7 +21,6 @@ __all__ = [
     "exposed_s",
     "hidden_share",
     "hidden_update_share",
-    "op_seconds",
     "play",
     "prediction_of",
     "prices",

@@ -8,7 +8,6 @@ from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.recompute import as_run, laps_at, repeated_op
 from elixir_compile.cost import (
     Measured,
-    Stretch,
     add_bytes,
     add_s,
     average_s,
@@ -27,7 +26,7 @@ from elixir_compile.cost import (
 from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir.bucket import Activations, Bucket
 from elixir_compile.ir.graph import Op, StepGraph
-from elixir_compile.ir.kinds import Lane, OpId, Saving, StorageId, Tier
+from elixir_compile.ir.kinds import Lane, Saving, StorageId, Tier
 
 _NOT_MEASURED = Measured()
 
@@ -98,13 +97,15 @@ def prices(
     activations: tuple[Activations, ...] = (),
     num_copies: int = 1,
     divided_into: tuple[Lap, ...] = (),
+    ops: "OpSeconds | None" = None,
 ) -> Prices:
     """Return the seconds of ops of `graph` with `activations`, and of actions on `activations` and `buckets`; the laps
-    `divided_into` run in micro-batches.
+    `divided_into` run in micro-batches. `ops` are the seconds of ops of `graph`, if they are known.
 
     `num_copies` ranks of `cluster` hold each part of a bucket. `measured` seconds replace those of the roofline model.
     """
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
+    ops = OpSeconds(graph, cluster, measured) if ops is None else ops
     lane_of = _lanes(cluster)
     device_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
     host_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.HOST, cluster) for bucket in buckets}
@@ -112,7 +113,7 @@ def prices(
         # Host and device are the same cores, so a faster update by the host is noise of the measurement.
         host_update_s = {name: max(seconds, device_update_s[name]) for name, seconds in host_update_s.items()}
     return Prices(
-        before_s=tuple(accumulate(op_seconds(graph, cluster, measured, activations, divided_into), initial=0.0)),
+        before_s=tuple(accumulate(ops.of(activations, divided_into), initial=0.0)),
         h2d_s=_copies_s({b.id: b.flat_shard_nbytes for b in buckets}, away, cluster.h2d),
         d2h_s=_copies_s({b.id: b.grad_ratio * b.flat_shard_nbytes for b in buckets}, away, cluster.d2h),
         gather_s={b.id: collective_s(b.flat_nbytes, cluster, num_copies) if b.is_sharded else 0.0 for b in buckets},
@@ -155,41 +156,38 @@ def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster
     )
 
 
-def op_seconds(
-    graph: StepGraph,
-    cluster: Cluster,
-    measured: Measured = _NOT_MEASURED,
-    activations: tuple[Activations, ...] = (),
-    divided_into: tuple[Lap, ...] = (),
-) -> list[float]:
-    """Return the seconds of every op that `graph` runs with `activations`, with the laps `divided_into` micro-batches.
+class OpSeconds:
+    """Seconds of the ops of a graph with any activations; what does not depend on them is computed once."""
 
-    A repeated op takes as long as in the forward, unless it was fused there and took no time.
-    """
-    measured_laps = laps_at(graph, measured.activations, measured.micro_batches)
-    measured_step = as_run(graph, measured.activations, measured_laps)
-    known = _seconds_by_id(measured_step, cluster, measured.stretches)
-    before = {op.id: op for op in measured_step.ops}
-    step = as_run(graph, activations, divided_into)
-    dtypes = _dtypes(step)
-    original = {repeated_op(op.id): op.id for op in graph.ops}
+    def __init__(self, graph: StepGraph, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> None:
+        self._graph, self._device = graph, cluster.device
+        step = as_run(graph, measured.activations, laps_at(graph, measured.activations, measured.micro_batches))
+        dtypes = _dtypes(step)
+        seconds = [op_s(op, self._device, _dtype(op, dtypes)) for op in step.ops]
+        index = {op.id: i for i, op in enumerate(step.ops)} if measured.stretches else {}
+        self._before = {op.id: op for op in step.ops}
+        """The ops of the measured step."""
+        self._known_s = dict(zip(self._before, corrected_s(seconds, index, measured.stretches), strict=True))
+        self._original = {repeated_op(op.id): op.id for op in graph.ops}
+        """By the id under which an op runs again: the id of the op."""
 
-    def seconds(op: Op) -> float:
-        own_id = op.id if op.id in known else original.get(op.id, op.id)
-        found, priced_s = known.get(own_id, 0.0), op_s(op, cluster.device, _dtype(op, dtypes))
-        if own_id in before and before[own_id].times != op.times:
-            before_s = op_s(before[own_id], cluster.device, _dtype(op, dtypes))
+    def of(self, activations: tuple[Activations, ...] = (), divided_into: tuple[Lap, ...] = ()) -> list[float]:
+        """Return the seconds of every op that runs with `activations`, with the laps `divided_into` micro-batches.
+
+        A repeated op takes as long as in the forward, unless it was fused there and took no time.
+        """
+        step = as_run(self._graph, activations, divided_into)
+        dtypes = _dtypes(step)
+        return [self._seconds(op, dtypes) for op in step.ops]
+
+    def _seconds(self, op: Op, dtypes: Mapping[StorageId, str]) -> float:
+        own_id = op.id if op.id in self._known_s else self._original.get(op.id, op.id)
+        found, before = self._known_s.get(own_id, 0.0), self._before.get(own_id)
+        if before is not None and before.times != op.times:
+            priced_s = op_s(op, self._device, _dtype(op, dtypes))
+            before_s = op_s(before, self._device, _dtype(op, dtypes))
             return found * priced_s / before_s if before_s else priced_s
-        return found if bool(found) is not is_free(op) else priced_s
-
-    return [seconds(op) for op in step.ops]
-
-
-def _seconds_by_id(step: StepGraph, cluster: Cluster, stretches: Sequence[Stretch]) -> Mapping[OpId, float]:
-    dtypes = _dtypes(step)
-    seconds = [op_s(op, cluster.device, _dtype(op, dtypes)) for op in step.ops]
-    index = {op.id: i for i, op in enumerate(step.ops)} if stretches else {}
-    return dict(zip((op.id for op in step.ops), corrected_s(seconds, index, stretches), strict=True))
+        return found if bool(found) is not is_free(op) else op_s(op, self._device, _dtype(op, dtypes))
 
 
 def _dtypes(step: StepGraph) -> Mapping[StorageId, str]:

@@ -23,7 +23,7 @@ bucket's levels with state on the host and this home. It takes away the host's u
 device's update to compute.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,10 +32,9 @@ from scipy import sparse
 
 from elixir_compile.ir import Lane, Tier, Update
 from elixir_compile.search.formulation.flow_shop import Choice, Phase, Table
-from elixir_compile.search.formulation.phases import RunTable, copies, forward_of, of_buckets, phases, run_table
+from elixir_compile.search.formulation.phases import RunTable, RunTables, of_buckets
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.space.facts import Facts
-from elixir_compile.search.space.profiles import Profile
 from elixir_compile.simulate import Prices
 
 _ROUND_TRIP = (Lane.D2H, Lane.HOST, Lane.H2D)
@@ -54,17 +53,6 @@ class Shops(NamedTuple):
     """Flow shops of the entire step: the traffic of the host's memory."""
 
 
-class Options(NamedTuple):
-    """The columns of x, and the profiles of all modes."""
-
-    columns: Mapping[Choice, int]
-    """Column of each level, mode and streamed update."""
-    profiles: Sequence[Sequence[Profile]]
-    """The profile of each mode of each layer."""
-    counts_trips: bool = False
-    """If True, copies of activations are on the paths of several ranks too; such paths prove no bound."""
-
-
 def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
     """Return (bucket, home of its parameters, choice) of every update that may be streamed."""
     start = len(facts.buckets) + len(facts.layers)
@@ -76,26 +64,29 @@ def stream_choices(facts: Facts) -> list[tuple[int, Tier, Choice]]:
     ]
 
 
-def flow_shops(facts: Facts, prices: Prices, options: Options) -> Shops:
-    """Return the flow shops of a step in the problem's update mode."""
-    run = phases(facts, prices, options.columns, options.profiles, counts_trips=options.counts_trips)
+def flow_shops(runs: RunTables, *, counts_trips: bool = False) -> Shops:
+    """Return the flow shops of a step in the problem's update mode.
+
+    If `counts_trips`, copies of activations are on the paths of several ranks too; such paths prove no bound.
+    """
+    facts, prices, columns = runs.facts, runs.prices, runs.columns
+    run = runs.phases(counts_trips=counts_trips)
     forward_backward = [[phase] for phase in run]
     # `copies` is only valid if all transfers run beside compute. Otherwise collectives are work for compute and may run
     # early, ahead of an op in wait for activations.
     is_beside = all(prices.lane_of[lane] is lane for lane in (Lane.H2D, Lane.GATHER, Lane.REDUCE, Lane.D2H))
-    if facts.problem.cluster.num_ranks > 1 and is_beside and not options.counts_trips:
-        without_collectives = copies(facts, prices, options.columns, options.profiles)
-        forward_backward = [[phase, copied] for phase, copied in zip(run, without_collectives, strict=True)]
+    if facts.problem.cluster.num_ranks > 1 and is_beside and not counts_trips:
+        forward_backward = [[phase, copied] for phase, copied in zip(run, runs.copies(), strict=True)]
     if not facts.is_training:
         return Shops(forward_backward, [], (), [])
-    whole_step = [_host_memory(facts, prices, options.columns)] if prices.memory.update_s else []
+    whole_step = [_host_memory(facts, prices, columns)] if prices.memory.update_s else []
     update = asked_time(facts.problem)
     if update is Update.IN_BACKWARD and set(prices.lane_of.values()) != {Lane.COMPUTE}:
         all_phases = tuple(range(len(forward_backward)))
-        return Shops(forward_backward, _totals(facts, prices, options), all_phases, whole_step)
+        return Shops(forward_backward, _totals(runs), all_phases, whole_step)
     if update is not Update.ACROSS_STEPS or prices.is_one_memory:
-        return Shops([*forward_backward, _updates(facts, prices, options.columns)], [], (), whole_step)
-    updates = _CrossStepUpdates(facts, prices, options)
+        return Shops([*forward_backward, _updates(facts, prices, columns)], [], (), whole_step)
+    updates = _CrossStepUpdates(runs, counts_trips=counts_trips)
     # A copy that is work for compute may run early, before compute waits for the host, so no path can contain it.
     is_sent_beside = prices.lane_of[Lane.H2D] is Lane.H2D
     across = [updates.host_first(), updates.round_trips(), updates.all_copies()] if is_sent_beside else []
@@ -134,15 +125,16 @@ def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> lis
     return [device.phase()] if is_serial else [device.phase(), host.phase()]
 
 
-def _totals(facts: Facts, prices: Prices, options: Options) -> list[Phase]:
+def _totals(runs: RunTables) -> list[Phase]:
     """Return two flow shops: all ops and device updates of a step on one lane, all host updates on another."""
-    compute = Table("step", (Lane.COMPUTE,), 1, options.columns)
-    host = Table("step", (Lane.HOST,), 1, options.columns)
+    facts, prices = runs.facts, runs.prices
+    compute = Table("step", (Lane.COMPUTE,), 1, runs.columns)
+    host = Table("step", (Lane.HOST,), 1, runs.columns)
     compute.constants_s[0, 0] = prices.run_s(0, facts.num_run - 1)
-    for number, layer in enumerate(options.profiles, start=len(facts.buckets)):
+    for number, layer in enumerate(runs.profiles, start=len(facts.buckets)):
         for mode, profile in enumerate(layer):
             compute.add(Lane.COMPUTE, 0, (number, mode), sum(seconds for _, seconds in profile.added_s))
-    for i, level in of_buckets(facts, options.columns):
+    for i, level in of_buckets(facts, runs.columns):
         name = facts.buckets[i].id
         if not level.has_state_on_host:
             compute.add(Lane.COMPUTE, 0, (i, level), prices.device_update_s[name])
@@ -169,7 +161,7 @@ def _host_memory(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) ->
         table.add(Lane.HOST, 0, choice, memory.stream_s[facts.buckets[i].id, home] - host_s(i, home))
     updates = table.phase()
     # Copies of buckets in forward and backward count in seconds of the memory; copies of activations are left out.
-    run = phases(facts, replace(prices, h2d_s=memory.copy_s, d2h_s=memory.copy_s), columns)
+    run = RunTables(facts, replace(prices, h2d_s=memory.copy_s, d2h_s=memory.copy_s), columns).phases()
     is_copy = [np.repeat([lane in (Lane.H2D, Lane.D2H) for lane in phase.lanes], phase.num_events) for phase in run]
     copies_s = sum(rows @ phase.matrix_s for rows, phase in zip(is_copy, run, strict=True))
     return replace(updates, matrix_s=sparse.csr_array(updates.matrix_s.toarray() + copies_s))
@@ -178,13 +170,15 @@ def _host_memory(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) ->
 class _CrossStepUpdates:
     """Makes the flow shops of updates across steps."""
 
-    def __init__(self, facts: Facts, prices: Prices, options: Options) -> None:
-        self._facts, self._prices, self._options = facts, prices, options
+    def __init__(self, runs: RunTables, *, counts_trips: bool) -> None:
+        facts, columns = runs.facts, runs.columns
+        self._facts, self._prices, self._columns = facts, runs.prices, columns
+        self._run = runs.forward(counts_trips=counts_trips)
         self._streams = stream_choices(facts)
         self._by_bucket: dict[int, list[tuple[Tier, Choice, float]]] = {i: [] for i in range(len(facts.buckets))}
         """By bucket, (home of its parameters, choice, sign): sign 1 for a level with a host update, -1 for a streamed
         update, which takes the host's update away."""
-        for i, level in of_buckets(facts, options.columns):
+        for i, level in of_buckets(facts, columns):
             if level.has_state_on_host and i not in facts.streamed and facts.buckets[i].trainable:
                 self._by_bucket[i].append((level.home, (i, level), 1.0))
         for i, home, choice in self._streams:
@@ -193,7 +187,7 @@ class _CrossStepUpdates:
     def before_forward(self) -> list[Phase]:
         """Return the two flow shops of the phase before the forward: device updates and the copies of gradients to the
         host behind them, for parameters on the device; device updates and streamed updates."""
-        facts, prices, columns = self._facts, self._prices, self._options.columns
+        facts, prices, columns = self._facts, self._prices, self._columns
         leaving = Table("update", (Lane.COMPUTE, Lane.D2H), 2, columns)
         streaming = Table("update", (Lane.COMPUTE,), 1, columns)
         for i, level in of_buckets(facts, columns):
@@ -240,11 +234,11 @@ class _CrossStepUpdates:
 
     def _table(self, lanes: tuple[Lane, ...], filled: tuple[Lane, ...]) -> tuple[Table, list[tuple[int, int]]]:
         """Return a table of `lanes` with the forward's work on the lanes `filled`, and the result of `_events`."""
-        run = self._run_table()
-        table = Table("forward", lanes, run.table.num_events, self._options.columns)
+        run = self._run.table
+        table = Table("forward", lanes, run.num_events, self._columns)
         for lane in filled:
-            run.table.copy_lane(lane, table)
-        return table, self._events(run)
+            run.copy_lane(lane, table)
+        return table, self._events(self._run)
 
     def _add_update(
         self, table: Table, event: int, i: int, counted: tuple[Choice, float], *, is_copied: bool = True
@@ -271,11 +265,6 @@ class _CrossStepUpdates:
                 if home is Tier.DEVICE:
                     table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[self._facts.buckets[i].id])
         return table.phase()
-
-    def _run_table(self) -> RunTable:
-        facts, options = self._facts, self._options
-        forward, counts_trips = forward_of(facts), options.counts_trips
-        return run_table(forward, facts, self._prices, options.columns, options.profiles, counts_trips=counts_trips)
 
     def _events(self, run: RunTable) -> list[tuple[int, int]]:
         """Return (bucket, event of the forward) in the order of the host's updates, with events in increasing order.

@@ -11,6 +11,7 @@ with h, a, c, r, d the work on the lanes h2d, gather, compute, reduce and d2h. E
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,13 +48,16 @@ class Phase:
 
     def longest(self, x: NDArray[np.float64]) -> Path:
         """Return the longest path at x, one number per choice, integral or not."""
-        work_s = self._work_s(x)
+        work_s, matrix_s = self._work_s(x), self.matrix_s
         runs = self._trace(work_s)
-        rows = np.concatenate(
-            [lane * self.num_events + np.arange(first, last + 1, dtype=np.int64) for lane, first, last in runs]
-        )
-        coefficients_s = np.asarray(self.matrix_s[rows].sum(axis=0)).ravel()
-        constant_s = float(self.constants_s[rows].sum())
+        rows = [slice(lane * self.num_events + first, lane * self.num_events + last + 1) for lane, first, last in runs]
+        # A sum of the matrix's rows, without scipy's selection of rows, which takes most of the time.
+        starts = np.asarray(matrix_s.indptr)
+        entries = [slice(starts[own.start], starts[own.stop]) for own in rows]
+        columns = np.concatenate([matrix_s.indices[own] for own in entries])
+        seconds = np.concatenate([matrix_s.data[own] for own in entries])
+        coefficients_s = np.asarray(np.bincount(columns, seconds, minlength=len(x)), dtype=np.float64)
+        constant_s = float(np.concatenate([self.constants_s[own] for own in rows]).sum())
         return Path(
             label=self._label(work_s, runs),
             constant_s=constant_s,
@@ -118,36 +122,64 @@ class Phase:
         return f"{self.name}: {', '.join(busy) or 'nothing to do'}"
 
 
+class _Work(NamedTuple):
+    """Seconds of work that an entry of x adds; the same row and column may come several times."""
+
+    rows: NDArray[np.int64]
+    """The number of the lane times the number of events, plus the event."""
+    columns: NDArray[np.int64]
+    """Entries of x."""
+    seconds: NDArray[np.float64]
+
+
 class Table:
     """Seconds by lane and event, filled in step by step and then turned into a `Phase`."""
 
     def __init__(self, name: str, lanes: tuple[Lane, ...], num_events: int, choices: Mapping[Choice, int]) -> None:
         self.name, self.lanes, self.num_events, self._choices = name, lanes, num_events, choices
         self.constants_s = np.zeros((len(lanes), num_events))
+        self._done: list[_Work] = []
+        """The work added first; the lists below hold the work added since then."""
         self._rows: list[int] = []
         self._columns: list[int] = []
-        self._values: list[float] = []
+        self._seconds: list[float] = []
 
     def add(self, lane: Lane, event: int, choice: Choice, seconds: float) -> None:
         """Add `seconds` of work on `lane` at `event`, times the entry of `choice` in x."""
         if seconds:
             self._rows.append(self.lanes.index(lane) * self.num_events + event)
             self._columns.append(self._choices[choice])
-            self._values.append(seconds)
+            self._seconds.append(seconds)
+
+    def add_each(self, lane: Lane, events: Sequence[int], choice: Choice, seconds: Sequence[float]) -> None:
+        """Add each of `seconds`, none of which is 0, on `lane` at its event, times the entry of `choice` in x."""
+        start = self.lanes.index(lane) * self.num_events
+        self._rows += [start + event for event in events]
+        self._columns += [self._choices[choice]] * len(events)
+        self._seconds += seconds
 
     def copy_lane(self, lane: Lane, other: "Table") -> None:
         """Copy the work on `lane` into the table `other`, which has the same number of events."""
         start, there = self.lanes.index(lane) * self.num_events, other.lanes.index(lane) * self.num_events
         other.constants_s[other.lanes.index(lane)] = self.constants_s[self.lanes.index(lane)]
-        for row, column, seconds in zip(self._rows, self._columns, self._values, strict=True):
-            if start <= row < start + self.num_events:
-                other._rows.append(row - start + there)
-                other._columns.append(column)
-                other._values.append(seconds)
+        rows, columns, seconds = self._work()
+        is_on_lane = (rows >= start) & (rows < start + self.num_events)
+        other._work()
+        other._done.append(_Work(rows[is_on_lane] - start + there, columns[is_on_lane], seconds[is_on_lane]))
+
+    def _work(self) -> _Work:
+        """Return all work so far, in the order in which it was added."""
+        new = _Work(
+            np.array(self._rows, dtype=np.int64), np.array(self._columns, dtype=np.int64), np.array(self._seconds)
+        )
+        self._rows, self._columns, self._seconds = [], [], []
+        self._done = [_Work(*map(np.concatenate, zip(*self._done, new, strict=True)))]
+        return self._done[0]
 
     def phase(self) -> Phase:
         shape = (len(self.lanes) * self.num_events, len(self._choices))
-        matrix = sparse.csr_array((self._values, (self._rows, self._columns)), shape=shape)
+        rows, columns, seconds = self._work()
+        matrix = sparse.csr_array((seconds, (rows, columns)), shape=shape)
         compute = self.lanes.index(Lane.COMPUTE) if Lane.COMPUTE in self.lanes else -1
         return Phase(
             name=self.name,

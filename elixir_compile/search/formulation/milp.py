@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Tier
 from elixir_compile.search.evaluator import Candidate, Evaluator
-from elixir_compile.search.formulation.cross_step_updates import Options, flow_shops, stream_choices
+from elixir_compile.search.formulation.cross_step_updates import flow_shops, stream_choices
 from elixir_compile.search.formulation.flow_shop import Choice, Path
+from elixir_compile.search.formulation.phases import RunTables
 from elixir_compile.search.space.levels import Level, is_gathered
 from elixir_compile.search.space.memory import MemoryModel
 
@@ -67,19 +68,20 @@ class Milp:
         self.streams = {(i, home): choice for i, home, choice in stream_choices(facts)}
         """By bucket and home of its parameters: the choice to stream its update."""
         self.choices |= {choice: self.num_options + j for j, choice in enumerate(self.streams.values())}
-        shops = flow_shops(facts, evaluator.prices, Options(self.choices, profiles))
-        self.phases, self.across, self.spanned, self.whole_step = shops
+        self._runs = RunTables(facts, evaluator.prices, self.choices, profiles)
+        self.phases, self.across, self.spanned, self.whole_step = flow_shops(self._runs)
         # `rest_bytes` counts all activations as kept, so a mode's column holds its difference from mode 0 (keep all).
         more_bytes = [profiles[i][mode].nbytes - profiles[i][0].nbytes for i, mode in layer_modes]
-        self.memory = MemoryModel(
-            facts, {int(point) + 1 for row in more_bytes for point in np.flatnonzero(np.diff(row))}
-        )
+        changes = np.zeros(len(facts.graph.ops), dtype=np.bool_)
+        for row in more_bytes:
+            changes[1:] |= row[1:] != row[:-1]
+        self.memory = MemoryModel(facts, np.flatnonzero(changes).tolist(), like=evaluator.memory)
         own_bytes = self.memory.own_bytes()
         columns = [own_bytes[i, level] for i, level in pairs] + [self.memory.highest(row) for row in more_bytes]
         # Streamed updates run in turn, so only the largest counts. A sum cannot express a maximum: the columns are 0
         # here, and `_add_streamed` adds a row for each streamed bucket on its own.
         columns += [np.zeros_like(self.memory.rest_bytes)] * len(self.streams)
-        self.bytes_of = np.asfortranarray(np.stack(columns, axis=1), dtype=np.float64)
+        self.bytes_of = np.array(columns, dtype=np.float64).T
         self.rest_bytes = self.memory.rest_bytes.astype(np.float64)
         self._seen: set[tuple[object, ...]] = set()
         host_nbytes = [self.evaluator.host_bytes_of(i, level) for i, level in pairs]
@@ -104,8 +106,7 @@ class Milp:
         other.rows += [self._stream_row(i, home) for i, home in self.streams]
         other._seen = {key for key in self._seen if key[0] in ("segment", "streamed")}
         other.num_extra = 0
-        options = Options(self.choices, self.evaluator.profiles, counts_trips=True)
-        shops = flow_shops(self.evaluator.facts, self.evaluator.prices, options)
+        shops = flow_shops(self._runs, counts_trips=True)
         other.phases, other.across, other.spanned, other.whole_step = shops
         return other
 

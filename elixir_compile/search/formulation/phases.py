@@ -33,42 +33,6 @@ _BEFORE = (Lane.H2D, Lane.GATHER)
 _AFTER = (Lane.REDUCE, Lane.D2H)
 
 
-def phases(
-    facts: Facts,
-    prices: Prices,
-    choices: Mapping[Choice, int],
-    profiles: Sequence[Sequence[Profile]] = (),
-    *,
-    counts_trips: bool = False,
-) -> list[Phase]:
-    """Return the flow shop of the forward and, if the step trains, of the backward.
-
-    `choices` numbers the entries of x; `profiles` has the profile of each mode of each layer.
-    """
-    tables = [run_table(span, facts, prices, choices, profiles, counts_trips=counts_trips) for span in _spans(facts)]
-    return [run.table.phase() for run in tables]
-
-
-def copies(
-    facts: Facts, prices: Prices, choices: Mapping[Choice, int], profiles: Sequence[Sequence[Profile]]
-) -> list[Phase]:
-    """Return the phases of a step on several ranks with the copies of activations and without collectives.
-
-    An op waits for the copies to the device of all buckets and activations needed up to it, whatever their order on the
-    link. The copies to the host share a link as well. Collectives wait for no copy of activations, so they are left
-    out. Only valid for machines on which all transfers run beside compute.
-    """
-    lanes = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
-    found: list[Phase] = []
-    for span in _spans(facts):
-        run = run_table(span, facts, prices, choices, profiles, counts_trips=True).table
-        table = Table(span.name, lanes, run.num_events, choices)
-        for lane in lanes:
-            run.copy_lane(lane, table)
-        found.append(table.phase())
-    return found
-
-
 class Span(NamedTuple):
     """The ops of a phase, by index: from `first` to before `end`."""
 
@@ -103,46 +67,104 @@ class RunTable(NamedTuple):
     """Number of an event by the fields of `_Event`."""
 
 
-def run_table(
-    span: Span,
-    facts: Facts,
-    prices: Prices,
-    choices: Mapping[Choice, int],
-    profiles: Sequence[Sequence[Profile]],
-    *,
-    counts_trips: bool = False,
-) -> RunTable:
-    """Return the work of the phase `span`.
+class RunTables:
+    """The work of forward and backward, of which several flow shops are made. Each table is made once."""
 
-    Copies of activations are counted on one rank, and on several ranks if `counts_trips`.
-    """
-    first, end = span.first, span.end
-    has_trips = counts_trips or facts.problem.cluster.num_ranks == 1
-    numbers = _trip_numbers(facts, profiles)
-    events = _events(facts, span, profiles, numbers)
-    table = Table(span.name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(events), choices)
-    _fill_compute(table, prices, events, end)
-    event_of = {(event.place, event.gathers, event.bucket): number for number, event in enumerate(events)}
-    places = [(event.place, event.gathers) for event in events]
-    for number, layer in enumerate(profiles, start=len(facts.buckets)):
-        for mode, profile in enumerate(layer):
-            for point, seconds in profile.added_s:
-                if span.holds(point):
+    def __init__(
+        self,
+        facts: Facts,
+        prices: Prices,
+        columns: Mapping[Choice, int],
+        profiles: Sequence[Sequence[Profile]] = (),
+    ) -> None:
+        """`columns` numbers the entries of x; `profiles` has the profile of each mode of each layer."""
+        self.facts, self.prices, self.columns, self.profiles = facts, prices, columns, profiles
+        # Modes of the same depth have the same trips.
+        trips = {id(trip): trip for layer in profiles for profile in layer for trip in profile.trips}
+        self._trips = tuple(trips.values())
+        groups = dict.fromkeys(trip.group for trip in self._trips)
+        self._numbers = {group: number for number, group in enumerate(groups, start=len(facts.buckets))}
+        """A number for each group that may be offloaded, counted on from the number of buckets."""
+        self._made: dict[tuple[Span, bool], RunTable] = {}
+
+    def phases(self, *, counts_trips: bool = False) -> list[Phase]:
+        """Return the flow shop of the forward and, if the step trains, of the backward.
+
+        Copies of activations are counted on one rank, and on several ranks if `counts_trips`.
+        """
+        return [self._of(span, counts_trips=counts_trips).table.phase() for span in _spans(self.facts)]
+
+    def forward(self, *, counts_trips: bool = False) -> RunTable:
+        """Return the work of the forward; `counts_trips` as in `phases`."""
+        return self._of(forward_of(self.facts), counts_trips=counts_trips)
+
+    def copies(self) -> list[Phase]:
+        """Return the phases of a step on several ranks with the copies of activations and without collectives.
+
+        An op waits for the copies to the device of all buckets and activations needed up to it, whatever their order on
+        the link. The copies to the host share a link as well. Collectives wait for no copy of activations, so they are
+        left out. Only valid for machines on which all transfers run beside compute.
+        """
+        lanes = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
+        found: list[Phase] = []
+        for span in _spans(self.facts):
+            run = self._of(span, counts_trips=True).table
+            table = Table(span.name, lanes, run.num_events, self.columns)
+            for lane in lanes:
+                run.copy_lane(lane, table)
+            found.append(table.phase())
+        return found
+
+    def _of(self, span: Span, *, counts_trips: bool) -> RunTable:
+        key = span, counts_trips or self.facts.problem.cluster.num_ranks == 1
+        if key not in self._made:
+            self._made[key] = self._table(*key)
+        return self._made[key]
+
+    def _table(self, span: Span, has_trips: bool) -> RunTable:
+        facts, prices = self.facts, self.prices
+        events = _events(facts, span, self._trips, self._numbers)
+        table = Table(span.name, (*_BEFORE, Lane.COMPUTE, *_AFTER), len(events), self.columns)
+        _fill_compute(table, prices, events, span.end)
+        event_of = {(event.place, event.gathers, event.bucket): number for number, event in enumerate(events)}
+        self._add_modes(table, span, events, event_of, has_trips)
+        for i, level in of_buckets(facts, self.columns):
+            if not is_gathered(facts.buckets[i], level):
+                continue
+            for first_use, _ in spans(facts, i, level):
+                if span.holds(first_use):
+                    _add_gather(table, prices, facts, (i, level), event_of[first_use, True, i])
+            gradients = facts.gradients[i]
+            if gradients is not None and span.holds(gradients.complete):
+                _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1, False, i])
+        _add_sums(table, prices, facts, span, of_buckets(facts, self.columns), len(events) - 1)
+        return RunTable(table, event_of)
+
+    def _add_modes(
+        self,
+        table: Table,
+        span: Span,
+        events: Sequence["_Event"],
+        event_of: Mapping[tuple[int, bool, int], int],
+        has_trips: bool,
+    ) -> None:
+        """Add the recomputed ops of each mode of each layer and, if `has_trips`, its copies of activations."""
+        places = [(event.place, event.gathers) for event in events]
+        for number, layer in enumerate(self.profiles, start=len(self.facts.buckets)):
+            added: Sequence[tuple[int, float]] | None = None
+            rows: list[int] = []
+            seconds: list[float] = []
+            for mode, profile in enumerate(layer):
+                # Modes of the same depth, which come one after another, have the same seconds.
+                if profile.added_s is not added:
+                    added = profile.added_s
+                    here = [(point, point_s) for point, point_s in added if point_s and span.holds(point)]
                     # Recomputed ops run after transfers out of the op before, and before the op waits for transfers in.
-                    table.add(Lane.COMPUTE, bisect_right(places, (point, False)) - 1, (number, mode), seconds)
-            for trip in profile.trips if has_trips else ():
-                _add_trip(table, prices, facts, trip, (number, mode), event_of, numbers[trip.group])
-    for i, level in of_buckets(facts, choices):
-        if not is_gathered(facts.buckets[i], level):
-            continue
-        for first_use, _ in spans(facts, i, level):
-            if first <= first_use < end:
-                _add_gather(table, prices, facts, (i, level), event_of[first_use, True, i])
-        gradients = facts.gradients[i]
-        if gradients is not None and first <= gradients.complete < end:
-            _add_leaving(table, prices, facts, (i, level), event_of[gradients.complete + 1, False, i])
-    _add_sums(table, prices, facts, span, of_buckets(facts, choices), len(events) - 1)
-    return RunTable(table, event_of)
+                    rows = [bisect_right(places, (point, False)) - 1 for point, _ in here]
+                    seconds = [point_s for _, point_s in here]
+                table.add_each(Lane.COMPUTE, rows, (number, mode), seconds)
+                for trip in profile.trips if has_trips else ():
+                    _add_trip(table, self.prices, self.facts, trip, (number, mode), event_of, self._numbers[trip.group])
 
 
 class _Event(NamedTuple):
@@ -153,25 +175,17 @@ class _Event(NamedTuple):
     gathers: bool
     """True if uses begin at this op; False if gradients are complete or activations may leave, which sorts first."""
     bucket: int
-    """A bucket's index, or a group's number from `_trip_numbers`; -1 for the beginning of the phase."""
+    """A bucket's index, or a group's number in `RunTables`; -1 for the beginning of the phase."""
 
 
-def _trip_numbers(facts: Facts, profiles: Sequence[Sequence[Profile]]) -> Mapping[GroupId, int]:
-    """Return a number for each group that may be offloaded, counted on from the number of buckets."""
-    groups = dict.fromkeys(trip.group for layer in profiles for profile in layer for trip in profile.trips)
-    return {group: number for number, group in enumerate(groups, start=len(facts.buckets))}
-
-
-def _events(
-    facts: Facts, span: Span, profiles: Sequence[Sequence[Profile]], numbers: Mapping[GroupId, int]
-) -> list[_Event]:
+def _events(facts: Facts, span: Span, trips: Iterable[Trip], numbers: Mapping[GroupId, int]) -> list[_Event]:
     """Return the events of the phase `span`, in order.
 
     Two buckets at one op are two events: the copy of the second may run beside the all-gather of the first.
     """
     first, end = span.first, span.end
     found = {_Event(first, False, -1)}
-    for trip in (trip for layer in profiles for profile in layer for trip in profile.trips):
+    for trip in trips:
         if span.holds(trip.leave):
             found.add(_Event(trip.leave + 1, False, numbers[trip.group]))
         if span.holds(trip.first):

@@ -37,14 +37,12 @@ _Changes = tuple[tuple[int, int], ...]
 class MemoryModel:
     """The segments of a step, and its device bytes in each of them at any levels, with any moves."""
 
-    def __init__(self, facts: Facts, more_starts: Iterable[int] = ()) -> None:
-        """Cut the step of `facts` into segments; `more_starts` are op indices at which more segments begin."""
+    def __init__(self, facts: Facts, more_starts: Iterable[int] = (), *, like: "MemoryModel | None" = None) -> None:
+        """Cut the step of `facts` into segments; `more_starts` are op indices at which more segments begin. `like` is
+        the model of the same buckets at any modes."""
         self._facts = facts
-        self._sizes = [Sizes.of(bucket) for bucket in facts.buckets]
-        self._resting_bytes = [
-            [sum(nbytes for _, nbytes in resting(bucket, placement_of(bucket, level))) for level in Level]
-            for bucket in facts.buckets
-        ]
+        self._sizes = [Sizes.of(bucket) for bucket in facts.buckets] if like is None else like._sizes
+        self._resting_bytes = _resting_bytes(facts) if like is None else like._resting_bytes
         """Bytes of each bucket that are on the device during the whole step, by level."""
         self._copies: dict[tuple[Residency, bool], _Changes] = {}
         self._gradients: dict[tuple[int, bool, int, bool], _Changes] = {}
@@ -214,6 +212,14 @@ class MemoryModel:
         ends = [*self._starts[1:].tolist(), len(self.rest_bytes_per_op)]
         start = int(self._starts[segment])
         return start + int(self.rest_bytes_per_op[start : ends[segment]].argmax())
+
+
+def _resting_bytes(facts: Facts) -> list[list[int]]:
+    """Return the bytes of each bucket on the device during the whole step, by level."""
+    return [
+        [sum(nbytes for _, nbytes in resting(bucket, placement_of(bucket, level))) for level in Level]
+        for bucket in facts.buckets
+    ]
 
 
 def _next_completes(facts: Facts) -> list[int]:

@@ -46,26 +46,25 @@ def _lowered(
     rest_bytes: NDArray[np.int64], own_bytes: NDArray[np.int64], levels: _Levels, others: _Levels
 ) -> tuple[tuple[int, int], _Levels]:
     """Switch buckets between `levels` and `others` as long as that lowers the `fullness`; return it and the levels."""
-    now = list(levels)
-    live_bytes = rest_bytes + sum((own_bytes[i, level] for i, level in enumerate(now)), np.zeros_like(rest_bytes))
+    now, buckets = list(levels), np.arange(len(levels))
+    live_bytes = rest_bytes + own_bytes[buckets, now].sum(axis=0)
+    more_bytes = own_bytes[buckets, list(others)] - own_bytes[buckets, now]
+    """What each bucket adds if it is switched."""
     key = fullness(live_bytes)
     while True:
-        fullest = int(live_bytes.argmax())
-        found: list[tuple[tuple[int, int], int]] = []
-        for i, other in enumerate(_others(now, levels, others)):
-            more_bytes = own_bytes[i, other] - own_bytes[i, now[i]]
-            if more_bytes[fullest] < 0:
-                found.append((fullness(live_bytes + more_bytes), i))
-        best, i = min(found, default=(key, -1))
+        tried = np.flatnonzero(more_bytes[:, int(live_bytes.argmax())] < 0)
+        if not len(tried):
+            return key, tuple(now)
+        switched_bytes = live_bytes + more_bytes[tried]
+        peaks_bytes = switched_bytes.max(axis=1)
+        lowest = np.flatnonzero(peaks_bytes == peaks_bytes.min())
+        best, place = min((fullness(switched_bytes[place]), place) for place in lowest)
         if best >= key:
             return key, tuple(now)
-        other = _others(now, levels, others)[i]
-        live_bytes += own_bytes[i, other] - own_bytes[i, now[i]]
-        now[i], key = other, best
-
-
-def _others(now: Sequence[Level], levels: _Levels, others: _Levels) -> list[Level]:
-    return [b if level is a else a for level, a, b in zip(now, levels, others, strict=True)]
+        i = int(tried[place])
+        now[i] = others[i] if now[i] is levels[i] else levels[i]
+        live_bytes, key = switched_bytes[place], best
+        more_bytes[i] = -more_bytes[i]
 
 
 def fullness(live_bytes: NDArray[np.int64]) -> tuple[int, int]:

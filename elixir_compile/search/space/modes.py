@@ -155,6 +155,8 @@ def offload_intervals(
 ) -> tuple[OffloadInterval, ...]:
     """Return the interval of each offloaded group of `activations` that the backward of `step` reads, by `leave`."""
     offloaded = [group for group in activations if group.saving is Saving.OFFLOAD]
+    if not offloaded:
+        return ()
     owner = {name: i for i, group in enumerate(offloaded) for name in group.storages}
     leave, first = [0] * len(offloaded), [len(step.ops)] * len(offloaded)
     for i, op in enumerate(step.ops):

@@ -37,7 +37,7 @@ from elixir_compile.search.space.modes import (
     offload_intervals,
     saving_of,
 )
-from elixir_compile.simulate import op_seconds
+from elixir_compile.simulate import OpSeconds
 
 _Added = tuple[tuple[int, float], ...]
 """(point, seconds) of compute added by a layer."""
@@ -76,20 +76,18 @@ class Profile:
         return sum(trip.nbytes for trip in self.trips)
 
 
-def profiles(problem: Problem, layers: Sequence[Layer]) -> tuple[tuple[Profile, ...], ...]:
-    """Return the profile of each mode of each of `layers`, in their order."""
+def profiles(
+    problem: Problem, layers: Sequence[Layer], ops: OpSeconds | None = None
+) -> tuple[tuple[Profile, ...], ...]:
+    """Return the profile of each mode of each of `layers`, in their order; `ops` are the seconds of the problem's ops,
+    if they are known."""
     if not layers:
         return ()
     base = problem.as_run()
     index = {op.id: i for i, op in enumerate(base.ops)}
-    kept_s = dict(
-        zip(
-            index,
-            op_seconds(problem.graph, problem.cluster, problem.measured, divided_into=problem.laps(())),
-            strict=True,
-        )
-    )
-    steps = {depth: _RecomputedStep(problem, layers, depth, index, kept_s) for depth in depths_of(layers)}
+    ops = OpSeconds(problem.graph, problem.cluster, problem.measured) if ops is None else ops
+    kept_s = dict(zip(index, ops.of((), problem.laps(())), strict=True))
+    steps = {depth: _RecomputedStep(problem, layers, depth, index, ops, kept_s) for depth in depths_of(layers)}
     return tuple(
         tuple(_profile(steps[mode.depth], number, mode) for mode in layer.modes) for number, layer in enumerate(layers)
     )
@@ -104,9 +102,11 @@ class _RecomputedStep:
         layers: Sequence[Layer],
         depth: Depth,
         index: Mapping[OpId, int],
+        ops: OpSeconds,
         kept_s: Mapping[OpId, float],
     ) -> None:
         graph = problem.graph
+        self._ops = ops
         activations = activations_of(layers, [deepest(layer, depth, leaves=False) for layer in layers])
         self._step = problem.as_run(activations)
         self._lives = liveness(self._step)
@@ -123,7 +123,7 @@ class _RecomputedStep:
             for name in makes[repeat.op]
         }
         self.nbytes = self._bytes_by_layer(len(layers), owner, len(index))
-        seconds = op_seconds(graph, problem.cluster, problem.measured, activations, problem.laps(activations))
+        seconds = self._ops.of(activations, problem.laps(activations))
         self.added_s = self._added_s(len(layers), seconds, kept_s)
         totals_s = [round(_total_s(added), 12) for added in self.added_s]
         unlike = [i for i, total_s in enumerate(totals_s) if total_s > 0.0 and totals_s.count(total_s) == 1]
@@ -173,19 +173,19 @@ class _RecomputedStep:
 
         The layers, by number, are so far from each other that each op belongs to the nearest of them.
         """
-        graph = problem.graph
         activations = activations_of(
             list(apart.values()), [deepest(layer, depth, leaves=False) for layer in apart.values()]
         )
         step = problem.as_run(activations)
-        seconds = op_seconds(graph, problem.cluster, problem.measured, activations, problem.laps(activations))
+        seconds = self._ops.of(activations, problem.laps(activations))
         found: dict[int, dict[int, float]] = {number: {} for number in apart}
         near = next(iter(apart))
+        nearest = [min(apart, key=lambda other: abs(other - number)) for number in range(len(self._number))]
         points = _points(step, index).tolist()
         for op, point, op_s in reversed(list(zip(step.ops, points, seconds, strict=True))):
             number = self._repeated_by.get(op.id, self._number.get(layer_of(op.module)))
             if number is not None:
-                near = min(apart, key=lambda other, number=number: abs(other - number))
+                near = nearest[number]
             more_s = op_s - kept_s.get(op.id, 0.0)
             if more_s:
                 found[near][point] = found[near].get(point, 0.0) + more_s

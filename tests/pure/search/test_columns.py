@@ -1,0 +1,167 @@
+"""The columns of the MILP against a plain count of each choice on its own, and how often their work is computed."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from elixir_compile.cost import copy_s
+from elixir_compile.ir import GroupId, Lane, Update
+from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.formulation.flow_shop import Phase
+from elixir_compile.search.formulation.milp import Milp
+from elixir_compile.search.formulation.phases import RunTables
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.space.levels import Level, is_gathered
+from elixir_compile.search.space.residency import spans
+from tests.pure.search.test_best import SAVINGS, machine
+from tests.pure.search.test_planner import chain_of, problem_of
+
+_Event = tuple[int, bool, int]
+
+
+def milps() -> Iterator[Milp]:
+    """Yield the MILPs of chains on random machines of one and two ranks, in all update modes."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        problem = problem_of(chain_of(5), machine(draw, 1 + seed % 2, draw.choice([0.7, 1.0])))
+        update = [None, Update.AFTER_BACKWARD, Update.IN_BACKWARD][seed % 3]
+        problem = replace(problem, savings=frozenset(SAVINGS[3 - seed % 2 * 2]), update=update)
+        yield Milp(Evaluator(gather_facts(problem)), reference_s=1.0)
+
+
+class Plain:
+    """The seconds of work of a phase, choice by choice."""
+
+    def __init__(self, milp: Milp, first: int, end: int, *, has_trips: bool) -> None:
+        self.milp, self.first, self.end, self.has_trips = milp, first, end, has_trips
+        self.facts, self.prices = milp.evaluator.facts, milp.evaluator.prices
+        trips = [trip for layer in milp.evaluator.profiles for profile in layer for trip in profile.trips]
+        groups = dict.fromkeys(trip.group for trip in trips)
+        self.numbers: dict[GroupId, int] = {name: i for i, name in enumerate(groups, start=len(self.facts.buckets))}
+        events: set[_Event] = {(first, False, -1)}
+        events |= {(trip.leave + 1, False, self.numbers[trip.group]) for trip in trips if first <= trip.leave < end}
+        events |= {(trip.first, True, self.numbers[trip.group]) for trip in trips if first <= trip.first < end}
+        for i, windows in enumerate(self.facts.windows):
+            events |= {(window.first, True, i) for window in windows if first <= window.first < end}
+        for i, gradients in enumerate(self.facts.gradients):
+            if gradients is not None and first <= gradients.complete < end:
+                events.add((gradients.complete + 1, False, i))
+        self.events = sorted(events)
+
+    def matrix(self, lanes: tuple[Lane, ...]) -> NDArray[np.float64]:
+        """Return seconds[lane, event, choice] of the work on `lanes`."""
+        found = np.zeros((len(lanes), len(self.events), self.milp.num_choices))
+        for (owner, option), column in self.milp.choices.items():
+            is_stream = column >= self.milp.num_options
+            is_bucket = owner < len(self.facts.buckets)
+            work = () if is_stream else self.bucket(owner, Level(option)) if is_bucket else self.mode(owner, option)
+            for lane, event, seconds in work:
+                if self.prices.lane_of[lane] in lanes:
+                    found[lanes.index(self.prices.lane_of[lane]), event, column] += seconds
+        return found
+
+    def bucket(self, i: int, level: Level) -> Iterator[tuple[Lane, int, float]]:
+        name, gradients, prices = self.facts.buckets[i].id, self.facts.gradients[i], self.prices
+        # An all-gather behind a copy that compute makes is on no path.
+        is_sent = level.has_param_on_host
+        is_on_a_path = prices.lane_of[Lane.H2D] is not Lane.COMPUTE or prices.lane_of[Lane.GATHER] is Lane.COMPUTE
+        for first, _ in spans(self.facts, i, level):
+            if self.first <= first < self.end and (is_on_a_path or not is_sent):
+                event = self.events.index((first, True, i))
+                yield Lane.GATHER, event, prices.gather_s[name]
+                yield Lane.H2D, event, prices.h2d_s[name] if is_sent else 0.0
+        if gradients is not None and self.first <= gradients.complete < self.end:
+            if is_gathered(self.facts.buckets[i], level):
+                event = self.events.index((gradients.complete + 1, False, i))
+                yield Lane.REDUCE, event, prices.reduce_s[name] + prices.average_s.get(name, 0.0)
+                yield Lane.D2H, event, prices.d2h_s[name] if is_sent else 0.0
+            yield Lane.COMPUTE, len(self.events) - 1, prices.add_s.get((name, level.home), 0.0)
+
+    def mode(self, owner: int, mode: int) -> Iterator[tuple[Lane, int, float]]:
+        profile = self.milp.evaluator.profiles[owner - len(self.facts.buckets)][mode]
+        for point, seconds in profile.added_s:
+            if self.first <= point < self.end:
+                before = [number for number, event in enumerate(self.events) if event[:2] <= (point, False)]
+                yield Lane.COMPUTE, before[-1], seconds
+        cluster = self.facts.problem.cluster
+        for trip in profile.trips if self.has_trips else ():
+            if self.first <= trip.leave < self.end:
+                event = self.events.index((trip.leave + 1, False, self.numbers[trip.group]))
+                yield Lane.D2H, event, copy_s(trip.nbytes, cluster.d2h, trip.num_copies)
+            if self.first <= trip.first < self.end:
+                event = self.events.index((trip.first, True, self.numbers[trip.group]))
+                yield Lane.H2D, event, copy_s(trip.nbytes, cluster.h2d, trip.num_copies)
+
+
+def assert_equal(plain: Plain, phase: Phase) -> None:
+    expected = plain.matrix(phase.lanes)
+    assert phase.num_events == len(plain.events)
+    np.testing.assert_allclose(phase.matrix_s.toarray().reshape(expected.shape), expected, rtol=1e-12, atol=0.0)
+
+
+def test_the_seconds_of_each_column_are_those_of_its_choice_alone() -> None:
+    num_modes = num_copied = 0
+    for milp in milps():
+        facts = milp.evaluator.facts
+        num_ranks = facts.problem.cluster.num_ranks
+        ends = {"forward": (0, facts.num_forward), "backward": (facts.num_forward, facts.num_run)}
+        num_modes += sum(map(len, milp.evaluator.profiles))
+        for own, is_counted in ((milp, num_ranks == 1), (milp.with_trips(), True)):
+            for shops in own.phases:
+                if shops[0].name not in ends:
+                    continue
+                assert_equal(Plain(milp, *ends[shops[0].name], has_trips=is_counted), shops[0])
+                for copied in shops[1:]:
+                    assert_equal(Plain(milp, *ends[copied.name], has_trips=True), copied)
+                    num_copied += 1
+    assert num_modes > 40
+    assert num_copied
+
+
+def test_the_bytes_of_each_mode_are_the_highest_of_each_segment() -> None:
+    for milp in milps():
+        num_buckets = len(milp.evaluator.facts.buckets)
+        for number, layer in enumerate(milp.evaluator.profiles, start=num_buckets):
+            for mode, profile in enumerate(layer):
+                more_bytes = milp.memory.highest(profile.nbytes - layer[0].nbytes)
+                assert (milp.bytes_of[:, milp.choices[number, mode]] == more_bytes).all()
+
+
+def test_a_path_adds_up_the_work_along_it() -> None:
+    draw = np.random.default_rng(0)
+    for milp in milps():
+        x = draw.random(milp.num_choices)
+        for shop in [*(shop for shops in milp.phases for shop in shops), *milp.across, *milp.whole_step]:
+            path = shop.longest(x)
+            assert path.seconds == pytest.approx(shop.longest_s(x), rel=1e-9)
+            rows = [
+                lane * shop.num_events + event
+                for lane, first, last in shop._trace(shop._work_s(x))
+                for event in range(first, last + 1)
+            ]
+            expected = shop.matrix_s.toarray()[rows].sum(axis=0)
+            np.testing.assert_allclose(path.coefficients_s, expected, rtol=1e-12, atol=0.0)
+
+
+def test_the_work_of_a_phase_is_computed_once_for_all_flow_shops(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    table = RunTables._table
+
+    def counted(self: RunTables, *key: object) -> object:
+        if self.profiles:  # without the rates of the host's memory, which are other seconds
+            made.append(key)
+        return table(self, *key)  # pyright: ignore[reportArgumentType] (handed on)
+
+    monkeypatch.setattr(RunTables, "_table", counted)
+    num_across = 0
+    for milp in milps():
+        made.clear()
+        fresh = Milp(milp.evaluator, reference_s=1.0)
+        fresh.with_trips()
+        num_across += len(fresh.across)
+        assert len(made) == len(set(made))
+    assert num_across
