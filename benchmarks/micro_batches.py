@@ -4,12 +4,12 @@
     python benchmarks/micro_batches.py --parts link               # a single part; the others are kept in the file
     python benchmarks/micro_batches.py --quick                    # two narrow layers, short sequences; saves nothing
 
-    whole     no budget: the whole batch at once, in 2, 4 and 8 micro-batches, and the user's loop of 8
+    whole     no budget: the whole batch at once, in 2 and 8 micro-batches, and the user's loop of 8
     torch     a loop of 8 with `torch.utils.checkpoint` in each layer, compiled; Elixir within its peak, divided by 8
               and as a loop of 8
     link      parameters on the host behind an emulated link: divided by 8, and the loop of 8 in the same budget
-    ranks     two gloo ranks: divided by 4; `fully_shard` (FSDP2) in a loop of 4 that reduces gradients once
-    network   the same with an emulated network
+    ranks     two gloo ranks: divided by 4; `fully_shard` (FSDP2) in a loop of 4 that reduces gradients once;
+              the same on an emulated network
 
 A small Llama with 16 rows of 128 tokens, and for ranks a small GPT-2 with 8 rows of 128 tokens each, in fp32 with one
 thread. Each case is a process; compared processes take steps in turn. An emulated link has the rate at which the
@@ -45,16 +45,19 @@ from elixir_compile.hardware import Cluster, cluster_to_json
 from elixir_compile.measure.machine import measure_machine
 from elixir_compile.problem.machine import cached_machine, machine, store_machine
 
-NUM_ROUNDS = 5
+NUM_ROUNDS = 4
 LINK_RATIOS = (2.0, 4.0)
 """Seconds in which an emulated link brings the parameters twice, over the seconds that a micro-batch computes."""
 CLAIMED_RATIO = 4.0
 NETWORK_RATIO = 2.0
 SLOWER_LIMIT, FASTER_LIMIT = 1.03, 1.5
 LOSS_LIMIT = 1e-4
+SLACK_BYTES = 4096
+"""Step counters of the optimizer and losses: beside a GPU most of them are host tensors."""
 SPARE = 1.05
 """Budget of the link over the smallest budget in which both trainings fit."""
 LIMIT_S = 600.0
+FSDP2 = "FSDP2, loop of 4"
 Figures = dict[str, object]
 AnyWorker = Worker | Group
 
@@ -108,7 +111,7 @@ def raced(workers: Mapping[str, AnyWorker], base: str, num_rounds: int) -> Figur
 def whole(first: Case, num_rounds: int) -> Figures:
     """Compare the whole batch at once with micro-batches, without a budget."""
     cases = {"whole": replace(first, micro_batches=1)}
-    cases |= {f"divided by {number}": replace(first, micro_batches=number) for number in (2, 4, 8)}
+    cases |= {f"divided by {number}": replace(first, micro_batches=number) for number in (2, 8)}
     cases["loop of 8"] = replace(first, by="loop")
     with started(cases) as workers:
         return {"rows": raced(workers, "whole", num_rounds)}
@@ -158,34 +161,28 @@ def with_link(cluster: Cluster, bytes_per_s: float) -> Cluster:
 
 
 def ranks(first: Case, num_rounds: int) -> Figures:
-    """Compare with `fully_shard` on two ranks."""
-    return {"rows": of_ranks(DividedCase(quick=first.quick), num_rounds)}
-
-
-def network(first: Case, num_rounds: int) -> Figures:
-    """Compare with `fully_shard` on two ranks and an emulated network."""
+    """Compare with `fully_shard` on two ranks, as they are and on an emulated network."""
     start = DividedCase(quick=first.quick)
-    with started({"FSDP2": replace(start, by="fsdp")}) as workers:
-        theirs = workers["FSDP2"]
-        computes_s = statistics.median(theirs.steps(3)["wall_s"]) / start.micro_batches
-        # A micro-batch but the last receives the parameters twice; the last also the gradients.
-        received_bytes = theirs.first["received_bytes"] / (start.micro_batches + 0.5)
-    rate = received_bytes / (NETWORK_RATIO * computes_s)
-    rows = of_ranks(replace(start, network_bytes_per_s=rate), num_rounds)
-    return {"computes_s": computes_s, "bytes_per_s": rate, "rows": rows}
+    rows = of_ranks(start, num_rounds)
+    theirs = rows[FSDP2]
+    computes_s = theirs["median_s"] / start.micro_batches
+    # A rank has half of the parameters, so each gather receives the other half.
+    rate = 2 * (theirs["param_bytes"] / 2) / (NETWORK_RATIO * computes_s)
+    on_network = of_ranks(replace(start, network_bytes_per_s=rate), num_rounds)
+    return {"computes_s": computes_s, "rows": rows, "bytes_per_s": rate, "on_network": on_network}
 
 
 def of_ranks(start: DividedCase, num_rounds: int) -> Figures:
     """Return the figures of `fully_shard` and of Elixir within its peak."""
-    with started({"FSDP2, loop of 4": replace(start, by="fsdp")}) as theirs:
+    with started({FSDP2: replace(start, by="fsdp")}) as theirs:
         (group,) = theirs.values()
         ours = replace(start, budget_bytes=group.first["peak_bytes"])
         with started({"divided by 4": ours}) as workers:
-            return raced({**theirs, **workers}, "FSDP2, loop of 4", num_rounds)
+            return raced({**theirs, **workers}, FSDP2, num_rounds)
 
 
 PARTS: dict[str, Callable[[Case, int], Figures]] = {
-    "whole": whole, "torch": against_checkpoint, "link": link, "ranks": ranks, "network": network,
+    "whole": whole, "torch": against_checkpoint, "link": link, "ranks": ranks,
 }  # fmt: skip
 
 
@@ -203,12 +200,14 @@ def claims(figures: Figures) -> dict[str, bool]:
         if "ratio" not in ours or "ratio" not in loop:
             found[f"link {ratio}: {ours.get('shortfall')} {loop.get('shortfall')}"] = False
             continue
-        speedup, spare = 1 / ours["ratio"], 1 - ours["peak_bytes"] / case["budget_bytes"]
+        speedup, spare = 1 / ours["ratio"], 1 - (ours["peak_bytes"] - SLACK_BYTES) / loop["peak_bytes"]
         least = FASTER_LIMIT if float(ratio) >= CLAIMED_RATIO else 1.0
         found[f"link {ratio} (emulated): {speedup:.2f} times the tokens per second of the loop"] = speedup >= least
-        found[f"link {ratio} (emulated): peak {spare:.2%} below the budget"] = spare >= 0
-    for part in ("torch", "ranks", "network"):
+        found[f"link {ratio} (emulated): peak {spare:.2%} below that of the loop"] = spare >= 0
+    for part in ("torch", "ranks"):
         found |= claims_of_part(part, figures[part]["rows"]) if part in figures else {}
+    if "ranks" in figures:
+        found |= claims_of_part("ranks on an emulated network", figures["ranks"]["on_network"])
     return found
 
 
@@ -221,7 +220,7 @@ def claims_of_part(part: str, rows: Figures) -> dict[str, bool]:
         if "ratio" not in row:
             found[f"{part}: {name}: {row['shortfall']}"] = False
             continue
-        spare = 1 - row["peak_bytes"] / rows[base]["peak_bytes"]
+        spare = 1 - (row["peak_bytes"] - SLACK_BYTES) / rows[base]["peak_bytes"]
         pairs = zip(row["losses"], rows[base]["losses"], strict=True)
         off = max(abs(own / other - 1) for own, other in pairs)
         if name.startswith("divided"):

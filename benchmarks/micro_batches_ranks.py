@@ -109,6 +109,7 @@ def work(case: DividedCase, rank: int, port: int) -> None:
     )
     model = model_of(case)
     tokens = tokens_of(case, model.config.vocab_size, rank)
+    param_bytes = sum(param.nbytes for param in model.parameters())
     compiled = None
     if case.by == "fsdp":
         backward, optimizer, lane = loop_of(case, model, tokens)
@@ -140,7 +141,8 @@ def work(case: DividedCase, rank: int, port: int) -> None:
         (made, *_) = elixir.compilations(compiled)
         figures |= {"plan": plan_figures(made.plan), "ran_micro_batches": micro_batches_of(made.plan)}
     ctypes.CDLL(None).malloc_trim(0)  # several cases share the memory of the machine
-    print(json.dumps({**figures, "num_tokens": NUM_RANKS * tokens.numel()}), flush=True)
+    figures |= {"param_bytes": param_bytes, "num_tokens": NUM_RANKS * tokens.numel()}
+    print(json.dumps(figures), flush=True)
     for line in sys.stdin:
         print(json.dumps(timed_apart(step, int(line))), flush=True)
 

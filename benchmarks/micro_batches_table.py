@@ -17,32 +17,34 @@ def write_table(path: Path, figures: Figures, claims: dict[str, bool]) -> None:
         "layers of width 512, 8 rows of 128 tokens on each of 2 gloo ranks), fp32 on a CPU with one thread. MB are "
         "10^6 bytes; seconds are medians of steps taken in turn. Columns of transfers are of one step."
     ]
-    texts += [_of_part(name, figures[name]) for name in ("whole", "torch") if name in figures]
-    for ratio, case in figures.get("link", {}).get("ratios", {}).items():
-        title = (
-            f"link, **emulated**: {case['bytes_per_s'] / MB:.0f} MB/s in each direction, on which the parameters "
-            f"arrive twice in {ratio} times the seconds that a micro-batch computes; "
-            f"budget {case['budget_bytes'] / MB:.1f} MB"
+    for name in (name for name in ("whole", "torch", "link", "ranks") if name in figures):
+        part = figures[name]
+        views = {"link": _link, "ranks": _ranks}
+        texts += views[name](part) if name in views else [name, _transfers(part["rows"])]
+        before, after = part["load_averages"]
+        texts.append(
+            f"{name}: {part['num_rounds']} rounds in {part['took_s']:.0f} s; load average {before[0]:.1f} before, "
+            f"{after[0]:.1f} after."
         )
-        texts += [title + "\n\n" + _transfers(case["rows"])]
-    texts += [_of_part("link", figures["link"], with_rows=False)] if "link" in figures else []
-    texts += [_of_part(name, figures[name]) for name in ("ranks", "network") if name in figures]
     texts.append("\n".join(f"- {'holds' if holds else 'FAILS'}: {claim}" for claim, holds in claims.items()))
     path.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
 
 
-def _of_part(name: str, part: Figures, *, with_rows: bool = True) -> str:
-    before, after = part["load_averages"]
-    lines = []
-    if with_rows:
-        is_ranks = name in ("ranks", "network")
-        rate = f", **emulated**: {part['bytes_per_s'] / MB:.0f} MB/s to each rank" if "bytes_per_s" in part else ""
-        lines = [name + rate, (_collectives if is_ranks else _transfers)(part["rows"])]
-    lines.append(
-        f"{name}: {part['num_rounds']} rounds in {part['took_s']:.0f} s; load average {before[0]:.1f} before, "
-        f"{after[0]:.1f} after."
-    )
-    return "\n\n".join(lines)
+def _link(part: Figures) -> list[str]:
+    texts = []
+    for ratio, case in part["ratios"].items():
+        texts.append(
+            f"link, **emulated**: {case['bytes_per_s'] / MB:.0f} MB/s in each direction, on which the parameters "
+            f"arrive twice in {ratio} times the seconds that a micro-batch computes; "
+            f"budget {case['budget_bytes'] / MB:.1f} MB"
+        )
+        texts.append(_transfers(case["rows"]))
+    return texts
+
+
+def _ranks(part: Figures) -> list[str]:
+    network = f"ranks, network **emulated**: {part['bytes_per_s'] / MB:.0f} MB/s to each rank"
+    return ["ranks", _collectives(part["rows"]), network, _collectives(part["on_network"])]
 
 
 def _transfers(rows: Figures) -> str:
