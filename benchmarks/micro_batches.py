@@ -13,7 +13,7 @@
 
 A small Llama with 16 rows of 128 tokens, and for ranks a small GPT-2 with 8 rows of 128 tokens each, in fp32 with one
 thread. Each case is a process; compared processes take steps in turn. An emulated link has the rate at which the
-parameters arrive twice in R times the seconds that one micro-batch computes. R is 1.9 for a model in 16 bits, 2,048
+parameters arrive twice in R times the seconds that one micro-batch computes. R is 2.0 for a model in 16 bits, 2,048
 tokens per micro-batch, 25 GB/s and 150 TFLOP/s (an A100 on PCIe 4 at half of its peak), and twice that for 1,024
 tokens. Exit code 1 if a claim does not hold.
 """
