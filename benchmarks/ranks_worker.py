@@ -83,12 +83,12 @@ def fsdp(case: Case, model: torch.nn.Module) -> tuple[Callable, torch.optim.Opti
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
 
-def ours(case: Case, model: torch.nn.Module) -> tuple[Callable, torch.optim.Optimizer]:
-    """Return `model` compiled by Elixir under the budgets of `case`, and `HybridAdamW`."""
+def ours(case: Case, model: torch.nn.Module, **more: object) -> tuple[Callable, torch.optim.Optimizer]:
+    """Return `model` compiled by Elixir under the budgets of `case` and the options `more`, and `HybridAdamW`."""
     elixir.prepare(model, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
     options = {
         "device_memory": case.budget_bytes, "host_memory": case.host_bytes, "plan_cache": False, "replan": False,
-        "report": False,
+        "report": False, **more,
     }  # fmt: skip
     return torch.compile(model, backend="elixir", options=options), elixir.HybridAdamW(model.parameters(), lr=3e-4)
 
@@ -186,11 +186,12 @@ def work(case: Case, rank: int, port: int) -> None:
 class Group:
     """The processes of a case, one per rank."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, script: str = __file__) -> None:
+        """Start `script` for each rank, with `case`, the rank and a free port as its arguments."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self._pool = ThreadPoolExecutor(NUM_RANKS)
-        self._workers = list(self._pool.map(lambda rank: _worker(case, rank, port), range(NUM_RANKS)))
+        self._workers = list(self._pool.map(lambda rank: _worker(script, case, rank, port), range(NUM_RANKS)))
         self.first = self._workers[0].first
 
     def steps(self, times: int) -> dict[str, list[float]]:
@@ -206,8 +207,8 @@ class Group:
         self._pool.shutdown()
 
 
-def _worker(case: Case, rank: int, port: int) -> Worker:
-    return Worker(json.dumps(asdict(case)), rank, port, script=__file__, limit_s=LIMIT_S)
+def _worker(script: str, case: Case, rank: int, port: int) -> Worker:
+    return Worker(json.dumps(asdict(case)), rank, port, script=script, limit_s=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
   h.3.matmul      needs matrix products or convolutions too
   h.3.attention   needs attention kernels too
   h.3.fixed       needs activations of another layer
-  h.3.kept        cannot be recomputed: random, with a side effect, or marked by the user to be saved
+  h.3.kept        cannot be recomputed: random, with a side effect, a sum over the batch, or marked by the user to be
+                  saved
   h.3.input       not saved by the capture: inputs of the layer, from which all of it, `fixed` too, can be recomputed
 ```
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from elixir_compile.analysis.recompute import given_storages, makers, saved_storages, stale_reads
-from elixir_compile.ir import GroupId, Op, Phase, StepGraph, StorageId
+from elixir_compile.ir import Batched, GroupId, Op, Phase, StepGraph, StorageId
 from elixir_compile.ir.graph import is_numbered, layer_of
 
 
@@ -89,6 +90,9 @@ class _Scan:
         self._stale = stale_reads(graph)
         self._first_maker = {name: op for op in reversed(graph.ops) for name in op.writes}
         self._nbytes = {storage.id: storage.nbytes for storage in graph.storages}
+        # A sum over the batch, such as the number of targets of a loss, is complete behind its lap. Recomputed in the
+        # lap of the backward that divides rows by it, it would have to be complete before the first micro-batch.
+        self._sums = frozenset(storage.id for storage in graph.storages if storage.batched is Batched.SUM)
         self._from_inputs = self._made_from_inputs(graph)
         self._readers: Mapping[StorageId, Op] = {
             name: op for op in reversed(graph.ops) if op.phase is Phase.BACKWARD for name in op.reads
@@ -159,7 +163,7 @@ class _Scan:
         pending = list(targets)
         while pending:
             op = self._makers.get(pending.pop())
-            if op is None or op.once:
+            if op is None or op.once or not self._sums.isdisjoint(op.writes):
                 return None, []
             if op.id in ops:
                 continue

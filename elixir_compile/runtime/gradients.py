@@ -173,7 +173,9 @@ class GradientAccumulator:
             raise UnsupportedBackward(self._name, "is_grads_batched=True", instead)
         _, total = backward.pending.get(slot.key, (slot, None))
         if total is None:
-            total = grad
+            # Not a view, as a transposed product is: a view keeps its base, and thereby the memory that the gradient
+            # leaves when its bucket moves to the host.
+            total = grad.detach()
         elif total.device == grad.device:
             total.add_(grad)
         else:

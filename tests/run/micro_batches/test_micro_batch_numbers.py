@@ -114,6 +114,37 @@ def test_layers_made_again_or_moved_to_the_host_have_the_same_gradients_and_as_m
     assert counts[1]["reduce"] == counts[8]["reduce"]
 
 
+class Counted(Rows):
+    """`Rows` with a loss as of a language model: a sum over the tokens with a target, over their number."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        has_target = y[..., :1] > 0
+        return torch.where(has_target, (self.head(x) - y).square(), 0.0).sum() / has_target.sum()
+
+
+def test_a_number_of_targets_is_kept_where_the_loss_is_recomputed():
+    """Recomputed in the lap of the loss, it would be the number of one micro-batch."""
+    batch = batch_of(16)
+    with pytest.raises(NoFeasiblePlan) as caught:
+        compiled(Counted(), 4, device_memory=1)(*batch)
+    budget_bytes = caught.value.needed_bytes
+    del caught
+    torch._dynamo.reset()
+    model, twin = Counted(), Counted()
+    twin.load_state_dict(model.state_dict())
+    step = compiled(model, 4, device_memory=budget_bytes)
+    step(*batch).backward()
+    assert 4 in divided_regions(step)
+    assert any(group.saving == "recompute" for group in elixir.compilations(step)[-1].plan.activations)
+    twin(*batch).backward()
+    found, wanted = gradients(model), gradients(twin)
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+
+
 class Normed(nn.Module):
     """Convolutions around a norm over the batch."""
 
