@@ -48,6 +48,11 @@ class GraphPlanner:
         """The plan as its review left it: later plans keep its decision about the loss."""
 
     @property
+    def may_divide(self) -> bool:
+        """Whether a search may choose a number of micro-batches."""
+        return self._options.micro_batches == "auto"
+
+    @property
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
         return self._options.replan and self._options.plan is None and self._executor.ranks is None

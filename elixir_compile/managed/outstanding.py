@@ -187,7 +187,7 @@ class OutstandingForwards:
             for graph in graphs
         ]
         try:
-            return plan_jointly(requests, graphs[0].planner.search)
+            return plan_jointly(requests, graphs[0].planner.search, may_divide=graphs[0].planner.may_divide)
         except NoFeasiblePlan as error:
             log.warning(
                 "no plans keep the budget of %s together: outstanding forwards need at least %s of %s memory, so their "

@@ -76,6 +76,9 @@ class Problem:
     """Placements in force, one per bucket in force; the planner moves them only further from the device."""
     micro_batches: int = 1
     """The number of micro-batches in which the laps of the step run; 1 for the whole batch at once."""
+    common_rows: int | None = None
+    """The greatest common divisor of the batches of all ranks, in rows: a number of micro-batches that the search
+    chooses divides it. 1 if the ranks cannot be divided alike. None on one rank: the batch of the graph."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bucket_min_bytes <= self.bucket_max_bytes:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.errors import PlanFileError
 from elixir_compile.ir import Kind, Saving, Update
+from elixir_compile.ir.kinds import Batched
 from elixir_compile.managed.agreement.rank_facts import (
     Divide,
     RankFacts,
@@ -29,7 +30,14 @@ from tests.pure.strategies import Layer, chain
 PROBLEM = problem_of(chain_of(3))
 PLAN = plan(PROBLEM, "greedy")
 SIZES = [field.name for field in fields(RankFacts) if field.name.endswith("bytes")]
-FACTS = st.builds(RankFacts, digest=st.just("d"), ops_digest=st.just("o"), **dict.fromkeys(SIZES, st.integers(0, 10)))
+FACTS = st.builds(
+    RankFacts,
+    digest=st.just("d"),
+    ops_digest=st.just("o"),
+    division_digest=st.just("v"),
+    batch=st.integers(1, 64),
+    **dict.fromkeys(SIZES, st.integers(0, 10)),
+)
 
 
 def with_batch(act_numel: int) -> Problem:
@@ -58,7 +66,28 @@ def test_the_joint_problem_is_within_the_limits_of_each_rank(facts: list[RankFac
         assert getattr(made, name) == max(getattr(fact, name) for fact in facts)
     unchanged = {name: getattr(PROBLEM, name) for name in ("budget_bytes", "host_budget_bytes")}
     floors = dict.fromkeys(("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"), 0)
-    assert replace(made, **unchanged, **floors) == PROBLEM
+    assert replace(made, **unchanged, **floors, common_rows=None) == PROBLEM
+
+
+def test_a_number_of_micro_batches_divides_the_batch_of_each_rank() -> None:
+    facts = [replace(facts_of(PROBLEM, (), ()), batch=rows) for rows in (12, 8, 16)]
+    assert for_all(PROBLEM, facts).common_rows == 4
+    assert for_all(PROBLEM, [*facts, replace(facts[0], batch=1)]).common_rows == 1  # dynamic sizes
+
+
+def test_ranks_that_cannot_divide_the_same_ops_are_not_divided() -> None:
+    storages = tuple(
+        replace(storage, batched=Batched.EACH) if storage.kind is Kind.TEMP else storage
+        for storage in PROBLEM.graph.storages
+    )
+    divided = replace(PROBLEM.graph, batch=8, storages=storages)
+    mixing = replace(divided, ops=(replace(divided.ops[0], mixes="a mean over the batch"), *divided.ops[1:]))
+    plain, other, odd = (
+        facts_of(replace(PROBLEM, graph=graph), (), ops_of(graph))
+        for graph in (replace(PROBLEM.graph, batch=8), divided, mixing)
+    )
+    assert for_all(PROBLEM, [other, other]).common_rows == 8
+    assert for_all(PROBLEM, [plain, other]).common_rows == for_all(PROBLEM, [odd, other]).common_rows == 1
 
 
 @given(st.lists(FACTS, min_size=1, max_size=5))

@@ -7,12 +7,16 @@
 Sizes may differ because batches may. The rank with the most bytes of storages plans, with the smallest budgets and the
 largest external usage of all ranks.
 
+A number of micro-batches must divide the batch of every rank. The search chooses one only if all ranks can divide the
+same ops.
+
 Ops may differ too: torch traces a batch of 1 without some of the copies it makes for larger batches (110 of 800
 lines of GPT-2 differ). Ranks whose buckets move in the same order never wait for each other in vain, so each rank may
 follow a plan that is legal for its own graph. If the plan is not legal for a rank, the lines of ops show the reason.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +38,10 @@ class RankFacts:
     """Digest of the shared lines."""
     ops_digest: str
     """Digest of the lines of ops."""
+    division_digest: str
+    """Digest of the facts that decide which ops can run in micro-batches."""
+    batch: int
+    """Rows of the batch; 1 if it cannot be divided because sizes are dynamic."""
     storage_bytes: int
     """Bytes of all storages of the graph."""
     budget_bytes: int
@@ -52,6 +60,8 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> Rank
     return RankFacts(
         digest=digest_of(lines),
         ops_digest=digest_of(ops),
+        division_digest=_division_digest(problem.graph, ops),
+        batch=1 if problem.graph.symbols else problem.graph.batch,
         storage_bytes=sum(storage.nbytes for storage in problem.graph.storages),
         budget_bytes=problem.budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
@@ -60,6 +70,11 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str]) -> Rank
         between_bytes=problem.between_bytes,
         after_bytes=problem.after_bytes,
     )
+
+
+def _division_digest(graph: StepGraph, ops: Sequence[str]) -> str:
+    states = (f"{storage.id} {storage.batched}" for storage in graph.storages if storage.kind is not Kind.PARAM)
+    return digest_of((*ops, *states, *(f"{op.id} mixes" for op in graph.ops if op.mixes)))
 
 
 def facts_to_text(facts: RankFacts) -> str:
@@ -142,9 +157,11 @@ def leader_of(facts: Sequence[RankFacts]) -> int:
 
 
 def for_all(problem: Problem, facts: Sequence[RankFacts]) -> Problem:
-    """Return `problem` with the smallest budgets and the largest external usage of all ranks."""
+    """Return `problem` with the smallest budgets, the largest external usage and the common rows of all ranks."""
+    are_alike = len({fact.division_digest for fact in facts}) == 1
     return replace(
         problem,
+        common_rows=math.gcd(*(fact.batch for fact in facts)) if are_alike else 1,
         budget_bytes=min(fact.budget_bytes for fact in facts),
         host_budget_bytes=min(fact.host_budget_bytes for fact in facts),
         base_bytes=max(fact.base_bytes for fact in facts),

@@ -15,9 +15,13 @@ between its minimum memory and its memory with everything kept: the same share o
 which all fit. Then the graphs are planned in turn. Each plan counts the bytes of the other graphs as external usage,
 and leaves the others the bytes they need between its forward and its backward. A graph may use the bytes left over by
 the graphs planned before it.
+
+The minimum memory of a graph is first that of its whole batch. If no plans are found, and the search may divide the
+batch, it is the fewest bytes of any number of micro-batches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.bucket_bytes import bucket_host_bytes
@@ -25,6 +29,7 @@ from elixir_compile.analysis.timeline import away_bytes
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import BucketId, Placement, Plan
 from elixir_compile.search import Extent, Problem, extent_of, extents
+from elixir_compile.search.joint.micro_batches import candidates
 
 _BISECTIONS = 20
 _EASED = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
@@ -45,12 +50,37 @@ Planned = tuple[Problem, Plan]
 """The problem of a graph beside the other graphs, and its plan."""
 
 
-def plan_jointly(requests: Sequence[GraphRequest], search: Callable[[Problem], Plan]) -> list[Planned]:
+def plan_jointly(
+    requests: Sequence[GraphRequest], search: Callable[[Problem], Plan], *, may_divide: bool = False
+) -> list[Planned]:
     """Return the problem and the plan of each request; all plans together keep the budget.
 
-    `search` plans a single problem. Raises NoFeasiblePlan with the minimum bytes of the step if no plans are found.
+    `search` plans a single problem; it `may_divide` the batch of the problem into micro-batches. Raises NoFeasiblePlan
+    with the minimum bytes of the step if no plans are found.
     """
     found = [extents(request.problem) for request in requests]
+    numbers = [candidates(request.problem) if may_divide else [] for request in requests]
+    if any(numbers):
+        with suppress(NoFeasiblePlan):
+            return _planned_between(requests, found, search)
+        found = [
+            (_lowest(request.problem, own, low), high)
+            for request, own, (low, high) in zip(requests, numbers, found, strict=True)
+        ]
+    return _planned_between(requests, found, search)
+
+
+def _lowest(problem: Problem, numbers: Sequence[int], whole: Extent) -> Extent:
+    """Return the extent with the fewest bytes of `whole`, that of the whole batch, and those at `numbers` of
+    micro-batches."""
+    divided = [extents(replace(problem, micro_batches=number))[0] for number in numbers]
+    return min((whole, *divided), key=lambda extent: (extent.peak_bytes, extent.left_bytes))
+
+
+def _planned_between(
+    requests: Sequence[GraphRequest], found: Sequence[tuple[Extent, Extent]], search: Callable[[Problem], Plan]
+) -> list[Planned]:
+    """Return the plans of `plan_jointly` with bytes of each graph between the two extents in `found`."""
     share = _largest_share(requests, found)
     budget_bytes, memory = requests[0].problem.budget_bytes, "device"
     needed_bytes = _needed_bytes(requests, [low for low, _ in found])

@@ -104,14 +104,15 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float) -> Plan:
 
 def candidates(problem: Problem) -> list[int]:
     """Return the numbers of micro-batches to try: of the divisors of the batch from 2 to 64, one in each doubling, a
-    power of two if there is one. Empty if nothing can be divided, or if there are several ranks."""
+    power of two if there is one. On several ranks they divide the batch of each. Empty if nothing can be divided."""
     graph = problem.graph
     is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
-    if not is_training or graph.symbols or problem.cluster.num_ranks > 1:
+    if not is_training or graph.symbols:
         return []
+    rows = graph.batch if problem.common_rows is None else problem.common_rows
     found: list[int] = []
     for power in (2, 4, 8, 16, 32, 64):
-        divisors = [number for number in range(power, 2 * power) if graph.batch % number == 0 and number <= _MOST]
+        divisors = [number for number in range(power, 2 * power) if rows % number == 0 and number <= _MOST]
         found += divisors[:1]
     return [number for number in found if replace(problem, micro_batches=number).laps(())]
 

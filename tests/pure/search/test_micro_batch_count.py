@@ -11,6 +11,7 @@ from elixir_compile.ir import Op, OpId, Phase, Plan, StepGraph, Storage, Storage
 from elixir_compile.ir.kinds import Batched, Kind
 from elixir_compile.options import Options, Planner
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
 from elixir_compile.search.joint.micro_batches import MICRO_BATCHES, candidates, plan_as_asked
 from elixir_compile.units import MIB
 from tests.pure.analysis.test_micro_batches import WIDE
@@ -108,10 +109,16 @@ def test_one_number_of_each_doubling_is_a_candidate():
     assert of_batch(1) == []
 
 
-def test_several_ranks_and_inference_are_not_divided():
+def test_inference_is_not_divided():
     assert candidates(problem_of(WIDE, CLUSTERS["cuda"])) == []
+
+
+def test_on_several_ranks_the_candidates_divide_the_rows_that_all_batches_have_in_common():
     ranks = next(cluster for cluster in CLUSTERS.values() if cluster.num_ranks > 1)
-    assert candidates(problem_of(TRAINED, ranks)) == []
+    problem = problem_of(TRAINED, ranks)
+    assert candidates(problem) == [2, 4, 8, 16, 32, 64]
+    assert candidates(replace(problem, common_rows=8)) == [2, 4, 8]
+    assert candidates(replace(problem, common_rows=1)) == []
 
 
 def test_a_problem_refuses_a_number_that_does_not_divide_its_batch():
@@ -153,3 +160,27 @@ def test_the_number_of_micro_batches_changes_no_transfer(cluster: str, planner: 
         assert collectives(problem.graph, made) == collectives(problem.graph, plan(problem, planner))
         assert walk_memory(problem.graph, made).peak_bytes == made.prediction.device_peak_bytes
     assert verbs[1] == verbs[2] == verbs[8]
+
+
+def two_graphs(budget_mib: int) -> list[Plan]:
+    """Return the plans of two graphs like `TRAINED` under one budget, each in as many micro-batches as are chosen."""
+    problem = problem_of(TRAINED, CLUSTERS["cuda"], budget_bytes=budget_mib * MIB)
+    requests = [GraphRequest(problem=problem, beside=beside) for beside in ((), (0,))]
+
+    def search(own: Problem) -> Plan:
+        return plan_as_asked(own, Options(micro_batches="auto"))
+
+    return [made for _, made in plan_jointly(requests, search, may_divide=True)]
+
+
+def test_graphs_that_do_not_fit_together_whole_share_the_budget_in_micro_batches():
+    with pytest.raises(NoFeasiblePlan) as caught:
+        two_graphs(1)
+    needed_mib = caught.value.needed_bytes // MIB + 1
+    problem = problem_of(TRAINED, CLUSTERS["cuda"], budget_bytes=needed_mib * MIB)
+    requests = [GraphRequest(problem=problem, beside=beside) for beside in ((), (0,))]
+    with pytest.raises(NoFeasiblePlan):
+        plan_jointly(requests, plan)
+    made = two_graphs(needed_mib)
+    assert max(max(numbers(own)) for own in made) > 1
+    assert all(own.prediction.device_peak_bytes <= needed_mib * MIB for own in made)
