@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from elixir_compile import compat
-from elixir_compile.capture.batch_call import Mixes, State, States, operands_of, states_in
+from elixir_compile.capture.batch_call import SAME, Mixes, State, States, operands_of, states_in
 from elixir_compile.capture.node_facts import leaves_of, tensor_of, value_of
 
 _aten = torch.ops.aten
@@ -62,9 +62,10 @@ def check_sizes(
 ) -> None:
     """Raise Mixes if `node`, whose results have `states`, is wrong with fewer rows as `symbol`.
 
-    `read` has the states of what it reads, and `narrowed` the dimensions of the values that it reads in slices.
+    `read` has the states of what it reads, and `narrowed` the dimensions of the values that it reads in slices. A
+    single result that is SAME is computed from whole values.
     """
-    if not symbol:
+    if not symbol or states == SAME:
         return
     for operand in operands_of(node):
         state = read[operand]

@@ -218,7 +218,7 @@ class _Walk:
             place = dim - (ndim - len(own))
             if place >= 0 and own[place] != 1:
                 narrowed[operand] = place
-        if not self._allows(node, dict.fromkeys(operands_of(node), SAME), each(dim), narrowed):
+        if not self._allows(node, {own: self._read(own) for own in operands_of(node)}, each(dim), narrowed):
             return
         self.narrowed.update({(node, operand): place for operand, place in narrowed.items()})
         self.states[node] = each(dim)

@@ -39,6 +39,13 @@ def test_sizes_with_the_number_of_rows_are_local_and_other_numbers_are_of_the_wh
     assert found.states[total] in (SUM, TOTAL)
 
 
+def test_zeros_of_the_number_of_rows_are_made_at_the_size_of_a_micro_batch() -> None:
+    found, _ = walked(lambda x: x.sin() + x.new_zeros(x.shape[0], 1), ROWS, LENGTH)
+    zeros = next(node for node in found.states if str(node.target) == "aten.new_zeros.default")
+    assert found.states[zeros] == each(0)
+    assert not found.mixes
+
+
 def test_a_sum_that_is_spread_over_the_rows_is_spread_behind_the_last_micro_batch() -> None:
     found, (spread,) = walked(lambda x: x.sum().expand(x.shape[0]) * 2, ROWS, LENGTH)
     assert found.states[spread] == TOTAL
