@@ -22,7 +22,7 @@ def line_of(graph: StepGraph) -> list[Record]:
     """
     modules = {name: op.module for op in reversed(graph.ops) for name in op.writes}
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
-    line = [record(("graph", graph.name, graph.symbols, graph.batch))]
+    line = [record(("graph", graph.name, graph.symbols, graph.batch, graph.batch_size, graph.undivided))]
     for storage in graph.storages:
         fixed = ("storage", storage.kind, storage.dtype, storage.size, storage.of is None, storage.batched)
         names = (_counted(storage.id), storage.of or "", modules.get(storage.id, ""))
@@ -59,7 +59,7 @@ def graph_of_line(line: Line) -> StepGraph:
             ops[-1][2].append(entry)
         else:
             kinds.setdefault(kind, []).append(entry)
-    _, name, symbols, batch = kinds["graph"][0].fixed
+    _, name, symbols, batch, batch_size, undivided = kinds["graph"][0].fixed
     storages = tuple(_storage(entry) for entry in kinds.get("storage", []))
     nbytes = {storage.id: storage.nbytes for storage in storages}
     return StepGraph(
@@ -70,6 +70,8 @@ def graph_of_line(line: Line) -> StepGraph:
         aliases=tuple(_alias(entry) for entry in kinds.get("alias", [])),
         symbols=symbols,
         batch=batch,
+        batch_size=batch_size,
+        undivided=undivided,
     )
 
 

@@ -15,13 +15,17 @@ counts a divided step too. For a lap in n micro-batches:
 
 An op of the lap launches n times. It moves the slices once, and all else n times. The last op of the lap also moves
 what fills whole tensors with slices and adds up parts.
+
+A batch with a dynamic number of rows runs in at most n micro-batches. A slice then has the bytes of the largest
+micro-batch of any batch of at most as many rows (`ir.rows`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.analysis.laps import Lap
-from elixir_compile.ir import Batched, Kind, Op, Phase, StepGraph, Storage, StorageId
+from elixir_compile.ir import Batched, Kind, Op, Phase, StepGraph, Storage, StorageId, sizes
+from elixir_compile.ir.rows import rows_of_micro_batches
 
 PART, TOTAL = ".part", ".total"
 """Suffixes of the storages that a lap adds: the part of one micro-batch, and the fp32 sum of 16-bit parts."""
@@ -40,12 +44,15 @@ def divided(step: StepGraph, laps: Sequence[Lap]) -> StepGraph:
     tangents = frozenset(() if backward is None else tangents_of(backward))
     outputs = frozenset(step.outputs)
     storages = {storage.id: storage for storage in step.storages}
+    symbols = dict(step.symbols)
     ops = list(step.ops)
     for lap in laps:
         first, last = index.get(lap.first, len(ops)), index.get(lap.last, -1)
         if lap.micro_batches == 1 or last < first:
             continue
-        writer = _LapWriter(step.ops[first : last + 1], lap.micro_batches, storages, touched, first, outputs, tangents)
+        num = len(rows_of_micro_batches(step.batch, lap.micro_batches)) if step.batch_size else lap.micro_batches
+        cut = _Cut(num, lap.micro_batches, step.batch_size, symbols)
+        writer = _LapWriter(step.ops[first : last + 1], num, cut, storages, touched, first, outputs, tangents)
         ops[first : last + 1] = writer.written()
     return replace(step, ops=tuple(ops), storages=tuple(storages.values()))
 
@@ -72,6 +79,29 @@ def _touched(step: StepGraph) -> Mapping[StorageId, tuple[int, int, int]]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the slices of a lap are cut."""
+
+    num: int
+    """The number of micro-batches."""
+    most: int
+    """The number of micro-batches that the plan states, an upper limit if the number of rows is dynamic."""
+    rows: str
+    """The symbol of the number of rows; empty if it is constant."""
+    symbols: Mapping[str, int]
+
+    def slice_of(self, storage: Storage) -> Storage:
+        """Return `storage` with the bytes of one micro-batch."""
+        if not storage.size:
+            return replace(storage, nbytes=-(-storage.nbytes // self.num))
+        if self.rows:
+            size = sizes.of_micro_batch(storage.size, self.rows, self.most)
+        else:
+            size = sizes.divided(storage.size, self.num)
+        return replace(storage, nbytes=sizes.evaluate(size, self.symbols), size=size)
+
+
 @dataclass(slots=True)
 class _LapWriter:
     """Writes the ops of one lap as they run in micro-batches; adds its storages to `storages`, or changes them."""
@@ -79,6 +109,7 @@ class _LapWriter:
     ops: Sequence[Op]
     num: int
     """The number of micro-batches."""
+    cut: _Cut
     storages: dict[StorageId, Storage]
     touched: Mapping[StorageId, tuple[int, int, int]]
     start: int
@@ -141,18 +172,18 @@ class _LapWriter:
             self._read_until_end(storage.id)
 
     def _place_slices(self, storage: Storage, maker: int, *, is_inside: bool) -> None:
-        slice_bytes = -(-storage.nbytes // self.num)
+        part = self.cut.slice_of(storage)
         if is_inside:
-            self.storages[storage.id] = replace(storage, nbytes=slice_bytes)
+            self.storages[storage.id] = part
             return
         self.filled_bytes += 2 * storage.nbytes
         self.writes[0].append(storage.id)
         self._read_until_end(storage.id)
-        self._add(storage, PART, slice_bytes, maker)
+        self._add(part, PART, maker)
 
     def _place_sum(self, storage: Storage, maker: int) -> None:
         self.filled_bytes += 3 * (self.num - 1) * storage.nbytes
-        self._add(storage, PART, storage.nbytes, maker)
+        self._add(storage, PART, maker)
         self._read_until_end(storage.id)
         if storage.dtype not in _SHORT:
             self.writes[0].append(storage.id)
@@ -163,12 +194,13 @@ class _LapWriter:
         for reads in self.reads[:-1]:
             while storage.id in reads:
                 reads.remove(storage.id)
-        self._add(storage, TOTAL, 2 * storage.nbytes, 0)
+        size = sizes.times(storage.size, 2) if storage.size else ""
+        self._add(replace(storage, nbytes=2 * storage.nbytes, size=size), TOTAL, 0)
 
-    def _add(self, storage: Storage, suffix: str, nbytes: int, maker: int) -> None:
-        """Add a temporary storage that lives from the op `maker` of the lap to its end."""
-        name = StorageId(f"{storage.id}{suffix}")
-        self.storages[name] = replace(storage, id=name, nbytes=nbytes, kind=Kind.TEMP, of=None)
+    def _add(self, like: Storage, suffix: str, maker: int) -> None:
+        """Add a temporary storage of the bytes of `like` that lives from the op `maker` of the lap to its end."""
+        name = StorageId(f"{like.id}{suffix}")
+        self.storages[name] = replace(like, id=name, kind=Kind.TEMP, of=None)
         self.writes[maker].append(name)
         self._read_until_end(name)
 

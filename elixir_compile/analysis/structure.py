@@ -250,10 +250,8 @@ def _division_fault(region: Region, ops: Sequence[Op], step: StepGraph) -> str |
     if region.micro_batches == 1:
         return None
     runs = f"{region.id} runs in {region.micro_batches} micro-batches"
-    if step.batch % region.micro_batches:
+    if not step.batch_size and step.batch % region.micro_batches:
         return f"{runs}, but the batch of {step.batch} rows is not divided by {region.micro_batches}."
-    if step.symbols:
-        return f"{runs}, but the graph has dynamic sizes."
     mixing = next((op for op in ops if op.mixes), None)
     if mixing is None:
         return None

@@ -42,6 +42,11 @@ def each(dim: int) -> State:
     return State(Batched.EACH, dim)
 
 
+def states_in(states: States) -> tuple[State, ...]:
+    """Return the state of each result of a node."""
+    return (states,) if isinstance(states, State) else states
+
+
 def all_results(node: fx.Node, state: State) -> States:
     """Return `state` for each result of `node`."""
     value = value_of(node)
@@ -65,7 +70,10 @@ class Call:
     read: Mapping[fx.Node, State]
     """The state of each tensor that the call reads."""
     batch: int
-    """The rows of the batch. The size of each value along its slices is a multiple of it."""
+    """The rows of the batch, or the number that stands in for their symbol. The size of each value along its slices is
+    a multiple of it."""
+    symbol: str = ""
+    """The symbol of the number of rows; empty if it is constant."""
     narrowed: dict[fx.Node, int] = field(default_factory=dict)
     """The SAME values of which a micro-batch reads only its slice, with the dimension of the slice."""
     _num_narrowed: dict[fx.Node, int] = field(default_factory=dict)
@@ -131,8 +139,17 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def shape_of(operand: object) -> Sequence[int]:
-    """Return the shape of a tensor among the arguments of a call; that of a constant is empty."""
-    return tensor_of(operand).shape if isinstance(operand, fx.Node) else ()
+    """Return the shape of a tensor among the arguments of a call; that of a constant is empty.
+
+    Numbers that belong to no other size stand in for dynamic sizes, see `compat.stand_in`: rules compare sizes, and a
+    comparison of symbols would add a guard.
+    """
+    return known_shape(tensor_of(operand)) if isinstance(operand, fx.Node) else ()
+
+
+def known_shape(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of `value`, with numbers that stand in for dynamic sizes."""
+    return tuple(map(compat.stand_in, value.shape))
 
 
 def normal_dims(dims: object, ndim: int) -> set[int]:

@@ -23,7 +23,7 @@ from elixir_compile.capture.batch_call import (
     operands_of,
     shape_of,
 )
-from elixir_compile.capture.node_facts import tensor_of, value_of
+from elixir_compile.capture.node_facts import as_node, tensor_of, value_of
 
 Rule = Callable[[Call], States]
 ZEROS = "elixir_zeros"
@@ -72,7 +72,7 @@ def pointwise(call: Call) -> States:
 def reshaped(call: Call) -> States:
     """Rule of reshapes: they keep the slices if as many elements are in front of the dimension before and after."""
     dim = call.state(call.node.args[0]).dim
-    old, new = shape_of(call.node.args[0]), tensor_of(call.node).shape
+    old, new = shape_of(call.node.args[0]), shape_of(call.node)
     in_front, passed = math.prod(old[:dim]), 1
     for place, size in enumerate(new):
         if passed == in_front and size != 1:
@@ -80,7 +80,8 @@ def reshaped(call: Call) -> States:
                 return each(place)
             break
         passed *= size
-    raise Mixes(f"a reshape of {list(old)} to {list(new)} takes the slices along dimension {dim} apart")
+    before, after = (", ".join(map(str, tensor_of(own).shape)) for own in (as_node(call.node.args[0]), call.node))
+    raise Mixes(f"a reshape of [{before}] to [{after}] takes the slices along dimension {dim} apart")
 
 
 def moved(place: Callable[[Call, int], int]) -> Rule:
@@ -172,8 +173,8 @@ def dim_of(call: Call) -> set[int]:
 
 
 def dims_sliced(call: Call) -> set[int]:
-    """Return the dimension along which `aten.slice` takes a part; none if it takes all."""
-    return set() if tensor_of(call.node).shape == shape_of(call.node.args[0]) else dim_of(call)
+    """Return the dimension along which a slice, or the gradient of a slice, is a part; none if it is all."""
+    return set() if shape_of(call.node) == shape_of(call.node.args[0]) else dim_of(call)
 
 
 def dims_padded(call: Call) -> set[int]:

@@ -140,6 +140,8 @@ class _Builder:
         flat = dict.fromkeys(s for storages in outputs for s in storages)
         texts = {draft.size for draft in self.drafts.values()} | {op.flops_size for op in self.ops}
         used = {symbol for text in texts if text for symbol in sizes.symbols_of(text)}
+        batch, batch_size = self._count(self.batch.batch)
+        used.add(batch_size)
         return StepGraph(
             name=self.captured.name,
             ops=tuple(self.ops),
@@ -147,7 +149,9 @@ class _Builder:
             outputs=tuple(s for s in flat if self.drafts[s].kind not in (Kind.PARAM, Kind.INPUT, Kind.BUFFER)),
             aliases=tuple(self.aliases),
             symbols=tuple((name, value) for name, value in self.symbols.items() if name in used),
-            batch=self.batch.batch,
+            batch=batch,
+            batch_size=batch_size,
+            undivided=self.batch.undivided,
         )
 
     def _count(self, size: "int | torch.SymInt") -> tuple[int, str]:

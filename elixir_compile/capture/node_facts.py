@@ -49,13 +49,6 @@ def is_pure(node: fx.Node) -> bool:
     return node.target.namespace in ("aten", "prims") and not compat.schema_of(node.target).is_mutable
 
 
-def has_dynamic_size(node: fx.Node) -> bool:
-    """Return whether a value of `node` is a symbolic number, or a tensor with a symbolic size."""
-    values = leaves_of(value_of(node))
-    shapes = (value.shape if isinstance(value, torch.Tensor) else (value,) for value in values)
-    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for shape in shapes for size in shape)
-
-
 def size_of(node: fx.Node) -> "int | torch.SymInt":
     """Return the value of `node`, a size. Raises TypeError if its value is no integer, constant or symbolic."""
     value = value_of(node)

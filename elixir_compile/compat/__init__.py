@@ -59,6 +59,12 @@ from elixir_compile.compat.dynamo import trace_past_logging as trace_past_loggin
 from elixir_compile.compat.dynamo import uncompiled_name as uncompiled_name
 from elixir_compile.compat.dynamo import undo_compile as undo_compile
 from elixir_compile.compat.kernels import Kernels as Kernels
+from elixir_compile.compat.symbols import is_multiple as is_multiple
+from elixir_compile.compat.symbols import may_have_any_value_from as may_have_any_value_from
+from elixir_compile.compat.symbols import stand_in as stand_in
+from elixir_compile.compat.symbols import symbol_of as symbol_of
+from elixir_compile.compat.symbols import symbols_in as symbols_in
+from elixir_compile.compat.symbols import unknown_number as unknown_number
 from elixir_compile.compat.tensors import cpu_allocations as cpu_allocations
 from elixir_compile.compat.tensors import dense_parts as dense_parts
 from elixir_compile.compat.tensors import drop_cublas_workspaces as drop_cublas_workspaces

@@ -94,6 +94,6 @@ def fingerprint(graph: StepGraph) -> str:
         [line for _, line in sorted(touched, key=lambda item: item[0])],
         sorted(untouched, key=str),
         outputs,
-        *([graph.batch] if graph.batch > 1 else []),
+        *([symbols.get(graph.batch_size, graph.batch)] if graph.batch_size or graph.batch > 1 else []),
     ]
     return hashlib.sha256(json.dumps(canonical).encode()).hexdigest()[:_NUM_DIGITS]

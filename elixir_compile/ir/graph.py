@@ -131,6 +131,11 @@ class StepGraph:
     inputs."""
     batch: int = field(default=1, metadata=LEFT_OUT)
     """The rows of the batch, which micro-batches divide; 1 if the graph has no batch that can be divided."""
+    batch_size: str = field(default="", metadata=LEFT_OUT)
+    """The symbol whose value is `batch`; empty if the number of rows is constant."""
+    undivided: str = field(default="", metadata=LEFT_OUT)
+    """Why the batch cannot be divided, as in `its sizes depend on the elements of a tensor`; empty if it can be, or if
+    the inputs share no batch."""
 
     def __hash__(self) -> int:
         """Return a hash of a few fields. Caches look graphs up hundreds of times in a search, and hashing all ops of a
@@ -154,6 +159,8 @@ class StepGraph:
             raise InvalidPlan(f"op {op.id} names the storage {unknown}, which graph {self.name} does not have.")
         if self.batch < 1:
             raise InvalidPlan(f"graph {self.name} has a batch of {self.batch} rows; expected 1 or more.")
+        if self.batch_size and dict(self.symbols).get(self.batch_size) != self.batch:
+            raise InvalidPlan(f"graph {self.name} has a batch of {self.batch} rows; expected {self.batch_size}.")
         _check_phases(self)
         _check_total(self)
         _check_sizes(self)
@@ -166,7 +173,8 @@ class StepGraph:
 
     def __str__(self) -> str:
         lines = [commented(f"graph {word(self.name)}", f"{len(self.ops)} ops, {len(self.storages)} storages")]
-        lines += [f"batch {self.batch}"] if self.batch > 1 else []
+        batch = f"batch {words(str(self.batch), self.batch_size)}" if self.batch_size else f"batch {self.batch}"
+        lines += [batch] if self.batch_size or self.batch > 1 else []
         lines += ["symbols", *(f"  {word(name)} {value}" for name, value in self.symbols)] if self.symbols else []
         lines += ["storages", *(f"  {storage}" for storage in self.storages)]
         lines += ["outputs", *(f"  {word(name)}" for name in self.outputs)]
@@ -200,6 +208,7 @@ def graph_at(graph: StepGraph, values: Mapping[str, int]) -> StepGraph:
             replace(storage, nbytes=value_of.get(storage.size, storage.nbytes)) for storage in graph.storages
         ),
         symbols=tuple(new_values.items()),
+        batch=new_values.get(graph.batch_size, graph.batch),
     )
 
 

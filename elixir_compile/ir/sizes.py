@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from elixir_compile.errors import InvalidPlan
+from elixir_compile.ir.rows import most_rows
 
 Terms = tuple[tuple[str, int], ...]
 """The terms of a sum as (product of symbols, coefficient), highest degree first; the constant has the product `""`."""
@@ -39,6 +40,10 @@ _MAX_DEGREE = 64
 _MAX_STEPS = 1 << 17
 """The most products computed to expand a text, about 0.1 s; sizes of tensors need about ten."""
 
+_MICRO_BATCH_ROWS = "MicroBatchRows"
+"""The function `rows.most_rows` in texts: of a symbol and the most micro-batches. It is never negative, so a product
+with it may be a summand."""
+
 # The functions of sympy and of torch.utils._sympy that occur in sizes of tensors.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "Abs": abs,
@@ -49,6 +54,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "FloorToInt": math.floor,
     "IntTrueDiv": lambda a, b: Fraction(a) / b,
     "Max": max,
+    _MICRO_BATCH_ROWS: most_rows,
     "Min": min,
     "Mod": lambda a, b: a % b,
     "ModularIndexing": lambda a, b, c: a // b % c,
@@ -127,6 +133,34 @@ def canonical(text: str, names: Mapping[str, str] | None = None) -> str:
     if names:
         text = re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found.group(), found.group()), text)
     return sum_text(terms(text))
+
+
+def of_micro_batch(text: str, rows: str, most: int) -> str:
+    """Return the size `text` with the rows of a micro-batch in place of the symbol `rows`, see `rows.most_rows`.
+
+    Returns `text` if it is not a sum of products with one factor `rows` each: that is never less.
+    """
+    try:
+        found = _Expansion(text).of(_parsed(text))
+    except _NotPolynomialError:
+        return text
+    if any(factors.count(rows) != 1 for factors in found):
+        return text
+    part = f"{_MICRO_BATCH_ROWS}({rows}, {most})"
+    return sum_text((_product(tuple(part if name == rows else name for name in key)), found[key]) for key in found)
+
+
+def divided(text: str, number: int) -> str:
+    """Return the size `text` divided by `number`, rounded up."""
+    parts = terms(text)
+    if any(coefficient % number for _, coefficient in parts):
+        return f"CeilDiv({text}, {number})"
+    return sum_text((product, coefficient // number) for product, coefficient in parts)
+
+
+def times(text: str, number: int) -> str:
+    """Return the size `text` times `number`."""
+    return sum_text((product, number * coefficient) for product, coefficient in terms(text))
 
 
 def largest(text: str, symbol: str, values: Mapping[str, int], limit_bytes: int) -> int | None:
@@ -250,6 +284,8 @@ class _Expansion:
                 return {(): value}
             case ast.Name(id=name):
                 return {(name,): 1}
+            case ast.Call(func=ast.Name(id=name)) if name == _MICRO_BATCH_ROWS:
+                return {(ast.unparse(node),): 1}
             case ast.UnaryOp(operand=operand):
                 return self._times({(): -1}, self.of(operand))
             case ast.BinOp(left=left, op=ast.Add(), right=right):

@@ -14,12 +14,13 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, given_bytes
-from elixir_compile.capture.batch import step_states
-from elixir_compile.capture.batch_call import States
+from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
 from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.markers import TICKET
 from elixir_compile.capture.node_facts import outputs_of
+from elixir_compile.errors import IllegalSchedule
 from elixir_compile.ir import GroupRef, Kind, Phase, Plan, Saving, StepGraph, Verb
+from elixir_compile.ir.rows import LEAST_ROWS
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.rewrite.check import check
 from elixir_compile.rewrite.divided_graph import DividedGraph
@@ -59,7 +60,7 @@ class Programs:
         """Device bytes of activations that one forward saves for its backward."""
         self.given_bytes = given_bytes(graph)
         """Bytes of inputs that the backward reads."""
-        self._states: Mapping[fx.Node, States] | None = None
+        self._states: StepStates | None = None
         """How each value of both halves is made of its values in micro-batches; None before a region needs it."""
         self._saved_only = _saved_only_positions(self._partition.captured, graph)
         self._backward: fx.GraphModule | None = None
@@ -152,8 +153,8 @@ class Programs:
 
     def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
         if self._states is None:
-            self._states = step_states(self._partition.captured).states
-        return divide(region, self._states, self.graph.batch, micro_batches)
+            self._states = step_states(self._partition.captured)
+        return divide(region, self._states.half(region.phase).states, self._states.batch, micro_batches)
 
     def _lower_divided(self, divided: DividedGraph, region: RegionGraph) -> DividedRegion:
         def lower(part: RegionGraph) -> CompiledRegion:
@@ -162,6 +163,12 @@ class Programs:
         head = None if divided.head is None else lower(divided.head)
         tail = None if divided.tail is None else lower(divided.tail)
         parts = (head, lower(divided.body), tail)
+        batch = UNDIVIDED.batch if self._states is None else self._states.batch
+        if isinstance(batch, torch.SymInt) and not compat.may_have_any_value_from(LEAST_ROWS, batch):
+            raise IllegalSchedule(
+                f"{region.id} runs in micro-batches of a dynamic number of rows, but its kernels are compiled for some "
+                "numbers alone. Use the option micro_batches=1, or batches of one size."
+            )
         return DividedRegion(divided, parts, self._executor.ledger, f"run {region.id}")
 
     def _visible(self, region: RegionGraph) -> list[int]:

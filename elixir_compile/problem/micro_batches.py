@@ -17,11 +17,10 @@ def micro_batches_asked(graph: StepGraph, options: Options) -> int:
     asked = options.micro_batches
     if asked in (1, "auto") or not any(op.phase is Phase.UPDATE for op in graph.ops):
         return 1
-    if graph.batch == 1 or graph.symbols:
-        found = "its sizes are dynamic" if graph.symbols else "no inputs share a batch of more than one row"
-        _warn_undivided(graph, asked, found)
+    if graph.batch == 1 and not graph.batch_size:
+        _warn_undivided(graph, asked, graph.undivided or "no inputs share a batch of more than one row")
         return 1
-    if graph.batch % asked:
+    if not graph.batch_size and graph.batch % asked:
         divisors = [str(number) for number in range(1, graph.batch + 1) if graph.batch % number == 0]
         expected = f"a divisor of the batch of {graph.batch}: {', '.join(divisors)}"
         raise InvalidOption("micro_batches", asked, expected)

@@ -9,6 +9,14 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.rewrite.regions import RegionGraph
 
+Size = int | str
+"""A size, or the expression of a dynamic size, see `ir.sizes`."""
+
+
+def size_of(size: "int | torch.SymInt") -> Size:
+    """Return `size` as a number or an expression."""
+    return compat.expression_of(size)[0] or int(size)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
@@ -19,6 +27,12 @@ class Read:
     """The dimension along which each micro-batch has its slice; None if all micro-batches read the same."""
     is_seed: bool = False
     """Whether the value seeds random numbers, so that each micro-batch needs another."""
+    is_rows: bool = False
+    """Whether the value, a dynamic number of rows, counts only the rows of the micro-batch."""
+    is_unknown: bool = False
+    """Whether the body knows nothing about the value, the rows of the batch, whose symbol has another value there."""
+    strides: tuple[Size, ...] = ()
+    """The strides in which the body expects its slice, if they depend on the number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +42,9 @@ class Filled:
     whole: int
     """The index in `wholes` of the memory of the tensor; views of one memory share it."""
     dim: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    offset: Size
     is_copied: bool
     """False if another result of the body has all elements of the memory."""
 
@@ -52,7 +66,7 @@ Result = Filled | Summed | Last
 class Memory:
     """Memory of a tensor of the whole batch."""
 
-    numel: int
+    numel: Size
     dtype: torch.dtype
     device: torch.device
 
@@ -61,12 +75,19 @@ class Memory:
 class DividedGraph:
     """The three parts of a region.
 
-    Values have places: first the inputs of the region, then the results of its head, then those of its body as they are
-    for the whole batch, then those of its tail.
+    Values have places: first the inputs of the region, then its dynamic sizes `numbers`, then the results of its head,
+    then those of its body as they are for the whole batch, then those of its tail.
     """
 
     micro_batches: int
+    """The number of micro-batches, an upper limit if the number of rows is dynamic."""
     num_inputs: int
+    batch: Size
+    """The rows of the batch; a symbol if their number is dynamic."""
+    symbols: tuple[tuple[str, int], ...]
+    """The symbols of dynamic sizes, each with its place among the inputs."""
+    numbers: tuple[Size, ...]
+    """The dynamic sizes among the outputs of the region."""
     head: RegionGraph | None
     head_reads: tuple[int, ...]
     body: RegionGraph
@@ -101,9 +122,11 @@ class Part:
         if read not in self.by_read:
             with self.graph.inserting_before(None):
                 made = self.graph.placeholder(node.name)
+            made.target = made.name  # a value may be read whole and in slices
             made.meta = {**node.meta, "val": value}
             self.by_read[read], self.reads[made] = made, read
-            if read.dim is None and not read.is_seed and read.place < len(self.source.inputs):
+            is_changed = read.is_seed or read.is_rows or read.is_unknown
+            if read.dim is None and not is_changed and read.place < len(self.source.inputs):
                 self.stands_for[made] = self.source.inputs[read.place]
         return self.by_read[read]
 

@@ -11,6 +11,9 @@
 `capture.batch` says how each value is made of its values in micro-batches. The sizes among the arguments of the body's
 ops become those of one micro-batch, and every result is checked: it has the shape of the whole value, divided by n
 along the dimension of its slices.
+
+If the number of rows is a symbol, the ops of the body stay as they are, and the symbol counts the rows of a micro-batch
+there: see `capture.batch_sizes`. Other dynamic sizes are the same in all parts.
 """
 
 import operator
@@ -21,51 +24,77 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from elixir_compile import compat
-from elixir_compile.capture.batch import Walked, states_in, walk
-from elixir_compile.capture.batch_call import Call, Mixes, State, States
-from elixir_compile.capture.batch_rules import rule_for
-from elixir_compile.capture.node_facts import leaves_of, outputs_of, tensor_of, value_of, values_of_arguments
-from elixir_compile.capture.views import view_chain, viewed
-from elixir_compile.errors import IllegalSchedule
+from elixir_compile.capture.batch_call import State, States, known_shape, states_in
+from elixir_compile.capture.batch_sizes import ends_at_rows, is_seeded
+from elixir_compile.capture.batch_walk import Walked
+from elixir_compile.capture.node_facts import (
+    is_number,
+    leaves_of,
+    outputs_of,
+    tensor_of,
+    value_of,
+)
+from elixir_compile.capture.node_facts import size_of as number_of
+from elixir_compile.capture.views import view_chain
 from elixir_compile.ir import Batched
-from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Last, Memory, Part, Read, Result, Summed
-from elixir_compile.rewrite.local_args import is_created, is_seeded, local_args
+from elixir_compile.rewrite.divided_graph import (
+    DividedGraph,
+    Filled,
+    Last,
+    Memory,
+    Part,
+    Read,
+    Result,
+    Summed,
+    size_of,
+)
+from elixir_compile.rewrite.local_args import is_created, local_args
+from elixir_compile.rewrite.local_numbers import Numbers, symbols_of
+from elixir_compile.rewrite.local_values import computed, narrowed, strides_by_rows
+from elixir_compile.rewrite.region_states import views_taken_apart, walked
 from elixir_compile.rewrite.regions import RegionGraph
 
 
 def divide(
-    region: RegionGraph, states: Mapping[fx.Node, States], batch: int, micro_batches: int
+    region: RegionGraph, states: Mapping[fx.Node, States], batch: int | torch.SymInt, micro_batches: int
 ) -> DividedGraph | None:
     """Return the parts of `region` for a batch of `batch` rows in `micro_batches`; None if no op of it reads the batch.
 
     `states` are those of the half from which the region was cut. Raises IllegalSchedule if an op of the region mixes
     the batch.
     """
-    divider = _Divider(region, _walked(region, states, batch), batch, micro_batches)
+    divider = _Divider(region, walked(region, states, batch), batch, micro_batches)
     return divider.divided() if divider.has_body else None
 
 
 class _Divider:
     """Writes the parts of one region."""
 
-    def __init__(self, region: RegionGraph, walked: Walked, batch: int, micro_batches: int) -> None:
+    def __init__(self, region: RegionGraph, found: Walked, batch: int | torch.SymInt, micro_batches: int) -> None:
         self._region = region
-        self._states = walked.states
-        self._narrowed = walked.narrowed
+        self._states = found.states
+        self._narrowed = found.narrowed
         self._batch = batch
+        self._rows = compat.symbol_of(batch)
         self._num = micro_batches
+        self._divisor = 1 if self._rows else micro_batches
+        """What sizes along the slices are divided by; sizes with the symbol of the rows need no division."""
         graph = region.module.graph
         self._outputs = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
         placeholders = graph.find_nodes(op="placeholder")
         self._places: dict[fx.Node, int] = {node: place for place, node in enumerate(placeholders)}
-        calls = [node for node in graph.nodes if node.op == "call_function"]
-        self._apart = self._views_taken_apart(calls)
+        self._sizes = [node for node in self._outputs if isinstance(value_of(node), torch.SymInt)]
+        self._places |= {node: len(self._places) + place for place, node in enumerate(self._sizes)}
+        calls = [node for node in graph.nodes if node.op == "call_function" and node not in self._sizes]
+        self._apart = views_taken_apart(calls, found.states, batch)
         self._whole_views = self._views_of_inputs() | self._apart
         self._in_body = [node for node in calls if self._is_in_body(node)]
         self._in_tail = [node for node in calls if self._is_in_tail(node)]
         behind = {*self._in_body, *self._in_tail}
         self._in_head = [
-            node for node in calls if node not in behind and (not is_created(node) or node in self._outputs)
+            node
+            for node in calls
+            if node not in behind and (not (is_created(node) or is_number(node)) or node in self._outputs)
         ]
 
     @property
@@ -81,6 +110,9 @@ class _Divider:
         return DividedGraph(
             micro_batches=self._num,
             num_inputs=len(self._region.inputs),
+            batch=size_of(self._batch),
+            symbols=tuple((name, place) for name, (place, _) in symbols_of(self._region).items()),
+            numbers=tuple(size_of(number_of(node)) for node in self._sizes),
             head=head,
             head_reads=head_reads,
             body=body,
@@ -101,30 +133,6 @@ class _Divider:
                 found.update(chain[:-1])
         return found
 
-    def _views_taken_apart(self, calls: Sequence[fx.Node]) -> set[fx.Node]:
-        """Return the views of inputs that do not keep the slices together, and the views of these: a view of a slice
-        would be another value than a slice of the view."""
-        found: set[fx.Node] = set()
-        for node in calls:
-            base = viewed(node)
-            if base is None or (base.op != "placeholder" and base not in found):
-                continue
-            if base in found or self._mixes(node, base):
-                found.add(node)
-        return found
-
-    def _mixes(self, view: fx.Node, base: fx.Node) -> bool:
-        state, rule = self._states[base], rule_for(view.target)
-        if not isinstance(state, State) or not state.is_each:
-            return False
-        if rule is None:
-            return True
-        try:
-            rule(Call(view, {base: state}, self._batch))
-        except Mixes:
-            return True
-        return False
-
     def _is_in_body(self, node: fx.Node) -> bool:
         if node in self._apart:
             return False
@@ -137,7 +145,6 @@ class _Divider:
         return all(state.is_total for state in states_in(self._states[node]))
 
     def _head(self) -> tuple[RegionGraph | None, tuple[int, ...]]:
-        part = Part(self._region)
         made = list(self._in_head)
         made += [node for node in self._in_body if node in self._whole_views]
         order = [node for node in self._region.module.graph.nodes if node in {*made}]
@@ -149,28 +156,39 @@ class _Divider:
         ]
         if not outputs:
             return None, ()
+        part = Part(self._region)
+        numbers = Numbers(part)
         for node in order:
-            part.copies[node] = part.graph.node_copy(node, lambda source: self._whole(part, source))
+            part.copies[node] = self._copied(part, numbers, node)
         for node in outputs:
             self._places[node] = len(self._places)
         graph, reads = part.finished([part.copies[node] for node in outputs])
         return graph, tuple(read.place for read in reads)
 
-    def _whole(self, part: Part, node: fx.Node) -> fx.Node:
+    def _copied(self, part: Part, numbers: Numbers, node: fx.Node) -> fx.Node:
+        """Return `node` in `part`, the head or the tail."""
+        if is_number(node):
+            return numbers.of(node)
+        return part.graph.node_copy(node, lambda source: self._whole(part, numbers, source))
+
+    def _whole(self, part: Part, numbers: Numbers, node: fx.Node) -> fx.Node:
         """Return the whole value of `node` in `part`, the head or the tail."""
         if node in part.copies:
             return part.copies[node]
         if node.op == "get_attr":
             return part.constant(node)
+        if is_number(node):
+            return numbers.of(node)
         if node not in self._places:  # a created tensor, which every part makes for itself
-            part.copies[node] = part.graph.node_copy(node, lambda source: self._whole(part, source))
+            part.copies[node] = self._copied(part, numbers, node)
             return part.copies[node]
         return part.read(Read(place=self._places[node]), node, value_of(node))
 
     def _body(self) -> tuple[RegionGraph, tuple[Read, ...], tuple[Result, ...], tuple[Memory, ...]]:
         part = Part(self._region)
+        numbers = Numbers(part, self._rows)
         for node in self._in_body:
-            self._write_local(part, node)
+            self._write_local(part, numbers, node)
         tail = {*self._in_tail}
         outputs = [
             node
@@ -194,51 +212,60 @@ class _Divider:
         owner = _owner(node)
         key = (owner, value.dtype)
         numel = value.untyped_storage().nbytes() // value.element_size()
-        wholes.setdefault(key, Memory(numel=numel, dtype=value.dtype, device=value.device))
+        wholes.setdefault(key, Memory(numel=size_of(numel), dtype=value.dtype, device=value.device))
         is_in_owner = owner is not node and owner in outputs and tensor_of(owner).dtype is value.dtype
         return Filled(
             whole=list(wholes).index(key),
             dim=state.dim,
-            shape=tuple(value.shape),
-            stride=tuple(value.stride()),
-            offset=int(value.storage_offset()),
+            shape=tuple(map(size_of, value.shape)),
+            stride=tuple(map(size_of, value.stride())),
+            offset=size_of(value.storage_offset()),
             is_copied=not is_in_owner,
         )
 
-    def _write_local(self, part: Part, node: fx.Node) -> None:
+    def _write_local(self, part: Part, numbers: Numbers, node: fx.Node) -> None:
         """Copy `node` into the body, with the sizes of one micro-batch, and check the shape of its result."""
         state = self._states[node]
         dim = state.dim if isinstance(state, State) and state.is_each else None
-        args, kwargs = local_args(node, dim, self._num)
+        args, kwargs = local_args(node, dim, self._divisor, numbers.local)
 
         def local(source: fx.Node) -> fx.Node:
-            return self._local(part, source, self._narrowed.get((node, source)), is_seed=is_seeded(node))
+            if source.graph is part.graph:  # a size that `local_args` has written
+                return source
+            if is_number(source):
+                return numbers.of(source, is_local=ends_at_rows(node))
+            return self._local(part, numbers, source, self._narrowed.get((node, source)), is_seed=is_seeded(node))
 
         made = part.graph.create_node(
             "call_function", node.target, map_arg(args, local), map_arg(kwargs, local), name=node.name
         )
-        made.meta = {**node.meta, "val": _computed(made, value_of(node))}
+        made.meta = self._meta(made, node)
         part.copies[node] = made
         for value, whole, state in zip(
             leaves_of(made.meta["val"]), leaves_of(value_of(node)), _spread(self._states[node], node), strict=True
         ):
             self._check(node, value, whole, state)
 
+    def _meta(self, made: fx.Node, node: fx.Node) -> dict[str, object]:
+        """Return the facts about `made`, the copy of `node` in the body."""
+        return dict(node.meta) if self._rows else {**node.meta, "val": computed(made, value_of(node))}
+
     def _check(self, node: fx.Node, value: object, whole: object, state: State) -> None:
         if not isinstance(value, torch.Tensor) or not isinstance(whole, torch.Tensor):
             return
         expected = self._local_shape(whole, state)
-        if tuple(value.shape) != expected:
+        if known_shape(value) != expected:
             raise AssertionError(
                 f"{node.name} = {node.target} has the shape {tuple(value.shape)} in a micro-batch; expected {expected}"
             )
 
     def _local_shape(self, whole: torch.Tensor, state: State) -> tuple[int, ...]:
         return tuple(
-            size // self._num if state.is_each and dim == state.dim else size for dim, size in enumerate(whole.shape)
+            size // self._divisor if state.is_each and dim == state.dim else size
+            for dim, size in enumerate(known_shape(whole))
         )
 
-    def _local(self, part: Part, node: fx.Node, dim: int | None, *, is_seed: bool) -> fx.Node:
+    def _local(self, part: Part, numbers: Numbers, node: fx.Node, dim: int | None, *, is_seed: bool) -> fx.Node:
         """Return what the body reads for `node`: its own copy, or one slice along `dim` of a whole value."""
         if node in part.copies:
             return part.copies[node]
@@ -248,20 +275,29 @@ class _Divider:
         if isinstance(state, State) and state.is_each:
             dim = state.dim
         if node.op == "call_function" and is_created(node) and node not in self._places:
-            return self._created(part, node, dim)
+            return self._created(part, numbers, node, dim)
         value = value_of(node)
-        if dim is not None:
-            value = _narrowed(value, dim, self._num)
-        return part.read(Read(place=self._places[node], dim=dim, is_seed=is_seed), node, value)
+        if dim is None:
+            return part.read(Read(place=self._places[node], is_seed=is_seed), node, value)
+        strides = strides_by_rows(tensor_of(node), self._rows)
+        if not self._rows:
+            value = narrowed(value, dim, self._num)
+        return part.read(Read(place=self._places[node], dim=dim, is_seed=is_seed, strides=strides), node, value)
 
-    def _created(self, part: Part, node: fx.Node, dim: int | None) -> fx.Node:
+    def _created(self, part: Part, numbers: Numbers, node: fx.Node, dim: int | None) -> fx.Node:
         """Return `node`, a tensor of one value, at the size of a micro-batch along `dim`."""
         key = (node, dim)
         if key not in part.created:
-            args, kwargs = local_args(node, dim, self._num)
-            made = part.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-            made.meta = {**node.meta, "val": _computed(made, value_of(node))}
-            part.created[key] = made
+            args, kwargs = local_args(node, dim, self._divisor, numbers.local)
+
+            def number(source: fx.Node) -> fx.Node:
+                return source if source.graph is part.graph else numbers.of(source)
+
+            own = part.graph.create_node(
+                "call_function", node.target, map_arg(args, number), map_arg(kwargs, number), name=node.name
+            )
+            own.meta = self._meta(own, node)
+            part.created[key] = own
         return part.created[key]
 
     def _tail(self) -> tuple[RegionGraph | None, tuple[int, ...]]:
@@ -269,30 +305,13 @@ class _Divider:
         if not outputs:
             return None, ()
         part = Part(self._region)
+        numbers = Numbers(part)
         for node in self._in_tail:
-            part.copies[node] = part.graph.node_copy(node, lambda source: self._whole(part, source))
+            part.copies[node] = self._copied(part, numbers, node)
         for node in outputs:
             self._places[node] = len(self._places)
         graph, reads = part.finished([part.copies[node] for node in outputs])
         return graph, tuple(read.place for read in reads)
-
-
-def _walked(region: RegionGraph, states: Mapping[fx.Node, States], batch: int) -> Walked:
-    """Return the states of the nodes of `region`. Its inputs are whole: a sum of an earlier region is equal for all
-    micro-batches."""
-    placeholders = region.module.graph.find_nodes(op="placeholder")
-    given: dict[fx.Node, State] = {}
-    for node, source in zip(placeholders, region.inputs, strict=True):
-        state = states.get(source)
-        if isinstance(state, State) and state.is_each:
-            given[node] = state
-    walked = walk(region.module.graph, given, batch)
-    mixing = next((node for node in walked.mixes if viewed(node) is None), None)
-    if mixing is not None:
-        raise IllegalSchedule(
-            f"{region.id} runs in micro-batches, but {mixing.name} mixes them: {walked.mixes[mixing]}."
-        )
-    return walked
 
 
 def _owner(node: fx.Node) -> fx.Node:
@@ -306,17 +325,3 @@ def _spread(state: States, node: fx.Node) -> list[State]:
     """Return the state of each leaf of the value of `node`."""
     num = len(leaves_of(value_of(node)))
     return [state] * num if isinstance(state, State) else list(state)
-
-
-def _narrowed(value: object, dim: int, num: int) -> torch.Tensor:
-    assert isinstance(value, torch.Tensor)
-    with compat.own_fake_mode(value):
-        return value.narrow(dim, 0, value.shape[dim] // num)
-
-
-def _computed(node: fx.Node, like: object) -> object:
-    """Return the value of `node`, computed on the fake values of its arguments; `like` is a value in the same mode."""
-    fake = next(leaf for leaf in leaves_of(like) if isinstance(leaf, torch.Tensor))
-    args, kwargs = values_of_arguments(node, value_of)
-    with compat.own_fake_mode(fake):
-        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]

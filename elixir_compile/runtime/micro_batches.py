@@ -5,15 +5,21 @@
 ```
 
 Parts of 16 bits add up in fp32, and their sum is rounded once.
+
+The number of rows may be dynamic. Each run then cuts its own batch, see `ir.rows`: the micro-batches of a run differ by
+at most one row, and a short batch has fewer of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from elixir_compile.ir import Lane
-from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Read, Summed
+from elixir_compile.ir import Lane, sizes
+from elixir_compile.ir.rows import rows_of_micro_batches
+from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Read, Size, Summed
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion
 
@@ -47,54 +53,61 @@ class DividedRegion(torch.nn.Module):
         divided = self._divided
         values = list(box)
         box.clear()
+        symbols = {name: values[place] for name, place in divided.symbols}
+        values += [_at(size, symbols) for size in divided.numbers]
         if self._head is not None:
             values += self._head.run([values[place] for place in divided.head_reads])
-        results = _Results(divided)
-        for number in range(divided.micro_batches):
-            inputs = [slice_of(values[read.place], read, number, divided.micro_batches) for read in divided.body_reads]
-            results.add(number, list(self._body.run(inputs)))
+        results = _Results(divided, symbols)
+        for number, cut in enumerate(cuts_of(divided, symbols)):
+            inputs = [slice_of(values[read.place], read, number, cut) for read in divided.body_reads]
+            results.add(number, cut, list(self._body.run(inputs)))
         values += results.finished()
         if self._tail is not None:
             values += self._tail.run([values[place] for place in divided.tail_reads])
         return tuple(values[place] for place in divided.outputs)
 
     def extra_repr(self) -> str:
-        return f"{self._divided.micro_batches} micro-batches"
+        most = "at most " if isinstance(self._divided.batch, str) else ""
+        return f"{most}{self._divided.micro_batches} micro-batches"
 
 
 class _Results:
     """The results of the micro-batches so far."""
 
-    def __init__(self, divided: DividedGraph) -> None:
+    def __init__(self, divided: DividedGraph, symbols: Mapping[str, int]) -> None:
+        """`symbols` are the values of the dynamic sizes of the whole batch."""
         self._divided = divided
+        self._symbols = symbols
         self._wholes: list[torch.Tensor] = []
         self._values: list[Any] = [None] * len(divided.results)
         self._dtypes: list[torch.dtype | None] = [None] * len(divided.results)
 
-    def add(self, number: int, parts: list[Any]) -> None:
-        """Add the results of micro-batch `number`, and empty `parts`."""
+    def add(self, number: int, cut: "Cut", parts: list[Any]) -> None:
+        """Add the results of micro-batch `number`, which has the rows of `cut`, and empty `parts`."""
         if number == 0:
             self._wholes = [
-                torch.empty(memory.numel, dtype=memory.dtype, device=memory.device) for memory in self._divided.wholes
+                torch.empty(_at(memory.numel, self._symbols), dtype=memory.dtype, device=memory.device)
+                for memory in self._divided.wholes
             ]
         seen: set[int] = set()
         for place, result in enumerate(self._divided.results):
             part, parts[place] = parts[place], None
             if isinstance(result, Filled):
-                self._fill(place, result, number, part)
+                self._fill(place, result, number, cut, part)
             elif isinstance(result, Summed):
                 self._sum(place, number, part, seen)
             else:
                 self._values[place] = part
 
-    def _fill(self, place: int, result: Filled, number: int, part: torch.Tensor) -> None:
+    def _fill(self, place: int, result: Filled, number: int, cut: "Cut", part: torch.Tensor) -> None:
         if number == 0:
-            whole = self._wholes[result.whole].as_strided(result.shape, result.stride, result.offset)
-            self._values[place] = whole
+            shape, stride = ([_at(size, self._symbols) for size in sizes] for sizes in (result.shape, result.stride))
+            offset = _at(result.offset, self._symbols)
+            self._values[place] = self._wholes[result.whole].as_strided(shape, stride, offset)
         if result.is_copied:
-            rows = part.shape[result.dim]
-            slice_of_whole = self._values[place].narrow(result.dim, number * rows, rows)
-            for dim, (size, stride) in enumerate(zip(result.shape, result.stride, strict=True)):
+            whole = self._values[place]
+            slice_of_whole = cut.slice_of(whole, result.dim)
+            for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
                 if stride == 0 and size > 1:  # an expanded dimension has the memory of one entry
                     slice_of_whole, part = slice_of_whole.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
             slice_of_whole.copy_(part)
@@ -119,11 +132,48 @@ class _Results:
         return self._values
 
 
-def slice_of(value: Any, read: Read, number: int, num: int) -> Any:
-    """Return what micro-batch `number` reads of `value`."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The rows of one micro-batch."""
+
+    first: int
+    rows: int
+    batch: int
+    """The rows of the whole batch."""
+    symbols: Mapping[str, int]
+    """The values of dynamic sizes in the micro-batch."""
+
+    def slice_of(self, value: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the slice of `value`, a tensor of the whole batch, along `dim`."""
+        factor = value.shape[dim] // self.batch
+        return value.narrow(dim, self.first * factor, self.rows * factor)
+
+
+def cuts_of(divided: DividedGraph, symbols: Mapping[str, int]) -> list[Cut]:
+    """Return the micro-batches of a run of `divided`, whose dynamic sizes have the values `symbols`."""
+    if isinstance(divided.batch, int):
+        rows = divided.batch // divided.micro_batches
+        return [Cut(number * rows, rows, divided.batch, symbols) for number in range(divided.micro_batches)]
+    batch = symbols[divided.batch]
+    nums = rows_of_micro_batches(batch, divided.micro_batches)
+    firsts = accumulate(nums, initial=0)
+    return [Cut(first, num, batch, {**symbols, divided.batch: num}) for first, num in zip(firsts, nums, strict=False)]
+
+
+def slice_of(value: Any, read: Read, number: int, cut: Cut) -> Any:
+    """Return what micro-batch `number`, which has the rows of `cut`, reads of `value`."""
     if read.is_seed:
         return value + number * _SEED_STEP
+    if read.is_rows:
+        return cut.rows
     if read.dim is None:
         return value
-    rows = value.shape[read.dim] // num
-    return value.narrow(read.dim, number * rows, rows)
+    part = cut.slice_of(value, read.dim)
+    if not read.strides:
+        return part
+    strides = [_at(size, cut.symbols) for size in read.strides]
+    return torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device).copy_(part)
+
+
+def _at(size: Size, symbols: Mapping[str, int]) -> int:
+    return size if isinstance(size, int) else sizes.evaluate(size, symbols)

@@ -89,7 +89,8 @@ class Problem:
         for name in ("base_bytes", "host_base_bytes", "between_bytes", "after_bytes"):
             if getattr(self, name) < 0:
                 raise InvalidPlan(f"problem {self.name}: {name} must not be negative, got {getattr(self, name)}.")
-        if self.micro_batches < 1 or self.graph.batch % self.micro_batches:
+        is_divisor = bool(self.graph.batch_size) or self.graph.batch % max(1, self.micro_batches) == 0
+        if self.micro_batches < 1 or not is_divisor:
             raise InvalidPlan(
                 f"problem {self.name}: a batch of {self.graph.batch} cannot run in {self.micro_batches} micro-batches; "
                 "expected a number that divides it."

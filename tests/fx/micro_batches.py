@@ -8,8 +8,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from elixir_compile.capture.batch import Walked, states_in, walk
-from elixir_compile.capture.batch_call import State, States
+from elixir_compile.capture.batch_call import State, States, states_in
+from elixir_compile.capture.batch_walk import Walked, walk
 from elixir_compile.ir import Batched
 
 _aten = torch.ops.aten

@@ -138,11 +138,19 @@ def test_a_mask_with_as_many_positions_as_the_batch_has_rows_is_the_same_for_all
     assert mixing_ops(step) == []
 
 
-def test_a_dynamic_batch_is_not_divided() -> None:
-    inputs = (torch.zeros(ROWS, ROWS),)
-    step = capture_step(Scaled(), inputs, device="cpu", options=parse_options({"inner": "aot_eager"}), dynamic=True)
-    assert step.graph.batch == 1
-    assert {storage.batched for storage in step.graph.storages} == {Batched.SAME}
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_dynamic_batch_is_divided_as_a_constant_batch_is(inner: str) -> None:
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    named = {"input_ids": ids, "labels": ids.clone()}
+    options = parse_options({"inner": inner})
+    step = capture_step(language_model("llama"), named, device="cpu", options=options, dynamic=True).graph
+    mixed = {(op.target, op.mixes) for op in mixing_ops(step)}
+    assert mixed == (set() if inner == "inductor" else {("aten.nll_loss_forward.default", "a mean over the batch")})
+    assert (step.batch, dict(step.symbols)) == (ROWS, {step.batch_size: ROWS})
+    assert set(batched_of(step, Kind.GRAD)) == {Batched.SUM}
+    activation_bytes = ROWS * LENGTH * WIDTH * 4
+    large = [s for s in step.storages if s.kind in (Kind.TEMP, Kind.SAVED) and s.nbytes >= activation_bytes]
+    assert {storage.batched for storage in large} == {Batched.EACH}
 
 
 def test_views_of_one_storage_have_their_slices_where_they_are() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Phase, Plan
+from elixir_compile.ir.rows import LEAST_ROWS
 from elixir_compile.options import Options
 from elixir_compile.search.best import relaxed_bound_s
 from elixir_compile.search.clock import Clock, Deadline
@@ -55,7 +56,10 @@ def plan_as_asked(problem: Problem, options: Options) -> Plan:
 def _with_decision(made: Plan, problem: Problem, because: str, rejected: tuple[str, ...]) -> Plan:
     """Return `made`, a plan in micro-batches, with the decision for their number."""
     number = micro_batches_of(made)
-    choice = f"{number} of {problem.graph.batch // number} rows"
+    graph = problem.graph
+    choice = f"{number} of {graph.batch // number} rows"
+    if graph.batch_size:
+        choice = f"at most {number} for {graph.batch} rows"
     decision = Decision(subject=MICRO_BATCHES, choice=choice, because=because, rejected=rejected)
     return replace(made, decisions=(*made.decisions, decision))
 
@@ -104,14 +108,18 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float) -> Plan:
 
 def candidates(problem: Problem) -> list[int]:
     """Return the numbers of micro-batches to try: of the divisors of the batch from 2 to 64, one in each doubling, a
-    power of two if there is one. On several ranks they divide the batch of each. Empty if nothing can be divided."""
+    power of two if there is one. On several ranks they divide the batch of each. A dynamic number of rows needs no
+    divisor. Empty if nothing can be divided, or if several ranks have a dynamic number of rows each."""
     graph = problem.graph
     is_training = any(op.phase is Phase.UPDATE for op in graph.ops)
-    if not is_training or graph.symbols:
+    if not is_training or (graph.batch_size and problem.cluster.num_ranks > 1):
         return []
     rows = graph.batch if problem.common_rows is None else problem.common_rows
     found: list[int] = []
     for power in (2, 4, 8, 16, 32, 64):
+        if graph.batch_size:
+            found += [power] if power * LEAST_ROWS <= graph.batch else []
+            continue
         divisors = [number for number in range(power, 2 * power) if rows % number == 0 and number <= _MOST]
         found += divisors[:1]
     return [number for number in found if replace(problem, micro_batches=number).laps(())]

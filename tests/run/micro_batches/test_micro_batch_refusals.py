@@ -8,9 +8,9 @@ import torch
 
 import elixir_compile as elixir
 from elixir_compile.analysis import verify
-from elixir_compile.errors import ElixirWarning, IllegalSchedule, InvalidOption
+from elixir_compile.errors import IllegalSchedule, InvalidOption
 from elixir_compile.ir import fingerprint
-from tests.run.micro_batches.stepping import Rows, batch_of, compiled, divided_regions
+from tests.run.micro_batches.stepping import Rows, batch_of, compiled
 
 
 @pytest.mark.parametrize("value", [0, -2, True, 2.5, "8"])
@@ -22,15 +22,6 @@ def test_a_value_that_is_no_number_of_micro_batches_is_refused(value: object):
 def test_a_number_that_does_not_divide_the_batch_is_refused_with_its_divisors():
     with pytest.raises(InvalidOption, match="expected a divisor of the batch of 16: 1, 2, 4, 8, 16"):
         compiled(Rows(), 6)(*batch_of(16))
-
-
-def test_a_short_last_batch_of_dynamic_size_runs_whole_with_a_warning():
-    model = Rows()
-    step = compiled(model, 2)
-    step(*batch_of(8)).backward()
-    with pytest.warns(ElixirWarning, match="runs on the whole batch instead of in 2 micro-batches: its sizes are dyn"):
-        step(*batch_of(6)).backward()
-    assert set(divided_regions(step)) == {1}
 
 
 def test_evaluation_gives_the_loss_of_the_whole_batch_and_warns_of_nothing():
