@@ -35,8 +35,8 @@ class Repeat:
 
 
 _Names = frozenset[StorageId]
-_of_graph = functools.lru_cache(maxsize=4)
-"""Facts of a graph that do not depend on activations are kept: a search asks for those of one graph a hundred times."""
+_NUM_GRAPHS = 4
+"""The number of graphs whose facts are kept. A search asks for those of one graph a hundred times."""
 
 
 def as_run(
@@ -119,7 +119,7 @@ def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> 
         yield tuple(found)
 
 
-@_of_graph
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
 def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
     """Return the forward op that writes each storage, or None if several ops of the step write it."""
     found: dict[StorageId, Op | None] = {}
@@ -132,7 +132,7 @@ def makers(graph: StepGraph) -> Mapping[StorageId, Op | None]:
     return found
 
 
-@_of_graph
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
 def given_storages(graph: StepGraph) -> frozenset[StorageId]:
     """Return the storages of the whole step: parameters, inputs and buffers."""
     return frozenset(storage.id for storage in graph.storages if storage.kind in _GIVEN)
@@ -145,7 +145,7 @@ def given_bytes(graph: StepGraph) -> int:
     return sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT and storage.id in read)
 
 
-@_of_graph
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
 def saved_storages(graph: StepGraph) -> frozenset[StorageId]:
     """Return the storages saved by the forward for the backward."""
     read = {name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads}
@@ -161,7 +161,7 @@ def _stored(graph: StepGraph, dropped: _Names, extra: _Names) -> _Names:
     return (given_storages(graph) | saved_storages(graph) | extra) - dropped
 
 
-@_of_graph
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
 def stale_reads(graph: StepGraph) -> frozenset[tuple[OpId, StorageId]]:
     """Return pairs of op and storage it reads that it or a later op overwrites: run again, it would read other
     values."""

@@ -1,5 +1,6 @@
 """The columns of the MILP against a plain count of each choice on its own, and how often their work is computed."""
 
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.cost import copy_s
 from elixir_compile.ir import GroupId, Lane, Update
+from elixir_compile.search import Problem, planner
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.flow_shop import Phase
 from elixir_compile.search.formulation.milp import Milp
@@ -165,3 +167,15 @@ def test_the_work_of_a_phase_is_computed_once_for_all_flow_shops(monkeypatch: py
         num_across += len(fresh.across)
         assert len(made) == len(set(made))
     assert num_across
+
+
+def test_the_garbage_collector_pauses_while_a_plan_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def noted(problem: Problem) -> None:
+        seen.append(gc.isenabled())
+
+    monkeypatch.setattr(planner, "with_larger_buckets", noted)
+    planner.plan(problem_of(chain_of(3)))
+    assert seen == [False]
+    assert gc.isenabled()
