@@ -82,7 +82,7 @@ def test_experts_that_break_the_graph_share_half_the_budget(rooms: list[bool], m
 def test_without_joint_plans_activations_are_offloaded_in_every_step(
     rooms: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise NoFeasiblePlan("", "", 1, 2, {})
 
     monkeypatch.setattr(outstanding, "plan_jointly", refuse)
