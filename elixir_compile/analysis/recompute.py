@@ -45,7 +45,7 @@ def as_run(
     """
     if not divided_into:
         return fused(_repeated_step(graph, activations))
-    return divided(fused(_repeated_step(graph, activations), is_divided=True), divided_into)
+    return divided(fused(_repeated_step(graph, activations), is_divided=True), divided_into, activations)
 
 
 @functools.lru_cache(maxsize=8)

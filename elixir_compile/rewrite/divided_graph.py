@@ -55,6 +55,9 @@ class Memory:
     numel: int
     dtype: torch.dtype
     device: torch.device
+    group: str = ""
+    """The group of activations with which the tensor leaves the device in slices; empty if it stays until the region
+    ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ along the dimension of its slices.
 
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -27,28 +28,40 @@ from elixir_compile.capture.batch_rules import rule_for
 from elixir_compile.capture.node_facts import leaves_of, outputs_of, tensor_of, value_of, values_of_arguments
 from elixir_compile.capture.views import view_chain, viewed
 from elixir_compile.errors import IllegalSchedule
-from elixir_compile.ir import Batched
+from elixir_compile.ir import Batched, GroupId
 from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Last, Memory, Part, Read, Result, Summed
 from elixir_compile.rewrite.local_args import is_created, is_seeded, local_args
 from elixir_compile.rewrite.regions import RegionGraph
 
 
 def divide(
-    region: RegionGraph, states: Mapping[fx.Node, States], batch: int, micro_batches: int
+    region: RegionGraph,
+    states: Mapping[fx.Node, States],
+    batch: int,
+    micro_batches: int,
+    leaving: Mapping[fx.Node, GroupId] = MappingProxyType({}),
 ) -> DividedGraph | None:
     """Return the parts of `region` for a batch of `batch` rows in `micro_batches`; None if no op of it reads the batch.
 
-    `states` are those of the half from which the region was cut. Raises IllegalSchedule if an op of the region mixes
+    `states` are those of the half from which the region was cut. `leaving` has the group of each of its values that
+    leaves the device in slices. Raises IllegalSchedule if an op of the region mixes
     the batch.
     """
-    divider = _Divider(region, _walked(region, states, batch), batch, micro_batches)
+    divider = _Divider(region, _walked(region, states, batch), batch, micro_batches, leaving)
     return divider.divided() if divider.has_body else None
 
 
 class _Divider:
     """Writes the parts of one region."""
 
-    def __init__(self, region: RegionGraph, walked: Walked, batch: int, micro_batches: int) -> None:
+    def __init__(
+        self,
+        region: RegionGraph,
+        walked: Walked,
+        batch: int,
+        micro_batches: int,
+        leaving: Mapping[fx.Node, GroupId],
+    ) -> None:
         self._region = region
         self._states = walked.states
         self._narrowed = walked.narrowed
@@ -56,6 +69,8 @@ class _Divider:
         self._num = micro_batches
         graph = region.module.graph
         self._outputs = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
+        own = zip(self._outputs, region.outputs, strict=True)
+        self._leaving = {node: leaving[source] for node, source in own if source in leaving}
         placeholders = graph.find_nodes(op="placeholder")
         self._places: dict[fx.Node, int] = {node: place for place, node in enumerate(placeholders)}
         calls = [node for node in graph.nodes if node.op == "call_function"]
@@ -194,7 +209,8 @@ class _Divider:
         owner = _owner(node)
         key = (owner, value.dtype)
         numel = value.untyped_storage().nbytes() // value.element_size()
-        wholes.setdefault(key, Memory(numel=numel, dtype=value.dtype, device=value.device))
+        group = self._leaving.get(node, "")
+        wholes.setdefault(key, Memory(numel=numel, dtype=value.dtype, device=value.device, group=group))
         is_in_owner = owner is not node and owner in outputs and tensor_of(owner).dtype is value.dtype
         return Filled(
             whole=list(wholes).index(key),

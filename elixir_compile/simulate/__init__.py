@@ -9,13 +9,14 @@ from elixir_compile.simulate.prediction import (
     hidden_update_share,
     prediction_of,
 )
-from elixir_compile.simulate.prices import Prices, op_seconds, prices
+from elixir_compile.simulate.prices import Prices, crossing_s, op_seconds, prices
 
 __all__ = [
     "Cycle",
     "Played",
     "Prices",
     "critical_path",
+    "crossing_s",
     "exposed_by_lane",
     "exposed_s",
     "hidden_share",
