@@ -11,7 +11,10 @@ from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Activations, GroupId, Kind, Plan, Saving, StepGraph, StorageId
 from elixir_compile.search import plan
+from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.problem import Problem
+from elixir_compile.search.space.facts import gather_facts
+from elixir_compile.search.writing import write_out
 from elixir_compile.simulate import simulate
 from tests.pure.graph_text import parse_graph
 from tests.pure.memory_walk import walk_memory
@@ -147,6 +150,25 @@ def test_the_live_bytes_of_each_op_are_those_of_a_walk_over_the_slices():
     gathered = timeline.live_bytes_by_kind[Kind.GATHERED]
     counted = [live - params for live, params in zip(timeline.live_bytes, gathered, strict=True)]
     assert counted[:-1] == walked()
+
+
+def test_the_modes_of_a_layer_count_the_bytes_of_its_slices():
+    kept = Evaluator(gather_facts(problem()))
+    levels = kept.facts.start_levels
+    (layer,) = kept.profiles
+
+    def live(modes: tuple[int, ...]) -> list[int]:
+        evaluator = kept.at(modes)
+        draft = DraftPlan(levels=levels, modes=modes, moves=evaluator.at_use(levels), step_s=0.0, decisions=())
+        return list(plan_timeline(STEP, write_out(evaluator, draft)).live_bytes)
+
+    assert len(layer) > 2
+    for mode, profile in enumerate(layer):
+        planned = [own - other for own, other in zip(live((mode,)), live((0,)), strict=True)]
+        counted = (profile.nbytes - layer[0].nbytes).tolist()
+        # A slice that is prefetched for the lap counts from its first reader on: a mode never counts too many bytes.
+        assert all(0 <= more - own <= 6400 // NUM for more, own in zip(planned, counted, strict=True))
+        assert planned[4] == counted[4], "at the peak"
 
 
 def test_bytes_on_the_link_are_the_same_and_all_slices_but_one_pass_beside_the_lap():
