@@ -33,10 +33,11 @@ def scattered(
         value, state = value_of(node), walked.states.get(node)
         if isinstance(value, (tuple, list)):
             continue  # its results are nodes of their own
-        is_kept_together = not (node in walked.mixes and is_view(node)) and len(names) == 1
-        is_tensor = isinstance(value, torch.Tensor) and isinstance(state, State)
-        if not (is_kept_together and is_tensor and _is_consecutive(value, state)):
-            found.update(names)
+        if isinstance(value, torch.Tensor) and isinstance(state, State) and len(names) == 1:
+            is_taken_apart = node in walked.mixes and is_view(node)
+            if not is_taken_apart and _is_consecutive(value, state):
+                continue
+        found.update(names)
     if phase is Phase.BACKWARD:
         returned = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
         returned += [source_of(node, 0) for node in graph.find_nodes(op="call_function", target=gradient)]
