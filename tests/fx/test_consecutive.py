@@ -16,7 +16,7 @@ def values(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     merged = rows.reshape(BATCH * TOKENS, WIDTH)
     half = (x + 2)[:, :, 1:3]
     turned = (x + 3).transpose(0, 1).contiguous()  # [T, B, C]
-    apart = (x + 4).transpose(0, 1).contiguous().view(TOKENS * BATCH, WIDTH)  # the rows of a micro-batch are taken apart
+    apart = (x + 4).transpose(0, 1).contiguous().view(TOKENS * BATCH, WIDTH)  # takes the rows apart
     shared = torch.arange(WIDTH) * 2
     return merged, half, merged.t(), turned, apart, shared
 
