@@ -19,6 +19,7 @@ from torch.fx.node import Argument
 
 from elixir_compile import compat
 from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
+from elixir_compile.capture.consecutive import scattered
 from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
 from elixir_compile.capture.node_facts import (
     flops_of,
@@ -111,6 +112,7 @@ class _Draft:
     of: StorageId | None = None
     size: str = ""
     batched: Batched = Batched.SAME
+    consecutive: bool = False
 
     def freeze(self) -> Storage:
         return Storage(**{name: getattr(self, name) for name in _Draft.__slots__})
@@ -126,6 +128,8 @@ class _Builder:
     drafts: dict[StorageId, _Draft] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     aliases: list[tuple[str, StorageId]] = field(default_factory=list)
+    scattered: set[StorageId] = field(default_factory=set)
+    """Storages of which a slice of a micro-batch cannot be alone in memory."""
 
     def build(self) -> StepGraph:
         for node in self.captured.forward.graph.find_nodes(op="placeholder"):
@@ -137,6 +141,8 @@ class _Builder:
         outputs = [forward[node] for node in given if isinstance(node, fx.Node) and node in forward]
         if self.captured.backward is not None:
             self._join_backward(self.captured.backward.graph, forward)
+        for draft in self.drafts.values():
+            draft.consecutive = draft.batched is Batched.EACH and draft.id not in self.scattered
         flat = dict.fromkeys(s for storages in outputs for s in storages)
         texts = {draft.size for draft in self.drafts.values()} | {op.flops_size for op in self.ops}
         used = {symbol for text in texts if text for symbol in sizes.symbols_of(text)}
@@ -241,6 +247,8 @@ class _Builder:
                 op = self._enter_call(node, phase, storages, by_key)
                 if node in ops:
                     self.ops.append(op)
+        if self.batch.batch > 1:
+            self.scattered |= scattered(graph, phase, storages, self.batch.half(phase))
         return storages
 
     def _enter_parameter(self, node: fx.Node, by_key: dict[int, StorageId]) -> tuple[StorageId, ...]:
