@@ -8,7 +8,7 @@ are joined with the values that the forward saved. Workspaces inside kernels are
 
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -112,10 +112,11 @@ class _Draft:
     of: StorageId | None = None
     size: str = ""
     batched: Batched = Batched.SAME
-    consecutive: bool = False
 
-    def freeze(self) -> Storage:
-        return Storage(**{name: getattr(self, name) for name in _Draft.__slots__})
+    def freeze(self, scattered: Collection[StorageId]) -> Storage:
+        """Return the storage; the slices of those in `scattered` do not follow each other in memory."""
+        known = {name: getattr(self, name) for name in _Draft.__slots__}
+        return Storage(**known, consecutive=self.batched is Batched.EACH and self.id not in scattered)
 
 
 @dataclass(slots=True)
@@ -132,17 +133,14 @@ class _Builder:
     """Storages of which a slice of a micro-batch cannot be alone in memory."""
 
     def build(self) -> StepGraph:
-        for node in self.captured.forward.graph.find_nodes(op="placeholder"):
-            if is_number(node):
-                self.symbols |= compat.expression_of(size_of(node))[1]
+        for node in filter(is_number, self.captured.forward.graph.find_nodes(op="placeholder")):
+            self.symbols |= compat.expression_of(size_of(node))[1]
         self.symbols |= {name: self.values[name] for name in self.symbols if name in self.values}
         forward = self._walk(self.captured.forward.graph, Phase.FORWARD, {})
         given = outputs_of(self.captured.forward.graph)[: self.captured.num_outputs]
         outputs = [forward[node] for node in given if isinstance(node, fx.Node) and node in forward]
         if self.captured.backward is not None:
             self._join_backward(self.captured.backward.graph, forward)
-        for draft in self.drafts.values():
-            draft.consecutive = draft.batched is Batched.EACH and draft.id not in self.scattered
         flat = dict.fromkeys(s for storages in outputs for s in storages)
         texts = {draft.size for draft in self.drafts.values()} | {op.flops_size for op in self.ops}
         used = {symbol for text in texts if text for symbol in sizes.symbols_of(text)}
@@ -151,7 +149,7 @@ class _Builder:
         return StepGraph(
             name=self.captured.name,
             ops=tuple(self.ops),
-            storages=tuple(draft.freeze() for draft in self.drafts.values()),
+            storages=tuple(draft.freeze(self.scattered) for draft in self.drafts.values()),
             outputs=tuple(s for s in flat if self.drafts[s].kind not in (Kind.PARAM, Kind.INPUT, Kind.BUFFER)),
             aliases=tuple(self.aliases),
             symbols=tuple((name, value) for name, value in self.symbols.items() if name in used),
@@ -247,7 +245,7 @@ class _Builder:
                 op = self._enter_call(node, phase, storages, by_key)
                 if node in ops:
                     self.ops.append(op)
-        if self.batch.batch > 1:
+        if self.batch.half(phase).states:
             self.scattered |= scattered(graph, phase, storages, self.batch.half(phase))
         return storages
 

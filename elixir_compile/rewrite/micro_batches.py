@@ -89,8 +89,6 @@ class _Divider:
         self._batch = batch
         self._rows = compat.symbol_of(batch)
         self._num = micro_batches
-        self._divisor = 1 if self._rows else micro_batches
-        """What sizes along the slices are divided by; sizes with the symbol of the rows need no division."""
         graph = region.module.graph
         self._outputs = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
         own = zip(self._outputs, region.outputs, strict=True)
@@ -110,6 +108,11 @@ class _Divider:
             for node in calls
             if node not in behind and (not (is_created(node) or is_number(node)) or node in self._outputs)
         ]
+
+    @property
+    def _divisor(self) -> int:
+        """What sizes along the slices are divided by; sizes with the symbol of the rows need no division."""
+        return 1 if self._rows else self._num
 
     @property
     def has_body(self) -> bool:
