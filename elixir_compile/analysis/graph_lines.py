@@ -24,7 +24,8 @@ def line_of(graph: StepGraph) -> list[Record]:
     nbytes = {storage.id: storage.nbytes for storage in graph.storages}
     line = [record(("graph", graph.name, graph.symbols, graph.batch, graph.batch_size, graph.undivided))]
     for storage in graph.storages:
-        fixed = ("storage", storage.kind, storage.dtype, storage.size, storage.of is None, storage.batched)
+        slices = (storage.batched, storage.consecutive)
+        fixed = ("storage", storage.kind, storage.dtype, storage.size, storage.of is None, *slices)
         names = (_counted(storage.id), storage.of or "", modules.get(storage.id, ""))
         line.append(sized(record(fixed, *names), storage.nbytes))
     for op in graph.ops:
@@ -99,7 +100,7 @@ def _op(entry: Record, reads: Iterable[Record], writes: Iterable[Record], nbytes
 
 
 def _storage(entry: Record) -> Storage:
-    _, kind, dtype, size, is_of_none, batched = entry.fixed
+    _, kind, dtype, size, is_of_none, batched, consecutive = entry.fixed
     name, of, _ = names_of(entry)
     return Storage(
         id=StorageId(_uncounted(name)),
@@ -109,6 +110,7 @@ def _storage(entry: Record) -> Storage:
         of=None if is_of_none else StorageId(of),
         size=size,
         batched=batched,
+        consecutive=consecutive,
     )
 
 

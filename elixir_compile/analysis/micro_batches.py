@@ -7,6 +7,9 @@ counts a divided step too. For a lap in n micro-batches:
   slices inside of the lap            the bytes of one micro-batch
   slices read from outside            whole; live until the lap ends
   slices made here, read outside      whole, live from the first op of the lap on; and the part of one micro-batch
+  slices that leave in slices         the slice that leaves, live from the first op of the lap on; and the part of one
+                                      micro-batch (see `analysis.slices`)
+  slices that arrive in slices        the slice that is read; and the next slice, live during the whole lap
   equal for all, made and read here   live from the first to the last op of the lap
   a sum made here                     live from the first op on, in fp32 if the sum has 16 bits; and the part of one
                                       micro-batch
@@ -24,7 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.analysis.laps import Lap
-from elixir_compile.ir import Batched, Kind, Op, Phase, StepGraph, Storage, StorageId, sizes
+from elixir_compile.analysis.slices import Slices, arrived_name, leaving_name, next_name, slices_of
+from elixir_compile.ir import Activations, Batched, Kind, Op, Phase, StepGraph, Storage, StorageId, sizes
 from elixir_compile.ir.rows import rows_of_micro_batches
 
 PART, TOTAL = ".part", ".total"
@@ -33,8 +37,8 @@ _SHORT = ("bfloat16", "float16")
 _MADE = (Kind.TEMP, Kind.SAVED, Kind.GRAD)
 
 
-def divided(step: StepGraph, laps: Sequence[Lap]) -> StepGraph:
-    """Return `step`, ops as they run, with each of `laps` run in its micro-batches.
+def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activations] = ()) -> StepGraph:
+    """Return `step`, ops as they run with `activations`, with each of `laps` run in its micro-batches.
 
     A lap that names no ops of `step` changes nothing: `check_regions` refuses its region.
     """
@@ -45,6 +49,7 @@ def divided(step: StepGraph, laps: Sequence[Lap]) -> StepGraph:
     outputs = frozenset(step.outputs)
     storages = {storage.id: storage for storage in step.storages}
     symbols = dict(step.symbols)
+    slices = slices_of(step, laps, activations)
     ops = list(step.ops)
     for lap in laps:
         first, last = index.get(lap.first, len(ops)), index.get(lap.last, -1)
@@ -52,7 +57,8 @@ def divided(step: StepGraph, laps: Sequence[Lap]) -> StepGraph:
             continue
         num = len(rows_of_micro_batches(step.batch, lap.micro_batches)) if step.batch_size else lap.micro_batches
         cut = _Cut(num, lap.micro_batches, step.batch_size, symbols)
-        writer = _LapWriter(step.ops[first : last + 1], num, cut, storages, touched, first, outputs, tangents)
+        lap_ops = step.ops[first : last + 1]
+        writer = _LapWriter(lap_ops, num, cut, storages, touched, first, outputs, tangents, slices)
         ops[first : last + 1] = writer.written()
     return replace(step, ops=tuple(ops), storages=tuple(storages.values()))
 
@@ -118,6 +124,8 @@ class _LapWriter:
     """Storages that the forward returns to the caller."""
     tangents: frozenset[StorageId]
     """Storages written by the first op of the backward that come from the caller."""
+    slices: Slices
+    """Storages that leave the device or arrive on it in slices."""
     reads: list[list[StorageId]] = field(default_factory=list)
     writes: list[list[StorageId]] = field(default_factory=list)
     filled_bytes: int = 0
@@ -153,6 +161,12 @@ class _LapWriter:
         return op.moved_bytes + (self.num - 1) * again_bytes, self.num
 
     def _place(self, storage: Storage) -> None:
+        if storage.id in self.slices.leaving and self.ops[0].phase is Phase.FORWARD:
+            self._place_leaving(storage)
+            return
+        if storage.id in self.slices.arriving and self.ops[0].phase is Phase.BACKWARD:
+            self._place_arriving(storage)
+            return
         made, first, last = self.touched[storage.id]
         end = self.start + len(self.ops)
         is_made = storage.kind in _MADE and self.start <= made < end and first >= self.start
@@ -180,6 +194,31 @@ class _LapWriter:
         self.writes[0].append(storage.id)
         self._read_until_end(storage.id)
         self._add(part, PART, maker)
+
+    def _place_leaving(self, storage: Storage) -> None:
+        """Place the slice of `storage`, made in this lap, that is on its way to the host while the next is made."""
+        name, part = leaving_name(storage.id), self.cut.slice_of(storage)
+        maker = next(i for i, op in enumerate(self.ops) if storage.id in op.writes)
+        self._rename(storage.id, name)
+        self.storages[name] = replace(part, id=name, kind=Kind.TEMP)
+        self.filled_bytes += 2 * storage.nbytes
+        self.writes[0].append(name)
+        self._read_until_end(name)
+        self._add(part, PART, maker)
+
+    def _place_arriving(self, storage: Storage) -> None:
+        """Place the slice of `storage` that this lap reads, and the slice that arrives meanwhile."""
+        part = self.cut.slice_of(storage)
+        self._rename(storage.id, arrived_name(storage.id))
+        for name in (arrived_name(storage.id), next_name(storage.id)):
+            self.storages[name] = replace(part, id=name, kind=Kind.TEMP)
+        self.writes[0].append(next_name(storage.id))
+        self._read_until_end(next_name(storage.id))
+
+    def _rename(self, name: StorageId, new: StorageId) -> None:
+        """Let the ops of the lap read and write `new` instead of `name`."""
+        for names in (*self.reads, *self.writes):
+            names[:] = [new if other == name else other for other in names]
 
     def _place_sum(self, storage: Storage, maker: int) -> None:
         self.filled_bytes += 3 * (self.num - 1) * storage.nbytes

@@ -47,15 +47,28 @@ def as_run(
 
     Raises InvalidPlan if an op to repeat may run only once.
     """
-    return _as_run(graph, _dropped(activations), _extra(graph, activations), divided_into)
+    dropped, extra = _dropped(activations), _extra(graph, activations)
+    if not divided_into:
+        return _as_run(graph, dropped, extra)
+    offloaded = tuple(group for group in activations if group.saving is Saving.OFFLOAD)
+    return _as_divided(graph, dropped, extra, divided_into, offloaded)
 
 
 @functools.lru_cache(maxsize=8)
-def _as_run(graph: StepGraph, dropped: _Names, extra: _Names, divided_into: tuple[Lap, ...]) -> StepGraph:
+def _as_run(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:
     # The ops do not depend on the storages that are offloaded, so activations with the same recomputation share them.
-    if not divided_into:
-        return fused(_repeated_step(graph, dropped, extra))
-    return divided(fused(_repeated_step(graph, dropped, extra), is_divided=True), divided_into)
+    return fused(_repeated_step(graph, dropped, extra))
+
+
+@functools.lru_cache(maxsize=8)
+def _as_divided(
+    graph: StepGraph,
+    dropped: _Names,
+    extra: _Names,
+    divided_into: tuple[Lap, ...],
+    offloaded: tuple[Activations, ...],
+) -> StepGraph:
+    return divided(fused(_repeated_step(graph, dropped, extra), is_divided=True), divided_into, offloaded)
 
 
 def laps_at(graph: StepGraph, activations: tuple[Activations, ...], micro_batches: int) -> tuple[Lap, ...]:

@@ -51,6 +51,7 @@ from elixir_compile.analysis.bucket_bytes import (
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.liveness import Life, liveness
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.slices import arrived_name, leaving_name
 from elixir_compile.analysis.staging import disk_staging_bytes
 from elixir_compile.ir import (
     Bucket,
@@ -267,9 +268,11 @@ def _lives(step: StepGraph, plan: Plan, moves: _Moves) -> Mapping[StorageId, tup
     for group in plan.activations:
         for name in group.storages if group.id in moves.left_at else ():
             back_at = moves.back_at.get(group.id, len(step.ops))
-            if name in unmoved:
-                before = Life(first=unmoved[name].first, last=moves.left_at[group.id])
-                lives[name] = (before, Life(first=back_at, last=unmoved[name].last))
+            out, back = leaving_name(name), arrived_name(name)
+            out, back = out if out in unmoved else name, back if back in unmoved else name
+            if out in unmoved:
+                lives[out] = (Life(first=unmoved[out].first, last=moves.left_at[group.id]),)
+                lives[back] = (*(lives[out] if out == back else ()), Life(first=back_at, last=unmoved[back].last))
     return lives
 
 

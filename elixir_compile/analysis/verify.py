@@ -24,6 +24,7 @@ from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.lifecycles import Event, Lifecycle, State
 from elixir_compile.analysis.mismatch import require_same_graph
 from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.slices import offloaded_names
 from elixir_compile.analysis.structure import (
     check_activations,
     check_buckets,
@@ -123,8 +124,7 @@ def _gradient_owners(step: StepGraph, plan: Plan) -> Mapping[StorageId, Gradient
 
 
 def _offloaded(plan: Plan) -> Mapping[StorageId, GroupRef]:
-    away = [group for group in plan.activations if group.saving is Saving.OFFLOAD]
-    return {name: GroupRef(group.id) for group in away for name in group.storages}
+    return {name: GroupRef(group) for name, group in offloaded_names(plan.activations).items()}
 
 
 def _param_life(bucket: Bucket, placement: Placement) -> Lifecycle:

@@ -8,7 +8,7 @@ are joined with the values that the forward saved. Workspaces inside kernels are
 
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -19,6 +19,7 @@ from torch.fx.node import Argument
 
 from elixir_compile import compat
 from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
+from elixir_compile.capture.consecutive import scattered
 from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
 from elixir_compile.capture.node_facts import (
     flops_of,
@@ -112,8 +113,10 @@ class _Draft:
     size: str = ""
     batched: Batched = Batched.SAME
 
-    def freeze(self) -> Storage:
-        return Storage(**{name: getattr(self, name) for name in _Draft.__slots__})
+    def freeze(self, scattered: Collection[StorageId]) -> Storage:
+        """Return the storage; the slices of those in `scattered` do not follow each other in memory."""
+        known = {name: getattr(self, name) for name in _Draft.__slots__}
+        return Storage(**known, consecutive=self.batched is Batched.EACH and self.id not in scattered)
 
 
 @dataclass(slots=True)
@@ -126,11 +129,12 @@ class _Builder:
     drafts: dict[StorageId, _Draft] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     aliases: list[tuple[str, StorageId]] = field(default_factory=list)
+    scattered: set[StorageId] = field(default_factory=set)
+    """Storages of which a slice of a micro-batch cannot be alone in memory."""
 
     def build(self) -> StepGraph:
-        for node in self.captured.forward.graph.find_nodes(op="placeholder"):
-            if is_number(node):
-                self.symbols |= compat.expression_of(size_of(node))[1]
+        for node in filter(is_number, self.captured.forward.graph.find_nodes(op="placeholder")):
+            self.symbols |= compat.expression_of(size_of(node))[1]
         self.symbols |= {name: self.values[name] for name in self.symbols if name in self.values}
         forward = self._walk(self.captured.forward.graph, Phase.FORWARD, {})
         given = outputs_of(self.captured.forward.graph)[: self.captured.num_outputs]
@@ -145,7 +149,7 @@ class _Builder:
         return StepGraph(
             name=self.captured.name,
             ops=tuple(self.ops),
-            storages=tuple(draft.freeze() for draft in self.drafts.values()),
+            storages=tuple(draft.freeze(self.scattered) for draft in self.drafts.values()),
             outputs=tuple(s for s in flat if self.drafts[s].kind not in (Kind.PARAM, Kind.INPUT, Kind.BUFFER)),
             aliases=tuple(self.aliases),
             symbols=tuple((name, value) for name, value in self.symbols.items() if name in used),
@@ -241,6 +245,8 @@ class _Builder:
                 op = self._enter_call(node, phase, storages, by_key)
                 if node in ops:
                     self.ops.append(op)
+        if self.batch.half(phase).states:
+            self.scattered |= scattered(graph, phase, storages, self.batch.half(phase))
         return storages
 
     def _enter_parameter(self, node: fx.Node, by_key: dict[int, StorageId]) -> tuple[StorageId, ...]:

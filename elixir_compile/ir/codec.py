@@ -84,6 +84,7 @@ def fingerprint(graph: StepGraph) -> str:
         of = "" if storage.of is None else storage.of
         line: list[object] = [storage.kind, expressions.get(storage.size, storage.nbytes), storage.dtype, name, of]
         line += [] if storage.batched is Batched.SAME else [storage.batched]
+        line += ["consecutive"] if storage.consecutive else []
         if storage.id in numbers:
             touched.append((numbers[storage.id], line))
         else:

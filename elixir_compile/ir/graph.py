@@ -43,6 +43,9 @@ class Storage:
     batched: Batched = field(default=Batched.SAME, metadata=LEFT_OUT)
     """How the values in this storage are made of those of the micro-batches. Two views of a storage may have their
     slices along different dimensions, so a dimension belongs to a node of a capture: see `capture.batch`."""
+    consecutive: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the slices of the micro-batches are consecutive pieces of the storage, of equal size, in all its views.
+    Only then can a slice be alone in memory."""
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
@@ -54,6 +57,7 @@ class Storage:
         size = f"  size {word(self.size)}" if self.size else ""
         of = "" if self.of is None else f"  of {word(self.of)}"
         batched = "" if self.batched is Batched.SAME else f"  batched {self.batched}"
+        batched += "  slices consecutive" if self.consecutive else ""
         line = f"{word(self.id)}  {self.kind}  {word(self.dtype)}  {self.nbytes}{size}{of}{batched}"
         return commented(line, format_bytes(self.nbytes), column=44)
 

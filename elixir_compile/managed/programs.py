@@ -14,7 +14,8 @@ from torch import fx
 from elixir_compile import compat
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run, given_bytes
-from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
+from elixir_compile.analysis.slices import leaving_name
+from elixir_compile.capture.batch import UNDIVIDED, step_states
 from elixir_compile.capture.convert import Captured, storages_behind
 from elixir_compile.capture.markers import TICKET
 from elixir_compile.capture.node_facts import outputs_of
@@ -28,6 +29,7 @@ from elixir_compile.rewrite.micro_batches import divide
 from elixir_compile.rewrite.program import actions_of, write_program
 from elixir_compile.rewrite.recompute import partition_of
 from elixir_compile.rewrite.regions import RegionGraph
+from elixir_compile.rewrite.sliced_values import SlicedValues, sliced_values
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import CompiledRegion, PlacedRegion, RegionCompiler
 from elixir_compile.runtime.micro_batches import DividedRegion
@@ -60,8 +62,12 @@ class Programs:
         """Device bytes of activations that one forward saves for its backward."""
         self.given_bytes = given_bytes(graph)
         """Bytes of inputs that the backward reads."""
-        self._states: StepStates | None = None
-        """How each value of both halves is made of its values in micro-batches; None before a region needs it."""
+        self._states = UNDIVIDED
+        """How each value of both halves is made of its values in micro-batches, if a region runs in them."""
+        self._sliced = SlicedValues()
+        if laps_of(plan):
+            self._states = step_states(self._partition.captured)
+            self._sliced = sliced_values(self._partition, graph, plan, self._states.states)
         self._saved_only = _saved_only_positions(self._partition.captured, graph)
         self._backward: fx.GraphModule | None = None
         self.forward = self._write(Phase.FORWARD)
@@ -129,7 +135,9 @@ class Programs:
 
     def _write(self, phase: Phase) -> fx.GraphModule:
         keys = {name: key for key, name in self._partition.captured.param_names.items()}
-        program = write_program(self._partition, self.plan, phase, keys, self._lower_region, self._executor)
+        program = write_program(
+            self._partition, self.plan, phase, keys, self._lower_region, self._executor, self._sliced.arriving
+        )
         self._regions.start_kernels()
         check(program, self.plan, phase)
         return program
@@ -152,9 +160,8 @@ class Programs:
         return PlacedRegion(compiled, self._executor.ledger, f"run {region.id}")
 
     def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
-        if self._states is None:
-            self._states = step_states(self._partition.captured)
-        return divide(region, self._states.half(region.phase).states, self._states.batch, micro_batches)
+        half = self._states.half(region.phase)
+        return divide(region, half.states, self._states.batch, micro_batches, self._sliced.leaving)
 
     def _lower_divided(self, divided: DividedGraph, region: RegionGraph) -> DividedRegion:
         def lower(part: RegionGraph) -> CompiledRegion:
@@ -163,13 +170,13 @@ class Programs:
         head = None if divided.head is None else lower(divided.head)
         tail = None if divided.tail is None else lower(divided.tail)
         parts = (head, lower(divided.body), tail)
-        batch = UNDIVIDED.batch if self._states is None else self._states.batch
+        batch = self._states.batch
         if isinstance(batch, torch.SymInt) and not compat.may_have_any_value_from(LEAST_ROWS, batch):
             raise IllegalSchedule(
                 f"{region.id} runs in micro-batches of a dynamic number of rows, but its kernels are compiled for some "
                 "numbers alone. Use the option micro_batches=1, or batches of one size."
             )
-        return DividedRegion(divided, parts, self._executor.ledger, f"run {region.id}")
+        return DividedRegion(divided, parts, self._executor.ledger, f"run {region.id}", self._executor.saved)
 
     def _visible(self, region: RegionGraph) -> list[int]:
         """Return the positions of the outputs of `region`, the whole forward, that keep the strides of the capture.
@@ -323,7 +330,9 @@ def _saved_device_bytes(graph: StepGraph, plan: Plan) -> int:
         for name in group.storages
     }
     storages = as_run(graph, plan.activations, laps_of(plan)).storages
-    return sum(storage.nbytes for storage in storages if storage.kind is Kind.SAVED and storage.id not in away)
+    nbytes = {storage.id: storage.nbytes for storage in storages}
+    saved = [storage.id for storage in storages if storage.kind is Kind.SAVED and storage.id not in away]
+    return sum(nbytes.get(leaving_name(name), nbytes[name]) for name in saved)
 
 
 def _saved_only_positions(captured: Captured, graph: StepGraph) -> list[int]:

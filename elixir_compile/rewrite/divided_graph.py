@@ -69,6 +69,9 @@ class Memory:
     numel: Size
     dtype: torch.dtype
     device: torch.device
+    group: str = ""
+    """The group of activations with which the tensor leaves the device in slices; empty if it stays until the region
+    ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

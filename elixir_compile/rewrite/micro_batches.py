@@ -18,6 +18,7 @@ there: see `capture.batch_sizes`. Other dynamic sizes are the same in all parts.
 
 import operator
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -36,7 +37,7 @@ from elixir_compile.capture.node_facts import (
 )
 from elixir_compile.capture.node_facts import size_of as number_of
 from elixir_compile.capture.views import view_chain
-from elixir_compile.ir import Batched
+from elixir_compile.ir import Batched, GroupId
 from elixir_compile.rewrite.divided_graph import (
     DividedGraph,
     Filled,
@@ -56,31 +57,42 @@ from elixir_compile.rewrite.regions import RegionGraph
 
 
 def divide(
-    region: RegionGraph, states: Mapping[fx.Node, States], batch: int | torch.SymInt, micro_batches: int
+    region: RegionGraph,
+    states: Mapping[fx.Node, States],
+    batch: int | torch.SymInt,
+    micro_batches: int,
+    leaving: Mapping[fx.Node, GroupId] = MappingProxyType({}),
 ) -> DividedGraph | None:
     """Return the parts of `region` for a batch of `batch` rows in `micro_batches`; None if no op of it reads the batch.
 
-    `states` are those of the half from which the region was cut. Raises IllegalSchedule if an op of the region mixes
-    the batch.
+    `states` are those of the half from which the region was cut. `leaving` has the group of each of its values that
+    leaves the device in slices. Raises IllegalSchedule if an op of the region mixes the batch.
     """
-    divider = _Divider(region, walked(region, states, batch), batch, micro_batches)
+    divider = _Divider(region, walked(region, states, batch), batch, micro_batches, leaving)
     return divider.divided() if divider.has_body else None
 
 
 class _Divider:
     """Writes the parts of one region."""
 
-    def __init__(self, region: RegionGraph, found: Walked, batch: int | torch.SymInt, micro_batches: int) -> None:
+    def __init__(
+        self,
+        region: RegionGraph,
+        found: Walked,
+        batch: int | torch.SymInt,
+        micro_batches: int,
+        leaving: Mapping[fx.Node, GroupId],
+    ) -> None:
         self._region = region
         self._states = found.states
         self._narrowed = found.narrowed
         self._batch = batch
         self._rows = compat.symbol_of(batch)
         self._num = micro_batches
-        self._divisor = 1 if self._rows else micro_batches
-        """What sizes along the slices are divided by; sizes with the symbol of the rows need no division."""
         graph = region.module.graph
         self._outputs = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
+        own = zip(self._outputs, region.outputs, strict=True)
+        self._leaving = {node: leaving[source] for node, source in own if source in leaving}
         placeholders = graph.find_nodes(op="placeholder")
         self._places: dict[fx.Node, int] = {node: place for place, node in enumerate(placeholders)}
         self._sizes = [node for node in self._outputs if isinstance(value_of(node), torch.SymInt)]
@@ -96,6 +108,11 @@ class _Divider:
             for node in calls
             if node not in behind and (not (is_created(node) or is_number(node)) or node in self._outputs)
         ]
+
+    @property
+    def _divisor(self) -> int:
+        """What sizes along the slices are divided by; sizes with the symbol of the rows need no division."""
+        return 1 if self._rows else self._num
 
     @property
     def has_body(self) -> bool:
@@ -212,7 +229,9 @@ class _Divider:
         owner = _owner(node)
         key = (owner, value.dtype)
         numel = value.untyped_storage().nbytes() // value.element_size()
-        wholes.setdefault(key, Memory(numel=size_of(numel), dtype=value.dtype, device=value.device))
+        group = self._leaving.get(node, "")
+        memory = Memory(numel=size_of(numel), dtype=value.dtype, device=value.device, group=group)
+        wholes.setdefault(key, memory)
         is_in_owner = owner is not node and owner in outputs and tensor_of(owner).dtype is value.dtype
         return Filled(
             whole=list(wholes).index(key),

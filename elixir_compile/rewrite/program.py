@@ -18,6 +18,7 @@ planned. The functions here decide nothing: each action comes from the schedule 
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -62,6 +63,8 @@ class _Writer:
     """The key of each parameter, by its name."""
     graph: fx.Graph
     executor: fx.Node
+    slices: Mapping[str, tuple[int, int]]
+    """The dimension and the number of the slices of each saved value that the backward reads in slices, by its name."""
     values: dict[str, fx.Node] = field(default_factory=dict)
     """The node of the program for each value of the captured graph, by the name of the value."""
     bucket_values: dict[BucketId, fx.Node] = field(default_factory=dict)
@@ -69,18 +72,25 @@ class _Writer:
 
 
 def write_program(
-    halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], lower: Lower, executor: object
+    halves: Partition,
+    plan: Plan,
+    phase: Phase,
+    keys: Mapping[str, int],
+    lower: Lower,
+    executor: object,
+    slices: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> fx.GraphModule:
     """Return the program of `phase`. Its `forward` takes a list of inputs, which it empties, and returns a list.
 
     `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles a
-    region, and the program calls `executor`.
+    region, and the program calls `executor`. `slices` has the dimension and the number of the slices of each saved
+    value that the backward reads in slices, by its name.
     """
     source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward_module
     regions = split_regions(source, plan.regions, phase, halves.inline)
     root = torch.nn.Module()
     vars(root)["executor"] = executor
-    writer = _write_inputs(halves, plan, phase, keys, source.graph)
+    writer = _write_inputs(halves, plan, phase, keys, source.graph, slices)
     actions = actions_of(plan, phase)
     if phase is Phase.BACKWARD:
         _write_copies(writer, actions)
@@ -118,7 +128,14 @@ def _may_end_forward(action: Action) -> bool:
     return is_leaving or action.verb is Verb.RELEASE
 
 
-def _write_inputs(halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str, int], source: fx.Graph) -> _Writer:
+def _write_inputs(
+    halves: Partition,
+    plan: Plan,
+    phase: Phase,
+    keys: Mapping[str, int],
+    source: fx.Graph,
+    slices: Mapping[str, tuple[int, int]],
+) -> _Writer:
     """Begin the program with the reads of its inputs and of its executor."""
     graph = fx.Graph()
     args = graph.placeholder("args")
@@ -132,7 +149,7 @@ def _write_inputs(halves: Partition, plan: Plan, phase: Phase, keys: Mapping[str
             value.meta = dict(node.meta)
             values[node.name] = value
     graph.call_method("clear", (args,))
-    writer = _Writer(halves, plan, phase, keys, graph, graph.get_attr("executor"), values)
+    writer = _Writer(halves, plan, phase, keys, graph, graph.get_attr("executor"), slices, values)
     if phase is Phase.BACKWARD:
         stamp = halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
         graph.call_method("check", (writer.executor, values[TICKET], _ticket_names(writer, stamp)))
@@ -179,7 +196,7 @@ def _write_action(writer: _Writer, action: Action, regions: Mapping[str, RegionG
             name = f"{group}_offload"
             writer.transfers[target] = writer.graph.create_node("call_method", "offload_saved", args, name=name)
         case Verb.PREFETCH, GroupRef(group) as target:
-            writer.transfers[target] = _call_for_forward(writer, "prefetch", group, f"{group}_prefetch")
+            writer.transfers[target] = _write_prefetch(writer, group)
         case Verb.WAIT, GroupRef(group):
             _write_wait(writer, group)
         case _:
@@ -194,6 +211,14 @@ def _call_for_forward(writer: _Writer, verb: str, group: GroupId, name: str) -> 
     """Call a method of the executor for the activations of a forward, given by the ticket."""
     args = (writer.executor, writer.values[TICKET], group)
     return writer.graph.create_node("call_method", verb, args, name=name)
+
+
+def _write_prefetch(writer: _Writer, group: GroupId) -> fx.Node:
+    call = _call_for_forward(writer, "prefetch", group, f"{group}_prefetch")
+    slices = tuple(writer.slices.get(name) for name in writer.halves.away[group])
+    if any(slices):
+        call.args = (*call.args, slices)
+    return call
 
 
 def _write_wait(writer: _Writer, group: GroupId) -> None:

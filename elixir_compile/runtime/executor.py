@@ -22,6 +22,7 @@ from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations
+from elixir_compile.runtime.slices import LeavingView, Slicing
 from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
 
@@ -162,7 +163,7 @@ class Executor:
         return self.gradients.offload(self.buckets[bucket_id])
 
     @torch.no_grad()
-    def offload_saved(self, group: str, values: Sequence[torch.Tensor]) -> Transfer:
+    def offload_saved(self, group: str, values: Sequence[torch.Tensor | LeavingView]) -> Transfer:
         """Start copying `values`, activations of the running forward, to the host as the group `group`."""
         return self.saved.offload(group, values)
 
@@ -171,9 +172,10 @@ class Executor:
         return self.saved.leaving(ticket, group)
 
     @torch.no_grad()
-    def prefetch(self, ticket: torch.Tensor, group: str) -> Transfer:
-        """Start copying `group`, activations of the forward of `ticket`, to the device."""
-        return self.saved.prefetch(ticket, group)
+    def prefetch(self, ticket: torch.Tensor, group: str, slices: Slicing = ()) -> Transfer:
+        """Start copying `group`, activations of the forward of `ticket`, to the device; see
+        `SavedActivations.prefetch`."""
+        return self.saved.prefetch(ticket, group, slices)
 
     def ticket(self, names: Sequence[str]) -> torch.Tensor:
         """End a forward and return its ticket: its number and the versions of the parameters `names`, for `check`."""

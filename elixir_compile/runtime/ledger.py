@@ -51,7 +51,8 @@ class Ledger:
 
     @property
     def bytes(self) -> Mapping[str, int]:
-        """Bytes of the full buffers of collectives, by label, since the ledger was made: `{"reduce b1": 4096}`."""
+        """Bytes of the full buffers of collectives, and of copies of activations, by label, since the ledger was made:
+        `{"reduce b1": 4096}`."""
         with self._lock:
             return dict(self._bytes)
 
@@ -63,10 +64,14 @@ class Ledger:
             counts[label.partition(" ")[0]] += times
         return dict(counts)
 
-    def span(self, lane: Lane, label: str, nbytes: int = 0) -> AbstractContextManager[object]:
-        """Count `label`, a verb and its object (`gather b1`), and `nbytes`; while recording, time the block."""
+    def span(self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1) -> AbstractContextManager[object]:
+        """Count `label`, a verb and its object (`gather b1`), and `nbytes`; while recording, time the block.
+
+        `times` is 0 for a part of an action that is counted elsewhere.
+        """
         with self._lock:
-            self._times[label] += 1
+            if times:
+                self._times[label] += times
             if nbytes:
                 self._bytes[label] += nbytes
         recordings = self._recordings

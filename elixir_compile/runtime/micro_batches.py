@@ -4,7 +4,8 @@
   for each micro-batch j      body(slice j of each input)  -->  slice j of each whole result, part j of each sum
 ```
 
-Parts of 16 bits add up in fp32, and their sum is rounded once.
+Parts of 16 bits add up in fp32, and their sum is rounded once. Offloaded activations leave the device and arrive on it
+slice by slice, if the plan counts on it (see `slices`).
 
 The number of rows may be dynamic. Each run then cuts its own batch, see `ir.rows`: the micro-batches of a run differ by
 at most one row, and a short batch has fewer of them.
@@ -22,6 +23,8 @@ from elixir_compile.ir.rows import rows_of_micro_batches
 from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Read, Size, Summed
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion
+from elixir_compile.runtime.saved import SavedActivations
+from elixir_compile.runtime.slices import ArrivingView, LeavingStorage, LeavingView, View
 
 _SEED_STEP = 0x9E3779B9
 """The seeds of two micro-batches differ by a multiple of this: 2**32 over the golden ratio, as in Philox."""
@@ -37,13 +40,15 @@ class DividedRegion(torch.nn.Module):
         parts: tuple[CompiledRegion | None, CompiledRegion, CompiledRegion | None],
         ledger: Ledger,
         label: str,
+        saved: SavedActivations,
     ) -> None:
-        """`parts` are the compiled head, body and tail of `divided`."""
+        """`parts` are the compiled head, body and tail of `divided`; activations leave the device through `saved`."""
         super().__init__()
         self._divided = divided
         self._head, self._body, self._tail = parts
         self._ledger = ledger
         self._label = label
+        self._saved = saved
 
     def forward(self, box: list[Any]) -> Any:
         with self._ledger.span(Lane.COMPUTE, self._label):
@@ -57,9 +62,14 @@ class DividedRegion(torch.nn.Module):
         values += [_at(size, symbols) for size in divided.numbers]
         if self._head is not None:
             values += self._head.run([values[place] for place in divided.head_reads])
-        results = _Results(divided, symbols)
+        arriving = list(dict.fromkeys(value.source for value in values if isinstance(value, ArrivingView)))
+        results = _Results(divided, symbols, self._saved)
         for number, cut in enumerate(cuts_of(divided, symbols)):
+            for storage in arriving:
+                storage.begin(number)
             inputs = [slice_of(values[read.place], read, number, cut) for read in divided.body_reads]
+            for storage in arriving:
+                storage.release()
             results.add(number, cut, list(self._body.run(inputs)))
         values += results.finished()
         if self._tail is not None:
@@ -74,21 +84,24 @@ class DividedRegion(torch.nn.Module):
 class _Results:
     """The results of the micro-batches so far."""
 
-    def __init__(self, divided: DividedGraph, symbols: Mapping[str, int]) -> None:
+    def __init__(self, divided: DividedGraph, symbols: Mapping[str, int], saved: SavedActivations) -> None:
         """`symbols` are the values of the dynamic sizes of the whole batch."""
         self._divided = divided
         self._symbols = symbols
-        self._wholes: list[torch.Tensor] = []
+        self._saved = saved
+        self._wholes: list[torch.Tensor | None] = []
+        """The memory of each whole tensor; None if it leaves in slices."""
+        self._leaving: dict[int, LeavingStorage] = {}
+        """The storages that leave in slices, by the index of their memory."""
         self._values: list[Any] = [None] * len(divided.results)
         self._dtypes: list[torch.dtype | None] = [None] * len(divided.results)
 
     def add(self, number: int, cut: "Cut", parts: list[Any]) -> None:
         """Add the results of micro-batch `number`, which has the rows of `cut`, and empty `parts`."""
         if number == 0:
-            self._wholes = [
-                torch.empty(_at(memory.numel, self._symbols), dtype=memory.dtype, device=memory.device)
-                for memory in self._divided.wholes
-            ]
+            self._allocate()
+        for place, storage in self._leaving.items():
+            storage.begin(self._divided.wholes[place].device)
         seen: set[int] = set()
         for place, result in enumerate(self._divided.results):
             part, parts[place] = parts[place], None
@@ -98,19 +111,42 @@ class _Results:
                 self._sum(place, number, part, seen)
             else:
                 self._values[place] = part
+        for storage in self._leaving.values():
+            storage.send(number)
+
+    def _allocate(self) -> None:
+        num = self._divided.micro_batches
+        for place, memory in enumerate(self._divided.wholes):
+            numel = _at(memory.numel, self._symbols)
+            if memory.group:
+                nbytes = numel * memory.dtype.itemsize
+                self._leaving[place] = self._saved.begin_leaving(memory.group, nbytes, num)
+                self._wholes.append(None)
+            else:
+                self._wholes.append(torch.empty(numel, dtype=memory.dtype, device=memory.device))
 
     def _fill(self, place: int, result: Filled, number: int, cut: "Cut", part: torch.Tensor) -> None:
+        shape, strides = ([_at(size, self._symbols) for size in sizes] for sizes in (result.shape, result.stride))
         if number == 0:
-            shape, stride = ([_at(size, self._symbols) for size in sizes] for sizes in (result.shape, result.stride))
-            offset = _at(result.offset, self._symbols)
-            self._values[place] = self._wholes[result.whole].as_strided(shape, stride, offset)
+            self._values[place] = self._whole(result, shape, strides)
         if result.is_copied:
-            whole = self._values[place]
-            slice_of_whole = cut.slice_of(whole, result.dim)
-            for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
+            value = self._values[place]
+            if isinstance(value, LeavingView):
+                slice_of_whole = value.source.part(value.view, result.dim)
+            else:
+                slice_of_whole = cut.slice_of(value, result.dim)
+            for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
                 if stride == 0 and size > 1:  # an expanded dimension has the memory of one entry
                     slice_of_whole, part = slice_of_whole.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
             slice_of_whole.copy_(part)
+
+    def _whole(self, result: Filled, shape: Sequence[int], stride: Sequence[int]) -> "torch.Tensor | LeavingView":
+        """Return the whole value of `result`: a tensor to fill, or the view of a storage that leaves in slices."""
+        memory, offset = self._wholes[result.whole], _at(result.offset, self._symbols)
+        if memory is not None:
+            return memory.as_strided(shape, stride, offset)
+        dtype = self._divided.wholes[result.whole].dtype
+        return LeavingView(self._leaving[result.whole], View(0, dtype, tuple(shape), tuple(stride), offset))
 
     def _sum(self, place: int, number: int, part: torch.Tensor, seen: set[int]) -> None:
         """Add `part` to a sum. `seen` are the addresses of the memory of the sums before it, of this micro-batch."""
@@ -162,6 +198,9 @@ def cuts_of(divided: DividedGraph, symbols: Mapping[str, int]) -> list[Cut]:
 
 def slice_of(value: Any, read: Read, number: int, cut: Cut) -> Any:
     """Return what micro-batch `number`, which has the rows of `cut`, reads of `value`."""
+    if isinstance(value, ArrivingView):
+        assert read.dim is not None, "a value that arrives in slices is read in slices"
+        return value.source.slice(value.view, read.dim)
     if read.is_seed:
         return value + number * _SEED_STEP
     if read.is_rows:

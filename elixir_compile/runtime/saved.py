@@ -9,14 +9,14 @@
              (`offload_outstanding`); before its backward they are copied back (`restore`)
 ```
 
-Each storage is copied once and as a whole, even if the backward reads several views of it. A prefetch makes each view
-again with its size, strides and offset.
+Each storage is copied once, even if the backward reads several views of it. A prefetch makes each view again with its
+size, strides and offset. A storage is copied as a whole, or slice by slice if the regions that make or read it run in
+micro-batches (see `slices`).
 """
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,85 +24,27 @@ from elixir_compile import compat
 from elixir_compile.errors import ActivationsGone
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.slab import Slab, aligned_bytes
+from elixir_compile.runtime.slab import Slab, SlabPool, aligned_bytes
+from elixir_compile.runtime.slices import (
+    ArrivingStorage,
+    ArrivingView,
+    LeavingStorage,
+    LeavingView,
+    Slicing,
+    View,
+    num_slices,
+)
 from elixir_compile.runtime.streams import CopyStream, Transfer
-
-_IDLE_STEPS = 4
-"""A free slab is unmapped after this many backward passes without use. More than one, because the micro-batches of one
-accumulation may use different slabs in turn."""
-
-
-class SlabPool:
-    """Slabs for repeated use, so that their pages are mapped and pinned only once.
-
-    `give_back` may be called from any thread, and from inside a garbage collection.
-    """
-
-    def __init__(self, *, pin: bool) -> None:
-        self._pin = pin
-        self._now = 0
-        self._free: list[tuple[Slab, int]] = []
-        self._returned: deque[Slab] = deque()  # appended to without a lock
-
-    def take(self, nbytes: int) -> Slab:
-        """Return the smallest free slab of at least `nbytes`, or a new slab."""
-        self._collect()
-        fitting = [entry for entry in self._free if entry[0].nbytes >= nbytes]
-        if not fitting:
-            return Slab(nbytes, pin=self._pin)
-        entry = min(fitting, key=lambda entry: entry[0].nbytes)
-        self._free.remove(entry)
-        return entry[0]
-
-    def give_back(self, slab: Slab) -> None:
-        """Make `slab` free for the next `take`."""
-        self._returned.append(slab)
-
-    def end_step(self) -> bool:
-        """Count a backward pass; return whether a slab has been free for more than `_IDLE_STEPS` of them."""
-        self._now += 1
-        self._collect()
-        return any(self._is_idle(since) for _, since in self._free)
-
-    def drop(self, *, only_idle: bool) -> None:
-        """Unmap free slabs; with `only_idle`, only those idle for too long. No copy may still use a free slab."""
-        self._collect()
-        self._free = [entry for entry in self._free if only_idle and not self._is_idle(entry[1])]
-
-    def _is_idle(self, since: int) -> bool:
-        return self._now - since > _IDLE_STEPS
-
-    def _collect(self) -> None:
-        while self._returned:
-            self._free.append((self._returned.popleft(), self._now))
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """The layout of an activation: its storage in the group, and its view of this storage."""
-
-    storage: int
-    """The index of the storage in the group."""
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    """In elements."""
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this view of `flat`, the bytes of its storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(slots=True)
 class _OffloadedGroup:
     """A group of a forward's activations on the host."""
 
-    slab: Slab
+    slabs: tuple[Slab, ...]
     on_host: tuple[torch.Tensor, ...]
     """The bytes of each storage."""
-    views: tuple[_View, ...]
+    views: tuple[View, ...]
     transfer: Transfer
 
 
@@ -111,6 +53,8 @@ class _Forward:
     """The activations of an outstanding forward, on the host and on the device."""
 
     groups: dict[str, _OffloadedGroup] = field(default_factory=dict)
+    leaving: list[LeavingStorage] = field(default_factory=list)
+    """Storages that leave in slices, and are in no group yet."""
     owner: object = None
     """The compilation that ran the forward; None before `note`."""
     call: int = 0
@@ -157,7 +101,11 @@ class _Forward:
         for offloaded in self.groups.values():
             offloaded.transfer.sources = ()
             offloaded.on_host = ()
-            pool.give_back(offloaded.slab)
+            for slab in offloaded.slabs:
+                pool.give_back(slab)
+        for storage in self.leaving:
+            pool.give_back(storage.slab)
+        self.leaving.clear()
 
     def _free_emptied(self, pool: SlabPool) -> None:
         self.emptied.clear()
@@ -187,47 +135,84 @@ class SavedActivations:
         failed, self._current = self._current, _Forward()
         failed.free(self._pool)
 
-    def offload(self, group: str, values: Sequence[torch.Tensor]) -> Transfer:
+    def begin_leaving(self, group: str, nbytes: int, num: int) -> LeavingStorage:
+        """Return a storage of `group` in the running forward that will leave in `num` slices of `nbytes` together."""
+        storage = LeavingStorage(nbytes, num, self._pool.take(nbytes), self._d2h, self._ledger, f"offload {group}")
+        self._current.leaving.append(storage)
+        return storage
+
+    def offload(self, group: str, values: Sequence[torch.Tensor | LeavingView]) -> Transfer:
         """Start copying the storages of `values`, the activations of `group`, from the running forward to the host.
 
-        The device copies stay alive until the wait.
+        The device copies stay alive until the wait. Slices of values that leave in slices are on their way already.
         """
-        storages = {compat.storage_key(value): value.untyped_storage() for value in values}
-        places = {key: place for place, key in enumerate(storages)}
-        slab = self._pool.take(sum(aligned_bytes(storage.nbytes()) for storage in storages.values()))
+        wholes = [value for value in values if isinstance(value, torch.Tensor)]
+        storages = {compat.storage_key(value): value.untyped_storage() for value in wholes}
+        leaving = list(dict.fromkeys(value.source for value in values if isinstance(value, LeavingView)))
+        places: dict[object, int] = {key: place for place, key in enumerate((*storages, *leaving))}
+        slabs = [self._pool.take(sum(aligned_bytes(s.nbytes()) for s in storages.values()))] if storages else []
         on_host, start = [], 0
         for storage in storages.values():
-            on_host.append(slab.tensor(torch.uint8, (storage.nbytes(),), start))
+            on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
             start = aligned_bytes(start + storage.nbytes())
         label = f"offload {group}"
-        with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label):
+        with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in on_host)):
             for host, storage in zip(on_host, storages.values(), strict=True):
                 host.copy_(_as_bytes(storage), non_blocking=True)
         views = tuple(
-            _View(places[compat.storage_key(v)], v.dtype, v.size(), v.stride(), int(v.storage_offset())) for v in values
+            replace(value.view, storage=places[value.source])
+            if isinstance(value, LeavingView)
+            else View(
+                places[compat.storage_key(value)],
+                value.dtype,
+                tuple(value.size()),
+                value.stride(),
+                int(value.storage_offset()),
+            )
+            for value in values
         )
-        transfer = Transfer(label, self._d2h.mark(), sources=tuple(values))
-        self._current.groups[group] = _OffloadedGroup(slab, tuple(on_host), views, transfer)
+        transfer = Transfer(label, self._d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
+        on_host += [storage.on_host for storage in leaving]
+        slabs += [storage.slab for storage in leaving]
+        self._current.leaving = [storage for storage in self._current.leaving if storage not in leaving]
+        self._current.groups[group] = _OffloadedGroup(tuple(slabs), tuple(on_host), views, transfer)
         return transfer
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
         """Return the offload of `group` in the forward of `ticket`. Raises ActivationsGone if they were freed."""
         return self._offloaded(ticket, group).transfer
 
-    def prefetch(self, ticket: torch.Tensor, group: str) -> Transfer:
+    def prefetch(self, ticket: torch.Tensor, group: str, slices: Slicing = ()) -> Transfer:
         """Start copying `group` of the forward of `ticket` to the device.
 
-        The values of the transfer have the order of the offloaded values. Raises ActivationsGone if the group was
-        freed.
+        The values of the transfer have the order of the offloaded values. `slices` has, for each value that arrives in
+        slices, their dimension and number, else None: of these values the copy of the first slice starts. Raises
+        ActivationsGone if the group was freed.
         """
         offloaded = self._offloaded(ticket, group)
+        nums = [
+            num_slices(place, host.numel(), offloaded.views, slices) for place, host in enumerate(offloaded.on_host)
+        ]
         # Allocated on the compute stream, which uses and frees them. The program waits for the copy before both.
-        flats = [torch.empty(host.numel(), dtype=torch.uint8, device=self._device) for host in offloaded.on_host]
-        label = f"prefetch {group}"
-        with self._h2d.behind_compute(offloaded.transfer.event), self._ledger.span(Lane.H2D, label):
-            for flat, host in zip(flats, offloaded.on_host, strict=True):
-                flat.copy_(host, non_blocking=True)
-        values = tuple(view.of(flats[view.storage]) for view in offloaded.views)
+        flats = {
+            place: torch.empty(host.numel(), dtype=torch.uint8, device=self._device)
+            for place, host in enumerate(offloaded.on_host)
+            if nums[place] == 1
+        }
+        label, after = f"prefetch {group}", offloaded.transfer.event
+        whole_bytes = sum(flat.numel() for flat in flats.values())
+        with self._h2d.behind_compute(after), self._ledger.span(Lane.H2D, label, whole_bytes):
+            for place, flat in flats.items():
+                flat.copy_(offloaded.on_host[place], non_blocking=True)
+        arriving = {
+            place: ArrivingStorage(host, nums[place], self._device, self._h2d, self._ledger, label, after)
+            for place, host in enumerate(offloaded.on_host)
+            if nums[place] > 1
+        }
+        values = tuple(
+            ArrivingView(arriving[view.storage], view) if view.storage in arriving else view.of(flats[view.storage])
+            for view in offloaded.views
+        )
         return Transfer(label, self._h2d.mark(), values, offloaded.on_host)
 
     def ticket(self, versions: Sequence[int]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import contextlib
 import mmap
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ ALIGN_BYTES = 256
 that a matrix in an allocation of its own would run."""
 
 
+_IDLE_STEPS = 4
+"""A free slab is unmapped after this many backward passes without use. More than one, because the micro-batches of one
+accumulation may use different slabs in turn."""
 _PORTABLE = 1
 """`cudaHostRegisterPortable`: page-locked for every device, not only for the current device."""
 
@@ -186,3 +190,48 @@ def _pin(cudart: Any, address: int, nbytes: int) -> bool:
             stacklevel=3,
         )
     return not error
+
+
+class SlabPool:
+    """Slabs for repeated use, so that their pages are mapped and pinned only once.
+
+    `give_back` may be called from any thread, and from inside a garbage collection.
+    """
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._now = 0
+        self._free: list[tuple[Slab, int]] = []
+        self._returned: deque[Slab] = deque()  # appended to without a lock
+
+    def take(self, nbytes: int) -> Slab:
+        """Return the smallest free slab of at least `nbytes`, or a new slab."""
+        self._collect()
+        fitting = [entry for entry in self._free if entry[0].nbytes >= nbytes]
+        if not fitting:
+            return Slab(nbytes, pin=self._pin)
+        entry = min(fitting, key=lambda entry: entry[0].nbytes)
+        self._free.remove(entry)
+        return entry[0]
+
+    def give_back(self, slab: Slab) -> None:
+        """Make `slab` free for the next `take`."""
+        self._returned.append(slab)
+
+    def end_step(self) -> bool:
+        """Count a backward pass; return whether a slab has been free for more than `_IDLE_STEPS` of them."""
+        self._now += 1
+        self._collect()
+        return any(self._is_idle(since) for _, since in self._free)
+
+    def drop(self, *, only_idle: bool) -> None:
+        """Unmap free slabs; with `only_idle`, only those idle for too long. No copy may still use a free slab."""
+        self._collect()
+        self._free = [entry for entry in self._free if only_idle and not self._is_idle(entry[1])]
+
+    def _is_idle(self, since: int) -> bool:
+        return self._now - since > _IDLE_STEPS
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._free.append((self._returned.popleft(), self._now))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,8 +15,8 @@ class Transfer:
     label: str
     event: "torch.cuda.Event | None"
     """Completes with the copy; None if the copy is synchronous, or is not issued yet."""
-    values: tuple[torch.Tensor, ...] = ()
-    """The tensors that the copy makes."""
+    values: tuple[Any, ...] = ()
+    """The tensors that the copy makes, and an `ArrivingView` for each value of which it makes the first slice."""
     sources: tuple[torch.Tensor, ...] = ()
     """The tensors that the copy reads, kept alive until the wait."""
 

@@ -185,7 +185,9 @@ class Evaluator:
             placements[streamed.bucket] = streamed
         actions = step_actions(self.facts, levels, moves, cuts)
         cycle = self._cycle(levels, moves, cuts, actions, placements)
-        return play(actions, run_s, placements, self.prices, cycle=cycle)
+        lap_copies = self.prices.lap_copies
+        copies = {cut.id: lap_copies[cut.first] for cut in cuts if cut.first in lap_copies}
+        return play(actions, run_s, placements, self.prices, cycle=cycle, copies=copies)
 
     def _cycle(
         self,

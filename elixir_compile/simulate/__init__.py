@@ -9,7 +9,7 @@ from elixir_compile.simulate.prediction import (
     hidden_update_share,
     prediction_of,
 )
-from elixir_compile.simulate.prices import OpSeconds, Prices, prices
+from elixir_compile.simulate.prices import OpSeconds, Prices, crossing_s, prices
 
 __all__ = [
     "Cycle",
@@ -17,6 +17,7 @@ __all__ = [
     "Played",
     "Prices",
     "critical_path",
+    "crossing_s",
     "exposed_by_lane",
     "exposed_s",
     "hidden_share",

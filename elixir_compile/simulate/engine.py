@@ -9,6 +9,9 @@ compute until they end; `release` costs nothing.
     d2h                  h.1.matmul ===|                     activations or gradients to the host
     gather            b1 ==|   b2 ==|                        sharded buckets: an all-gather, perhaps after a copy
 
+Slices of activations that pass the link while a lap runs (see `analysis.slices`) start with the lap and hold up its
+last micro-batch; the `offload` or `prefetch` of their group copies the rest.
+
 If a link does not overlap compute, its copies run on the compute lane. If neither direction overlaps, device and host
 are the same cores, and updates by the host run there too. If parameters are on the device and their state is on the
 host, gradients and updated parameters are copied, unless the two are the same memory. A streamed update blocks compute
@@ -33,6 +36,7 @@ as here, at the issue of its reduce.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from elixir_compile.analysis.laps import laps_of
 from elixir_compile.analysis.recompute import as_run
@@ -47,7 +51,7 @@ from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
 from elixir_compile.simulate.lanes import Lanes
-from elixir_compile.simulate.prices import Prices, prices
+from elixir_compile.simulate.prices import LapCopies, Prices, prices
 
 _NOT_MEASURED = Measured()
 _MOST_CYCLES = 16
@@ -83,6 +87,7 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     """Return the record of rank 0 in a step of `plan`: spans, counts, seconds, and the peaks of its timeline."""
     index = {op.id: i for i, op in enumerate(as_run(graph, plan.activations, laps_of(plan)).ops)}
     price = prices(graph, plan.buckets, cluster, measured, plan.activations, plan.num_copies, laps_of(plan))
+    copies = {region.id: price.lap_copies.get(index[region.first]) for region in plan.regions}
     run_s = {region.id: price.run_s(index[region.first], index[region.last]) for region in plan.regions}
     placements = {placement.bucket: placement for placement in plan.placements}
     actions = plan.schedules[0].actions
@@ -93,7 +98,7 @@ def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured 
     )
     spans: list[Span] = []
     pairs = ((action.verb, action.target) for action in actions)
-    played = play(pairs, run_s, placements, price, spans, cycle)
+    played = play(pairs, run_s, placements, price, spans, cycle, copies)
     timeline = plan_timeline(graph, plan)
     return Record(
         origin=Origin.SIMULATED,
@@ -112,13 +117,15 @@ def play(
     price: Prices,
     spans: list[Span] | None = None,
     cycle: Cycle = _ONE_STEP,
+    copies: Mapping[RegionId, LapCopies | None] = MappingProxyType({}),
 ) -> Played:
     """Return the seconds of a step of `actions`, pairs of verb and target, in steady state.
 
-    `run_s` holds the seconds of each region. If `spans` is given, the spans of all lanes are appended to it.
+    `run_s` holds the seconds of each region, and `copies` the copies of activations that run beside it. If `spans` is
+    given, the spans of all lanes are appended to it.
     """
     lanes = Lanes(price=price, spans=spans)
-    player = _Player(lanes, run_s, placements, cycle)
+    player = _Player(lanes, run_s, placements, cycle, copies)
     if cycle.update is Update.IN_BACKWARD:
         return _play_steadily(player, tuple(actions))
     if cycle.update is Update.AFTER_BACKWARD:
@@ -185,8 +192,10 @@ class _Player:
         run_s: Mapping[RegionId, float],
         placements: Mapping[BucketId, Placement],
         cycle: Cycle,
+        copies: Mapping[RegionId, LapCopies | None],
     ) -> None:
         self.lanes, self._run_s, self._placements, self._cycle = lanes, run_s, placements, cycle
+        self._copies = copies
         self.updated: set[BucketId] = set()
         """Buckets that are updated in this step."""
         self._backward_end_s: float | None = None
@@ -248,7 +257,11 @@ class _Player:
         if lanes.updating_s or lanes.arriving:
             for bucket in self._cycle.reads.get(region, ()):
                 lanes.await_update(bucket)
-        lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[region])
+        copies = self._copies.get(region)
+        if copies is None:
+            lanes.occupy(Lane.COMPUTE, region, 0.0, self._run_s[region])
+        else:
+            lanes.run_lap(region, self._run_s[region], copies)
 
     def _update(self, bucket: BucketId, placement: Placement) -> None:
         """Update a bucket after the backward; updates by the host do not wait for updates by the device."""

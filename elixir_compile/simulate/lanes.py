@@ -13,7 +13,7 @@ from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.kinds import BucketId, GroupId, Lane, Tier
 from elixir_compile.ir.record import Span
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, Target
-from elixir_compile.simulate.prices import Prices
+from elixir_compile.simulate.prices import LapCopies, Prices
 
 
 class Arrival(NamedTuple):
@@ -118,6 +118,21 @@ class Lanes:
         after_s = max(self.free_s[Lane.COMPUTE], self.group_s.get(group, 0.0))
         self._copy(group)
         self.group_s[group] = self._to_device(f"prefetch {group}", after_s, self.price.h2d_s[group])
+
+    def run_lap(self, label: str, seconds: float, copies: LapCopies) -> None:
+        """Run a lap of `seconds` beside `copies`, the slices of activations that it reads and makes.
+
+        Its last micro-batch waits for the last slice to arrive. The first slice leaves when the first micro-batch is
+        done, and the last micro-batch is done when the slice before its own has left.
+        """
+        start_s = self.free_s[Lane.COMPUTE]
+        part_s, until_s = seconds / copies.micro_batches, 0.0
+        for group, copied_s in copies.arriving:
+            until_s = max(until_s, self._to_device(f"prefetch {group}", start_s, copied_s) + part_s)
+        self.occupy(Lane.COMPUTE, label, 0.0, seconds)
+        for group, copied_s in copies.leaving:
+            until_s = max(until_s, self.occupy(Lane.D2H, f"offload {group}", start_s + part_s, copied_s))
+        self._hold_compute(until_s)
 
     def wait(self, target: Target) -> None:
         """Let compute wait for the transfer of `target`."""

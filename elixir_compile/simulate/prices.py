@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from elixir_compile.analysis.laps import Lap
 from elixir_compile.analysis.recompute import as_run, laps_at, repeated_op
+from elixir_compile.analysis.slices import WHOLE, Crossing, Crossings, crossings
 from elixir_compile.cost import (
     Measured,
     add_bytes,
@@ -26,7 +27,7 @@ from elixir_compile.cost import (
 from elixir_compile.hardware import Cluster, Link
 from elixir_compile.ir.bucket import Activations, Bucket
 from elixir_compile.ir.graph import Op, StepGraph
-from elixir_compile.ir.kinds import Lane, Saving, StorageId, Tier
+from elixir_compile.ir.kinds import GroupId, Lane, Saving, StorageId, Tier
 
 _NOT_MEASURED = Measured()
 
@@ -45,6 +46,15 @@ class HostMemory:
     """Adding the gradients of a bucket to their sums on the host."""
 
 
+@dataclass(frozen=True, slots=True)
+class LapCopies:
+    """Copies of activations that run while a lap does, all slices but one: (group, seconds) in each direction."""
+
+    micro_batches: int
+    arriving: list[tuple[GroupId, float]] = field(default_factory=list)
+    leaving: list[tuple[GroupId, float]] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """Seconds of actions by bucket or group of activations, and running sums of the seconds of ops."""
@@ -52,9 +62,11 @@ class Prices:
     before_s: tuple[float, ...]
     """Entry `i` is the seconds of all ops before op `i`; the last entry is the sum of all."""
     h2d_s: Mapping[str, float]
-    """Copies from host to device: the flat shard of a bucket's parameters, or a group of activations."""
+    """Copies from host to device: the flat shard of a bucket's parameters, or a group of activations without
+    `lap_copies`."""
     d2h_s: Mapping[str, float]
-    """Copies from device to host: the flat shard of a bucket's gradient, or a group of activations."""
+    """Copies from device to host: the flat shard of a bucket's gradient, or a group of activations without
+    `lap_copies`."""
     gather_s: Mapping[str, float]
     """The all-gather into a bucket's flat buffer; 0 if it is not sharded."""
     reduce_s: Mapping[str, float]
@@ -73,6 +85,8 @@ class Prices:
     add_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
     """Adding a bucket's gradients to the sums of gradients at the end of the backward, by bucket and home of its
     parameters; only buckets with sums."""
+    lap_copies: Mapping[int, LapCopies] = field(default_factory=dict)
+    """Copies that run while a lap does, by the index of the first op of the lap."""
 
     @property
     def is_one_memory(self) -> bool:
@@ -107,6 +121,7 @@ def prices(
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
     ops = OpSeconds(graph, cluster, measured) if ops is None else ops
     lane_of = _lanes(cluster)
+    sliced = crossings(as_run(graph, activations, divided_into), away) if away and divided_into else {}
     device_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
     host_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.HOST, cluster) for bucket in buckets}
     if lane_of[Lane.HOST] is Lane.COMPUTE:
@@ -114,8 +129,15 @@ def prices(
         host_update_s = {name: max(seconds, device_update_s[name]) for name, seconds in host_update_s.items()}
     return Prices(
         before_s=tuple(accumulate(ops.of(activations, divided_into), initial=0.0)),
-        h2d_s=_copies_s({b.id: b.flat_shard_nbytes for b in buckets}, away, cluster.h2d),
-        d2h_s=_copies_s({b.id: b.grad_ratio * b.flat_shard_nbytes for b in buckets}, away, cluster.d2h),
+        h2d_s={
+            **{b.id: copy_s(b.flat_shard_nbytes, cluster.h2d) for b in buckets},
+            **{g.id: _at_once_s(g, sliced.get(g.id, WHOLE).arriving, cluster.h2d) for g in away},
+        },
+        d2h_s={
+            **{b.id: copy_s(b.grad_ratio * b.flat_shard_nbytes, cluster.d2h) for b in buckets},
+            **{g.id: _at_once_s(g, sliced.get(g.id, WHOLE).leaving, cluster.d2h) for g in away},
+        },
+        lap_copies=_lap_copies(away, sliced, cluster),
         gather_s={b.id: collective_s(b.flat_nbytes, cluster, num_copies) if b.is_sharded else 0.0 for b in buckets},
         reduce_s={b.id: _reduce_s(b, cluster, num_copies) for b in buckets},
         average_s={b.id: average_s(b.reduced_nbytes, cluster, num_copies) for b in buckets if num_copies > 1},
@@ -204,12 +226,37 @@ def _reduce_s(bucket: Bucket, cluster: Cluster, num_copies: int) -> float:
     return (1 if bucket.is_sharded else 2) * collective_s(bucket.flat_grad_nbytes, cluster, num_copies)
 
 
-def _copies_s(owned_nbytes: Mapping[str, int], away: Sequence[Activations], link: Link) -> dict[str, float]:
-    """Return the seconds over `link` of each bucket's shard and of each offloaded group of activations."""
-    return {
-        **{bucket: copy_s(nbytes, link) for bucket, nbytes in owned_nbytes.items()},
-        **{group.id: copy_s(group.nbytes, link, len(group.storages)) for group in away},
-    }
+def crossing_s(nbytes: int, num_copies: int, crossing: Crossing | None, link: Link) -> tuple[float, float]:
+    """Return the seconds over `link` of a group of `nbytes` in `num_copies` storages: of the copies before or behind
+    the lap in which it is read or made, and of the copies while the lap runs."""
+    if crossing is None:
+        return copy_s(nbytes, link, num_copies), 0.0
+    return (
+        copy_s(nbytes - crossing.beside_bytes, link, num_copies),
+        copy_s(crossing.beside_bytes, link, crossing.num_beside),
+    )
+
+
+def _at_once_s(group: Activations, crossing: Crossing | None, link: Link) -> float:
+    return crossing_s(group.nbytes, len(group.storages), crossing, link)[0]
+
+
+def _lap_copies(
+    away: Sequence[Activations], sliced: Mapping[GroupId, Crossings], cluster: Cluster
+) -> Mapping[int, LapCopies]:
+    """Return the copies that run while a lap does, by the index of the first op of the lap."""
+    found: dict[int, LapCopies] = {}
+    for group in away:
+        crosses, num_copies = sliced.get(group.id, WHOLE), len(group.storages)
+        if crosses.arriving is not None:
+            _, beside_s = crossing_s(group.nbytes, num_copies, crosses.arriving, cluster.h2d)
+            copies = found.setdefault(crosses.arriving.first, LapCopies(crosses.arriving.micro_batches))
+            copies.arriving.append((group.id, beside_s))
+        if crosses.leaving is not None:
+            _, beside_s = crossing_s(group.nbytes, num_copies, crosses.leaving, cluster.d2h)
+            copies = found.setdefault(crosses.leaving.first, LapCopies(crosses.leaving.micro_batches))
+            copies.leaving.append((group.id, beside_s))
+    return found
 
 
 def _lanes(cluster: Cluster) -> Mapping[Lane, Lane]:

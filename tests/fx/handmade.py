@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elixir_compile.analysis import Depth, Group, activation_groups, as_run, with_peaks
+from elixir_compile.analysis.laps import laps
 from elixir_compile.analysis.verify import verify
 from elixir_compile.ir import (
     Action,
@@ -94,13 +95,21 @@ def activations(graph: StepGraph, choose: Choice) -> tuple[Activations, ...]:
 
 
 def plan_by_hand(
-    graph: StepGraph, choose: Choice, *, num_regions: int = 3, cluster: str = "1 x cpu", waits_late: bool = False
+    graph: StepGraph,
+    choose: Choice,
+    *,
+    num_regions: int = 3,
+    cluster: str = "1 x cpu",
+    waits_late: bool = False,
+    micro_batches: int = 1,
 ) -> Plan:
-    """Return a plan of `num_regions` regions each way; with `waits_late` the backward waits for what leaves."""
+    """Return a plan of `num_regions` regions each way; with `waits_late` the backward waits for what leaves.
+
+    With `micro_batches` the regions are the laps of the step."""
     chosen = activations(graph, choose)
     step = as_run(graph, chosen)
     bucket = _bucket(graph)
-    regions = _regions(step, bucket, num_regions)
+    regions = _regions(step, bucket, num_regions) if micro_batches == 1 else _laps(step, bucket, micro_batches)
     plan = Plan(
         name="by-hand",
         graph=fingerprint(graph),
@@ -144,6 +153,16 @@ def _regions(step: StepGraph, bucket: Bucket, num_regions: int) -> tuple[Region,
         size = -(-len(ops) // num_regions)
         for number, at in enumerate(range(0, len(ops), size)):
             found.append(_region(f"{prefix}.{number}", phase, ops[at : at + size], bucket))
+    return tuple(found)
+
+
+def _laps(step: StepGraph, bucket: Bucket, micro_batches: int) -> tuple[Region, ...]:
+    index = {op.id: i for i, op in enumerate(step.ops)}
+    found: list[Region] = []
+    for number, lap in enumerate(laps(step, micro_batches)):
+        ops = step.ops[index[lap.first] : index[lap.last] + 1]
+        region = _region(f"{ops[0].phase.value[:3]}.{number}", ops[0].phase, ops, bucket)
+        found.append(replace(region, micro_batches=lap.micro_batches))
     return tuple(found)
 
 
@@ -207,7 +226,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, choose: Choice, **options: Any) -> 
     made: list[Plan] = []
 
     def plan_for(problem: Problem, _: object) -> Plan:
-        plan = plan_by_hand(problem.graph, choose, cluster=problem.cluster.name, **options)
+        plan = plan_by_hand(
+            problem.graph, choose, cluster=problem.cluster.name, **{"micro_batches": problem.micro_batches, **options}
+        )
         if problem.accumulates:
             plan = replace(plan, buckets=tuple(replace(bucket, sum_nbytes=bucket.nbytes) for bucket in plan.buckets))
             plan = with_peaks(problem.graph, plan)

@@ -39,6 +39,7 @@ def _storage(row: list[str]) -> Storage:
         nbytes=int(row[3]),
         of=StorageId(named["of"]) if "of" in named else None,
         batched=Batched(named.get("batched", Batched.SAME)),
+        consecutive="slices" in named,
     )
 
 

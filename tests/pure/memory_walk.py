@@ -74,7 +74,7 @@ class _Walk:
         self.offloaded: dict[str, Activations] = {
             group.id: group for group in plan.activations if group.saving is Saving.OFFLOAD
         }
-        self.leaving = {name for group in self.offloaded.values() for name in group.storages}
+        self.leaving = {out for group in self.offloaded.values() for out, _ in self.on_device(group)}
         """Offloaded storages, which stay on the device until the wait for their offload."""
         self.opening: dict[str, int] = {}
         """Bytes that each bucket needs only until the next op."""
@@ -225,15 +225,24 @@ class _Walk:
 
     def carry(self, verb: Verb, what: str) -> None:
         """Free a group at the first wait, and allocate its storages with later uses at the prefetch."""
-        names = self.offloaded[what].storages
+        names = self.on_device(self.offloaded[what])
         if verb is Verb.PREFETCH:
-            for name in names:
-                if self.uses_left[name]:
-                    self.take("storage", name, self.storages[name].nbytes)
-        elif verb is Verb.WAIT and not self.leaving.isdisjoint(names):
-            self.leaving.difference_update(names)
-            for name in names:
-                self.drop("storage", name)
+            for _, back in names:
+                if self.uses_left[back]:
+                    self.take("storage", back, self.storages[back].nbytes)
+        elif verb is Verb.WAIT and not self.leaving.isdisjoint(out for out, _ in names):
+            for out, _ in names:
+                self.leaving.discard(out)
+                self.drop("storage", out)
+
+    def on_device(self, group: Activations) -> list[tuple[str, str]]:
+        """Return the names of the storages of `group` on the device, in the forward and in the backward: those of one
+        slice if they move slice by slice."""
+
+        def named(name: str, suffix: str) -> str:
+            return f"{name}{suffix}" if f"{name}{suffix}" in self.storages else name
+
+        return [(named(name, ".leaving"), named(name, ".arrived")) for name in group.storages]
 
     def add_to_sums(self) -> None:
         """Free the gradients of the step, if they were added to sums of gradients at the end of the backward."""

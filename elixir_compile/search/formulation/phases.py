@@ -16,18 +16,18 @@ distances. If another lane does the work of a lane (a CPU copies for itself), th
 `cross_step_updates` adds the updates.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from elixir_compile.cost import copy_s
 from elixir_compile.ir import GroupId, Lane
 from elixir_compile.search.formulation.flow_shop import Choice, Phase, Table
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered
-from elixir_compile.search.space.profiles import Profile, Trip
+from elixir_compile.search.space.profiles import Profile
 from elixir_compile.search.space.residency import spans
-from elixir_compile.simulate import Prices
+from elixir_compile.search.space.trips import Trip
+from elixir_compile.simulate import Prices, crossing_s
 
 _BEFORE = (Lane.H2D, Lane.GATHER)
 _AFTER = (Lane.REDUCE, Lane.D2H)
@@ -164,7 +164,8 @@ class RunTables:
                     seconds = [point_s for _, point_s in here]
                 table.add_each(Lane.COMPUTE, rows, (number, mode), seconds)
                 for trip in profile.trips if has_trips else ():
-                    _add_trip(table, self.prices, self.facts, trip, (number, mode), event_of, self._numbers[trip.group])
+                    own = self._numbers[trip.group]
+                    _add_trip(table, self.prices, self.facts, trip, (number, mode), event_of, own, places)
 
 
 class _Event(NamedTuple):
@@ -249,15 +250,27 @@ def _add_trip(
     choice: Choice,
     event_of: Mapping[tuple[int, bool, int], int],
     number: int,
+    places: Sequence[tuple[int, bool]],
 ) -> None:
     """Add the copies of a group of activations: to the host after its last use in the forward, and back before its
-    first use in the backward."""
-    cluster = facts.problem.cluster
+    first use in the backward.
+
+    Slices that are copied while their lap runs leave after the ops before the lap, and arrive before the ops behind it.
+    """
+    cluster, crosses = facts.problem.cluster, trip.crossings
     leave, back = event_of.get((trip.leave + 1, False, number)), event_of.get((trip.first, True, number))
     if leave is not None:
-        _add(table, prices, Lane.D2H, leave, choice, copy_s(trip.nbytes, cluster.d2h, trip.num_copies))
+        at_once_s, beside_s = crossing_s(trip.nbytes, trip.num_copies, crosses.leaving, cluster.d2h)
+        _add(table, prices, Lane.D2H, leave, choice, at_once_s)
+        if crosses.leaving is not None:
+            before = max(bisect_right(places, (crosses.leaving.first, False)) - 1, 0)
+            _add(table, prices, Lane.D2H, before, choice, beside_s)
     if back is not None:
-        _add(table, prices, Lane.H2D, back, choice, copy_s(trip.nbytes, cluster.h2d, trip.num_copies))
+        at_once_s, beside_s = crossing_s(trip.nbytes, trip.num_copies, crosses.arriving, cluster.h2d)
+        _add(table, prices, Lane.H2D, back, choice, at_once_s)
+        behind = len(places) if crosses.arriving is None else bisect_left(places, (crosses.arriving.last + 1, False))
+        if behind < len(places):
+            _add(table, prices, Lane.H2D, behind, choice, beside_s)
 
 
 def _add(table: Table, prices: Prices, lane: Lane, event: int, choice: Choice, seconds: float) -> None:

@@ -67,7 +67,7 @@ def _leave_late(evaluator: Evaluator, lag: int, leaving: dict[int, int], free_by
     facts, segment_of = evaluator.facts, evaluator.memory.segment_of
     for number, end in leave_ends(facts.offload_intervals, facts.num_forward, lag).items():
         now = leaving[number]
-        nbytes = facts.offload_intervals[number].nbytes
+        nbytes = facts.offload_intervals[number].leaving_bytes
         if now < end and reserve(free_bytes, segment_of(now + 1), segment_of(end + 1), nbytes):
             leaving[number] = end
 
@@ -203,7 +203,7 @@ class _JustInTime:
         for number, interval in enumerate(facts.offload_intervals):
             gone_s = max(gone_s, prices.before_s[interval.leave + 1]) + prices.d2h_s[str(interval.group)]
             later = [other.leave for other in facts.offload_intervals[number:]] + [last]
-            leaving[number] = self._latest(leaving[number], later, gone_s, interval.nbytes)
+            leaving[number] = self._latest(leaving[number], later, gone_s, interval.leaving_bytes)
 
     def extend_gradients(self, ends: dict[int, int]) -> None:
         """Delay `ends` until reduces of gradients and their copies to the host are done, as far as memory is free.

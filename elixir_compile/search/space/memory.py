@@ -25,6 +25,7 @@ from elixir_compile.analysis.bucket_bytes import (
     step_gradients,
     streamed_bytes,
 )
+from elixir_compile.analysis.slices import offloaded_names
 from elixir_compile.ir import Kind, Tier
 from elixir_compile.search.space.facts import Facts
 from elixir_compile.search.space.levels import Level, is_gathered, placement_of
@@ -96,7 +97,7 @@ class MemoryModel:
         """Return the device bytes that `residency` adds to each op by which its gather is before its wait."""
         facts = self._facts
         if residency.bucket >= len(facts.buckets):
-            return facts.offload_intervals[residency.bucket - len(facts.buckets)].nbytes
+            return facts.offload_intervals[residency.bucket - len(facts.buckets)].arriving_bytes
         is_sent = levels[residency.bucket].has_param_on_host
         return bytes_at(0, gathered_copy(self._sizes[residency.bucket], gather=0, wait=1, last=1, is_sent=is_sent))
 
@@ -158,8 +159,8 @@ class MemoryModel:
         interval, segment = self._facts.offload_intervals[number], self._segment_of
         for birth, nbytes in interval.births:
             changes[segment[birth]] += nbytes
-        changes[segment[moves.leave_ends[number] + 1]] -= interval.nbytes
-        changes[segment[prefetch]] += interval.nbytes
+        changes[segment[moves.leave_ends[number] + 1]] -= interval.leaving_bytes
+        changes[segment[prefetch]] += interval.arriving_bytes
         for last, nbytes in interval.lasts:
             changes[segment[last + 1]] -= nbytes
 
@@ -242,7 +243,7 @@ def _rest(facts: Facts) -> NDArray[np.int64]:
         for param in bucket.params
     }
     names = {interval.group for interval in facts.offload_intervals}
-    offloaded = {name for group in facts.activations if group.id in names for name in group.storages}
+    offloaded = {name for name, group in offloaded_names(facts.activations).items() if group in names}
     changes = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     changes[0] = facts.problem.base_bytes
     ends: list[tuple[int, int]] = []

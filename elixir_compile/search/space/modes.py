@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from elixir_compile.analysis.activations import Depth, Group, activation_groups
 from elixir_compile.analysis.liveness import Liveness
+from elixir_compile.analysis.slices import arrived_name, leaving_name, offloaded_names
 from elixir_compile.ir import Activations, GroupId, Phase, Saving, StepGraph
 
 _MIN_SHARE = 1e-3
@@ -138,6 +139,11 @@ class OffloadInterval:
 
     group: GroupId
     nbytes: int
+    """Bytes on the host."""
+    leaving_bytes: int
+    """Bytes on the device before the group has left: less than `nbytes` if it leaves in slices."""
+    arriving_bytes: int
+    """Bytes on the device from the prefetch on: less than `nbytes` if the group arrives in slices."""
     num_copies: int
     """Number of storages; each is copied on its own."""
     leave: int
@@ -157,7 +163,8 @@ def offload_intervals(
     offloaded = [group for group in activations if group.saving is Saving.OFFLOAD]
     if not offloaded:
         return ()
-    owner = {name: i for i, group in enumerate(offloaded) for name in group.storages}
+    number_of = {group.id: i for i, group in enumerate(offloaded)}
+    owner = {name: number_of[group] for name, group in offloaded_names(offloaded).items()}
     leave, first = [0] * len(offloaded), [len(step.ops)] * len(offloaded)
     for i, op in enumerate(step.ops):
         for name in (*op.reads, *op.writes):
@@ -187,13 +194,23 @@ def leave_ends(intervals: Sequence[OffloadInterval], num_forward: int, lag: int)
 
 
 def _offload_interval(group: Activations, lives: Liveness, nbytes: dict, leave: int, first: int) -> OffloadInterval:
-    storages = [(lives.lives[name], nbytes[name]) for name in group.storages if name in lives.lives]
+    births: list[tuple[int, int]] = []
+    lasts: list[tuple[int, int]] = []
+    host_bytes = 0
+    for name in group.storages:
+        out, back = (found if found in lives.lives else name for found in (leaving_name(name), arrived_name(name)))
+        if out in lives.lives:
+            host_bytes += nbytes[name]
+            births.append((lives.lives[out].first, nbytes[out]))
+            lasts.append((lives.lives[back].last, nbytes[back]))
     return OffloadInterval(
         group=group.id,
-        nbytes=sum(size for _, size in storages),
-        num_copies=len(storages),
+        nbytes=host_bytes,
+        leaving_bytes=sum(size for _, size in births),
+        arriving_bytes=sum(size for _, size in lasts),
+        num_copies=len(births),
         leave=leave,
         first=first,
-        births=tuple((life.first, size) for life, size in storages),
-        lasts=tuple((life.last, size) for life, size in storages),
+        births=tuple(births),
+        lasts=tuple(lasts),
     )

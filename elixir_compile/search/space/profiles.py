@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from elixir_compile.analysis.activations import Depth
 from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import Repeat, repeated_op, repeated_storage, repeats, repeats_each
-from elixir_compile.ir import Activations, GroupId, Kind, OpId, Saving, StepGraph, StorageId
+from elixir_compile.ir import Activations, Kind, OpId, StepGraph, StorageId
 from elixir_compile.ir.graph import layer_of
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.modes import (
@@ -34,9 +34,8 @@ from elixir_compile.search.space.modes import (
     activations_of,
     deepest,
     depths_of,
-    offload_intervals,
-    saving_of,
 )
+from elixir_compile.search.space.trips import Trip, trips_of
 from elixir_compile.simulate import OpSeconds
 
 _Added = tuple[tuple[int, float], ...]
@@ -48,17 +47,6 @@ _CLOSE = 3
 """Layers whose numbers differ by no more than this may change the seconds that the other adds: one layer makes the
 input of the next, and an op between two layers may fuse with either."""
 _MOVABLE = (Kind.TEMP, Kind.SAVED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trip:
-    """The offload interval of a group, its ends as points."""
-
-    group: GroupId
-    nbytes: int
-    num_copies: int
-    leave: int
-    first: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +110,9 @@ class _RecomputedStep:
             for repeat in found
             for name in makes[repeat.op]
         }
-        self.nbytes = self._bytes_by_layer(len(layers), owner, len(index))
+        self._starts = np.searchsorted(self._point_of, np.arange(len(index)))
+        self.bytes_per_op = self._bytes_by_layer(len(layers), owner)
+        self.nbytes = self.highest(self.bytes_per_op)
         seconds = self._ops.of(activations, problem.laps(activations))
         self.added_s = self._added_s(len(layers), seconds, kept_s)
         totals_s = [round(_total_s(added), 12) for added in self.added_s]
@@ -133,17 +123,20 @@ class _RecomputedStep:
             alone = self._added_alone(problem, {i: layers[i] for i in apart}, depth, index, kept_s)
             for i, added in alone.items():
                 self.added_s[i] = min(self.added_s[i], added, key=_total_s)
-        self.trips = self._trips(layers, depth)
+        self.trips = trips_of(problem, layers, depth, activations, self._step, self._lives, self._point_of)
 
-    def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int], num_points: int) -> NDArray[np.int64]:
+    def highest(self, bytes_per_op: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the highest of `bytes_per_op` at each point, along the last axis."""
+        return np.maximum.reduceat(bytes_per_op, self._starts, axis=-1)
+
+    def _bytes_by_layer(self, num_layers: int, owner: Mapping[StorageId, int]) -> NDArray[np.int64]:
         changes = np.zeros((num_layers, len(self._step.ops) + 1), dtype=np.int64)
         for storage in self._step.storages:
             layer, life = owner.get(storage.id), self._lives.lives.get(storage.id)
             if layer is not None and life is not None and storage.kind in _MOVABLE:
                 changes[layer, life.first] += storage.nbytes
                 changes[layer, life.last + 1] -= storage.nbytes
-        starts = np.searchsorted(self._point_of, np.arange(num_points))
-        return np.maximum.reduceat(np.cumsum(changes[:, :-1], axis=1), starts, axis=1)
+        return np.cumsum(changes[:, :-1], axis=1)
 
     def _added_s(self, num_layers: int, seconds: Sequence[float], kept_s: Mapping[OpId, float]) -> list[_Added]:
         """Return (point, seconds) by which the ops of each layer take longer than with every activation kept.
@@ -205,26 +198,6 @@ class _RecomputedStep:
             found.append(owner)
         return found[::-1]
 
-    def _trips(self, layers: Sequence[Layer], depth: Depth) -> Mapping[GroupId, Trip]:
-        """Return the offload interval, in points, of each group that is stored at `depth`."""
-        all_groups = frozenset(group.id for layer in layers for group in layer.groups)
-        stored = [
-            Activations(id=group.id, storages=group.storages, nbytes=group.nbytes, saving=Saving.OFFLOAD)
-            for layer in layers
-            for group in layer.groups
-            if saving_of(group, Mode(depth=depth, away=all_groups)) is Saving.OFFLOAD
-        ]
-        return {
-            interval.group: Trip(
-                group=interval.group,
-                nbytes=interval.nbytes,
-                num_copies=interval.num_copies,
-                leave=int(self._point_of[interval.leave]),
-                first=int(self._point_of[interval.first]),
-            )
-            for interval in offload_intervals(self._step, self._lives, stored)
-        }
-
 
 def _total_s(added: _Added) -> float:
     return sum(seconds for _, seconds in added)
@@ -249,10 +222,14 @@ def _repeated_alone(graph: StepGraph, layers: Sequence[Layer], depth: Depth) -> 
 
 
 def _profile(step: _RecomputedStep, number: int, mode: Mode) -> Profile:
-    nbytes = step.nbytes[number].copy()
     trips = tuple(step.trips[group] for group in sorted(mode.away) if group in step.trips)
-    for trip in trips:
-        nbytes[trip.leave + 1 : trip.first] -= trip.nbytes
+    saved_bytes = [trip.saved_bytes for trip in trips if trip.saved_bytes is not None]
+    if saved_bytes:
+        nbytes = step.highest(step.bytes_per_op[number] - sum(saved_bytes))
+    else:
+        nbytes = step.nbytes[number].copy()
+        for trip in trips:
+            nbytes[trip.leave + 1 : trip.first] -= trip.nbytes
     return Profile(nbytes=nbytes, added_s=step.added_s[number], trips=trips)
 
 

@@ -69,6 +69,7 @@ def with_op(index: int, **changes: object) -> StepGraph:
         with_op(0, mixes="a mean over the batch"),
         with_storage(0, batched=Batched.EACH),
         with_storage(0, batched=Batched.SUM),
+        with_storage(0, consecutive=True),
         dataclasses.replace(GRAPH, batch=8),
         with_op(2, reads=tuple(reversed(GRAPH.ops[2].reads))),
         with_op(2, writes=()),

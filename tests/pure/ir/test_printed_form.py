@@ -64,7 +64,7 @@ def test_a_printed_graph_holds_all_of_the_graph(graph: StepGraph) -> None:
 
 
 def test_a_printed_graph_holds_its_batch() -> None:
-    storages = (dataclasses.replace(GRAPH.storages[0], batched=Batched.EACH), *GRAPH.storages[1:])
+    storages = (dataclasses.replace(GRAPH.storages[0], batched=Batched.EACH, consecutive=True), *GRAPH.storages[1:])
     ops = (dataclasses.replace(GRAPH.ops[0], mixes="mean", times=8), *GRAPH.ops[1:])
     graph = dataclasses.replace(GRAPH, storages=storages, ops=ops, batch=8)
     assert parse_graph(str(graph)) == graph

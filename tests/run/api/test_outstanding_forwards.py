@@ -64,6 +64,7 @@ def test_outstanding_forwards_fit_half_the_budget_after_one_step(name: str, room
     assert planned_peak_bytes(got) <= budget_bytes
 
 
+@pytest.mark.slow
 def test_experts_that_break_the_graph_share_half_the_budget(rooms: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is a graph of its own, for as many tokens as the batch gives it."""
     model, batches = routed(breaks=True)

@@ -162,6 +162,7 @@ def test_budgets_of_a_profile_leave_the_reserve_and_share_the_host() -> None:
     assert elixir.plan(Stack(), vectors()[:1], hardware=cluster, options=PLANNER).cluster == "4 x a100-40g"
 
 
+@pytest.mark.slow
 def test_a_deep_chain_hits_no_recursion_limit() -> None:
     """Three times Python's limit of 1,000 frames in ops, forward and backward together."""
 

@@ -120,6 +120,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert any(record.is_inference for record in elixir.compilations(runs[1].model, inference=True))
 
 
+@pytest.mark.slow
 def test_generation_between_steps_equals_torch() -> None:
     model, batches = small_gpt2(), hf_batches()
     expected = by_torch(model).train(batches[:2])

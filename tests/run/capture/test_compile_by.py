@@ -60,6 +60,7 @@ def regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return seen
 
 
+@pytest.mark.slow
 def test_inductor_compiles_no_more_regions_for_more_layers(regions: list[str]) -> None:
     counts = []
     batches = vectors(2)

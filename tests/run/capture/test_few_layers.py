@@ -94,7 +94,7 @@ def num_tensors(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("kind", "inner"),
     [
-        ("gpt2", "inductor"),
+        pytest.param("gpt2", "inductor", marks=pytest.mark.slow),
         ("llama", "inductor"),
         pytest.param("qwen3", "inductor", marks=pytest.mark.slow),
         pytest.param("mixtral", "inductor", marks=pytest.mark.slow),

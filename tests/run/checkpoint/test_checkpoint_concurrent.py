@@ -194,6 +194,7 @@ def interleaved(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str
     return [(int(num_points), seen, int(num_failed)) for num_points, seen, num_failed in lines]
 
 
+@pytest.mark.slow
 def test_a_save_between_any_two_system_calls_of_a_load_does_not_mix_checkpoints(
     interleaved: list[tuple[int, str, int]],
 ) -> None:

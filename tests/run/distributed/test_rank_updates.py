@@ -37,6 +37,7 @@ def test_an_update_that_fails_on_one_rank_is_an_error_on_all(when: str, tmp_path
         assert "ArithmeticError: the kernel fell over" in others[1]
 
 
+@pytest.mark.slow
 def test_state_on_disk_with_an_empty_shard(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -55,6 +55,7 @@ def test_two_ranks_run_the_collectives_of_their_plan(tmp_path: Path) -> None:
     assert "host" in found["optim"]
 
 
+@pytest.mark.slow
 def test_three_ranks_in_single_precision_with_batches_of_other_sizes(tmp_path: Path) -> None:
     llama = {"dtype": "float32", "tightness": 1.15}
     _, found = all_of(3, tmp_path, ["weighs_uneven_batches"], ["trains", "llama of one layer", llama])
@@ -62,6 +63,7 @@ def test_three_ranks_in_single_precision_with_batches_of_other_sizes(tmp_path: P
     assert found["param"] == ["device", "host"]
 
 
+@pytest.mark.slow
 def test_four_ranks_one_rank_and_two_copies_of_two_parts(tmp_path: Path) -> None:
     uneven = {"tightness": 1.2, "num_micro_batches": 4}
     copies = {"shape": [2, 2], "optimizer": "adamw"}
@@ -74,6 +76,7 @@ def test_four_ranks_one_rank_and_two_copies_of_two_parts(tmp_path: Path) -> None
     assert ran["copies"] == 2
 
 
+@pytest.mark.slow
 def test_low_rank_corrections_of_frozen_layers(tmp_path: Path) -> None:
     (found,) = all_of(2, tmp_path, ["trains", "adapted", {"tightness": 1.1}])
     assert_trained(found)

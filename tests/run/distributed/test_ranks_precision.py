@@ -33,7 +33,9 @@ def test_two_ranks_average_and_add_up_in_fp32_as_planned(tmp_path: Path) -> None
             assert 0 < found["measured"] <= found["planned"]
 
 
-@pytest.mark.parametrize(("hardware", "reduced"), [("2 x a100-40g", "float32"), ("a100-40g", None)])
+@pytest.mark.parametrize(
+    ("hardware", "reduced"), [pytest.param("2 x a100-40g", "float32", marks=pytest.mark.slow), ("a100-40g", None)]
+)
 def test_a_plan_without_ranks_counts_them(hardware: str, reduced: str | None) -> None:
     options = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "inner": "aot_eager"}
     (batch,) = ranks_precision.rows(1)

@@ -102,7 +102,9 @@ def test_a_number_of_the_whole_batch_counts_all_rows_in_each_micro_batch(inner: 
     assert elixir.compilations(step)[-1].graph.batch_size
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", None), ("gpt2", "transformer.wte.weight")])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [pytest.param("llama", None, marks=pytest.mark.slow), ("gpt2", "transformer.wte.weight")]
+)
 def test_an_epoch_with_a_short_last_batch_has_the_exact_mean_over_tokens(kind: str, tied: str | None):
     model = language_model(kind)
     step = compiled(model, 4)

@@ -270,6 +270,7 @@ def test_two_models_of_one_class_do_not_share_parameters() -> None:
         assert len(elixir.compilations(ours.model)) == 1
 
 
+@pytest.mark.slow
 def test_two_models_in_one_process_train_in_turn() -> None:
     gpt, stack = small_gpt2(), seeded(Stack)
     ids = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 128, (3, 2, 16))]
