@@ -384,8 +384,15 @@ def sanitizer(device: torch.device, case: Sequence[str] = ()) -> Figures:
 
 
 def measured_machine(device: torch.device) -> Figures:
-    """Return the profile that `elixir-compile measure` makes of this machine."""
-    done = subprocess.run(["elixir-compile", "measure", "--json"], capture_output=True, text=True, check=True)
+    """Return the profile that `elixir-compile measure` makes of this machine; later plans of the user do not see it."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["elixir-compile", "measure", "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "ELIXIR_CACHE_DIR": folder},
+        )
     return {"profile": json.loads(done.stdout)}
 
 
