@@ -46,6 +46,8 @@ class _OffloadedGroup:
     """The bytes of each storage."""
     views: tuple[View, ...]
     transfer: Transfer
+    not_moved: frozenset[int]
+    """Indices into `on_host` of storages that the forward made on the host: nothing copies them."""
 
 
 @dataclass(slots=True)
@@ -145,19 +147,27 @@ class SavedActivations:
         """Start copying the storages of `values`, the activations of `group`, from the running forward to the host.
 
         The device copies stay alive until the wait. Slices of values that leave in slices are on their way already.
+        Storages that are on the host already are kept as they are: attention with dropout keeps the seed of its random
+        numbers there, although its meta kernel names the device, and its backward reads the seed on the host.
         """
         wholes = [value for value in values if isinstance(value, torch.Tensor)]
         storages = {compat.storage_key(value): value.untyped_storage() for value in wholes}
         leaving = list(dict.fromkeys(value.source for value in values if isinstance(value, LeavingView)))
         places: dict[object, int] = {key: place for place, key in enumerate((*storages, *leaving))}
-        slabs = [self._pool.take(sum(aligned_bytes(s.nbytes()) for s in storages.values()))] if storages else []
+        not_moved = frozenset(n for n, s in enumerate(storages.values()) if s.device.type != self._device.type)
+        moved = [storage for place, storage in enumerate(storages.values()) if place not in not_moved]
+        slabs = [self._pool.take(sum(aligned_bytes(storage.nbytes()) for storage in moved))] if moved else []
         on_host, start = [], 0
-        for storage in storages.values():
-            on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
-            start = aligned_bytes(start + storage.nbytes())
+        for place, storage in enumerate(storages.values()):
+            if place in not_moved:
+                on_host.append(_as_bytes(storage))
+            else:
+                on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
+                start = aligned_bytes(start + storage.nbytes())
+        copies = [host for place, host in enumerate(on_host) if place not in not_moved]
         label = f"offload {group}"
-        with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in on_host)):
-            for host, storage in zip(on_host, storages.values(), strict=True):
+        with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in copies)):
+            for host, storage in zip(copies, moved, strict=True):
                 host.copy_(_as_bytes(storage), non_blocking=True)
         views = tuple(
             replace(value.view, storage=places[value.source])
@@ -175,7 +185,7 @@ class SavedActivations:
         on_host += [storage.on_host for storage in leaving]
         slabs += [storage.slab for storage in leaving]
         self._current.leaving = [storage for storage in self._current.leaving if storage not in leaving]
-        self._current.groups[group] = _OffloadedGroup(tuple(slabs), tuple(on_host), views, transfer)
+        self._current.groups[group] = _OffloadedGroup(tuple(slabs), tuple(on_host), views, transfer, not_moved)
         return transfer
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
@@ -191,7 +201,8 @@ class SavedActivations:
         """
         offloaded = self._offloaded(ticket, group)
         nums = [
-            num_slices(place, host.numel(), offloaded.views, slices) for place, host in enumerate(offloaded.on_host)
+            0 if place in offloaded.not_moved else num_slices(place, host.numel(), offloaded.views, slices)
+            for place, host in enumerate(offloaded.on_host)
         ]
         # Allocated on the compute stream, which uses and frees them. The program waits for the copy before both.
         flats = {
@@ -209,6 +220,7 @@ class SavedActivations:
             for place, host in enumerate(offloaded.on_host)
             if nums[place] > 1
         }
+        flats |= {place: offloaded.on_host[place] for place in offloaded.not_moved}
         values = tuple(
             ArrivingView(arriving[view.storage], view) if view.storage in arriving else view.of(flats[view.storage])
             for view in offloaded.views
@@ -243,7 +255,8 @@ class SavedActivations:
         forward = self._forwards[number_of(ticket)]
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
         storages = {compat.storage_key(value): value.untyped_storage() for value in activations}
-        forward.storages = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
+        on_device = [storage for storage in storages.values() if storage.device.type == self._device.type]
+        forward.storages = [weakref.ref(storage) for storage in on_device if storage.nbytes()]
 
     def call_of(self, ticket: torch.Tensor) -> int:
         """Return the number of forwards that all ranks had run together, up to the forward of `ticket`."""
