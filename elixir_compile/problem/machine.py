@@ -86,6 +86,7 @@ def _warn(path: Path, error: Exception) -> None:
 
 _HANDLES = 2
 """Handles of each parameter: one in its module, another in the first graph of a plain model."""
+_PRODUCT_BYTES = 16 * 16 * 4
 _STEP_COUNT_BYTES = 4
 _VERSION_BYTES = 8
 
@@ -145,16 +146,20 @@ def device_budget_bytes(
 def library_bytes(device: torch.device) -> int:
     """Return the bytes of the workspaces that matrix products leave allocated on `device`.
 
-    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's.
+    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's. It is
+    measured at the first capture, while torch traces with fake tensors: a fake product would allocate nothing.
     """
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 0
-    compat.drop_cublas_workspaces()
-    factor = torch.ones(16, 16, device=device)
-    before_bytes = torch.cuda.memory_allocated(device)
-    product = factor @ factor
-    left_bytes = torch.cuda.memory_allocated(device) - before_bytes - product.untyped_storage().nbytes()
-    return 2 * left_bytes
+    with compat.real_tensors(), torch.no_grad():
+        if device.type == "cuda":
+            compat.drop_cublas_workspaces()
+        factor = torch.ones(16, 16, device=device)
+        before_bytes = torch.accelerator.memory_allocated(device)
+        product = factor @ factor
+        left_bytes = torch.accelerator.memory_allocated(device) - before_bytes
+        del product
+    return 2 * max(0, left_bytes - _PRODUCT_BYTES)
 
 
 def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:
