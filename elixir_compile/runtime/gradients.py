@@ -91,7 +91,7 @@ class GradientAccumulator:
         """Bytes of the gradient of each trained parameter that is unmanaged, by its name."""
         self.sums_in_fp32 = False
         """Whether the gradients of several backward passes are summed in fp32 for parameters that have a master."""
-        self.sentinel = torch.zeros(1, requires_grad=True)
+        self.sentinel = torch.zeros(1, requires_grad=True, device="cpu")
         """See `GradientSink.sentinel`."""
         self._name = name
         self._h2d, self._d2h = h2d, d2h

@@ -235,7 +235,7 @@ class SavedActivations:
         number, self.next_number = self.next_number, self.next_number + 1
         self._current.call = self.num_calls
         self._forwards[number], self._current = self._current, _Forward()
-        ticket = torch.tensor([number, *versions], dtype=torch.int64)
+        ticket = torch.tensor([number, *versions], dtype=torch.int64, device="cpu")
         weakref.finalize(ticket.untyped_storage(), self._forget, number).atexit = False
         return ticket
 

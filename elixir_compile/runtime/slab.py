@@ -146,7 +146,7 @@ class Slab:
         if offset_bytes + needed_bytes > self.nbytes:
             raise ValueError(f"{needed_bytes} bytes at offset {offset_bytes} do not fit a slab of {self.nbytes} bytes")
         if numel == 0:  # `frombuffer` refuses empty tensors, which need no memory.
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         # `frombuffer` holds a reference to the mapping for as long as the storage lives.
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes).view(tuple(shape))
 

@@ -299,7 +299,7 @@ def _without_weights(param: nn.Parameter, memory: torch.UntypedStorage, dtype: t
     """
     if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
         return nn.Parameter(param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad)
-    empty = torch.empty(0, dtype=dtype or param.dtype)
+    empty = torch.empty(0, dtype=dtype or param.dtype, device=memory.device)
     return nn.Parameter(empty.set_(memory, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
 
 

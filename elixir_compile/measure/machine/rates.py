@@ -108,7 +108,7 @@ def _launch_s(device: torch.device, at_most_s: float) -> float:
 def _dram_bytes_per_s(at_most_s: float) -> float:
     """Return the bytes that the host's memory moves per second, reads and writes together, in a copy and a sum."""
     host = torch.device("cpu")
-    x, y, out = (torch.ones(_DRAM_NUMEL) for _ in range(3))
+    x, y, out = (torch.ones(_DRAM_NUMEL, device=host) for _ in range(3))
     copy_s = median_s(lambda: out.copy_(x), host, at_most_s / 2)
     sum_s = median_s(lambda: torch.add(x, y, out=out), host, at_most_s / 2)
     return 5 * x.nbytes / (copy_s + sum_s)
