@@ -87,7 +87,7 @@ class ClassStep:
     def take_dry(self, row: Row) -> tuple[torch.Tensor, State]:
         """Run the step on meta tensors as if they were on the host; return the weight and the state after the step."""
         param = nn.Parameter(row.weight)
-        optimizer = self._transient([param], torch.empty(0))
+        optimizer = self._transient([param], torch.empty(0, device="cpu"))
         if "foreach" in self.group:  # the bits are the same, and `ClassPasses` compares them
             optimizer.param_groups[0]["foreach"] = False
         param.grad = row.grad
