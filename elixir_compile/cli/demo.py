@@ -18,6 +18,7 @@ import elixir_compile as elixir
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
+from elixir_compile.platforms import accelerator_type
 from elixir_compile.report.line import measured_line, plan_line
 from elixir_compile.report.text import curve_text, table_text
 from elixir_compile.units import format_bytes, format_s
@@ -147,7 +148,7 @@ def run_demo(*, text: Path | None, num_steps: int) -> int:
     `text` is a file or folder to train on; None stands for the sources of Python's standard library.
     """
     console = Console(highlight=False, soft_wrap=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = accelerator_type() or "cpu"
     corpus = read_text(text)
     num_params = sum(parameter.numel() for parameter in ByteGPT(SHAPE).parameters())
     console.print(

@@ -23,6 +23,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import ActivationsGone
 from elixir_compile.ir import Lane
+from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import Slab, SlabPool, aligned_bytes
 from elixir_compile.runtime.slices import (
@@ -34,7 +35,6 @@ from elixir_compile.runtime.slices import (
     View,
     num_slices,
 )
-from elixir_compile.runtime.streams import CopyStream, Transfer
 
 
 @dataclass(slots=True)
@@ -119,12 +119,10 @@ class _Forward:
 class SavedActivations:
     """The outstanding forwards of an executor, and its running forward."""
 
-    def __init__(self, device: torch.device, h2d: CopyStream, d2h: CopyStream, ledger: Ledger) -> None:
-        self._device = device
-        self._h2d = h2d
-        self._d2h = d2h
+    def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
+        self._lanes = lanes
         self._ledger = ledger
-        self._pool = SlabPool(pin=device.type == "cuda")
+        self._pool = SlabPool(pin=lanes.pins)
         self._forwards: dict[int, _Forward] = {}
         self._current = _Forward()
         self.next_number = 0
@@ -139,7 +137,7 @@ class SavedActivations:
 
     def begin_leaving(self, group: str, nbytes: int, num: int) -> LeavingStorage:
         """Return a storage of `group` in the running forward that will leave in `num` slices of `nbytes` together."""
-        storage = LeavingStorage(nbytes, num, self._pool.take(nbytes), self._d2h, self._ledger, f"offload {group}")
+        storage = LeavingStorage(nbytes, num, self._pool.take(nbytes), self._lanes, self._ledger, f"offload {group}")
         self._current.leaving.append(storage)
         return storage
 
@@ -154,7 +152,7 @@ class SavedActivations:
         storages = {compat.storage_key(value): value.untyped_storage() for value in wholes}
         leaving = list(dict.fromkeys(value.source for value in values if isinstance(value, LeavingView)))
         places: dict[object, int] = {key: place for place, key in enumerate((*storages, *leaving))}
-        not_moved = frozenset(n for n, s in enumerate(storages.values()) if s.device.type != self._device.type)
+        not_moved = frozenset(n for n, s in enumerate(storages.values()) if s.device.type != self._lanes.device.type)
         moved = [storage for place, storage in enumerate(storages.values()) if place not in not_moved]
         slabs = [self._pool.take(sum(aligned_bytes(storage.nbytes()) for storage in moved))] if moved else []
         on_host, start = [], 0
@@ -165,10 +163,10 @@ class SavedActivations:
                 on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
                 start = aligned_bytes(start + storage.nbytes())
         copies = [host for place, host in enumerate(on_host) if place not in not_moved]
-        label = f"offload {group}"
-        with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in copies)):
+        label, d2h = f"offload {group}", self._lanes.d2h
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in copies)):
             for host, storage in zip(copies, moved, strict=True):
-                host.copy_(_as_bytes(storage), non_blocking=True)
+                d2h.copy(host, _as_bytes(storage))
         views = tuple(
             replace(value.view, storage=places[value.source])
             if isinstance(value, LeavingView)
@@ -181,7 +179,7 @@ class SavedActivations:
             )
             for value in values
         )
-        transfer = Transfer(label, self._d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
+        transfer = Transfer(label, d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
         on_host += [storage.on_host for storage in leaving]
         slabs += [storage.slab for storage in leaving]
         self._current.leaving = [storage for storage in self._current.leaving if storage not in leaving]
@@ -204,19 +202,17 @@ class SavedActivations:
             0 if place in offloaded.not_moved else num_slices(place, host.numel(), offloaded.views, slices)
             for place, host in enumerate(offloaded.on_host)
         ]
-        # Allocated on the compute stream, which uses and frees them. The program waits for the copy before both.
+        # Compute uses and frees them. The program waits for the copy before both.
         flats = {
-            place: torch.empty(host.numel(), dtype=torch.uint8, device=self._device)
-            for place, host in enumerate(offloaded.on_host)
-            if nums[place] == 1
+            place: self._lanes.empty(host.numel()) for place, host in enumerate(offloaded.on_host) if nums[place] == 1
         }
-        label, after = f"prefetch {group}", offloaded.transfer.event
+        label, after, h2d = f"prefetch {group}", offloaded.transfer.event, self._lanes.h2d
         whole_bytes = sum(flat.numel() for flat in flats.values())
-        with self._h2d.behind_compute(after), self._ledger.span(Lane.H2D, label, whole_bytes):
+        with h2d.behind_compute(after), self._ledger.span(Lane.H2D, label, whole_bytes):
             for place, flat in flats.items():
-                flat.copy_(offloaded.on_host[place], non_blocking=True)
+                h2d.copy(flat, offloaded.on_host[place])
         arriving = {
-            place: ArrivingStorage(host, nums[place], self._device, self._h2d, self._ledger, label, after)
+            place: ArrivingStorage(host, nums[place], self._lanes, self._ledger, label, after)
             for place, host in enumerate(offloaded.on_host)
             if nums[place] > 1
         }
@@ -225,7 +221,7 @@ class SavedActivations:
             ArrivingView(arriving[view.storage], view) if view.storage in arriving else view.of(flats[view.storage])
             for view in offloaded.views
         )
-        return Transfer(label, self._h2d.mark(), values, offloaded.on_host)
+        return Transfer(label, h2d.mark(), values, offloaded.on_host)
 
     def ticket(self, versions: Sequence[int]) -> torch.Tensor:
         """End the running forward, and return its ticket: its number on this rank and `versions`.
@@ -255,7 +251,7 @@ class SavedActivations:
         forward = self._forwards[number_of(ticket)]
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
         storages = {compat.storage_key(value): value.untyped_storage() for value in activations}
-        on_device = [storage for storage in storages.values() if storage.device.type == self._device.type]
+        on_device = [storage for storage in storages.values() if storage.device.type == self._lanes.device.type]
         forward.storages = [weakref.ref(storage) for storage in on_device if storage.nbytes()]
 
     def call_of(self, ticket: torch.Tensor) -> int:
@@ -313,8 +309,8 @@ class SavedActivations:
         self._drop(only_idle=False)
 
     def _drop(self, *, only_idle: bool) -> None:
-        self._h2d.synchronize()
-        self._d2h.synchronize()
+        self._lanes.h2d.synchronize()
+        self._lanes.d2h.synchronize()
         self._pool.drop(only_idle=only_idle)
 
     def _offloaded(self, ticket: torch.Tensor, group: str) -> _OffloadedGroup:

@@ -7,15 +7,17 @@ own: `on_device.py` has the command.
 import ctypes
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from elixir_compile.platforms.accelerator import AcceleratorPlatform
 from tests.device.build import library
 
 NAME = "fakegpu"
 NUM_DEVICES = 2
+MEMORY_BYTES = 8 << 30
 EARLY, LATE, RANDOM = range(3)
 """When asynchronous copies run: at once, when a wait forces them, or at random moments between."""
 
@@ -35,10 +37,19 @@ def start() -> ctypes.CDLL:
     ):
         getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, result
     lib.device_start()
+    for device in range(NUM_DEVICES):
+        lib.device_set_capacity(device, MEMORY_BYTES)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    AcceleratorPlatform.pin = _pin
     return lib
+
+
+def _pin(platform: AcceleratorPlatform, address: int, nbytes: int) -> Callable[[int], object]:
+    """Page-lock slabs, as the platform of CUDA does, so that their copies are late."""
+    start().device_pin(address, nbytes)
+    return start().device_unpin
 
 
 @contextmanager
@@ -68,7 +79,7 @@ def capacity(nbytes: int, device: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        start().device_set_capacity(device, 1 << 36)
+        start().device_set_capacity(device, MEMORY_BYTES)
 
 
 def num_pending() -> int:
@@ -100,7 +111,17 @@ def _module() -> types.ModuleType:
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * NUM_DEVICES,
         "set_rng_state": lambda state, device=None: None,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=MEMORY_BYTES),
+        "mem_get_info": torch.accelerator.get_memory_info,
+        "memory_allocated": torch.accelerator.memory_allocated,
+        "memory_reserved": torch.accelerator.memory_reserved,
+        "memory_stats": torch.accelerator.memory_stats,
+        "max_memory_allocated": torch.accelerator.max_memory_allocated,
+        "reset_peak_memory_stats": torch.accelerator.reset_peak_memory_stats,
+        "empty_cache": torch.accelerator.empty_cache,
     }.items():
         setattr(module, name, value)
     return module

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.links import COPY_BYTES, copies_of, measure_copies
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.slab import Slab, aligned_bytes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -133,7 +134,7 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
         return [torch.full(shape, 0.01, device=device) for shape in shapes]
 
     def on_host(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        return _slab_tensors(shapes, pin=device.type == "cuda")
+        return _slab_tensors(shapes, pin=platform_of(device).has_own_memory)
 
     device_s = median_s(_update(on_device, width, device), device, share_s)
     host = torch.device("cpu")
