@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.fusion import fused, reading
 from elixir_compile.analysis.laps import Lap, divided_laps
-from elixir_compile.analysis.micro_batches import divided, tangents_of
+from elixir_compile.analysis.micro_batches import divided
+from elixir_compile.analysis.parts import parts_of, tangents_of
+from elixir_compile.analysis.slices import slices_of
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, Storage, StorageId
 
@@ -69,6 +71,14 @@ def _as_divided(
     offloaded: tuple[Activations, ...],
 ) -> StepGraph:
     return divided(fused(_repeated_step(graph, dropped, extra), is_divided=True), divided_into, offloaded)
+
+
+def stays_in_parts(
+    graph: StepGraph, activations: tuple[Activations, ...], divided_into: tuple[Lap, ...]
+) -> frozenset[StorageId]:
+    """Return the storages of `as_run` with the same arguments that stay in parts; see `analysis.parts`."""
+    step = fused(_repeated_step(graph, _dropped(activations), _extra(graph, activations)), is_divided=True)
+    return parts_of(step, divided_into, activations, slices_of(step, divided_into, activations))
 
 
 def laps_at(graph: StepGraph, activations: tuple[Activations, ...], micro_batches: int) -> tuple[Lap, ...]:
