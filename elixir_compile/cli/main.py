@@ -127,7 +127,7 @@ def plan(
         str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")
     ] = None,
     micro_batches: Annotated[
-        str | None, typer.Option(help="Micro-batches of each layer: a number that divides the batch, or auto.")
+        str | None, typer.Option(help="Micro-batches of each layer: fit, auto, or a number that divides the batch.")
     ] = None,
     activations: Annotated[
         str | None, typer.Option(help="Treatment of saved activations: any, keep, recompute or offload.")
@@ -140,7 +140,9 @@ def plan(
     state_bytes: Annotated[
         int | None, typer.Option(min=0, help="Optimizer bytes per element; 12: fp32 master weights and moments.")
     ] = None,
-    largest_batch: Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits.")] = False,
+    largest_batch: Annotated[
+        bool, typer.Option("--largest-batch", help="Plan the largest batch that fits whole.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,
     as_json: _JSON = False,
 ) -> None:
