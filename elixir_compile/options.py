@@ -19,7 +19,7 @@ Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
 ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
-MicroBatches = Literal["auto"] | int
+MicroBatches = Literal["fit", "auto"] | int
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -74,10 +74,11 @@ class Options:
     ranks."""
     plan_cache: bool = True
     """Reuse the plan found by an earlier run for the same graph, machine and options."""
-    micro_batches: MicroBatches = 1
+    micro_batches: MicroBatches = "fit"
     """In how many micro-batches each layer of a training step runs, one after another, before the next layer begins. It
-    must divide the rows of the batch. The loss is that of the whole batch. `auto`: the planner chooses the number if
-    the whole batch does not fit as it is. 1: the whole batch at once."""
+    must divide the rows of the batch. The loss is that of the whole batch. `fit`: the whole batch at once if any plan
+    for it fits, else a number that the planner chooses; fixed rules of `planner` choose none. `auto`: the planner
+    chooses the number if the whole batch does not fit as it is. 1: the whole batch at once."""
     profile_regions: bool = False
     """Time every distinct region once before planning. The times are kept per machine for later runs."""
     replan: bool = True
@@ -162,10 +163,12 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _micro_batches(name: str, value: object) -> MicroBatches:
+    if value == "fit":
+        return "fit"
     if value == "auto":
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidOption(name, value, '"auto" or a number of 1 or more')
+        raise InvalidOption(name, value, '"fit", "auto" or a number of 1 or more')
     return value
 
 

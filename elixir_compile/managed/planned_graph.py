@@ -36,7 +36,7 @@ from elixir_compile.problem.planning import ExternalUsage, param_names_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
-from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.loss import LossAttempt, is_pressed
 from elixir_compile.search.joint.replan import StepStats
 
 _compile_lock = threading.RLock()
@@ -115,11 +115,11 @@ class PlannedGraph:
         forward: fx.GraphModule,
         backward: fx.GraphModule | None,
         num_outputs: int,
-        review: Callable[[Plan], Plan] | None,
+        attempt: LossAttempt,
     ) -> None:
-        """Convert the forward and the backward graph, and plan the step.
+        """Convert the forward and the backward graph, and plan the step with the loss of `attempt`.
 
-        `review` is called with the first plan and returns the plan to use.
+        The review of the attempt is called with the first plan and returns the plan to use.
         """
         own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
         self._own_capture = own
@@ -127,9 +127,9 @@ class PlannedGraph:
             self.planner.step = add_extra_saved(own)
             self._ticket_position = ticket_position(own)
         self._variants.find_graph_set(lambda: roll_key(self.planner.graph(own)))
-        before = self._make_plan()
-        if review is not None and not self._variants.graph_set_digest:
-            reviewed = self.planner.reviewed = review(self.active.plan)
+        before = self.planner.whole_first(self._make_plan, keeps_whole=attempt.keeps_whole)
+        if attempt.review is not None and not self._variants.graph_set_digest:
+            reviewed = self.planner.reviewed = attempt.review(self.active.plan)
             self._active = replace(self.active, plan=reviewed)
         if before is not None:
             self._outstanding.supersede(before, self)
@@ -336,7 +336,7 @@ class PlannedGraph:
     def _plan_anew(self, args: Sequence[Any]) -> None:
         earlier = self.active.plan
         with self.planner.growing(self.active.captured, args):
-            before = self._make_plan()
+            before = self.planner.whole_first(self._make_plan)
             if before is not None:
                 self._outstanding.supersede(before, self)
         if self._staying.planned(earlier, self.active.plan):
