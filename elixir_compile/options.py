@@ -108,6 +108,16 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
     return Options(**parsed)  # pyright: ignore[reportArgumentType]  the parsers below give each field its type
 
 
+_UNPLANNED = frozenset({"report", "replan", "plan_cache"})
+"""The options on which the first plan of a step does not depend."""
+
+
+def plans_alike(first: Options, second: Options) -> bool:
+    """Return whether the same step gets the same plan under both options."""
+    names = [field.name for field in fields(Options) if field.name not in _UNPLANNED]
+    return all(getattr(first, name) == getattr(second, name) for name in names)
+
+
 def _memory(name: str, value: object) -> int | None:
     if value is None:
         return None

@@ -18,7 +18,7 @@ from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.saved import load_plan_for
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.managed.variants import ActivePlan, PlannedSizes
-from elixir_compile.options import Options
+from elixir_compile.options import Options, plans_alike
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
@@ -61,6 +61,10 @@ class GraphPlanner:
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
         return self._options.replan and self._options.plan is None and self._executor.ranks is None
+
+    def plans_like(self, other: "GraphPlanner") -> bool:
+        """Return whether the same step gets the same plan here and by `other`: no option differs that shapes plans."""
+        return plans_alike(self._options, other._options)
 
     def take_over(self, other: "GraphPlanner") -> None:
         """Take over the measurements of `other`, the planner of an earlier capture of the same step."""

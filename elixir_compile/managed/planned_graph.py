@@ -128,18 +128,19 @@ class PlannedGraph:
             self._ticket_position = ticket_position(own)
         self._variants.find_graph_set(lambda: roll_key(self.planner.graph(own)))
         before = self.planner.whole_first(self._make_plan, keeps_whole=attempt.keeps_whole)
+        is_new = before is None or self.active.plan is not before.active.plan
         if attempt.review is not None and not self._variants.graph_set_digest:
             reviewed = self.planner.reviewed = attempt.review(self.active.plan)
             self._active = replace(self.active, plan=reviewed)
         if before is not None:
             self._outstanding.supersede(before, self)
-        if not self.is_inference and not any(other.is_superseded for other in self._graphs):
+        if not self.is_inference and is_new:
             self._progress.planned(self.active.plan)
 
     def _make_plan(self) -> "PlannedGraph | None":
         """Plan the graph's own capture for the current sizes and external usage.
 
-        Returns the earlier capture whose plan was taken over; None if a new plan was made.
+        Returns the earlier capture of the same step that this graph replaces, or None.
         """
         executor, own = self._executor, self._own_capture
         assert own is not None
@@ -156,7 +157,11 @@ class PlannedGraph:
 
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
         executor, beside_bytes = self._executor, external.outstanding_bytes
-        before = self._earlier_capture(graph, beside_bytes)
+        captures = self._earlier_captures(graph)
+        before = next((other for other in captures if self._may_follow(other, beside_bytes)), None)
+        # A step that is compiled again under other options is planned anew, with the buckets of its plan free to move.
+        is_first = self._active is None
+        outdated = next((other for other in captures if is_first and not self.planner.plans_like(other.planner)), None)
         if before is not None:
             self.planner.take_over(before.planner)
             self._staying.take_over(before._staying)
@@ -167,7 +172,8 @@ class PlannedGraph:
         def ask() -> Problem:
             problem = self.planner.problem(own, graph, external, is_new=before is None)
             is_short = self._active is not None and self._staying.is_missing_in(self._active.plan)
-            return self.planner.with_free_buckets(problem, self.active.plan) if is_short else problem
+            freed = self._active if is_short else outdated and outdated.active
+            return problem if freed is None else self.planner.with_free_buckets(problem, freed.plan)
 
         def answer(problem: Problem) -> Plan:
             return plan_for_all(executor, problem, search, self._options)
@@ -178,21 +184,20 @@ class PlannedGraph:
         self._active = active_plan(own, problem, plan, beside_bytes)
         # Other graphs may need more than the reserved bytes; their needs are known once they have run.
         self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
-        return before
+        return before or outdated
 
-    def _earlier_capture(self, graph: StepGraph, beside_bytes: int) -> "PlannedGraph | None":
-        """Return the earlier capture of the same step whose plan is in force: the first call of a plain model."""
+    def _earlier_captures(self, graph: StepGraph) -> Sequence["PlannedGraph"]:
+        """Return the earlier captures of the same step: of the first call of a plain model, or under other options."""
         if self._executor.ranks is not None:  # another rank may have no such capture, and would wait for this rank
-            return None
-        for other in self._graphs:
-            if other is self or not other.is_planned or other._options.micro_batches != self._options.micro_batches:
-                continue
-            active = other.active
-            is_same = active.graph == replace(graph, name=active.graph.name) and active.beside_bytes >= beside_bytes
-            is_same &= not self._staying.is_missing_in(active.plan)
-            if is_same and self._executor.buckets.agree(active.plan.buckets, active.plan.placements, may_adopt=False):
-                return other
-        return None
+            return ()
+        return [other for other in self._graphs if other is not self and other.is_planned and other.active.is_of(graph)]
+
+    def _may_follow(self, other: "PlannedGraph", beside_bytes: int) -> bool:
+        """Return whether the plan of `other`, an earlier capture of the same step, is in force and serves here too."""
+        active, plan = other.active, other.active.plan
+        serves = self.planner.plans_like(other.planner) and active.beside_bytes >= beside_bytes
+        serves = serves and not self._staying.is_missing_in(plan)
+        return serves and self._executor.buckets.agree(plan.buckets, plan.placements, may_adopt=False)
 
     # Running.
 

@@ -94,6 +94,10 @@ class ActivePlan:
         """The captured step, torch-free."""
         return self.problem.graph
 
+    def is_of(self, graph: StepGraph) -> bool:
+        """Return whether `graph` is the same step, whatever its name."""
+        return self.graph == replace(graph, name=self.graph.name)
+
 
 def active_plan(captured: Captured, problem: Problem, plan: Plan, beside_bytes: int) -> ActivePlan:
     """Return `plan` as a plan in use that answers `problem`, which then has the micro-batches of the plan."""
