@@ -26,6 +26,7 @@ from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
 from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
+from elixir_compile.managed.same_step import EarlierCaptures
 from elixir_compile.managed.saved import require_disk
 from elixir_compile.managed.staying_gradients import StayingGradients
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
@@ -84,6 +85,7 @@ class PlannedGraph:
         self.programs = ProgramVersions(executor, regions, self._progress)
         self._ticket_position = -1
         self._staying = StayingGradients(executor, options, self._progress)
+        self._earlier = EarlierCaptures(executor, self._staying)
         self._variants = PlanVariants(executor, name, outstanding.descriptions)
 
     @property
@@ -138,10 +140,8 @@ class PlannedGraph:
             self._progress.planned(self.active.plan)
 
     def _make_plan(self) -> "PlannedGraph | None":
-        """Plan the graph's own capture for the current sizes and external usage.
-
-        Returns the earlier capture of the same step that this graph replaces, or None.
-        """
+        """Plan the graph's own capture for the current sizes and external usage; return the earlier capture of the same
+        step that this graph replaces, or None."""
         executor, own = self._executor, self._own_capture
         assert own is not None
         executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
@@ -157,11 +157,8 @@ class PlannedGraph:
 
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
         executor, beside_bytes = self._executor, external.outstanding_bytes
-        captures = self._earlier_captures(graph)
-        before = next((other for other in captures if self._may_follow(other, beside_bytes)), None)
-        # A step that is compiled again under other options is planned anew, with the buckets of its plan free to move.
-        is_first = self._active is None
-        outdated = next((other for other in captures if is_first and not self.planner.plans_like(other.planner)), None)
+        outdated = self._earlier.outdated(self, self._graphs, graph)
+        before = None if outdated else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
         if before is not None:
             self.planner.take_over(before.planner)
             self._staying.take_over(before._staying)
@@ -182,22 +179,12 @@ class PlannedGraph:
         problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)
         self._active = active_plan(own, problem, plan, beside_bytes)
+        if outdated is not None:
+            self._active = replace(self._active, moves_at=executor.buckets.generation)
+            self._earlier.replaced_by(self)
         # Other graphs may need more than the reserved bytes; their needs are known once they have run.
         self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
         return before or outdated
-
-    def _earlier_captures(self, graph: StepGraph) -> Sequence["PlannedGraph"]:
-        """Return the earlier captures of the same step: of the first call of a plain model, or under other options."""
-        if self._executor.ranks is not None:  # another rank may have no such capture, and would wait for this rank
-            return ()
-        return [other for other in self._graphs if other is not self and other.is_planned and other.active.is_of(graph)]
-
-    def _may_follow(self, other: "PlannedGraph", beside_bytes: int) -> bool:
-        """Return whether the plan of `other`, an earlier capture of the same step, is in force and serves here too."""
-        active, plan = other.active, other.active.plan
-        serves = self.planner.plans_like(other.planner) and active.beside_bytes >= beside_bytes
-        serves = serves and not self._staying.is_missing_in(plan)
-        return serves and self._executor.buckets.agree(plan.buckets, plan.placements, may_adopt=False)
 
     # Running.
 
@@ -310,9 +297,15 @@ class PlannedGraph:
                     wants_plan = False
         if self._executor.buckets.generation != self.active.generation:
             with _compile_lock:
-                is_new = self.active.generation < 0
-                adopt_by_all(self._executor, self.active.plan, for_training=not self.is_inference, is_new=is_new)
-                self.mark_in_force()
+                self._put_in_force()
+
+    def _put_in_force(self) -> None:
+        executor, active = self._executor, self.active
+        if executor.buckets.generation == active.moves_at:
+            executor.buckets.move(active.plan.buckets, active.plan.placements)
+        else:
+            adopt_by_all(executor, active.plan, for_training=not self.is_inference, is_new=active.generation < 0)
+        self.mark_in_force()
 
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
@@ -320,11 +313,12 @@ class PlannedGraph:
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
-        is_moved, may_adopt = executor.buckets.generation != active.generation, active.generation < 0
-        plan = active.plan
-        may_stay = not is_moved or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
+        plan, may_adopt = active.plan, active.generation < 0
+        may_stay = executor.buckets.generation in (active.generation, active.moves_at)
+        may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
         is_short = is_crowded or (not self.is_inference and self._staying.is_missing_in(plan))
-        return bool(self.planner.sizes.grown(active.captured, args)) or is_short or not may_stay
+        is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
+        return bool(self.planner.sizes.grown(active.captured, args)) or is_short or is_back or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:
         """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""

@@ -88,6 +88,9 @@ class ActivePlan:
     """Device bytes that other outstanding forwards may hold while the graph runs under this plan."""
     generation: int = -1
     """The executor's generation when the plan was last in force; -1 if the plan has not been in force yet."""
+    moves_at: int = -1
+    """The executor's generation at which the plan was made with the homes of buckets in force open, which it moves if
+    it is put in force at that generation; -1 for a plan made for the homes in force."""
 
     @property
     def graph(self) -> StepGraph:
