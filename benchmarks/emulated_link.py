@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir_compile import compat
-from elixir_compile.optim import update
-from elixir_compile.runtime import executor, gradients, updates
+from elixir_compile.runtime import executor
 from elixir_compile.runtime.distributed.exchange import Messenger
-from elixir_compile.runtime.streams import CopyStream
+from elixir_compile.runtime.lanes.plain import Plain, PlainLane
 
 
 class Lane:
@@ -57,8 +55,6 @@ class Lane:
 class Arrival:
     """The time at which copies have arrived. It stands for a CUDA event."""
 
-    device = torch.device("cpu")
-
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
 
@@ -69,34 +65,23 @@ class Arrival:
             time.sleep(left_s)
 
 
-class _Copied(TorchDispatchMode):
-    """Counts the bytes of the `copy_` calls in its block."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(
-        self, func: Callable, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        if func is torch.ops.aten.copy_.default:
-            self.nbytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
-class EmulatedStream(CopyStream):
-    """A direction of copies between host and device over a `Lane`."""
+class EmulatedLane(PlainLane):
+    """Copies in one direction between host and device over a `Lane`."""
 
     def __init__(self, lane: Lane) -> None:
-        super().__init__(torch.device("cpu"))
         self._lane = lane
+        self._issued = threading.local()
 
     @contextmanager
     def behind_compute(self, after: Arrival | None = None) -> Iterator[None]:
-        issued_s = max(time.perf_counter(), 0.0 if after is None else after.at_s)
-        with _Copied() as copied:
-            yield
-        self._lane.send(copied.nbytes, issued_s)
+        self._issued.at_s = max(time.perf_counter(), 0.0 if after is None else after.at_s)
+        yield
 
     beside_compute = behind_compute
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().copy(target, source)
+        self._lane.send(target.nbytes, self._issued.at_s)
 
     def mark(self) -> Arrival:
         return self._lane.last()
@@ -105,31 +90,28 @@ class EmulatedStream(CopyStream):
         self._lane.last().synchronize()
 
 
+class EmulatedLanes(Plain):
+    """The lanes of a CPU, whose copies go over `to_device` and `to_host`."""
+
+    def __init__(self, device: torch.device, to_device: Lane, to_host: Lane) -> None:
+        super().__init__(device)
+        self.h2d, self.d2h = EmulatedLane(to_device), EmulatedLane(to_host)
+
+    def compute_waits(self, event: Arrival | None) -> None:
+        if event is not None:
+            event.synchronize()
+
+    host_waits = compute_waits
+
+
 def emulate_host_link(bytes_per_s: float | None) -> tuple[Lane, Lane]:
     """Let executors made from now on copy over two lanes, to the device and to the host; return the lanes.
 
     If `bytes_per_s` is None, the lanes only count bytes.
     """
     lanes = Lane(bytes_per_s), Lane(bytes_per_s)
-
-    class Directions:
-        """Hands out a stream to the device, then a stream to the host, as `Executor` asks for them."""
-
-        num_made = 0
-
-        def __call__(self, device: torch.device) -> EmulatedStream:
-            self.num_made += 1
-            return EmulatedStream(lanes[(self.num_made - 1) % 2])
-
-    executor.CopyStream = Directions()
-    for module in (executor, gradients, updates, update):
-        module.wait_on_compute = _wait
+    executor.lanes_for = lambda device: EmulatedLanes(device, *lanes)
     return lanes
-
-
-def _wait(event: Arrival | None, device: torch.device) -> None:
-    if event is not None:
-        event.synchronize()
 
 
 class DelayedWork(distributed.Work):

@@ -23,6 +23,7 @@ from elixir_compile.managed.compilation import Compilation
 from elixir_compile.managed.model import ManagedModel, managed_model, prepare_lock
 from elixir_compile.ops.masters import has_master
 from elixir_compile.options import ParamDtype, parse_options
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.ranks import device_of
 
 if TYPE_CHECKING:
@@ -136,11 +137,7 @@ def _require_masters(model: nn.Module, param_dtype: ParamDtype) -> None:
 def _target_device(model: nn.Module, device: "torch.device | str | None") -> torch.device:
     if device is not None:
         target = torch.device(device)
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if target.type == "cuda" and target.index is None
-            else target
-        )
+        return target if target.index is not None else platform_of(target).current()
     for param in model.parameters():
         if param.device.type != "meta":
             return param.device

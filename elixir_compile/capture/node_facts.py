@@ -209,6 +209,11 @@ _WRITES_INTO_FIRST = {
 }
 
 
+_SEEDED_ON_HOST = {
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._efficient_attention_backward.default,
+}
+"""Backward ops of CUDA kernels that read the seed of the forward's dropout in host memory."""
 _PURE = ("aten", "prims")
 """Operator libraries whose tags and schemas tell whether an op draws random numbers or writes an input."""
 
@@ -254,6 +259,15 @@ def _dropout_p(node: fx.Node) -> object:
             default = node.kwargs.get("dropout_p", argument.default_value)
             return node.args[place] if place < len(node.args) else default
     return None
+
+
+def reads_seed_on_host(node: fx.Node) -> bool:
+    """Return whether the kernel of `node` reads a tensor in host memory, although its meta kernel says the device.
+
+    Memory-efficient attention with dropout saves the seed of its random numbers as tensors of the CPU, and its backward
+    reads them there: a tensor on the device ends the process.
+    """
+    return node.op == "call_function" and node.target in _SEEDED_ON_HOST and _dropout_p(node) != 0.0
 
 
 def overwritten_input(node: fx.Node) -> fx.Node | None:

@@ -81,7 +81,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if is_first:
             state[name] = copies[memory] = found
         else:
-            copies[memory] = torch.empty(0)
+            copies[memory] = torch.empty(0, device="cpu")
     return state
 
 

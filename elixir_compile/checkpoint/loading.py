@@ -36,6 +36,7 @@ from elixir_compile.checkpoint.run_state import (
 )
 from elixir_compile.checkpoint.values import from_plain, tensor_keys
 from elixir_compile.errors import DiskFailed, NotPrepared
+from elixir_compile.runtime.executor import synchronize_executors
 
 _NUM_TRIES = 8
 """How often ranks open the path until all of them have the same checkpoint, while another process saves there."""
@@ -84,8 +85,7 @@ def load(
     with checkpoint_lock, ExitStack() as held:
         group = rank_group_of(model, "loads a checkpoint")
         found = _open_on_all_ranks(Path(path), (model, optimizer, scheduler), group, held)
-        if torch.cuda.is_initialized():  # copies of the last step from the host may still be running
-            torch.cuda.synchronize()
+        synchronize_executors(model)  # copies of the last step from the host may still be running
         tensors, _ = group.run_on_all("tensors read", lambda: _fill(found, (model, optimizer, scheduler), group))
     extra = from_plain(found.plain["extra"], tensors)
     return Checkpoint(step=found.manifest.step, extra=extra, versions=found.manifest.versions)

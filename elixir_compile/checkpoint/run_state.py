@@ -23,6 +23,7 @@ from elixir_compile.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.ops.masters import REST_NAMES
 from elixir_compile.ops.shards import as_dtensor, is_dtensor, own_part
 from elixir_compile.optim.master_adamw import with_joined_master
+from elixir_compile.platforms import accelerator_platform, platform_of
 
 _KEY = "model"
 
@@ -277,10 +278,11 @@ def _hyperparameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states by generator; CUDA's only if CUDA was used, numpy's only if numpy was imported."""
+    """Return the states by generator; an accelerator's only if it was used, numpy's only if numpy was imported."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    platform = accelerator_platform()
+    if platform is not None and platform.is_in_use:
+        state[platform.device_type] = list(platform.random_states())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         _, keys, *rest = numpy.random.get_state()
@@ -289,21 +291,22 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to `state`. Warns if `state` has more CUDA devices than this machine."""
+    """Set the generators to `state`. Warns if `state` has more accelerators of a type than this machine."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    cuda_states = state.get("cuda", [])
-    num_devices = torch.cuda.device_count()
-    if len(cuda_states) > num_devices:
-        warnings.warn(
-            ElixirWarning(
-                f"the checkpoint has random states of {len(cuda_states)} CUDA devices, and this machine has "
-                f"{num_devices}: dropout continues with other random numbers."
-            ),
-            stacklevel=3,
-        )
-    for index, cuda_state in enumerate(cuda_states[:num_devices]):
-        torch.cuda.set_rng_state(cuda_state, index)
+    for device_type in state.keys() - {"python", "torch", "numpy"}:
+        platform = platform_of(torch.device(device_type))
+        saved, num_devices = state[device_type], platform.num_devices
+        if len(saved) > num_devices:
+            warnings.warn(
+                ElixirWarning(
+                    f"the checkpoint has random states of {len(saved)} {device_type} devices, and this machine has "
+                    f"{num_devices}: dropout continues with other random numbers."
+                ),
+                stacklevel=3,
+            )
+        for index, device_state in enumerate(saved[:num_devices]):
+            platform.set_random_state(device_state, index)
     if "numpy" in state:
         import numpy as np  # only if the process that saved had imported numpy
 

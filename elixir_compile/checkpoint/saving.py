@@ -34,6 +34,7 @@ from elixir_compile.checkpoint.rank_group import RankGroup, checkpoint_lock, ran
 from elixir_compile.checkpoint.run_state import model_plain, model_state, optimizer_plain, random_state
 from elixir_compile.checkpoint.values import Deferred, Sources, UnsupportedValue, to_plain
 from elixir_compile.errors import DiskFailed, DiskFull, ElixirError
+from elixir_compile.runtime.executor import synchronize_executors
 
 _log = logging.getLogger(__name__)
 
@@ -171,8 +172,7 @@ def _state_of(
     shared: Sources = {}
     own: Sources = {}
     rest: Sources = {}
-    if torch.cuda.is_initialized():  # copies of the last step to the host may still be running
-        torch.cuda.synchronize()
+    synchronize_executors(model)  # copies of the last step to the host may still be running
     try:
         plain = {
             "optimizer": None if optimizer is None else optimizer_plain(model, optimizer, shared),

@@ -18,6 +18,7 @@ import elixir_compile as elixir
 from elixir_compile.errors import InvalidOption
 from elixir_compile.ir.plan import Plan
 from elixir_compile.ir.record import Record
+from elixir_compile.platforms import accelerator_type
 from elixir_compile.report.line import measured_line, plan_line
 from elixir_compile.report.text import curve_text, table_text
 from elixir_compile.units import format_bytes, format_s
@@ -48,7 +49,7 @@ def batches(
         raise InvalidOption("text", f"{len(text)} bytes", f"more than {context + 1} bytes")
     random = torch.Generator().manual_seed(seed)
     while True:
-        starts = torch.randint(len(text) - context - 1, (size,), generator=random).tolist()
+        starts = torch.randint(len(text) - context - 1, (size,), generator=random, device="cpu").tolist()
         window = b"".join(text[start : start + context + 1] for start in starts)
         both = torch.frombuffer(bytearray(window), dtype=torch.uint8).view(size, context + 1).long()
         yield both[:, :-1].contiguous().to(device), both[:, 1:].contiguous().to(device)
@@ -147,7 +148,7 @@ def run_demo(*, text: Path | None, num_steps: int) -> int:
     `text` is a file or folder to train on; None stands for the sources of Python's standard library.
     """
     console = Console(highlight=False, soft_wrap=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = accelerator_type() or "cpu"
     corpus = read_text(text)
     num_params = sum(parameter.numel() for parameter in ByteGPT(SHAPE).parameters())
     console.print(

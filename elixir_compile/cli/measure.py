@@ -15,6 +15,7 @@ from torch import distributed
 from elixir_compile.errors import DiskFailed, DiskFull
 from elixir_compile.hardware import Cluster, Link, cluster_to_json
 from elixir_compile.measure.machine import measure_machine, with_disk
+from elixir_compile.platforms import accelerator, accelerator_type, platform_of
 from elixir_compile.problem.machine import store_machine
 from elixir_compile.units import format_bytes, format_s
 
@@ -67,15 +68,15 @@ def _ranks() -> Iterator[tuple[torch.device, bool]]:
 
     If `torchrun` started several processes, a process group exists during the block.
     """
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = accelerator_type()
+    device = accelerator() or torch.device("cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), True
+        yield device, True
         return
-    device = torch.device(kind)
-    if kind == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+    if kind is not None:
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]))
+        platform_of(device).make_current(device)
+    distributed.init_process_group("gloo" if kind is None else distributed.get_default_backend_for_device(kind))
     try:
         yield device, distributed.get_rank() == 0
     finally:

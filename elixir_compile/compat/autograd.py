@@ -57,7 +57,7 @@ class AccumulateNode:
         return self.num_references() > _REFERENCES_OF_OURS
 
 
-_REFERENCES_OF_OURS = AccumulateNode(torch.zeros(1, requires_grad=True)).num_references()
+_REFERENCES_OF_OURS = AccumulateNode(torch.zeros(1, requires_grad=True, device="cpu")).num_references()
 
 
 class Asked(Enum):

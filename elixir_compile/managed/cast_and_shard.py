@@ -187,7 +187,7 @@ def shard_parameters(model: nn.Module, ranks: Ranks, dtype: torch.dtype | None) 
 
 
 def _stand_in(param: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=param.requires_grad)
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="cpu"), requires_grad=param.requires_grad)
 
 
 def _sharded(module: nn.Module, local: str, name: str, ranks: Ranks, dtype: torch.dtype | None) -> nn.Parameter:

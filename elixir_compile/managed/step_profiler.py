@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from elixir_compile.ir import Phase, Plan
+from elixir_compile.platforms import platform_of
 from elixir_compile.problem.machine import library_bytes
 from elixir_compile.problem.outside import device_bytes
 from elixir_compile.report.line import plan_line
@@ -28,6 +29,7 @@ class StepProfiler:
     def __init__(self, executor: Executor, *, is_on: bool, records: bool) -> None:
         self._executor = executor
         self._device = executor.device
+        self._platform = platform_of(executor.device)
         self._is_on = is_on
         self._records = records
         self._recording: Recording | None = None
@@ -60,10 +62,10 @@ class StepProfiler:
             self._recording = None
 
     def _begin(self) -> None:
-        if self._device.type == "cuda":
+        if self._platform.has_own_memory:
             # Compiling allocates more than a step does, and the figure is for the steps.
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._foreign_bytes = max(0, torch.cuda.memory_allocated(self._device) - self._own_bytes())
+            self._platform.reset_peak(self._device)
+            self._foreign_bytes = max(0, self._platform.allocated_bytes(self._device) - self._own_bytes())
         self._recording = self._executor.ledger.start_recording()
         self._began_s[-1] = time.perf_counter()
 
@@ -77,11 +79,10 @@ class StepProfiler:
         self._is_on = False
         spans = () if self._recording is None else self._recording.stop()
         self._recording = None
-        is_cuda = self._device.type == "cuda"
         return StepStats(
             period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
             spans=spans,
-            device_peak_bytes=torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
+            device_peak_bytes=self._platform.peak_bytes(self._device) if self._platform.has_own_memory else None,
             foreign_bytes=self._foreign_bytes,
         )
 

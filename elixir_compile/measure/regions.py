@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from elixir_compile import compat
 from elixir_compile.measure.step import peak_bytes
+from elixir_compile.platforms import platform_of
 from elixir_compile.rewrite.regions import RegionGraph
 from elixir_compile.runtime.lowering import CompiledRegion
 
@@ -42,8 +43,12 @@ def measure_region(
     `sizes` has the values of the symbols of dynamic shapes. Raises `torch.OutOfMemoryError` if the inputs of the region
     alone do not fit the device.
     """
-    devices = [device] if device.type == "cuda" else []
-    with compat.real_tensors(), torch.no_grad(), torch.random.fork_rng(devices=devices):
+    devices = [device] if platform_of(device).has_own_memory else []
+    with (
+        compat.real_tensors(),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
+    ):
         torch.manual_seed(0)
         inputs = [_random_input(node.meta["val"], sizes) for node in region.inputs]
         compiled.run(list(inputs))
@@ -65,28 +70,25 @@ def _random_input(example: Any, sizes: Mapping[str, int]) -> Any:
 
 def _run_s(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> float:
     box = list(inputs)
-    _synchronize(device)
+    platform = platform_of(device)
+    platform.synchronize(device)
     began_s = time.perf_counter()
     compiled.run(box)
-    _synchronize(device)
+    platform.synchronize(device)
     return time.perf_counter() - began_s
 
 
 def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.device) -> int | None:
     box = list(inputs)
-    if device.type == "cuda":
-        _synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before_bytes = torch.cuda.memory_allocated(device)
+    platform = platform_of(device)
+    if platform.has_own_memory:
+        platform.synchronize(device)
+        platform.reset_peak(device)
+        before_bytes = platform.allocated_bytes(device)
         compiled.run(box)
-        return torch.cuda.max_memory_allocated(device) - before_bytes
+        return platform.peak_bytes(device) - before_bytes
     if compat.is_profiling():
         return None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         compiled.run(box)
     return peak_bytes({}, (), compat.cpu_allocations(profiler))
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -21,6 +21,7 @@ from elixir_compile.compat import cpu_allocations
 from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.record import Origin, Record, Span
 from elixir_compile.ops.shards import own_part
+from elixir_compile.platforms import accelerator, platform_of
 from elixir_compile.runtime.ledger import Ledger, all_ledgers
 from elixir_compile.runtime.slab import is_slab_memory, peak_slab_bytes, reset_peak_slab_bytes
 from elixir_compile.runtime.updates import finish_updates
@@ -31,13 +32,13 @@ _measuring = threading.Lock()
 def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Record:
     """Run `fn`, a training step, once, and return its seconds, bytes, spans and counts.
 
-    `device_peak_bytes` counts all tensors on the device, also those from before the step. On CUDA it is
-    `torch.cuda.max_memory_allocated`. On a CPU it is computed from the storages of all live tensors and the memory
+    `device_peak_bytes` counts all tensors on the device, also those from before the step. On an accelerator it is
+    the peak of torch's allocator. On a CPU it is computed from the storages of all live tensors and the memory
     events of torch.profiler, without slabs, which are host memory. `host_peak_bytes` are the slabs. On a CPU `step_s`
     includes the profiler, so time steps without it.
 
-    `device` is `cpu` or `cuda`; None means CUDA if any tensor is there. An exception of `fn` passes through. Raises
-    NestedMeasurement if another measurement is running.
+    `device` is `cpu` or `cuda`; None means the accelerator if any tensor is there. An exception of `fn` passes
+    through. Raises NestedMeasurement if another measurement is running.
 
     Example:
         record = elixir.measure_step(lambda: compiled(batch).backward())
@@ -46,12 +47,11 @@ def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Reco
     if not _measuring.acquire(blocking=False):
         raise NestedMeasurement()
     try:
-        kind = device or ("cuda" if torch.cuda.is_available() and torch.cuda.memory_allocated() else "cpu")
+        measured = _device_of(device)
         finish_updates()  # of the previous step
         reset_peak_slab_bytes()
         with _observed_ledgers() as seen:
-            measure = _cuda_step if torch.device(kind).type == "cuda" else _cpu_step
-            step_s, device_peak_bytes = measure(lambda: _step_with_updates(fn))
+            step_s, device_peak_bytes = _measured(lambda: _step_with_updates(fn), measured)
         return Record(
             origin=Origin.MEASURED,
             step_s=step_s,
@@ -70,13 +70,26 @@ def _step_with_updates(fn: Callable[[], object]) -> None:
     finish_updates()
 
 
-def _cuda_step(fn: Callable[[], object]) -> tuple[float, int]:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+def _device_of(name: str | None) -> torch.device:
+    """Return the device called `name`; for None, the current accelerator if any tensor is there, else the CPU."""
+    found = accelerator() if name is None else None
+    if found is not None and platform_of(found).allocated_bytes(found):
+        return found
+    device = torch.device(name or "cpu")
+    return device if device.index is not None else platform_of(device).current()
+
+
+def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Run `fn`, and return its seconds and its peak on `device` in bytes."""
+    platform = platform_of(device)
+    if not platform.has_own_memory:
+        return _cpu_step(fn)
+    platform.synchronize(device)
+    platform.reset_peak(device)
     began_s = time.perf_counter()
     fn()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began_s, torch.cuda.max_memory_allocated()
+    platform.synchronize(device)
+    return time.perf_counter() - began_s, platform.peak_bytes(device)
 
 
 def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:

@@ -7,7 +7,7 @@ count the versions of the updated parameters, and refuse an optimizer made befor
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -46,10 +46,10 @@ class StateOwner(Protocol):
         """Move the state of `params` to the homes in the placements of their buckets."""
         ...
 
-    def landed(self, params: Sequence[torch.Tensor], arrived: "torch.cuda.Event | None") -> None:
+    def landed(self, params: Sequence[torch.Tensor], arrived: Any) -> None:
         """Note that this backward, which also updates the bucket of `params`, published their gradients.
 
-        The gradients are in memory after the event `arrived`, or now if it is None.
+        The gradients are in memory after `arrived`, an event of `runtime.lanes`, or now if it is None.
         """
         ...
 
@@ -83,7 +83,7 @@ def let_state_follow(params: Sequence[torch.Tensor]) -> None:
         owner.follow(own)
 
 
-def let_update(params: Sequence[torch.Tensor], arrived: "torch.cuda.Event | None") -> None:
+def let_update(params: Sequence[torch.Tensor], arrived: Any) -> None:
     """Tell the hybrid optimizers that the gradients of `params` were published; see `StateOwner.landed`."""
     for owner, own in _owned(params).items():
         owner.landed(own, arrived)

@@ -93,7 +93,8 @@ class KeepsMasters(Hybrid):
         clip_factor = self._take_clip_factor()
         squares = clip_factor**2 * sum_of_all_squares(mixed, known) + sum_of_all_squares(plain, known)
         is_double = any(param.dtype == torch.float64 for param in plain)
-        norm = torch.tensor(squares**0.5 / grad_scale, dtype=torch.float64 if is_double else torch.float32)
+        dtype = torch.float64 if is_double else torch.float32
+        norm = torch.tensor(squares**0.5 / grad_scale, dtype=dtype, device="cpu")
         # As torch does: without a branch, and not finite if the norm is not.
         factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self._clip_factor, self._clipped = clip_factor * factor, GradientSnapshots(mixed)

@@ -34,6 +34,7 @@ from elixir_compile.optim.state import (
     wrap_statistics,
 )
 from elixir_compile.optim.update import Updater
+from elixir_compile.runtime.lanes import Event
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -221,7 +222,7 @@ class Hybrid(torch.optim.Optimizer):
             self._is_accumulating = before
 
     @torch.no_grad()
-    def landed(self, params: Sequence[torch.Tensor], arrived: torch.cuda.Event | None) -> None:
+    def landed(self, params: Sequence[torch.Tensor], arrived: Event | None) -> None:
         """Update `params`, all of a bucket, in the backward; executors call this once the gradients are published.
 
         `arrived` is the event after which the gradients are in memory; None if they are there.

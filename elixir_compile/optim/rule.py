@@ -166,6 +166,16 @@ def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def on_host(value: Any) -> Any:
+    """Return `value`, a hyperparameter, readable on the host by any thread: a copy of a tensor on an accelerator.
+
+    Waits for the tensor's device, so it is called by the thread that wrote the tensor.
+    """
+    if isinstance(value, tuple):
+        return tuple(map(on_host, value))
+    return value.to("cpu") if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
+
+
 def group_slice_of(
     params: Sequence[nn.Parameter],
     states: Mapping[nn.Parameter, State],

@@ -20,6 +20,7 @@ from elixir_compile.optim.master_adamw import load_master, with_joined_master
 from elixir_compile.optim.rule import UpdateRule
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor, executor_of_slot
+from elixir_compile.runtime.lanes import CopyLane
 
 _Kind = tuple[str, torch.dtype]
 
@@ -77,12 +78,13 @@ class StateBuffers:
         return kinds[kind, dtype][id(param)]
 
     def copies(
-        self, bucket: RunningBucket, kind: str, values: Mapping[nn.Parameter, torch.Tensor]
+        self, bucket: RunningBucket, kind: str, values: Mapping[nn.Parameter, torch.Tensor], d2h: CopyLane
     ) -> list[torch.Tensor]:
-        """Start copies of `values`, by parameter, to the host, and return the host tensors."""
+        """Start copies of `values`, by parameter, to the host on `d2h`, and return the host tensors."""
         copies = []
         for param, value in values.items():
-            copies.append(self.buffer(bucket, kind, param, value.dtype).copy_(value, non_blocking=True))
+            copies.append(self.buffer(bucket, kind, param, value.dtype))
+            d2h.copy(copies[-1], value)
         return copies
 
 

@@ -10,8 +10,9 @@
 If the compute device is the CPU, device and host share a memory, and only streamed state is copied.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from elixir_compile.ir import Lane, Tier, Update
 from elixir_compile.optim.disk.updates import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
 from elixir_compile.optim.host.threads import at_least_threads, host_threads_for, on_host_threads
-from elixir_compile.optim.rule import AdamWRule, GroupSlice, State, UpdateRule, group_slice_of, require_dense
+from elixir_compile.optim.rule import AdamWRule, GroupSlice, State, UpdateRule, group_slice_of, on_host, require_dense
 from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_by_bucket
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.streams import wait_on_compute
+from elixir_compile.runtime.lanes import Event
 from elixir_compile.runtime.updates import UpdateLine, Work
 
 
@@ -57,7 +58,7 @@ class Updater:
         params: Iterable[nn.Parameter],
         groups: Iterable[Mapping[str, Any]],
         states: States,
-        arrived: torch.cuda.Event | None = None,
+        arrived: Event | None = None,
     ) -> None:
         """Update the parameters in `params` that have gradients, or queue their updates.
 
@@ -123,7 +124,7 @@ class Updater:
             part = group_slice_of(params, states, group)
             rule.update(part.weights, part.grads, part.states, part.group)
 
-    def _run_on_host(self, update: "BucketUpdate", arrived: torch.cuda.Event | None) -> None:
+    def _run_on_host(self, update: "BucketUpdate", arrived: Event | None) -> None:
         threads = host_threads_for(update.executor.device)
         if update.bucket.update is Update.AFTER_BACKWARD:
             with at_least_threads(threads.num_threads):
@@ -172,7 +173,8 @@ class BucketUpdate:
     def run(self) -> None:
         """Run the update now. Device kernels may still run when this returns; host updates have finished."""
         if not self.is_on_device:
-            wait_on_compute(self.work(None)(), self.executor.device)
+            if (let_compute_wait := self.work(None)()) is not None:
+                let_compute_wait()
             return
         with self.executor.ledger.span(Lane.COMPUTE, self.label):
             for part in self.parts:
@@ -182,7 +184,7 @@ class BucketUpdate:
                     self.rule.update(part.weights, part.grads, part.states, part.group)
                     _store_results(part.states, part.states, part.buffers)
 
-    def work(self, arrived: torch.cuda.Event | None) -> Work:
+    def work(self, arrived: Event | None) -> Work:
         """Return a function that updates the bucket on the host after the event `arrived`.
 
         Copies of tensors from the device to the host start before this returns.
@@ -194,14 +196,16 @@ class BucketUpdate:
             for home, updated in zip(part.weights, host_part.weights, strict=True)
             if home is not updated
         ]
-        landed = self.executor.d2h.mark() if copied_back else arrived
+        lanes, bucket = self.executor.lanes, self.bucket
+        landed = lanes.d2h.mark() if copied_back else arrived
         # `work` must not refer to `self`: a queued update would keep the gradients on the device alive.
-        rule, disk, ledger, label, h2d = self.rule, self.disk, self.executor.ledger, self.label, self.executor.h2d
+        rule, disk, ledger, label = self.rule, self.disk, self.executor.ledger, self.label
         guard = GradientGuard(self.params, self.grads)
 
-        def work() -> torch.cuda.Event | None:
-            if landed is not None:
-                landed.synchronize()
+        def work() -> Callable[[], None] | None:
+            lanes.begin_thread()
+            lanes.host_waits(landed)
+            lanes.host_waits(bucket.home_read)
             guard.check()
             with ledger.span(Lane.HOST, label):
                 if disk is not None:
@@ -212,20 +216,22 @@ class BucketUpdate:
             guard.check()
             if not copied_back:
                 return None
-            with h2d.beside_compute():
+            with lanes.h2d.beside_compute():
                 for home, updated in copied_back:
-                    home.copy_(updated, non_blocking=True)
-            return h2d.mark()
+                    lanes.h2d.copy(home, updated)
+            return partial(lanes.compute_waits, lanes.h2d.mark())
 
         return work
 
     def _on_host(self, part: GroupSlice) -> GroupSlice:
         """Return `part` with weights and gradients on the host; copies from the device start before this returns."""
+        part = replace(part, group={name: on_host(value) for name, value in part.group.items()})
         if part.weights[0].device.type == "cpu":
             return part
-        with self.executor.d2h.behind_compute():
+        d2h = self.executor.lanes.d2h
+        with d2h.behind_compute():
             weights, grads = (
-                self.buffers.copies(self.bucket, kind, dict(zip(part.params, values, strict=True)))
+                self.buffers.copies(self.bucket, kind, dict(zip(part.params, values, strict=True)), d2h)
                 for kind, values in (("landed param", part.weights), ("landed grad", part.grads))
             )
         return replace(part, weights=tuple(weights), grads=tuple(grads))
@@ -235,7 +241,8 @@ class BucketUpdate:
 
         The copies of a bucket are freed before the next bucket is streamed.
         """
-        device = self.executor.device
+        lanes = self.executor.lanes
+        device = lanes.device
 
         def on_device(tensor: torch.Tensor, *, is_state: bool = False) -> torch.Tensor:
             is_copied = is_state or tensor.device != device
@@ -255,9 +262,8 @@ class BucketUpdate:
             if home is not weight:
                 home.copy_(weight, non_blocking=True)
         _store_results(part.states, states, part.buffers)
-        if device.type == "cuda":
-            # The next reader of the state or the parameter on the host does not wait for the device by itself.
-            torch.cuda.current_stream(device).synchronize()
+        # The next reader of the state or the parameter on the host does not wait for the device by itself.
+        lanes.synchronize_compute()
 
     def _is_streamed(self, name: str, value: object, group: Mapping[str, Any]) -> bool:
         return isinstance(value, torch.Tensor) and self.rule.moves_with_update(name, group)

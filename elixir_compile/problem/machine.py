@@ -17,6 +17,7 @@ from elixir_compile.hardware import Cluster, cluster_from_json, cluster_to_json,
 from elixir_compile.measure.machine import available_host_bytes, memory_sizes_bytes, num_local_ranks, num_usable_cores
 from elixir_compile.ops.registry import Slot
 from elixir_compile.options import Options
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.units import GIB
 
@@ -42,12 +43,11 @@ def store_machine(cluster: Cluster, device: torch.device) -> Path:
 
 def machine_path(device: torch.device) -> Path:
     """Return the path of the file with the measured machine for `device`, which need not exist."""
-    is_cuda = device.type == "cuda"
     device_bytes, host_bytes = memory_sizes_bytes(device)
     world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
     parts = (
         device.type,
-        torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        platform_of(device).name(device),
         num_usable_cores(),
         torch.__version__,  # a public name
         torch.get_num_threads(),
@@ -104,8 +104,7 @@ def machine(device: torch.device, hardware: str | None = None) -> Cluster:
     cached = cached_machine(device)
     if cached is not None:
         return cached
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return profile_for(device.type, *memory_sizes_bytes(device), name)
+    return profile_for(device.type, *memory_sizes_bytes(device), platform_of(device).name(device))
 
 
 def _named_machine(hardware: str) -> Cluster:
@@ -130,13 +129,11 @@ def device_budget_bytes(
     """
     if options.device_memory is not None:
         return options.device_memory
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        allocated_bytes = torch.cuda.memory_allocated(device)
-        cached_bytes = torch.cuda.memory_reserved(device) - allocated_bytes
-        # The limit of `torch.cuda.set_per_process_memory_fraction`: the allocator refuses more, even if more is free.
-        allowed_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes) - allocated_bytes
-        available_bytes = min(free_bytes + cached_bytes, allowed_bytes)
+    memory = platform_of(device).memory(device)
+    if memory is not None:
+        # The allocator refuses to hold more than its limit, even if more is free.
+        reusable_bytes = memory.free_bytes + memory.reserved_bytes - memory.allocated_bytes
+        available_bytes = min(reusable_bytes, memory.limit_bytes - memory.allocated_bytes)
         return max(available_bytes + held_bytes - cluster.device.reserve_bytes, 1)
     return _free_host_bytes(ranks) + held_bytes
 
@@ -145,16 +142,20 @@ def device_budget_bytes(
 def library_bytes(device: torch.device) -> int:
     """Return the bytes of the workspaces that matrix products leave allocated on `device`.
 
-    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's.
+    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's. It is
+    measured at the first capture, while torch traces with fake tensors: a fake product would allocate nothing.
     """
-    if device.type != "cuda":
+    platform = platform_of(device)
+    if not platform.has_own_memory:
         return 0
-    compat.drop_cublas_workspaces()
-    factor = torch.ones(16, 16, device=device)
-    before_bytes = torch.cuda.memory_allocated(device)
-    product = factor @ factor
-    left_bytes = torch.cuda.memory_allocated(device) - before_bytes - product.untyped_storage().nbytes()
-    return 2 * left_bytes
+    with compat.real_tensors(), torch.no_grad():
+        if device.type == "cuda":
+            compat.drop_cublas_workspaces()
+        factor = torch.ones(16, 16, device=device)
+        before_bytes = platform.allocated_bytes(device)
+        product = factor @ factor
+        left_bytes = platform.allocated_bytes(device) - before_bytes - product.untyped_storage().nbytes()
+    return 2 * max(0, left_bytes)
 
 
 def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:

@@ -124,6 +124,9 @@ class QueuedUpdates:
         """`slots` are the slots of the bucket."""
         self._slots = slots
         self._updates: tuple[QueuedUpdate, ...] = ()
+        self._let_compute_wait: Callable[[], None] | None = None
+        """Makes compute of the calling thread wait for the copies of the last update to the device; None if it made
+        none. Kept after the first wait, because other readers compute on other streams."""
 
     @property
     def is_empty(self) -> bool:
@@ -152,7 +155,10 @@ class QueuedUpdates:
         return bool(updates) and updates[-1].then(work)
 
     def wait(self) -> None:
-        """Wait until no update is queued. Raises the exception of a failed update."""
+        """Wait until no update is queued, and make compute of this thread wait for results on their way to the device.
+
+        Raises the exception of a failed update.
+        """
         while updates := self._updates:
             try:
                 for update in updates:
@@ -162,5 +168,8 @@ class QueuedUpdates:
                     # Another thread may have ended this wait already, and the next step may have queued more updates.
                     if self._updates is updates and all(update.is_done for update in updates):
                         self._updates = ()
+                        self._let_compute_wait = updates[-1].let_compute_wait
                         for slot in self._slots:
                             end_update(slot.param)
+        if self._let_compute_wait is not None:
+            self._let_compute_wait()

@@ -15,14 +15,16 @@ from elixir_compile.ir import Bucket, Placement, Tier, Update, Verb
 from elixir_compile.ops.registry import Slot
 from elixir_compile.ops.shards import own_part, rehome, rehome_grad
 from elixir_compile.runtime.awaited import QueuedUpdates
+from elixir_compile.runtime.lanes import Event
 from elixir_compile.runtime.slab import Slab, aligned_bytes, is_slab_memory
 
 
 class RunningBucket:
     """A bucket of an executor.
 
-    Only `queued` is thread-safe; the executor calls the methods from the thread of the step. Of its 16 attributes, 4
-    are set by the plan, and the others belong to one of its memories: home, gathered copy, gradients.
+    Only `queued` and `home_read` are used by several threads; the executor calls the methods from the thread of the
+    step. It has more than 15 attributes: 4 are set by the plan, and the others belong to one of its memories: home,
+    gathered copy, gradients.
     """
 
     def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
@@ -41,6 +43,9 @@ class RunningBucket:
         their reduce or offload, or the first release after it. None if unknown."""
         self.queued = QueuedUpdates(self.slots)
         """The updates on the host for which no thread has waited yet."""
+        self.home_read: Event | None = None
+        """Past when the last gather has read the home on the host; None if gathers are synchronous. An update on the
+        host waits for it before it writes."""
         self._gathered_versions: list[int] = []
         self._offsets_bytes, self._total_bytes = self._layout()
         self._params: Slab | None = None

@@ -19,11 +19,11 @@ from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
+from elixir_compile.runtime.lanes import Transfer, lanes_for
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slices import LeavingView, Slicing
-from elixir_compile.runtime.streams import CopyStream, Transfer, wait_on_compute
 
 
 class Executor:
@@ -38,25 +38,22 @@ class Executor:
         self.device = device
         self.name = name
         self.ranks = ranks
-        self.ledger = Ledger(device_type=device.type)
+        self.lanes = lanes_for(device)
+        self.ledger = Ledger(self.lanes)
         self.slots: dict[str, Slot] = {}
         """The slots of the parameters that a plan may move, by name in the model."""
         self.sites = Sites()
         """The modules and attribute names at which graphs find the parameters."""
         self.eager_reads = EagerReads()
         """Copies of parameters that eager code has read."""
-        self.h2d = CopyStream(device)
-        self.d2h = CopyStream(device)
-        self._gathers = Gathers(device, self.h2d, self.ledger)
+        self._gathers = Gathers(self.lanes, self.ledger)
         self._departing: list[torch.Tensor] = []
-        self.saved = SavedActivations(device, self.h2d, self.d2h, self.ledger)
+        self.saved = SavedActivations(self.lanes, self.ledger)
         """The activations of outstanding forwards."""
-        self.buckets = PlacedBuckets(device, ranks, self.slots, self.sites, self.saved)
+        self.buckets = PlacedBuckets(self.lanes, ranks, self.slots, self.sites, self.saved)
         self.gradients = GradientAccumulator(
             name,
-            self.h2d,
-            self.d2h,
-            device=device,
+            self.lanes,
             ledger=self.ledger,
             saved=self.saved,
             buckets=self.buckets,
@@ -91,7 +88,7 @@ class Executor:
         self.ranks.control.check_same_op(slot.name, "a parameter")
 
     def keep_until_gone(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep `tensors`, which copies on `d2h` read, alive until the next forward; it waits for the copies."""
+        """Keep `tensors`, which copies on `lanes.d2h` read, alive until the next forward; it waits for the copies."""
         self._departing += tensors
 
     @torch.no_grad()
@@ -104,7 +101,7 @@ class Executor:
             # An autograd function of other code raised an exception, so the end of the backward never ran.
             self.abandon()
         if self._departing:
-            self.d2h.synchronize()
+            self.lanes.d2h.synchronize()
             self._departing.clear()
         self.saved.begin()
         self.eager_reads.check()
@@ -120,7 +117,7 @@ class Executor:
 
         This costs no overlap: the compute after the last gather is queued already.
         """
-        self.h2d.synchronize()
+        self.lanes.h2d.synchronize()
 
     # The verbs of a program.
 
@@ -134,7 +131,7 @@ class Executor:
 
         Raises the exception of an update before the transfer if the update failed.
         """
-        wait_on_compute(transfer.ensure_issued(), self.device)
+        self.lanes.compute_waits(transfer.ensure_issued())
         transfer.sources = ()
         if isinstance(transfer, ShardReduce):
             self.gradients.close(transfer.bucket, Verb.REDUCE)
@@ -199,8 +196,8 @@ class Executor:
         if self.ranks is not None:
             self.ranks.drain()
         # Memory must not be used again while a copy still reads or writes it.
-        self.h2d.synchronize()
-        self.d2h.synchronize()
+        self.lanes.h2d.synchronize()
+        self.lanes.d2h.synchronize()
         self.saved.begin()
         self.gradients.abandon()
         for bucket in self.buckets:
@@ -208,6 +205,13 @@ class Executor:
 
     def _versions(self, names: Sequence[str]) -> list[int]:
         return [self.slots[name].version for name in names]
+
+
+def synchronize_executors(model: torch.nn.Module) -> None:
+    """Wait until all work is done that the executors of the parameters of `model` have issued, copies included."""
+    slots = (slot_of(param) for param in model.parameters())
+    for executor in {executor_of_slot(slot) for slot in slots if slot is not None}:
+        executor.lanes.synchronize()
 
 
 def executor_of_slot(slot: Slot) -> Executor:

@@ -20,8 +20,8 @@ import torch
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardGather
+from elixir_compile.runtime.lanes import Event, Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.streams import CopyStream, Transfer, mark_compute
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -30,9 +30,10 @@ class Gather(Transfer):
 
     bucket: RunningBucket
     flat: torch.Tensor
-    lanes: "Gathers"
-    allocated: "torch.cuda.Event | None"
-    """Completes when the earlier uses of the memory of `flat` are done."""
+    lanes: Lanes
+    ledger: Ledger
+    allocated: Event | None
+    """Past when the earlier uses of the memory of `flat` are done."""
     is_called_off: bool = False
     _versions: list[int] | None = None
     """Versions of the parameters that were copied; None before the copy."""
@@ -45,7 +46,7 @@ class Gather(Transfer):
             if not self.is_called_off:
                 self._copy()
 
-    def ensure_issued(self) -> "torch.cuda.Event | None":
+    def ensure_issued(self) -> Event | None:
         """Issue the copy if the worker has not, and return its event. Raises the update's exception if it failed."""
         if not self._is_held:
             self.bucket.queued.wait()
@@ -63,18 +64,18 @@ class Gather(Transfer):
             self.is_called_off = True
 
     def _copy(self) -> None:
-        lanes = self.lanes
-        with lanes.h2d.beside_compute(self.allocated), lanes.ledger.span(Lane.H2D, self.label):
-            self.flat.copy_(self.bucket.flat_home(), non_blocking=True)
-        self.event, self._versions = lanes.h2d.mark(), self.bucket.versions()
+        h2d = self.lanes.h2d
+        with h2d.beside_compute(self.allocated), self.ledger.span(Lane.H2D, self.label):
+            h2d.copy(self.flat, self.bucket.flat_home())
+        self.event, self._versions = h2d.mark(), self.bucket.versions()
+        self.bucket.home_read = self.event
 
 
 class Gathers:
-    """Starts the copies of an executor's buckets from the host to `device`."""
+    """Starts the copies of an executor's buckets from the host to the device."""
 
-    def __init__(self, device: torch.device, h2d: CopyStream, ledger: Ledger) -> None:
-        self.h2d, self.ledger = h2d, ledger
-        self._device = device
+    def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
+        self._lanes, self._ledger = lanes, ledger
         self._late: weakref.WeakSet[Gather] = weakref.WeakSet()
 
     def begin(self, bucket: RunningBucket) -> Transfer:
@@ -83,18 +84,20 @@ class Gathers:
         if isinstance(bucket, ShardedBucket):
             bucket.queued.wait()
             copy = bucket.current_copy()
-            return Transfer(label, None, copy) if copy is not None else ShardGather(bucket, self.h2d, self.ledger)
+            return Transfer(label, None, copy) if copy is not None else ShardGather(bucket, self._lanes, self._ledger)
         if not bucket.is_on_host:
             bucket.queued.wait()
         copy = bucket.current_copy() if bucket.queued.is_empty else None
         if copy is not None:
             return Transfer(label, None, copy)
-        # Allocated on the compute stream, which uses and frees it. The program waits for the copy before both.
-        flat = torch.empty(bucket.flat_home().numel(), dtype=torch.uint8, device=self._device)
+        # Compute uses and frees it. The program waits for the copy before both.
+        flat = self._lanes.empty(bucket.flat_home().numel())
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
-        allocated = mark_compute(self._device)
-        gather = Gather(label, None, values, bucket=bucket, flat=flat, lanes=self, allocated=allocated)
+        allocated = self._lanes.mark_compute()
+        gather = Gather(
+            label, None, values, bucket=bucket, flat=flat, lanes=self._lanes, ledger=self._ledger, allocated=allocated
+        )
         if bucket.queued.follow(gather.begin):
             self._late.add(gather)
         else:

@@ -27,11 +27,11 @@ from elixir_compile.ops.shards import as_dtensor, own_part
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardReduce
+from elixir_compile.runtime.lanes import Lanes, LateTransfer, Transfer
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.published import GradNormCache, fitted, publish, widen_sum
 from elixir_compile.runtime.saved import SavedActivations
-from elixir_compile.runtime.streams import CopyStream, LateTransfer, Transfer, wait_on_compute
 
 
 @dataclass(slots=True)
@@ -70,10 +70,8 @@ class GradientAccumulator:
     def __init__(
         self,
         name: str,
-        h2d: CopyStream,
-        d2h: CopyStream,
+        lanes: Lanes,
         *,
-        device: torch.device,
         ledger: Ledger,
         saved: SavedActivations,
         buckets: PlacedBuckets,
@@ -91,11 +89,10 @@ class GradientAccumulator:
         """Bytes of the gradient of each trained parameter that is unmanaged, by its name."""
         self.sums_in_fp32 = False
         """Whether the gradients of several backward passes are summed in fp32 for parameters that have a master."""
-        self.sentinel = torch.zeros(1, requires_grad=True)
+        self.sentinel = torch.zeros(1, device="cpu", requires_grad=True)
         """See `GradientSink.sentinel`."""
         self._name = name
-        self._h2d, self._d2h = h2d, d2h
-        self._device = device
+        self._lanes = lanes
         self._ledger = ledger
         self._saved = saved
         self._buckets = buckets
@@ -155,7 +152,8 @@ class GradientAccumulator:
         backward = self.begin_backward()
         if isinstance(bucket, ShardedBucket):
             land = functools.partial(self._add, backward)
-            backward.reducing[bucket.spec.id] = reducing = ShardReduce(bucket, params, grads, land, self._ledger)
+            reducing = ShardReduce(bucket, params, grads, land, self._lanes, self._ledger)
+            backward.reducing[bucket.spec.id] = reducing
             return reducing
         if self._ranks is not None and grads:
             params, grads = self._ranks.mean_sums(params, grads, bucket.grad_dtype, self._ledger, bucket.spec.id)
@@ -180,7 +178,7 @@ class GradientAccumulator:
             total.add_(grad)
         else:
             # Another graph of this backward offloaded its gradient: copy it back, and offload the sum later.
-            wait_on_compute(self._d2h.mark(), self._device)
+            self._lanes.compute_waits(self._lanes.d2h.mark())
             total = grad.add_(total.to(grad.device, non_blocking=True))
         backward.pending[slot.key] = (slot, total)
 
@@ -190,7 +188,7 @@ class GradientAccumulator:
     def offload(self, bucket: RunningBucket) -> Transfer:
         """Start copying the gradients of `bucket`, whose home is the host, to the host."""
         backward = self.begin_backward()
-        if bucket.spec.id in backward.reducing and not self._d2h.is_asynchronous:
+        if bucket.spec.id in backward.reducing and not self._lanes.d2h.is_asynchronous:
             return LateTransfer(f"offload {bucket.spec.id}", functools.partial(self._offload, backward, bucket))
         return self._offload(backward, bucket)
 
@@ -198,22 +196,28 @@ class GradientAccumulator:
         label = f"offload {bucket.spec.id}"
         landing: list[torch.Tensor] = []
         leaving: list[torch.Tensor] = []
+        moved: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
         buffers = bucket.gradient_buffers()
-        with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label):
+        d2h = self._lanes.d2h
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, label):
             reducing = backward.reducing.pop(bucket.spec.id, None)
             if reducing is not None:
                 leaving += reducing.memory()  # only `d2h` waits for the collective, so compute must not reuse it yet
                 reducing.ensure_issued()
             for slot, target in zip(bucket.slots, buffers, strict=True):
                 pending = backward.pending.get(slot.key)
-                if pending is None or pending[1].device != self._device:
+                if pending is None or pending[1].device != self._lanes.device:
                     continue  # There is no gradient, or another graph of this backward has offloaded it.
-                target.copy_(pending[1], non_blocking=True)
-                self.norm_cache.take(slot, pending[1], target)
+                d2h.copy(target, pending[1])
+                moved.append((slot, pending[1], target))
                 backward.pending[slot.key] = (slot, target)
                 leaving.append(pending[1])
                 landing.append(target)
-        transfer = Transfer(label, self._d2h.mark(), tuple(landing), tuple(leaving))
+            if reducing is not None:  # only `d2h` waits for the collective
+                self.norm_cache.take(moved)
+        if reducing is None:
+            self.norm_cache.take(moved)
+        transfer = Transfer(label, d2h.mark(), tuple(landing), tuple(leaving))
         backward.arriving.append(transfer)
         self.close(bucket, Verb.OFFLOAD)
         return transfer
@@ -232,7 +236,7 @@ class GradientAccumulator:
         is_read = verb is Verb.OFFLOAD and any(slot.param.grad is not None for slot in own)
         if is_away and not is_read and not any(backward.goes_through_autograd(slot) for slot in own):
             self._publish(backward, own)
-            let_update([slot.param for slot in own if slot.param.requires_grad], self._d2h.mark())
+            let_update([slot.param for slot in own if slot.param.requires_grad], self._lanes.d2h.mark())
 
     def hand_over(self, slots: Sequence[Slot | None]) -> Sequence[torch.Tensor | None]:
         """Return for each of `slots` the gradient that autograd itself takes in this backward, or None.
@@ -249,7 +253,7 @@ class GradientAccumulator:
         self._refuse_double()
         leaving = [slot if slot is not None and backward.goes_through_autograd(slot) else None for slot in made]
         if any(slot is not None for slot in leaving):
-            self._d2h.synchronize()
+            self._lanes.d2h.synchronize()
         with torch.no_grad():
             return [None if slot is None else self._handed(backward, slot) for slot in leaving]
 
@@ -276,9 +280,9 @@ class GradientAccumulator:
         if backward is None:  # The backward raised an exception and was abandoned.
             return
         backward.reducing.clear()
-        self._d2h.synchronize()
+        self._lanes.d2h.synchronize()
         backward.arriving.clear()
-        self._h2d.synchronize()
+        self._lanes.h2d.synchronize()
         self._saved.end()
         slots = [slot for slot, _ in backward.pending.values()]
         self._publish(backward, slots)

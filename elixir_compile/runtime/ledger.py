@@ -1,7 +1,7 @@
 """Count the verbs of an executor, and record spans of its lanes while a recording is on.
 
-On a CPU a span is wall-clock time. On CUDA a span is a pair of events on the current stream, so it shows when the
-device worked, not when Python issued the work. The host lane is wall-clock time in both cases.
+If the device has a clock, a span is a pair of events on the lane that does the work, so it shows when the device
+worked, not when Python issued the work. Else, and always on the host lane, a span is wall-clock time.
 """
 
 import threading
@@ -13,10 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Span
+from elixir_compile.runtime.lanes import Lanes, TimedEvent
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
 _NOTHING = nullcontext()
@@ -28,10 +27,10 @@ def all_ledgers() -> tuple["Ledger", ...]:
 
 
 class Ledger:
-    """The counts and spans of an executor on a device of type `device_type`."""
+    """The counts and spans of the executor with `lanes`."""
 
-    def __init__(self, *, device_type: str) -> None:
-        self._is_cuda = device_type == "cuda"
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
         self._lock = threading.Lock()  # the host lane of an optimizer step runs on its own thread
         self._times: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -77,13 +76,13 @@ class Ledger:
         recordings = self._recordings
         if not recordings:
             return _NOTHING
-        if self._is_cuda and lane is not Lane.HOST:
-            return _DeviceSpan(recordings, lane, label)
+        if self._lanes.has_clock and lane is not Lane.HOST:
+            return _DeviceSpan(recordings, self._lanes, lane, label)
         return _HostSpan(recordings, lane, label)
 
     def start_recording(self) -> "Recording":
         """Return a recording of the spans from now on, in seconds from this call; several can run at once."""
-        recording = Recording(self, is_cuda=self._is_cuda)
+        recording = Recording(self, self._lanes)
         with self._lock:
             self._recordings = (*self._recordings, recording)
         return recording
@@ -96,23 +95,23 @@ class Ledger:
 class Recording:
     """The spans of a ledger from `Ledger.start_recording` to `stop`."""
 
-    def __init__(self, ledger: Ledger, *, is_cuda: bool) -> None:
+    def __init__(self, ledger: Ledger, lanes: Lanes) -> None:
         self._ledger = ledger
+        self._lanes = lanes
         self.on_host: list[Span] = []
-        self.on_device: list[tuple[Lane, str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._began: torch.cuda.Event | None = None
-        if is_cuda:
+        self.on_device: list[tuple[Lane, str, TimedEvent, TimedEvent]] = []
+        self._began: TimedEvent | None = None
+        if lanes.has_clock:
             # The clocks of host and device start together only if no work is queued before the first event.
-            torch.cuda.synchronize()
-            self._began = torch.cuda.Event(enable_timing=True)
-            self._began.record()
+            lanes.synchronize()
+            self._began = lanes.timed_event()
         self.began_s = time.perf_counter()
 
     def stop(self) -> tuple[Span, ...]:
-        """Stop, and return the spans in order of their start; on CUDA, wait for the device first."""
+        """Stop, and return the spans in order of their start; wait for the device first if it timed them."""
         self._ledger._drop(self)
         if self._began is not None:
-            torch.cuda.synchronize()
+            self._lanes.synchronize()
             for lane, label, first, last in self.on_device:
                 start_s, end_s = (self._began.elapsed_time(event) / 1e3 for event in (first, last))
                 self.on_host.append(Span(lane=lane, label=label, start_s=start_s, end_s=end_s))
@@ -147,22 +146,20 @@ class _HostSpan:
 
 
 class _DeviceSpan:
-    """Times its block by CUDA events on the current stream."""
+    """Times its block by events on the lane of the block."""
 
-    __slots__ = ("_first", "_label", "_lane", "_recordings")
+    __slots__ = ("_first", "_label", "_lane", "_lanes", "_recordings")
 
-    def __init__(self, recordings: "tuple[Recording, ...]", lane: Lane, label: str) -> None:
-        self._recordings, self._lane, self._label = recordings, lane, label
+    def __init__(self, recordings: "tuple[Recording, ...]", lanes: Lanes, lane: Lane, label: str) -> None:
+        self._recordings, self._lanes, self._lane, self._label = recordings, lanes, lane, label
 
     def __enter__(self) -> Self:
-        self._first = torch.cuda.Event(enable_timing=True)
-        self._first.record()
+        self._first = self._lanes.timed_event()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        last = torch.cuda.Event(enable_timing=True)
-        last.record()
+        last = self._lanes.timed_event()
         for recording in self._recordings:
             recording.on_device.append((self._lane, self._label, self._first, last))

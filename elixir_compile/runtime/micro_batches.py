@@ -100,8 +100,8 @@ class _Results:
         """Add the results of micro-batch `number`, which has the rows of `cut`, and empty `parts`."""
         if number == 0:
             self._allocate()
-        for place, storage in self._leaving.items():
-            storage.begin(self._divided.wholes[place].device)
+        for storage in self._leaving.values():
+            storage.begin()
         seen: set[int] = set()
         for place, result in enumerate(self._divided.results):
             part, parts[place] = parts[place], None

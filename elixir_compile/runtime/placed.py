@@ -22,6 +22,7 @@ from elixir_compile.ops.registry import Slot
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import new_bucket
+from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.saved import SavedActivations
 
 
@@ -30,7 +31,7 @@ class PlacedBuckets:
 
     def __init__(
         self,
-        device: torch.device,
+        lanes: Lanes,
         ranks: Ranks | None,
         slots: Mapping[str, Slot],
         sites: Sites,
@@ -42,7 +43,7 @@ class PlacedBuckets:
         """Grows when buckets or homes change; programs and optimizer state of an older generation are made again."""
         self.disk: tuple[Path, bool] | None = None
         """See `RunningBucket.disk`."""
-        self._device = device
+        self._lanes = lanes
         self._ranks = ranks
         self._slots = slots
         self._sites = sites
@@ -159,7 +160,7 @@ class PlacedBuckets:
         drifted = [bucket for bucket in self if bucket.has_drifted()]
         self._check_move(slot for bucket in drifted if bucket.is_on_host for slot in bucket.slots)
         for bucket in drifted:
-            bucket.move_home(self._device)
+            bucket.move_home(self._lanes.device)
             self.generation += 1
 
     def drop(self, slots: Iterable[Slot]) -> None:
@@ -177,8 +178,8 @@ class PlacedBuckets:
 
     def _place(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
         """Put a new bucket for `spec` in force, and move the parameters of `slots` to its home."""
-        bucket = new_bucket(spec, placement, slots, pin=self._device.type == "cuda", ranks=self._ranks)
-        bucket.move_home(self._device)
+        bucket = new_bucket(spec, placement, slots, pin=self._lanes.pins, ranks=self._ranks)
+        bucket.move_home(self._lanes.device)
         bucket.disk = self.disk
         self._by_id[spec.id] = bucket
         self._by_slot.update((slot.key, bucket) for slot in slots)

@@ -170,11 +170,15 @@ class GradNormCache:
             self._num_expected, self._num_backwards = self._num_backwards, 0
         self._squares_of.update((slot.key, squares_of) for slot in slots)
 
-    def take(self, slot: Slot, grad: torch.Tensor, home: torch.Tensor) -> None:
-        """Compute the squares of `grad`, whose copy `home` on the host becomes the gradient of `slot`, if requested."""
-        squares_of = self._wanted(slot)
-        if squares_of is not None and slot.param.grad is None:
-            self._taken[slot.key] = GradientSnapshot.of(home), squares_of(grad)
+    def take(self, moved: Iterable[tuple[Slot, torch.Tensor, torch.Tensor]]) -> None:
+        """Compute the requested squares of gradients that leave for the host, on the lane of the block.
+
+        `moved` has for each its slot, the gradient on the device, and the copy on the host that becomes the gradient.
+        """
+        for slot, grad, home in moved:
+            squares_of = self._wanted(slot)
+            if squares_of is not None and slot.param.grad is None:
+                self._taken[slot.key] = GradientSnapshot.of(home), squares_of(grad)
 
     def store(self, slot: Slot) -> None:
         """Store the squares of the published gradient of `slot`: from `take`, or by reading the gradient now."""

@@ -23,6 +23,7 @@ import torch
 from elixir_compile import compat
 from elixir_compile.errors import ActivationsGone
 from elixir_compile.ir import Lane
+from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import Slab, SlabPool, aligned_bytes
 from elixir_compile.runtime.slices import (
@@ -34,7 +35,6 @@ from elixir_compile.runtime.slices import (
     View,
     num_slices,
 )
-from elixir_compile.runtime.streams import CopyStream, Transfer
 
 
 @dataclass(slots=True)
@@ -46,6 +46,8 @@ class _OffloadedGroup:
     """The bytes of each storage."""
     views: tuple[View, ...]
     transfer: Transfer
+    not_moved: frozenset[int]
+    """Indices into `on_host` of storages that the forward made on the host: nothing copies them."""
 
 
 @dataclass(slots=True)
@@ -117,12 +119,10 @@ class _Forward:
 class SavedActivations:
     """The outstanding forwards of an executor, and its running forward."""
 
-    def __init__(self, device: torch.device, h2d: CopyStream, d2h: CopyStream, ledger: Ledger) -> None:
-        self._device = device
-        self._h2d = h2d
-        self._d2h = d2h
+    def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
+        self._lanes = lanes
         self._ledger = ledger
-        self._pool = SlabPool(pin=device.type == "cuda")
+        self._pool = SlabPool(pin=lanes.pins)
         self._forwards: dict[int, _Forward] = {}
         self._current = _Forward()
         self.next_number = 0
@@ -137,7 +137,7 @@ class SavedActivations:
 
     def begin_leaving(self, group: str, nbytes: int, num: int) -> LeavingStorage:
         """Return a storage of `group` in the running forward that will leave in `num` slices of `nbytes` together."""
-        storage = LeavingStorage(nbytes, num, self._pool.take(nbytes), self._d2h, self._ledger, f"offload {group}")
+        storage = LeavingStorage(nbytes, num, self._pool.take(nbytes), self._lanes, self._ledger, f"offload {group}")
         self._current.leaving.append(storage)
         return storage
 
@@ -145,20 +145,28 @@ class SavedActivations:
         """Start copying the storages of `values`, the activations of `group`, from the running forward to the host.
 
         The device copies stay alive until the wait. Slices of values that leave in slices are on their way already.
+        Storages that are on the host already are kept as they are: attention with dropout keeps the seed of its random
+        numbers there, although its meta kernel names the device, and its backward reads the seed on the host.
         """
         wholes = [value for value in values if isinstance(value, torch.Tensor)]
         storages = {compat.storage_key(value): value.untyped_storage() for value in wholes}
         leaving = list(dict.fromkeys(value.source for value in values if isinstance(value, LeavingView)))
         places: dict[object, int] = {key: place for place, key in enumerate((*storages, *leaving))}
-        slabs = [self._pool.take(sum(aligned_bytes(s.nbytes()) for s in storages.values()))] if storages else []
+        not_moved = frozenset(n for n, s in enumerate(storages.values()) if s.device.type != self._lanes.device.type)
+        moved = [storage for place, storage in enumerate(storages.values()) if place not in not_moved]
+        slabs = [self._pool.take(sum(aligned_bytes(storage.nbytes()) for storage in moved))] if moved else []
         on_host, start = [], 0
-        for storage in storages.values():
-            on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
-            start = aligned_bytes(start + storage.nbytes())
-        label = f"offload {group}"
-        with self._d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in on_host)):
-            for host, storage in zip(on_host, storages.values(), strict=True):
-                host.copy_(_as_bytes(storage), non_blocking=True)
+        for place, storage in enumerate(storages.values()):
+            if place in not_moved:
+                on_host.append(_as_bytes(storage))
+            else:
+                on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
+                start = aligned_bytes(start + storage.nbytes())
+        copies = [host for place, host in enumerate(on_host) if place not in not_moved]
+        label, d2h = f"offload {group}", self._lanes.d2h
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in copies)):
+            for host, storage in zip(copies, moved, strict=True):
+                d2h.copy(host, _as_bytes(storage))
         views = tuple(
             replace(value.view, storage=places[value.source])
             if isinstance(value, LeavingView)
@@ -171,11 +179,11 @@ class SavedActivations:
             )
             for value in values
         )
-        transfer = Transfer(label, self._d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
+        transfer = Transfer(label, d2h.mark(), sources=(*wholes, *(s.handed_over() for s in leaving)))
         on_host += [storage.on_host for storage in leaving]
         slabs += [storage.slab for storage in leaving]
         self._current.leaving = [storage for storage in self._current.leaving if storage not in leaving]
-        self._current.groups[group] = _OffloadedGroup(tuple(slabs), tuple(on_host), views, transfer)
+        self._current.groups[group] = _OffloadedGroup(tuple(slabs), tuple(on_host), views, transfer, not_moved)
         return transfer
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
@@ -191,29 +199,29 @@ class SavedActivations:
         """
         offloaded = self._offloaded(ticket, group)
         nums = [
-            num_slices(place, host.numel(), offloaded.views, slices) for place, host in enumerate(offloaded.on_host)
-        ]
-        # Allocated on the compute stream, which uses and frees them. The program waits for the copy before both.
-        flats = {
-            place: torch.empty(host.numel(), dtype=torch.uint8, device=self._device)
+            0 if place in offloaded.not_moved else num_slices(place, host.numel(), offloaded.views, slices)
             for place, host in enumerate(offloaded.on_host)
-            if nums[place] == 1
+        ]
+        # Compute uses and frees them. The program waits for the copy before both.
+        flats = {
+            place: self._lanes.empty(host.numel()) for place, host in enumerate(offloaded.on_host) if nums[place] == 1
         }
-        label, after = f"prefetch {group}", offloaded.transfer.event
+        label, after, h2d = f"prefetch {group}", offloaded.transfer.event, self._lanes.h2d
         whole_bytes = sum(flat.numel() for flat in flats.values())
-        with self._h2d.behind_compute(after), self._ledger.span(Lane.H2D, label, whole_bytes):
+        with h2d.behind_compute(after), self._ledger.span(Lane.H2D, label, whole_bytes):
             for place, flat in flats.items():
-                flat.copy_(offloaded.on_host[place], non_blocking=True)
+                h2d.copy(flat, offloaded.on_host[place])
         arriving = {
-            place: ArrivingStorage(host, nums[place], self._device, self._h2d, self._ledger, label, after)
+            place: ArrivingStorage(host, nums[place], self._lanes, self._ledger, label, after)
             for place, host in enumerate(offloaded.on_host)
             if nums[place] > 1
         }
+        flats |= {place: offloaded.on_host[place] for place in offloaded.not_moved}
         values = tuple(
             ArrivingView(arriving[view.storage], view) if view.storage in arriving else view.of(flats[view.storage])
             for view in offloaded.views
         )
-        return Transfer(label, self._h2d.mark(), values, offloaded.on_host)
+        return Transfer(label, h2d.mark(), values, offloaded.on_host)
 
     def ticket(self, versions: Sequence[int]) -> torch.Tensor:
         """End the running forward, and return its ticket: its number on this rank and `versions`.
@@ -223,7 +231,7 @@ class SavedActivations:
         number, self.next_number = self.next_number, self.next_number + 1
         self._current.call = self.num_calls
         self._forwards[number], self._current = self._current, _Forward()
-        ticket = torch.tensor([number, *versions], dtype=torch.int64)
+        ticket = torch.tensor([number, *versions], dtype=torch.int64, device="cpu")
         weakref.finalize(ticket.untyped_storage(), self._forget, number).atexit = False
         return ticket
 
@@ -243,7 +251,8 @@ class SavedActivations:
         forward = self._forwards[number_of(ticket)]
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
         storages = {compat.storage_key(value): value.untyped_storage() for value in activations}
-        forward.storages = [weakref.ref(storage) for storage in storages.values() if storage.nbytes()]
+        on_device = [storage for storage in storages.values() if storage.device.type == self._lanes.device.type]
+        forward.storages = [weakref.ref(storage) for storage in on_device if storage.nbytes()]
 
     def call_of(self, ticket: torch.Tensor) -> int:
         """Return the number of forwards that all ranks had run together, up to the forward of `ticket`."""
@@ -300,8 +309,8 @@ class SavedActivations:
         self._drop(only_idle=False)
 
     def _drop(self, *, only_idle: bool) -> None:
-        self._h2d.synchronize()
-        self._d2h.synchronize()
+        self._lanes.h2d.synchronize()
+        self._lanes.d2h.synchronize()
         self._pool.drop(only_idle=only_idle)
 
     def _offloaded(self, ticket: torch.Tensor, group: str) -> _OffloadedGroup:

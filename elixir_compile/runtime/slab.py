@@ -1,4 +1,4 @@
-"""Slabs: large mappings of host memory, page-locked if CUDA is there, and the tensors cut from them.
+"""Slabs: large mappings of host memory, page-locked if an accelerator is there, and the tensors cut from them.
 
 Each tensor cut from a slab has a storage of its own, which keeps the mapping alive.
 """
@@ -10,11 +10,11 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from elixir_compile.errors import ElixirWarning
+from elixir_compile.platforms import PinningError, accelerator_platform
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,8 +30,6 @@ that a matrix in an allocation of its own would run."""
 _IDLE_STEPS = 4
 """A free slab is unmapped after this many backward passes without use. More than one, because the micro-batches of one
 accumulation may use different slabs in turn."""
-_PORTABLE = 1
-"""`cudaHostRegisterPortable`: page-locked for every device, not only for the current device."""
 
 
 class _Mapping(mmap.mmap):
@@ -96,8 +94,8 @@ _mapped = _MappedRanges()
 class Slab:
     """`nbytes` of host memory, rounded up to whole pages and filled with zeros.
 
-    With `pin`, the pages are registered with CUDA so that copies run asynchronously. The slab is pageable if there is
-    no CUDA, and, with an `ElixirWarning`, if the driver refuses because of a locked-memory limit.
+    With `pin`, the pages are locked for the accelerator so that copies run asynchronously. The slab is pageable if
+    there is no accelerator, and, with an `ElixirWarning`, if the driver refuses because of a locked-memory limit.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
@@ -113,14 +111,12 @@ class Slab:
         # Bound here and not looked up in `__del__`, because module globals are cleared first when the interpreter ends.
         self._mapping.forget = _mapped.remove
         _mapped.add(self._mapping.address, self.nbytes)
-        if pin and torch.cuda.is_available():
-            cudart: Any = torch.cuda.cudart()
-            if _pin(cudart, self._mapping.address, self.nbytes):
-                self._mapping.unpin = cudart.cudaHostUnregister
+        if pin:
+            self._mapping.unpin = _pin(self._mapping.address, self.nbytes)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether copies between this slab and a CUDA device can run asynchronously."""
+        """Whether copies between this slab and an accelerator can run asynchronously."""
         return self._mapping.unpin is not None
 
     def keep_from_children(self) -> None:
@@ -146,7 +142,7 @@ class Slab:
         if offset_bytes + needed_bytes > self.nbytes:
             raise ValueError(f"{needed_bytes} bytes at offset {offset_bytes} do not fit a slab of {self.nbytes} bytes")
         if numel == 0:  # `frombuffer` refuses empty tensors, which need no memory.
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         # `frombuffer` holds a reference to the mapping for as long as the storage lives.
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset_bytes).view(tuple(shape))
 
@@ -176,20 +172,22 @@ def is_slab_memory(data_ptr: int) -> bool:
     return _mapped.holds(data_ptr)
 
 
-def _pin(cudart: Any, address: int, nbytes: int) -> bool:
-    """Page-lock `nbytes` at `address`; return False, after an ElixirWarning, if the driver refuses."""
-    error = int(cudart.cudaHostRegister(address, nbytes, _PORTABLE))
-    if error:
-        # CUDA keeps the error, and torch would raise it after the next kernel launch. This launch takes it.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")
+def _pin(address: int, nbytes: int) -> Callable[[int], object] | None:
+    """Page-lock `nbytes` at `address`, and return the function that unlocks the memory at an address.
+
+    Return None without an accelerator, and, after an ElixirWarning, if the driver refuses.
+    """
+    platform = accelerator_platform()
+    try:
+        return None if platform is None else platform.pin(address, nbytes)
+    except PinningError as refused:
         warnings.warn(
-            f"CUDA refused to pin {nbytes} bytes of host memory (error {error}): copies from it block. "
+            f"the driver refused to pin {nbytes} bytes of host memory ({refused}): copies from it block. "
             "Raise the locked-memory limit (`ulimit -l`), or lower `host_memory`.",
             ElixirWarning,
             stacklevel=3,
         )
-    return not error
+        return None
 
 
 class SlabPool:

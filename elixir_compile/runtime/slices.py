@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from elixir_compile.ir import Lane
+from elixir_compile.runtime.lanes import Event, Lanes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import Slab
-from elixir_compile.runtime.streams import CopyStream, wait_on_compute
 
 Slicing = Sequence[tuple[int, int] | None]
 """For each value of a group the dimension and the number of the slices in which it arrives; None if it arrives as a
@@ -57,27 +57,27 @@ class View:
 class LeavingStorage:
     """A storage of the running forward that leaves the device in slices."""
 
-    def __init__(self, nbytes: int, num: int, slab: Slab, stream: CopyStream, ledger: Ledger, label: str) -> None:
-        """Its `nbytes` go to the begin of `slab` in `num` slices, copied on `stream`."""
+    def __init__(self, nbytes: int, num: int, slab: Slab, lanes: Lanes, ledger: Ledger, label: str) -> None:
+        """Its `nbytes` go to the begin of `slab` in `num` slices."""
         self.slab = slab
         self.on_host = slab.tensor(torch.uint8, (nbytes,), 0)
         self.slice: torch.Tensor | None = None
         """The bytes of the slice on the device."""
         self.num = num
-        self._stream = stream
+        self._lanes = lanes
         self._ledger = ledger
         self._label = label
-        self._event: torch.cuda.Event | None = None
+        self._event: Event | None = None
 
     @property
     def nbytes(self) -> int:
         return self.on_host.numel()
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self) -> None:
         """Let compute issued from now on fill the slice: it waits until the slice before has left."""
         if self.slice is None:
-            self.slice = torch.empty(self.nbytes // self.num, dtype=torch.uint8, device=device)
-        wait_on_compute(self._event, device)
+            self.slice = self._lanes.empty(self.nbytes // self.num)
+        self._lanes.compute_waits(self._event)
 
     def part(self, view: View, dim: int) -> torch.Tensor:
         """Return the slice along `dim` of `view`, a view of the whole storage."""
@@ -87,10 +87,10 @@ class LeavingStorage:
     def send(self, number: int) -> None:
         """Start copying the slice, which micro-batch `number` has filled, to its place on the host."""
         assert self.slice is not None
-        size = self.slice.numel()
-        with self._stream.behind_compute(), self._ledger.span(Lane.D2H, self._label, size, times=0):
-            self.on_host[number * size : (number + 1) * size].copy_(self.slice, non_blocking=True)
-        self._event = self._stream.mark()
+        size, d2h = self.slice.numel(), self._lanes.d2h
+        with d2h.behind_compute(), self._ledger.span(Lane.D2H, self._label, size, times=0):
+            d2h.copy(self.on_host[number * size : (number + 1) * size], self.slice)
+        self._event = d2h.mark()
 
     def handed_over(self) -> torch.Tensor:
         """Return the slice that may still be leaving; the caller keeps it until then."""
@@ -114,40 +114,35 @@ class ArrivingStorage:
         self,
         on_host: torch.Tensor,
         num: int,
-        device: torch.device,
-        stream: CopyStream,
+        lanes: Lanes,
         ledger: Ledger,
         label: str,
-        after: "torch.cuda.Event | None",
+        after: Event | None,
     ) -> None:
         """`on_host` has the bytes of the storage, complete when `after` is. The copy of the first slice starts."""
         self._on_host = on_host
         self._num = num
-        self._device = device
-        self._stream = stream
+        self._lanes = lanes
         self._ledger = ledger
         self._label = label
         self._after = after
         self._slice: torch.Tensor | None = None
         self._next, self._event = self._start(0)
 
-    def _start(self, number: int) -> "tuple[torch.Tensor, torch.cuda.Event | None]":
-        size = self._on_host.numel() // self._num
-        # Allocated on the compute stream, which uses and frees it. Compute waits for the copy before both.
-        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
-        with (
-            self._stream.behind_compute(self._after),
-            self._ledger.span(Lane.H2D, self._label, size, times=0),
-        ):
-            flat.copy_(self._on_host[number * size : (number + 1) * size], non_blocking=True)
-        return flat, self._stream.mark()
+    def _start(self, number: int) -> tuple[torch.Tensor, Event | None]:
+        size, h2d = self._on_host.numel() // self._num, self._lanes.h2d
+        # Compute uses and frees it, and waits for the copy before both.
+        flat = self._lanes.empty(size)
+        with h2d.behind_compute(self._after), self._ledger.span(Lane.H2D, self._label, size, times=0):
+            h2d.copy(flat, self._on_host[number * size : (number + 1) * size])
+        return flat, h2d.mark()
 
     def begin(self, number: int) -> None:
         """Begin micro-batch `number`: start copying the next slice, and let compute wait for this one."""
         self._slice, arrived = self._next, self._event
         if number + 1 < self._num:
             self._next, self._event = self._start(number + 1)
-        wait_on_compute(arrived, self._device)
+        self._lanes.compute_waits(arrived)
 
     def slice(self, view: View, dim: int) -> torch.Tensor:
         """Return the slice along `dim` of `view`, a view of the whole storage."""

@@ -21,17 +21,15 @@ from collections.abc import Callable
 
 import torch
 
-from elixir_compile.runtime.streams import wait_on_compute
-
 log = logging.getLogger("elixir_compile")
 
 _SWITCH_INTERVAL_S = 5e-4
 """The interpreter's switch interval while updates run. Each return from a kernel to Python waits at most this long for
 the interpreter. With Python's 5 ms, 191 short calls beside a busy thread took 1 s instead of 0.14 s."""
 
-Work = Callable[[], "torch.cuda.Event | None"]
-"""Updates one bucket. Returns an event that completes when the results are on the device, or None if no device has to
-wait."""
+Work = Callable[[], Callable[[], None] | None]
+"""Updates one bucket. Returns a function that makes the compute of the calling thread wait for the results, which are
+still on their way to the device; or None if compute need not wait."""
 
 
 class QueuedUpdate:
@@ -46,7 +44,8 @@ class QueuedUpdate:
         self._done = threading.Event()
         self._followers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self._event: torch.cuda.Event | None = None
+        self.let_compute_wait: Callable[[], None] | None = None
+        """What the work returned, after it ran; None before."""
 
     @property
     def is_done(self) -> bool:
@@ -65,14 +64,14 @@ class QueuedUpdate:
             return True
 
     def wait(self) -> None:
-        """Wait until the update is done, and make compute issued from now on wait for its results on the device.
+        """Wait until the update is done, and make compute of this thread wait for its results on the device.
 
         Raises the exception of an update on the same line that failed.
         """
         self._done.wait()
         self._line.check()
-        if self._event is not None:
-            wait_on_compute(self._event, self._event.device)
+        if self.let_compute_wait is not None:
+            self.let_compute_wait()
 
     def run(self) -> None:
         """Do the work and the followers, unless an earlier update of the line failed; called on the worker."""
@@ -83,7 +82,7 @@ class QueuedUpdate:
                 # was set last in any thread.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
-                self._event = work()
+                self.let_compute_wait = work()
                 del work  # frees its gradients before the followers run
                 while (follower := self._next_or_done()) is not None:
                     follower()

@@ -457,5 +457,5 @@ def test_a_refused_pin_warns_and_breaks_nothing() -> None:
     slab = Slab(1 << 20, pin=True)
     assert slab.is_pinned
     with pytest.warns(elixir.ElixirWarning, match="refused to pin"):
-        assert not _pin(slab.tensor(torch.uint8, (1,), 0).data_ptr(), slab.nbytes)
+        assert _pin(slab.tensor(torch.uint8, (1,), 0).data_ptr(), slab.nbytes) is None
     assert torch.ones(8, device="cuda").sum().item() == 8

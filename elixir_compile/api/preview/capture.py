@@ -31,6 +31,7 @@ from elixir_compile.managed.model import ManagedModel
 from elixir_compile.managed.unmanaged import trace_unmanaged
 from elixir_compile.ops.masters import add_master, has_master
 from elixir_compile.options import Options
+from elixir_compile.platforms import accelerator
 from elixir_compile.problem.machine import library_bytes, scalar_bytes
 from elixir_compile.problem.outside import state_bytes_per_element
 from elixir_compile.problem.planning import Memory, TrainedParams, build_problem, graph_of
@@ -200,7 +201,7 @@ def _device_of(model: nn.Module) -> torch.device:
     for param in model.parameters():
         if param.device.type != "meta":
             return param.device
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return accelerator() or torch.device("cpu")
 
 
 def _like(inputs: Inputs, device: torch.device, *, dynamic: bool) -> tuple[list[Any], dict[str, Any]]:
@@ -299,7 +300,7 @@ def _without_weights(param: nn.Parameter, memory: torch.UntypedStorage, dtype: t
     """
     if type(param.data) is not torch.Tensor or not torch.ops.aten.is_non_overlapping_and_dense(param.data):
         return nn.Parameter(param.detach().to(dtype or param.dtype), requires_grad=param.requires_grad)
-    empty = torch.empty(0, dtype=dtype or param.dtype)
+    empty = torch.empty(0, dtype=dtype or param.dtype, device=memory.device)
     return nn.Parameter(empty.set_(memory, 0, param.shape, param.stride()), requires_grad=param.requires_grad)
 
 

@@ -31,6 +31,7 @@ from elixir_compile.errors import InvalidPlan
 from elixir_compile.folders import cache_dir, drop_oldest, read_cached, write_cached
 from elixir_compile.ir import StepGraph, StorageId
 from elixir_compile.options import Options
+from elixir_compile.platforms import accelerator_type
 from elixir_compile.search.joint.loss import Chunks
 from elixir_compile.version import __version__, source_digest
 
@@ -74,7 +75,7 @@ def capture_key(model: str, text: TextBatch, options: Options, *, dynamic: bool,
     it initialises CUDA, after which no process can be forked.
     """
     description = description_of(model)
-    if description is None or not options.plan_cache or torch.cuda.is_available():
+    if description is None or not options.plan_cache or accelerator_type() is not None:
         return None
     options = with_compiler(options)
     parts = [

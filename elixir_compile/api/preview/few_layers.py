@@ -28,6 +28,7 @@ from elixir_compile.collector import collector_off
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
 from elixir_compile.ir import StorageId
 from elixir_compile.options import Options
+from elixir_compile.platforms import is_accelerator_in_use
 from elixir_compile.search.joint.loss import Chunks
 
 Value = TypeVar("Value")
@@ -72,11 +73,11 @@ def beside(work: Callable[[], Value]) -> Iterator[Callable[[], Value]]:
 def _may_fork() -> bool:
     """Return whether a fork is safe and makes captures faster.
 
-    It is safe on Linux if Python knows of a single thread and there is no CUDA context; libraries of other systems do
-    not expect forks. It is faster if half of the cores are idle, as both processes import and initialise Inductor: on
-    two busy cores, two processes took 24 s and a single process 16 s.
+    It is safe on Linux if Python knows of a single thread and the process has used no accelerator; libraries of other
+    systems do not expect forks. It is faster if half of the cores are idle, as both processes import and initialise
+    Inductor: on two busy cores, two processes took 24 s and a single process 16 s.
     """
-    is_alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
+    is_alone = threading.active_count() == 1 and not is_accelerator_in_use()
     if sys.platform != "linux" or not is_alone:
         return False
     return os.getloadavg()[0] <= len(os.sched_getaffinity(0)) / 2

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from elixir_compile.platforms import platform_of
+
 MIN_REPEATS = 3
 MAX_REPEATS = 50
 
@@ -30,9 +32,8 @@ def median_s(run: Callable[[], object], device: torch.device, at_most_s: float) 
 def _timed_s(run: Callable[[], object], device: torch.device) -> float:
     began_s = time.perf_counter()
     run()
-    if device.type == "cuda":
-        # Not the device: a function that runs beside `run` has its own stream.
-        torch.cuda.current_stream(device).synchronize()
+    # Not the whole device: a function that runs beside `run` has its own stream.
+    platform_of(device).synchronize_compute(device)
     return time.perf_counter() - began_s
 
 

@@ -19,6 +19,7 @@ from elixir_compile.measure.machine.limits import (
 )
 from elixir_compile.measure.machine.links import measure_collectives
 from elixir_compile.measure.machine.rates import Progress, measure_rates
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.disk.disk_queue import DiskTransfer
 from elixir_compile.runtime.disk.disk_store import DiskStore, StagingBuffers
 from elixir_compile.units import MIB
@@ -73,8 +74,7 @@ class _Ranks:
 
 def _node(device: torch.device, rates: Mapping[str, float], num_local: int, source: str) -> Node:
     """Return a node with a single device: name and reserves of the rough profile, memory and rates of this machine."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    rough = profile_for(device.type, *memory_sizes_bytes(device), name).nodes[0]
+    rough = profile_for(device.type, *memory_sizes_bytes(device), platform_of(device).name(device)).nodes[0]
     dtypes = [key.removeprefix("flops_per_s.") for key in rates if key.startswith("flops_per_s.")]
     profile = replace(
         rough.device,
@@ -103,7 +103,7 @@ def _copy_link(device: torch.device, rates: Mapping[str, float], name: str, sour
     return Link(
         bytes_per_s=_rounded(alone),
         latency_s=_rounded(rates[f"{name}.latency_s"]),
-        overlaps_compute=device.type == "cuda",
+        overlaps_compute=platform_of(device).has_own_memory,
         source=source,
         # If the other direction does not slow down this direction, noise may make the busy rate the higher rate.
         busy_bytes_per_s=_rounded(min(busy, alone)),
@@ -127,7 +127,7 @@ def _collective_link(device: torch.device, group: "distributed.ProcessGroup | No
     return Link(
         bytes_per_s=_rounded(bytes_per_s),
         latency_s=_rounded(latency_s),
-        overlaps_compute=device.type == "cuda",
+        overlaps_compute=platform_of(device).has_own_memory,
         source=source,
     )
 

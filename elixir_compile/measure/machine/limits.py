@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from elixir_compile.errors import ElixirWarning
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.slab import Slab
 from elixir_compile.units import GIB, MIB
 
@@ -95,9 +96,8 @@ def num_local_ranks(unknown: int | None = None) -> int:
 def memory_sizes_bytes(device: torch.device) -> tuple[int, int]:
     """Return the bytes of `device` and of its host. If the device is a CPU, both are the same memory."""
     host_bytes = host_memory_bytes()
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, host_bytes
-    return host_bytes, host_bytes
+    device_bytes = platform_of(device).total_bytes(device)
+    return host_bytes if device_bytes is None else device_bytes, host_bytes
 
 
 def host_memory_bytes() -> int:
@@ -130,7 +130,7 @@ def group_limit_bytes(memberships: Path, groups: Path) -> int | None:
 def pinned_limit_bytes(device: torch.device) -> int:
     """Return the most bytes of page-locked host memory; all, if `device` is a CPU and none must be."""
     memory_bytes = host_memory_bytes()
-    if device.type != "cuda":
+    if not platform_of(device).has_own_memory:
         return memory_bytes
     limit_bytes = _lock_limit_bytes()
     if limit_bytes is None or limit_bytes >= memory_bytes:

@@ -25,9 +25,10 @@ from torch import distributed
 
 from elixir_compile import compat
 from elixir_compile.measure.machine.clock import beside, median_s
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.exchange import messenger_of
+from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.slab import Slab
-from elixir_compile.runtime.streams import CopyStream
 from elixir_compile.units import KIB, MIB
 
 COPY_BYTES = 64 * MIB
@@ -44,25 +45,27 @@ class Copies:
 
 
 def copies_of(device: torch.device, nbytes: int) -> Copies:
-    """Return copies of `nbytes` between host memory, pinned for CUDA, and `device`."""
-    slab = Slab(2 * nbytes, pin=device.type == "cuda")
+    """Return copies of `nbytes` between host memory, pinned for an accelerator, and `device`."""
+    lanes = lanes_for(device)
+    slab = Slab(2 * nbytes, pin=lanes.pins)
     flat = slab.tensor(torch.uint8, (2 * nbytes,), 0).fill_(1)
     home, target = flat[:nbytes], flat[nbytes:]
     leaving = torch.full((nbytes,), 2, dtype=torch.uint8, device=device)
-    h2d_stream, d2h_stream = CopyStream(device), CopyStream(device)
 
     def h2d() -> torch.Tensor:
-        arriving = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        lanes.begin_thread()
+        arriving = lanes.empty(nbytes)
         for _ in range(_NUM_COPIES["h2d"]):
-            with h2d_stream.behind_compute():
-                arriving.copy_(home, non_blocking=True)
-        h2d_stream.synchronize()
+            with lanes.h2d.behind_compute():
+                lanes.h2d.copy(arriving, home)
+        lanes.h2d.synchronize()
         return arriving
 
     def d2h() -> torch.Tensor:
-        with d2h_stream.behind_compute():
-            target.copy_(leaving, non_blocking=True)
-        d2h_stream.synchronize()
+        lanes.begin_thread()
+        with lanes.d2h.behind_compute():
+            lanes.d2h.copy(target, leaving)
+        lanes.d2h.synchronize()
         return target
 
     return Copies(h2d=h2d, d2h=d2h)
@@ -138,8 +141,7 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
     for _ in range(1 + _REPEATS):
         began_s = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        platform_of(device).synchronize(device)
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds[1:])
 

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from elixir_compile.measure.machine.clock import beside, median_s
 from elixir_compile.measure.machine.links import COPY_BYTES, copies_of, measure_copies
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.slab import Slab, aligned_bytes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -108,7 +109,7 @@ def _launch_s(device: torch.device, at_most_s: float) -> float:
 def _dram_bytes_per_s(at_most_s: float) -> float:
     """Return the bytes that the host's memory moves per second, reads and writes together, in a copy and a sum."""
     host = torch.device("cpu")
-    x, y, out = (torch.ones(_DRAM_NUMEL) for _ in range(3))
+    x, y, out = (torch.ones(_DRAM_NUMEL, device=host) for _ in range(3))
     copy_s = median_s(lambda: out.copy_(x), host, at_most_s / 2)
     sum_s = median_s(lambda: torch.add(x, y, out=out), host, at_most_s / 2)
     return 5 * x.nbytes / (copy_s + sum_s)
@@ -133,7 +134,7 @@ def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
         return [torch.full(shape, 0.01, device=device) for shape in shapes]
 
     def on_host(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        return _slab_tensors(shapes, pin=device.type == "cuda")
+        return _slab_tensors(shapes, pin=platform_of(device).has_own_memory)
 
     device_s = median_s(_update(on_device, width, device), device, share_s)
     host = torch.device("cpu")

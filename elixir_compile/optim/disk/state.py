@@ -48,7 +48,7 @@ class Extent:
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of `tensor`, shaped like the parameter, as a flat tensor; a view if strides are equal."""
         if tensor.stride() != self.strides:
-            tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype).copy_(tensor)
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return flat(tensor)
 
 
@@ -109,7 +109,7 @@ class DiskHome:
         extent = self._extents[param]
         blocks, own, start_bytes = self._around(extent, kind[1])
         self._regions[kind].read_into(blocks, start_bytes).wait()
-        return torch.empty_strided(extent.shape, extent.strides, dtype=kind[1]).copy_(extent.shaped(own))
+        return torch.empty_strided(extent.shape, extent.strides, dtype=kind[1], device="cpu").copy_(extent.shaped(own))
 
     def write(self, kind: Kind, param: int, value: torch.Tensor) -> None:
         """Write `value` as the statistic `kind` of the parameter with the id `param`."""
@@ -129,7 +129,7 @@ class DiskHome:
     def clear(self, kind: Kind, param: int) -> None:
         """Set the statistic `kind` of the parameter with the id `param` to zeros; no write if it was never written."""
         if (param, kind) in self._written:
-            self.write(kind, param, torch.zeros((), dtype=kind[1]))
+            self.write(kind, param, torch.zeros((), dtype=kind[1], device="cpu"))
 
     @property
     def least_bytes(self) -> int:

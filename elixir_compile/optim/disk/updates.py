@@ -117,7 +117,7 @@ class DiskStates:
             self._reads.wait_for_writes()
 
     def _start(self, on_disk_state: DiskState, param: nn.Parameter, *, is_fresh: bool) -> None:
-        on_disk_state.in_memory.setdefault("step", torch.zeros((), dtype=torch.float32))
+        on_disk_state.in_memory.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
         slot, begun = slot_of(param), dict[str, torch.Tensor]()
         self._rule.start(param, begun, param.device if slot is None else slot.device, is_fresh=is_fresh)
         on_disk_state.update(begun)
@@ -301,7 +301,7 @@ class _ParamUpdate:
 
     def empty(self) -> _Slice:
         """Return a slice without elements, for a parameter that is empty on this rank."""
-        buffers = {name: torch.empty(0, dtype=dtype) for name, dtype in self.state.kinds.items()}
+        buffers = {name: torch.empty(0, dtype=dtype, device="cpu") for name, dtype in self.state.kinds.items()}
         return _Slice(self, slice(0, 0), buffers)
 
     def finish(self) -> None:

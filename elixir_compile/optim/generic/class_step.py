@@ -87,7 +87,7 @@ class ClassStep:
     def take_dry(self, row: Row) -> tuple[torch.Tensor, State]:
         """Run the step on meta tensors as if they were on the host; return the weight and the state after the step."""
         param = nn.Parameter(row.weight)
-        optimizer = self._transient([param], torch.empty(0))
+        optimizer = self._transient([param], torch.empty(0, device="cpu"))
         if "foreach" in self.group:  # the bits are the same, and `ClassPasses` compares them
             optimizer.param_groups[0]["foreach"] = False
         param.grad = row.grad
@@ -217,8 +217,8 @@ class _Trained:
 
 def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_SHAPE, generator=generator).to(dtype)
-    grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(dtype) for scale in _SCALES]
+    start = torch.randn(_SHAPE, generator=generator, device="cpu").to(dtype)
+    grads = [(torch.randn(_SHAPE, generator=generator, device="cpu") * scale).to(dtype) for scale in _SCALES]
     for grad in grads:
         grad[: _SHAPE[0] // 2] *= 7
     middle = start.numel() // 2

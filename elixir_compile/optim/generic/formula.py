@@ -131,15 +131,17 @@ def samples(num_tensors: int, numel: int) -> list[torch.Tensor]:
     """Return `num_tensors` flat fp32 tensors of all magnitudes seen in training, with zeros, infinities and NaNs."""
     made: list[Any] = []
     generator = torch.Generator().manual_seed(7)
-    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, float("inf"), float("nan")])
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-40, 3e38, float("inf"), float("nan")], device="cpu")
     for index in range(num_tensors):
-        size = torch.rand(numel, generator=generator) * 8 - 6
-        values = torch.randn(numel, generator=generator) * 10.0**size
+        size = torch.rand(numel, generator=generator, device="cpu") * 8 - 6
+        values = torch.randn(numel, generator=generator, device="cpu") * 10.0**size
         # With another stride in each tensor, so that special values meet each other and ordinary values.
         places = slice(index, None, 5 + 2 * index)
         count = len(values[places])
         values[places] = torch.where(
-            torch.rand(count, generator=generator) < 0.3, special.repeat(count // 8 + 1)[:count], values[places]
+            torch.rand(count, generator=generator, device="cpu") < 0.3,
+            special.repeat(count // 8 + 1)[:count],
+            values[places],
         )
         made.append(values)
     return made

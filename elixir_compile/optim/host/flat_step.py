@@ -161,7 +161,7 @@ def _fused(rule: Rule, tensors: tuple[torch.Tensor, ...], most: list[torch.Tenso
         [exp_avg],
         [exp_avg_sq],
         most,
-        [torch.tensor(rule.step - 1.0)],
+        [torch.tensor(rule.step - 1.0, device="cpu")],
         fused=True,
         amsgrad=bool(most),
         lr=rule.lr,

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from elixir_compile.measure.machine import allowed_cores, num_local_ranks, num_usable_cores
+from elixir_compile.platforms import platform_of
 
 log = logging.getLogger("elixir_compile")
 T = TypeVar("T")
@@ -112,7 +113,7 @@ def host_threads_for(device: torch.device | None = None) -> HostThreads:
     Logs the number of threads.
     """
     cores = allowed_cores()
-    beside = cores & cores_beside(device) if device is not None and device.type == "cuda" else frozenset()
+    beside = frozenset() if device is None else cores & cores_beside(device)
     num_ranks = num_local_ranks()
     num_cores = num_usable_cores()
     num_threads = num_host_threads(num_cores, num_ranks, len(beside) or num_cores)
@@ -164,10 +165,9 @@ def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:
 
 
 def cores_beside(device: torch.device) -> frozenset[int]:
-    """Return the cores of the memory node of a CUDA device; empty if the system does not tell."""
-    found = torch.cuda.get_device_properties(device)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    return cores_of_node(address, Path("/sys"))
+    """Return the cores of the memory node of `device`; empty for a CPU, or if the system does not tell."""
+    address = platform_of(device).pci_address(device)
+    return frozenset() if address is None else cores_of_node(address, Path("/sys"))
 
 
 def cores_of_node(address: str, system: Path) -> frozenset[int]:

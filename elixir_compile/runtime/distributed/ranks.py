@@ -25,11 +25,12 @@ from elixir_compile import compat
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ops.masters import has_master
 from elixir_compile.ops.shards import is_sharded, part_like
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.control import ControlChannel, apart, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed
 from elixir_compile.runtime.distributed.exchange import Exchange, messenger_of, scale_by_weight
+from elixir_compile.runtime.lanes import CopyLane
 from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.streams import CopyStream
 
 log = logging.getLogger("elixir_compile")
 
@@ -66,7 +67,7 @@ class Collective:
 class _MeanOfCopies:
     """An all-reduce of `own` over the ranks of `group`, after the reduce-scatter `reduced` has filled `own`.
 
-    On CUDA it starts at once, on `stream`; elsewhere it runs in the wait.
+    It starts at once, on `lane`, if the lane is asynchronous; else it runs in the wait.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class _MeanOfCopies:
         reduced: "distributed.Work | Exchange | _MeanOfCopies",
         own: torch.Tensor,
         group: "distributed.ProcessGroup",
-        stream: CopyStream,
+        lane: CopyLane,
     ) -> None:
         self._reduced, self._own, self._group = reduced, own, group
         self._mean: distributed.Work | None = None
-        if stream.is_asynchronous:
-            with stream.beside_compute():
+        if lane.is_asynchronous:
+            with lane.beside_compute():
                 reduced.wait()
                 self._mean = distributed.all_reduce(own, distributed.ReduceOp.AVG, group, async_op=True)
 
@@ -94,8 +95,7 @@ class _MeanOfCopies:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return the device of this rank in `mesh`."""
-    kind = mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return platform_of(torch.device(mesh.device_type)).current()
 
 
 class Ranks:
@@ -108,7 +108,6 @@ class Ranks:
         self.num_copies = self.num_ranks // self.num_shards
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._copy_group = mesh.get_group(0) if mesh.ndim > 1 else None
-        self._copy_stream = CopyStream(device_of(mesh))
         self._all_gather, self._reduce_scatter = compat.flat_collectives()
         self._messenger = messenger_of(self._shard_group, torch.device(mesh.device_type))
         self.control = new_control_channel(mesh.mesh.flatten().tolist())
@@ -220,15 +219,15 @@ class Ranks:
                 work = self._reduce_scatter(own, rows.view(-1), op=mean, group=self._shard_group, async_op=True)
         return Collective(work, what, self)
 
-    def average_copies(self, own: torch.Tensor, reduced: Collective) -> Collective:
-        """Start averaging `own`, which `reduced` fills, over the ranks with the same shard.
+    def average_copies(self, own: torch.Tensor, reduced: Collective, lane: CopyLane) -> Collective:
+        """Start averaging `own`, which `reduced` fills, over the ranks with the same shard, on `lane`.
 
         The caller waits for the returned collective instead of `reduced`.
         """
         assert self._copy_group is not None, "a mesh with one axis has no copies of shards"
         self.under_way.pop(reduced, None)
         with self.control.raising_peer_failed(reduced.what):
-            work = _MeanOfCopies(reduced.work, own, self._copy_group, self._copy_stream)
+            work = _MeanOfCopies(reduced.work, own, self._copy_group, lane)
         return Collective(work, reduced.what, self)
 
     def means(

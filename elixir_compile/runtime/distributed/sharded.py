@@ -19,9 +19,9 @@ from elixir_compile.ops.shards import rehome
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.exchange import scale_by_weight
 from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import Slab
-from elixir_compile.runtime.streams import CopyStream, Transfer
 
 
 class ShardedBucket(RunningBucket):
@@ -173,14 +173,15 @@ class ShardGather(Transfer):
 
     __slots__ = ("_bucket", "_rows", "_versions", "_work")
 
-    def __init__(self, bucket: ShardedBucket, h2d: CopyStream, ledger: Ledger) -> None:
+    def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger) -> None:
         label = f"gather {bucket.spec.id}"
         own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
-        device = self._rows.device
+        h2d = lanes.h2d
         if bucket.is_on_host:
-            there = torch.empty_like(own, device=device)
+            there = torch.empty_like(own, device=lanes.device)
             with h2d.behind_compute(), ledger.span(Lane.H2D, label):
-                own = there.copy_(own, non_blocking=True)
+                h2d.copy(there, own)
+            own, bucket.home_read = there, h2d.mark()
         with h2d.behind_compute(), ledger.span(Lane.GATHER, f"all-gather {bucket.spec.id}", self._rows.nbytes):
             self._work = bucket.ranks.all_gather(self._rows, own, f"parameters of {bucket.spec.id}")
         super().__init__(label, None, sources=(own,))
@@ -210,6 +211,7 @@ class ShardReduce(Transfer):
         positions: Sequence[int],
         grads: list[torch.Tensor],
         land: Callable[[Slot, torch.Tensor], None],
+        lanes: Lanes,
         ledger: Ledger,
     ) -> None:
         self._bucket, self._positions, self._land = bucket, tuple(dict.fromkeys(positions)), land
@@ -220,7 +222,7 @@ class ShardReduce(Transfer):
             self._work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")
         if bucket.ranks.num_copies > 1:
             with ledger.span(Lane.REDUCE, f"average {bucket.spec.id}", self._own.nbytes):
-                self._work = bucket.ranks.average_copies(self._own, self._work)
+                self._work = bucket.ranks.average_copies(self._own, self._work, lanes.collectives)
         super().__init__(f"reduce {bucket.spec.id}", None, sources=(rows,))
 
     @property

@@ -38,7 +38,7 @@ TEXT = TextBatch(batch=2, seq=16)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of captures, which is empty."""
     monkeypatch.setenv("ELIXIR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     return tmp_path / "cache" / "captures"
 
 

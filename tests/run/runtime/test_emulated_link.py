@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile.optim import update
-from elixir_compile.runtime import executor, gradients, updates
+from elixir_compile.runtime import executor
 from tests.run.micro_batches.stepping import Rows, batch_of, compiled
 from tests.run.micro_batches.stepping import gradients as gradients_of
 
@@ -22,9 +21,7 @@ def emulated_link() -> Iterator[Any]:
     """The module; what it replaces in the runtime is put back after the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        patch.setattr(executor, "CopyStream", executor.CopyStream)
-        for module in (executor, gradients, updates, update):
-            patch.setattr(module, "wait_on_compute", module.wait_on_compute)
+        patch.setattr(executor, "lanes_for", executor.lanes_for)
         yield importlib.import_module("emulated_link")
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from elixir_compile.ir.kinds import Lane
+from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.ledger import Ledger, all_ledgers
 
 
 def test_counts_are_kept_by_label_and_by_verb() -> None:
-    ledger = Ledger(device_type="cpu")
+    ledger = Ledger(lanes_for(torch.device("cpu")))
     for label in ("gather b0", "gather b1", "gather b1", "run fwd.0"):
         with ledger.span(Lane.H2D, label):
             pass
@@ -21,7 +22,7 @@ def test_counts_are_kept_by_label_and_by_verb() -> None:
 
 
 def test_spans_are_kept_only_while_recording() -> None:
-    ledger = Ledger(device_type="cpu")
+    ledger = Ledger(lanes_for(torch.device("cpu")))
     with ledger.span(Lane.H2D, "gather b0"):
         pass
     recording = ledger.start_recording()
@@ -38,7 +39,7 @@ def test_spans_are_kept_only_while_recording() -> None:
 
 
 def test_two_recordings_keep_their_own_spans() -> None:
-    ledger = Ledger(device_type="cpu")
+    ledger = Ledger(lanes_for(torch.device("cpu")))
     outer = ledger.start_recording()
     with ledger.span(Lane.H2D, "gather b0"):
         pass
@@ -53,7 +54,7 @@ def test_two_recordings_keep_their_own_spans() -> None:
 
 
 def test_a_span_that_raises_is_kept_and_the_error_passes() -> None:
-    ledger = Ledger(device_type="cpu")
+    ledger = Ledger(lanes_for(torch.device("cpu")))
     recording = ledger.start_recording()
     with pytest.raises(KeyError), ledger.span(Lane.COMPUTE, "run fwd.0"):
         raise KeyError("x")
@@ -61,7 +62,7 @@ def test_a_span_that_raises_is_kept_and_the_error_passes() -> None:
 
 
 def test_counts_from_several_threads_add_up() -> None:
-    ledger = Ledger(device_type="cpu")
+    ledger = Ledger(lanes_for(torch.device("cpu")))
 
     def work() -> None:
         for _ in range(1000):
@@ -77,7 +78,7 @@ def test_counts_from_several_threads_add_up() -> None:
 
 
 def test_all_ledgers_holds_them_weakly() -> None:
-    ledger = Ledger(device_type="cpu")
+    ledger = Ledger(lanes_for(torch.device("cpu")))
     assert ledger in all_ledgers()
     before = len(all_ledgers())
     del ledger
@@ -87,7 +88,7 @@ def test_all_ledgers_holds_them_weakly() -> None:
 
 @pytest.mark.gpu
 def test_device_spans_show_when_the_device_worked() -> None:
-    ledger = Ledger(device_type="cuda")
+    ledger = Ledger(lanes_for(torch.device("cuda")))
     matrix = torch.ones(4096, 4096, device="cuda")
     recording = ledger.start_recording()
     with ledger.span(Lane.COMPUTE, "run fwd.0"):

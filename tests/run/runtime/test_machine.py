@@ -295,7 +295,7 @@ def test_the_command_prints_the_profile_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Cluster
 ) -> None:
     monkeypatch.setattr("elixir_compile.cli.measure.measure_machine", lambda device, **_: measured)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     saved = tmp_path / "machine.json"
     done = CliRunner().invoke(app, ["measure", "-o", str(saved), "--json"])
     assert done.exit_code == 0

@@ -9,6 +9,7 @@ from elixir_compile.errors import NestedMeasurement
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Origin, Record
 from elixir_compile.measure.step import Resident, measure_step, peak_bytes
+from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.slab import Slab
 
@@ -118,7 +119,7 @@ def test_a_training_step_counts_gradients_and_state() -> None:
 
 
 def test_an_exception_passes_and_everything_is_restored() -> None:
-    ledger = Ledger(device_type="cpu")
+    ledger = Ledger(lanes_for(torch.device("cpu")))
 
     def fail() -> None:
         raise KeyError("mine")
@@ -136,7 +137,7 @@ def test_a_measurement_inside_a_measurement_is_refused() -> None:
 
 
 def test_counts_are_those_of_the_step() -> None:
-    old = Ledger(device_type="cpu")
+    old = Ledger(lanes_for(torch.device("cpu")))
     made: list[Ledger] = []
 
     def act(ledger: Ledger, label: str) -> None:
@@ -146,7 +147,7 @@ def test_counts_are_those_of_the_step() -> None:
     def step() -> None:
         act(old, "gather b0")
         act(old, "release b0")
-        made.append(Ledger(device_type="cpu"))
+        made.append(Ledger(lanes_for(torch.device("cpu"))))
         act(made[0], "gather b1")
 
     act(old, "gather b0")

@@ -1,0 +1,27 @@
+"""What torch tells about the devices of one type, and does for them: memory, names, pinning, random generators.
+
+    platform_of(device)     the `Platform` of the device's type
+    accelerator()           the current accelerator of the calling thread, or None
+
+No other package but `compat` names `torch.cuda`. Streams and events are in `runtime.lanes`.
+"""
+
+from elixir_compile.platforms.platform import Memory, PinningError, Platform
+from elixir_compile.platforms.platforms import (
+    accelerator,
+    accelerator_platform,
+    accelerator_type,
+    is_accelerator_in_use,
+    platform_of,
+)
+
+__all__ = [
+    "Memory",
+    "PinningError",
+    "Platform",
+    "accelerator",
+    "accelerator_platform",
+    "accelerator_type",
+    "is_accelerator_in_use",
+    "platform_of",
+]

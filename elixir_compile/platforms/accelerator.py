@@ -1,0 +1,96 @@
+"""The platform of an accelerator, by `torch.accelerator` and the module that torch has for the device type.
+
+Versions of torch differ in which statistics `torch.accelerator` has. What a version or a device lacks counts as not
+known: its method returns None, or 0 bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elixir_compile.platforms.platform import Memory, Platform
+
+
+class AcceleratorPlatform(Platform):
+    """Accelerators of a type for which torch has streams, such as XPU."""
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether this process has used a device of this type."""
+        return bool(self._ask("is_initialized", default=False))
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return int(self._ask("device_count", default=0))
+
+    def current(self) -> torch.device:
+        """Return the current device of the calling thread."""
+        return torch.device(self.device_type, torch.accelerator.current_device_index())
+
+    def make_current(self, device: torch.device) -> None:
+        """Make `device` the current device of the calling thread, if it is not."""
+        if device.index is not None and torch.accelerator.current_device_index() != device.index:
+            torch.accelerator.set_device_index(device.index)
+
+    def name(self, device: torch.device) -> str:
+        """Return the name of `device`, or its type if torch does not tell."""
+        return str(self._ask("get_device_name", device, default=self.device_type))
+
+    def total_bytes(self, device: torch.device) -> int | None:
+        """Return the bytes of the memory of `device`; None if torch does not tell."""
+        properties = self._ask("get_device_properties", device, default=None)
+        return getattr(properties, "total_memory", None)
+
+    def memory(self, device: torch.device) -> Memory | None:
+        """Return how the memory of `device` is used; None if torch does not tell."""
+        found = self._ask("mem_get_info", device, default=None)
+        if found is None:
+            return None
+        free_bytes, total_bytes = found
+        return Memory(
+            free_bytes=free_bytes,
+            allocated_bytes=self.allocated_bytes(device),
+            reserved_bytes=int(self._ask("memory_reserved", device, default=0)),
+            limit_bytes=int(self._ask("get_per_process_memory_fraction", device, default=1.0) * total_bytes),
+        )
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """Return the bytes of this process's tensors on `device`."""
+        return int(self._ask("memory_allocated", device, default=0))
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Reset `peak_bytes` to the bytes that are allocated now."""
+        self._ask("reset_peak_memory_stats", device, default=None)
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Return the most bytes that were allocated at once since `reset_peak`."""
+        return int(self._ask("max_memory_allocated", device, default=0))
+
+    def synchronize(self, device: torch.device) -> None:
+        """Block the calling thread until all work issued on `device` is done."""
+        torch.accelerator.synchronize(device)
+
+    def synchronize_compute(self, device: torch.device) -> None:
+        """Block the calling thread until the work issued on the current stream of `device` is done."""
+        torch.accelerator.current_stream(device).synchronize()
+
+    def random_states(self) -> Sequence[torch.Tensor]:
+        """Return the state of the random generator of each device; empty if no device was used."""
+        return self._ask("get_rng_state_all", default=()) if self.is_in_use else ()
+
+    def set_random_state(self, state: torch.Tensor, index: int) -> None:
+        """Set the random generator of the device with `index` to `state`."""
+        self._ask("set_rng_state", state, index, default=None)
+
+    def _ask(self, name: str, *args: object, default: Any) -> Any:
+        """Return the result of the function `name` of torch's module for the type; `default` if there is no such."""
+        module = getattr(torch, self.device_type, None)
+        function: Callable[..., Any] | None = getattr(module, name, None)
+        return default if function is None else function(*args)

@@ -1,0 +1,15 @@
+"""What runs beside Python's program order: streams, events, and the copies and collectives that they order.
+
+interface      `Lanes`, what the runtime asks for, and what each call promises
+plain          lanes without streams: a CPU
+accelerator    a stream for each lane: CUDA, and every other device for which torch has streams
+transfer       a copy in flight, from its start to its wait
+
+The runtime has the same code for all implementations, which `lanes_for` chooses once per executor.
+"""
+
+from elixir_compile.runtime.lanes.choice import lanes_for
+from elixir_compile.runtime.lanes.interface import CopyLane, Event, Lanes, TimedEvent
+from elixir_compile.runtime.lanes.transfer import LateTransfer, Transfer
+
+__all__ = ["CopyLane", "Event", "Lanes", "LateTransfer", "TimedEvent", "Transfer", "lanes_for"]

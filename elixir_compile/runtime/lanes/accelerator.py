@@ -1,0 +1,127 @@
+"""Lanes of an accelerator: a stream for each, by `torch.Stream` and `torch.Event`, which serve every device type.
+
+Every event is recorded on a named stream, never on "the current stream of the current device": autograd's thread and
+ours may have another current device than the thread that made the lanes.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from elixir_compile.platforms import platform_of
+from elixir_compile.runtime.lanes.interface import Event
+
+_POLL_S = 5e-5
+"""Between two looks at an event. `torch.Event.synchronize` would keep a core busy, one of those that update, because
+`torch.Event` ignores `blocking` (torch 2.11 to 2.13)."""
+
+
+class StreamLane:
+    """A stream beside the stream of compute on the same device."""
+
+    is_asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def behind_compute(self, after: Event | None = None) -> AbstractContextManager[object]:
+        """Issue the work of the block on the stream, after the compute issued so far and after `after`."""
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return self.beside_compute(after)
+
+    @contextmanager
+    def beside_compute(self, after: Event | None = None) -> Iterator[None]:
+        """Issue the work of the block on the stream, after its earlier work and after `after`."""
+        if after is not None:
+            self._stream.wait_event(_device_event(after))
+        with self._stream:
+            yield
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Start copying `source` to `target` on the stream."""
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> torch.Event:
+        """Return an event after the work issued on the stream so far."""
+        return recorded(self._stream)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the work of the stream is done."""
+        self._stream.synchronize()
+
+
+class Accelerator:
+    """The lanes of `device`, which has memory of its own."""
+
+    pins = True
+    has_clock = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._platform = platform_of(device)
+        self.device = device if device.index is not None else self._platform.current()
+        self.h2d = StreamLane(self.device)
+        self.d2h = StreamLane(self.device)
+        self.collectives = StreamLane(self.device)
+
+    def begin_thread(self) -> None:
+        """Make the device the current device of the calling thread.
+
+        Without this, a thread would open a context on device 0, half a gigabyte, when it leaves a block of a stream.
+        """
+        self._platform.make_current(self.device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` of uninitialized device memory, allocated on the stream of compute."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def computes(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Return `run` itself: it issues its kernels on the current stream."""
+        return run
+
+    def touches(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor] = ()) -> None:
+        """Do nothing: streams order kernels, not the memory that they use."""
+
+    def mark_compute(self) -> torch.Event:
+        """Return an event after the compute issued so far."""
+        return recorded(self._compute())
+
+    def compute_waits(self, event: Event | None) -> None:
+        """Make compute that is issued from now on wait for `event`."""
+        if event is not None:
+            self._compute().wait_event(_device_event(event))
+
+    def host_waits(self, event: Event | None) -> None:
+        """Block the calling thread until `event` is past, asking again every `_POLL_S`."""
+        while event is not None and not event.query():
+            time.sleep(_POLL_S)
+
+    def synchronize_compute(self) -> None:
+        """Block the calling thread until the compute issued so far is done."""
+        self._compute().synchronize()
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all work issued on the device is done."""
+        self._platform.synchronize(self.device)
+
+    def timed_event(self) -> torch.Event:
+        """Return an event, with the device's time, on the stream of the block."""
+        return recorded(self._compute(), is_timed=True)
+
+    def _compute(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+
+def recorded(stream: torch.Stream, *, is_timed: bool = False) -> torch.Event:
+    """Return an event after the work issued on `stream` so far, with the time of the device if `is_timed`."""
+    event = torch.Event(stream.device, enable_timing=is_timed)
+    event.record(stream)
+    return event
+
+
+def _device_event(event: Event) -> torch.Event:
+    assert isinstance(event, torch.Event), "all lanes of a process wait for events of the same kind"
+    return event
