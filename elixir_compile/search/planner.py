@@ -251,11 +251,21 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
             by_kind,
             returned=returned,
             staying_bytes=staying,
+            micro_batches=problem.micro_batches,
         )
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
     # Staying gradients on the device count too: other bytes are on the host in their place.
-    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", staying_bytes=sum(staying_bytes.values()))
+    return NoFeasiblePlan(
+        "",
+        "",
+        budget_bytes,
+        needed_bytes,
+        {},
+        "host",
+        staying_bytes=sum(staying_bytes.values()),
+        micro_batches=problem.micro_batches,
+    )
 
 
 def _returned(evaluator: Evaluator, made: Plan, op: Op) -> str:
