@@ -44,6 +44,8 @@ class GraphPlanner:
         """Seconds and bytes of each region, measured before planning; None without the option `profile_regions`."""
         self.correction: Correction | None = None
         """The machine as the first steps showed it; None before that."""
+        self.excess_bytes = 0
+        """Device bytes that early steps lacked under the first plan: see `out_of_memory`."""
         self.reviewed: Plan | None = None
         """The plan as its review left it: later plans keep its decision about the loss."""
 
@@ -61,6 +63,7 @@ class GraphPlanner:
         """Take over the measurements of `other`, the planner of an earlier capture of the same step."""
         self.profile = other.profile
         self.correction = other.correction or self.correction
+        self.excess_bytes = max(self.excess_bytes, other.excess_bytes)
 
     @contextmanager
     def growing(self, captured: Captured, args: Sequence[Any]) -> Iterator[None]:
@@ -88,6 +91,7 @@ class GraphPlanner:
         If the graph `is_new`, its regions are measured first under the option `profile_regions`.
         """
         problem = problem_of(captured, graph, self._executor, self._options, external)
+        problem = replace(problem, base_bytes=problem.base_bytes + self.excess_bytes)
         if self.correction is not None:
             return self.correction.applied_to(problem)
         if not (self._options.profile_regions and is_new) or captured.backward is None:
@@ -109,7 +113,7 @@ class GraphPlanner:
         captured = active.captured
         graph = graph_of(captured, self._executor, self.sizes.with_headroom())
         problem = problem_of(captured, graph, self._executor, self._options, ExternalUsage())
-        problem = replace(problem, base_bytes=base_bytes)
+        problem = replace(problem, base_bytes=base_bytes + self.excess_bytes)
         if self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)
         problem = self.correction.applied_to(problem) if self.correction is not None else problem

@@ -24,6 +24,7 @@ from elixir_compile.managed.agreement.in_step import planned_in_step
 from elixir_compile.managed.agreement.rank_facts import roll_key
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
+from elixir_compile.managed.out_of_memory import EarlyShortage
 from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
 from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
 from elixir_compile.managed.saved import require_disk
@@ -85,6 +86,7 @@ class PlannedGraph:
         self._ticket_position = -1
         self._staying = StayingGradients(executor, options, self._progress)
         self._variants = PlanVariants(executor, name, outstanding.descriptions)
+        self._shortage = EarlyShortage(name, executor, self.planner)
 
     @property
     def active(self) -> ActivePlan:
@@ -107,8 +109,6 @@ class PlannedGraph:
     def param_names(self) -> list[str]:
         """Names of the parameters read by the graph, and of all others in their buckets."""
         return param_names_of(self.active.captured, self._executor)
-
-    # Planning.
 
     def capture(
         self,
@@ -137,10 +137,7 @@ class PlannedGraph:
             self._progress.planned(self.active.plan)
 
     def _make_plan(self) -> "PlannedGraph | None":
-        """Plan the graph's own capture for the current sizes and external usage.
-
-        Returns the earlier capture whose plan was taken over; None if a new plan was made.
-        """
+        """Plan for the current sizes and external usage; return the earlier capture whose plan was taken, or None."""
         executor, own = self._executor, self._own_capture
         assert own is not None
         executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
@@ -182,8 +179,8 @@ class PlannedGraph:
 
     def _earlier_capture(self, graph: StepGraph, beside_bytes: int) -> "PlannedGraph | None":
         """Return the earlier capture of the same step whose plan is in force: the first call of a plain model."""
-        if self._executor.ranks is not None:  # another rank may have no such capture, and would wait for this rank
-            return None
+        if self._executor.ranks is not None or self._shortage.wants_plan:
+            return None  # another rank may have no such capture, and would wait for this rank
         for other in self._graphs:
             if other is self or not other.is_planned or other._options.micro_batches != self._options.micro_batches:
                 continue
@@ -194,8 +191,6 @@ class PlannedGraph:
                 return other
         return None
 
-    # Running.
-
     def runner(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
         """Return the function to run the backward, or the forward, after `ManagedModel.begin_forward`."""
         if is_backward:
@@ -205,6 +200,10 @@ class PlannedGraph:
         return compat.boxed(for_compiled_code(self._run_backward if is_backward else self._run_forward))
 
     def _run_forward(self, args: list[Any]) -> Any:
+        return self._shortage.forward(self, args)
+
+    def run_forward(self, args: list[Any]) -> Any:
+        """Run the forward once."""
         input_storages, programs = storages_of(args), self.programs.last
         try:
             results = programs.forward.forward(args)
@@ -226,8 +225,9 @@ class PlannedGraph:
             with _compile_lock:
                 program = self.programs.of(ticket).backward
             return program.forward(args)
-        except BaseException:
+        except BaseException as error:
             self._executor.abandon()
+            self._shortage.note_backward(self.active, error)
             raise
 
     def learn_from_steps(self, args: Sequence[Any]) -> None:
@@ -311,27 +311,25 @@ class PlannedGraph:
 
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
-        executor, active = self._executor, self.active
+        executor, active, plan = self._executor, self.active, self.active.plan
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
         is_moved, may_adopt = executor.buckets.generation != active.generation, active.generation < 0
-        plan = active.plan
         may_stay = not is_moved or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
-        is_short = is_crowded or (not self.is_inference and self._staying.is_missing_in(plan))
+        is_short = (
+            is_crowded or self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
+        )
         return bool(self.planner.sizes.grown(active.captured, args)) or is_short or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:
         """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""
-        now = None
-        if self._variants.is_planned:
-            now = PlanVariant(self.active, self.programs.last, dict(self.planner.sizes.values))
-        found = self._variants.join(graph_set_digest, now)
-        if found is None:
-            return False
-        self._active, self.planner.sizes.values = found.active, dict(found.sizes)
-        self.programs.take(found.programs, is_apart=self._variants.record_written())
-        return True
+        now = (self.active, self.programs.last, dict(self.planner.sizes.values))
+        found = self._variants.join(graph_set_digest, PlanVariant(*now) if self._variants.is_planned else None)
+        if found is not None:
+            self._active, self.planner.sizes.values = found.active, dict(found.sizes)
+            self.programs.take(found.programs, is_apart=self._variants.record_written())
+        return found is not None
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
         earlier = self.active.plan

@@ -64,15 +64,9 @@ class StepProfiler:
         if self._platform.has_own_memory:
             # Compiling allocates more than a step does, and the figure is for the steps.
             self._platform.reset_peak(self._device)
-            self._foreign_bytes = max(0, self._platform.allocated_bytes(self._device) - self._own_bytes())
+            self._foreign_bytes = max(0, self._platform.allocated_bytes(self._device) - own_bytes(self._executor))
         self._recording = self._executor.ledger.start_recording()
         self._began_s[-1] = time.perf_counter()
-
-    def _own_bytes(self) -> int:
-        """Parameters, gradients and optimizer state on the device, and the workspaces of libraries."""
-        grads = (slot.param.grad for slot in self._executor.slots.values())
-        grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == self._device)
-        return device_bytes(self._executor) + grads_bytes + library_bytes(self._device)
 
     def _end(self) -> StepStats:
         self._is_on = False
@@ -84,6 +78,13 @@ class StepProfiler:
             device_peak_bytes=self._platform.peak_bytes(self._device) if self._platform.has_own_memory else None,
             foreign_bytes=self._foreign_bytes,
         )
+
+
+def own_bytes(executor: Executor) -> int:
+    """Return the bytes between steps on the device of parameters, gradients, optimizer state and workspaces."""
+    grads = (slot.param.grad for slot in executor.slots.values())
+    grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == executor.device)
+    return device_bytes(executor) + grads_bytes + library_bytes(executor.device)
 
 
 log = logging.getLogger("elixir_compile")

@@ -73,6 +73,10 @@ class AcceleratorPlatform(Platform):
         """Return the most bytes that were allocated at once since `reset_peak`."""
         return int(self._ask("max_memory_allocated", device, default=0))
 
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds without tensors back to the driver."""
+        self._ask("empty_cache", default=None)
+
     def synchronize(self, device: torch.device) -> None:
         """Block the calling thread until all work issued on `device` is done."""
         torch.accelerator.synchronize(device)

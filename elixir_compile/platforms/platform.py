@@ -71,6 +71,9 @@ class Platform:
         """Return the most bytes that were allocated at once since `reset_peak`; 0 if it has no memory of its own."""
         return 0
 
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds without tensors back to the driver."""
+
     def synchronize(self, device: torch.device) -> None:
         """Block the calling thread until all work issued on `device` is done."""
 
