@@ -21,6 +21,7 @@ from elixir_compile.options import Options
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
+from elixir_compile.problem.workspaces import workspace_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
@@ -91,15 +92,24 @@ class GraphPlanner:
         If the graph `is_new`, its regions are measured first under the option `profile_regions`.
         """
         problem = problem_of(captured, graph, self._executor, self._options, external)
-        problem = replace(problem, base_bytes=problem.base_bytes + self.excess_bytes)
         if self.correction is not None:
-            return self.correction.applied_to(problem)
+            return self._with_workspaces(self.correction.applied_to(problem), captured)
         if not (self._options.profile_regions and is_new) or captured.backward is None:
-            return problem
+            return self._with_workspaces(problem, captured)
         profiler = Profiler(self._regions, self._executor.device, self._options.inner)
         self.profile = profiler.profile(captured, problem, self.sizes.values)
         self._progress.say(str(self.profile))
-        return replace(problem, measured=self.profile.measured)
+        return self._with_workspaces(replace(problem, measured=self.profile.measured), captured)
+
+    def _with_workspaces(self, problem: Problem, captured: Captured) -> Problem:
+        """Return `problem` with the bytes of kernels' workspaces, and those that early steps lacked, in `base_bytes`.
+
+        A measured peak includes the workspaces.
+        """
+        beside_bytes = self.excess_bytes
+        if self.correction is None:
+            beside_bytes += workspace_bytes(captured, self.sizes.values, self.profile)
+        return replace(problem, base_bytes=problem.base_bytes + beside_bytes)
 
     def with_free_buckets(self, problem: Problem, plan: Plan) -> Problem:
         """Return `problem` with the placements of `plan`, now in force, open, if its parameters may move now."""
@@ -113,7 +123,7 @@ class GraphPlanner:
         captured = active.captured
         graph = graph_of(captured, self._executor, self.sizes.with_headroom())
         problem = problem_of(captured, graph, self._executor, self._options, ExternalUsage())
-        problem = replace(problem, base_bytes=base_bytes + self.excess_bytes)
+        problem = self._with_workspaces(replace(problem, base_bytes=base_bytes), captured)
         if self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)
         problem = self.correction.applied_to(problem) if self.correction is not None else problem

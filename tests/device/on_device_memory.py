@@ -45,6 +45,7 @@ def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
 
 
+@pytest.mark.slow
 def test_measured_peaks_are_the_bytes_of_tensors_without_roundings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="elixir_compile")
     model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
@@ -60,6 +61,7 @@ def test_measured_peaks_are_the_bytes_of_tensors_without_roundings(caplog: pytes
     assert abs(over_bytes) < rounded_bytes / 4
 
 
+@pytest.mark.slow
 def test_timing_regions_reseeds_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     def seeded_again(seed: int) -> None:
         raise AssertionError("torch.manual_seed changes the generators of all devices")

@@ -46,7 +46,7 @@ def test_prepare_moves_a_model_to_the_device() -> None:
     assert all(param.grad is not None for param in prepared.parameters())
 
 
-@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("is_tight", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_continues_from_a_checkpoint_bitwise(is_tight: bool, tmp_path: Path) -> None:
     options = dict(PLAIN)
     if is_tight:
@@ -93,6 +93,7 @@ def test_a_reentrant_backward_onto_leaves_on_the_cpu_and_the_device() -> None:
     plain_step(outer.compiled, outer.optimizer, batch)
 
 
+@pytest.mark.slow
 def test_a_backward_on_the_device_that_ends_in_parameters_on_the_host() -> None:
     """The published gradients of host buckets are leaves of the CPU, whose thread finishes after the device's."""
     options = {**PLAIN, "device_memory": tight_bytes(model(), batches()[0], **PLAIN)}
@@ -107,6 +108,7 @@ def test_a_backward_on_the_device_that_ends_in_parameters_on_the_host() -> None:
             torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), msg=name)
 
 
+@pytest.mark.slow
 def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes in ("_LAYERS", "_POINTWISE_ROWS", "_WIDTHS"):  # those of a GPU would take minutes here
         monkeypatch.setitem(getattr(rates, sizes), "accelerator", getattr(rates, sizes)["host"])
