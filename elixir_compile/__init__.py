@@ -67,6 +67,7 @@ _ERRORS = (
     "NoGraphCaptured",
     "NotPrepared",
     "OptimizerTooEarly",
+    "OutOfDeviceMemory",
     "ParameterReplaced",
     "PlanFileError",
     "PlanMismatch",

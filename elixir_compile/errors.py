@@ -17,6 +17,7 @@ Exception
     ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
     ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
+    ├── OutOfDeviceMemory  (MemoryError)    the device is full although the plan fits the budget
     ├── NotPrepared        (RuntimeError)   the model must be prepared first
     │   ├── OptimizerTooEarly               an optimizer of parameters replaced by `prepare(model, mesh=...)`
     │   └── WrongDtype                      parameters in another dtype than the option `param_dtype`
@@ -317,6 +318,40 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         if self.because:
             return f"{short}: {self.because}. Try {self.memory}_memory={self.needed_bytes}, {other}, or equal graphs."
         return f"{short}. Try {self.memory}_memory={self.needed_bytes}, the smallest budget that is enough, or {other}."
+
+
+class OutOfDeviceMemory(ElixirError, MemoryError):
+    """The device ran out of memory in an early step of `graph`, again after a new plan with less memory.
+
+    The plan needs `planned_bytes` of `budget_bytes`; the allocator had `allocated_bytes` in tensors and held
+    `reserved_bytes`. `largest` has the bytes of the largest tensors at the peak of the plan, by name.
+    """
+
+    def __init__(
+        self,
+        graph: str,
+        budget_bytes: int,
+        planned_bytes: int,
+        allocated_bytes: int,
+        reserved_bytes: int,
+        largest: Mapping[str, int],
+    ) -> None:
+        super().__init__(graph, budget_bytes, planned_bytes, allocated_bytes, reserved_bytes, dict(largest))
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.planned_bytes = planned_bytes
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.largest = dict(largest)
+
+    def __str__(self) -> str:
+        tensors = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.largest.items())
+        held = f"{format_bytes(self.allocated_bytes)} in tensors, {format_bytes(self.reserved_bytes)} held by torch"
+        return (
+            f"{self.graph} ran out of device memory although its plan needs {format_bytes(self.planned_bytes)} of "
+            f"{format_bytes(self.budget_bytes)} ({held}). Largest tensors at its peak: {tensors}. Lower device_memory, "
+            "or set PYTORCH_ALLOC_CONF=expandable_segments:True, which avoids unusable gaps between tensors."
+        )
 
 
 class NotPrepared(ElixirError, RuntimeError):

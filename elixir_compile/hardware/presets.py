@@ -4,7 +4,8 @@ A common machine has the rates of its data sheets times the shares that software
 to compare plans, not to predict seconds:
 
 `cpu`   the device is the host: the same cores compute, copy and update, so nothing overlaps compute
-`cuda`  a data-centre GPU behind PCIe 4 x16, with the rates of the Elixir paper
+`cuda`  a data-centre GPU behind PCIe 4 x16, with the rates of the Elixir paper; for any other
+accelerator too
 """
 
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.errors import InvalidOption, UnknownHardware
 from elixir_compile.hardware.cluster import Cluster, DeviceProfile, HostProfile, Link, Node
+from elixir_compile.hardware.device_names import machine_name_of
 from elixir_compile.hardware.table import MACHINES, Machine
 from elixir_compile.units import GIB, MIB
 
@@ -240,16 +242,34 @@ _ETHERNET = Link(
 )
 
 
-def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
-    """Return the rough profile for `cpu` or `cuda` with the given memory sizes in bytes, and the given name.
+_WITHOUT_MEMORY = ("mps", "meta")
+"""Device types that torch names, without memory of their own that a plan could fill."""
 
-    Raises InvalidOption if the device type is another.
+
+def profile_for(device_type: str, memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
+    """Return the profile of an unmeasured device called `name` with the given memory sizes in bytes.
+
+    An accelerator of a common machine has the rates of that machine. Any other accelerator has the rates of the rough
+    profile `cuda`. Raises InvalidOption if the device type has no memory of its own and is not the CPU.
     """
+    if device_type in _WITHOUT_MEMORY:
+        raise InvalidOption("device", device_type, "'cpu', 'cuda', or another accelerator with memory of its own")
     if device_type == "cpu":
         return _cpu(memory_bytes, host_memory_bytes, name)
-    if device_type == "cuda":
+    known = machine_name_of(name, memory_bytes)
+    if known is None:
         return _cuda(memory_bytes, host_memory_bytes, name)
-    raise InvalidOption("device", device_type, "'cpu' or 'cuda'")
+    node = preset(known).nodes[0]
+    device = replace(
+        node.device, name=name, memory_bytes=memory_bytes, reserve_bytes=min(_RESERVE_BYTES, memory_bytes // 10)
+    )
+    host = replace(
+        node.host,
+        memory_bytes=host_memory_bytes,
+        pinned_bytes=host_memory_bytes,
+        reserve_bytes=host_memory_bytes // 20,
+    )
+    return Cluster(nodes=(replace(node, device=device, host=host),))
 
 
 def with_devices(cluster: Cluster, num_devices: int, num_nodes: int = 1) -> Cluster:

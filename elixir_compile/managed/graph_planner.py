@@ -22,6 +22,7 @@ from elixir_compile.options import Options, plans_alike
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
+from elixir_compile.problem.workspaces import workspace_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
@@ -47,6 +48,8 @@ class GraphPlanner:
         """Seconds and bytes of each region, measured before planning; None without the option `profile_regions`."""
         self.correction: Correction | None = None
         """The machine as the first steps showed it; None before that."""
+        self.excess_bytes = 0
+        """Device bytes that early steps lacked under the first plan: see `out_of_memory`."""
         self.reviewed: Plan | None = None
         """The plan as its review left it: later plans keep its decision about the loss."""
         self._divides = False
@@ -70,6 +73,7 @@ class GraphPlanner:
         """Take over the measurements of `other`, the planner of an earlier capture of the same step."""
         self.profile = other.profile
         self.correction = other.correction or self.correction
+        self.excess_bytes = max(self.excess_bytes, other.excess_bytes)
 
     @contextmanager
     def growing(self, captured: Captured, args: Sequence[Any]) -> Iterator[None]:
@@ -98,13 +102,23 @@ class GraphPlanner:
         """
         problem = problem_of(captured, graph, self._executor, self._options, external)
         if self.correction is not None:
-            return self.correction.applied_to(problem)
+            return self._with_workspaces(self.correction.applied_to(problem), captured)
         if not (self._options.profile_regions and is_new) or captured.backward is None:
-            return problem
+            return self._with_workspaces(problem, captured)
         profiler = Profiler(self._regions, self._executor.device, self._options.inner)
         self.profile = profiler.profile(captured, problem, self.sizes.values)
         self._progress.say(str(self.profile))
-        return replace(problem, measured=self.profile.measured)
+        return self._with_workspaces(replace(problem, measured=self.profile.measured), captured)
+
+    def _with_workspaces(self, problem: Problem, captured: Captured) -> Problem:
+        """Return `problem` with the bytes of kernels' workspaces, and those that early steps lacked, in `base_bytes`.
+
+        A measured peak includes the workspaces.
+        """
+        beside_bytes = self.excess_bytes
+        if self.correction is None:
+            beside_bytes += workspace_bytes(captured, self.sizes.values, self.profile)
+        return replace(problem, base_bytes=problem.base_bytes + beside_bytes)
 
     def with_free_buckets(self, problem: Problem, plan: Plan) -> Problem:
         """Return `problem` with the placements of `plan`, now in force, open, if its parameters may move now."""
@@ -118,7 +132,7 @@ class GraphPlanner:
         captured = active.captured
         graph = graph_of(captured, self._executor, self.sizes.with_headroom())
         problem = problem_of(captured, graph, self._executor, self._options, ExternalUsage())
-        problem = replace(problem, base_bytes=base_bytes)
+        problem = self._with_workspaces(replace(problem, base_bytes=base_bytes), captured)
         if self.profile is not None and graph == active.graph:
             problem = replace(problem, measured=self.profile.measured)
         problem = self.correction.applied_to(problem) if self.correction is not None else problem

@@ -24,6 +24,7 @@ from elixir_compile.managed.agreement.in_step import planned_in_step
 from elixir_compile.managed.agreement.rank_facts import roll_key
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.graph_planner import GraphPlanner
+from elixir_compile.managed.out_of_memory import EarlyShortage
 from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
 from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
 from elixir_compile.managed.same_step import EarlierCaptures
@@ -87,6 +88,7 @@ class PlannedGraph:
         self._staying = StayingGradients(executor, options, self._progress)
         self._earlier = EarlierCaptures(executor, self._staying)
         self._variants = PlanVariants(executor, name, outstanding.descriptions)
+        self._shortage = EarlyShortage(name, executor, self.planner)
 
     @property
     def active(self) -> ActivePlan:
@@ -109,8 +111,6 @@ class PlannedGraph:
     def param_names(self) -> list[str]:
         """Names of the parameters read by the graph, and of all others in their buckets."""
         return param_names_of(self.active.captured, self._executor)
-
-    # Planning.
 
     def capture(
         self,
@@ -158,7 +158,8 @@ class PlannedGraph:
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
         executor, beside_bytes = self._executor, external.outstanding_bytes
         outdated = self._earlier.outdated(self, self._graphs, graph)
-        before = None if outdated else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
+        is_new = outdated is not None or self._shortage.wants_plan
+        before = None if is_new else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
         if before is not None:
             self.planner.take_over(before.planner)
             self._staying.take_over(before._staying)
@@ -186,8 +187,6 @@ class PlannedGraph:
         self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
         return before or outdated
 
-    # Running.
-
     def runner(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
         """Return the function to run the backward, or the forward, after `ManagedModel.begin_forward`."""
         if is_backward:
@@ -197,6 +196,10 @@ class PlannedGraph:
         return compat.boxed(for_compiled_code(self._run_backward if is_backward else self._run_forward))
 
     def _run_forward(self, args: list[Any]) -> Any:
+        return self._shortage.forward(self, args)
+
+    def run_forward(self, args: list[Any]) -> Any:
+        """Run the forward once."""
         input_storages, programs = storages_of(args), self.programs.last
         try:
             results = programs.forward.forward(args)
@@ -218,8 +221,9 @@ class PlannedGraph:
             with _compile_lock:
                 program = self.programs.of(ticket).backward
             return program.forward(args)
-        except BaseException:
+        except BaseException as error:
             self._executor.abandon()
+            self._shortage.note_backward(self.active, error)
             raise
 
     def learn_from_steps(self, args: Sequence[Any]) -> None:
@@ -309,28 +313,25 @@ class PlannedGraph:
 
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
-        executor, active = self._executor, self.active
+        executor, active, plan = self._executor, self.active, self.active.plan
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
-        plan, may_adopt = active.plan, active.generation < 0
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)
-        may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
-        is_short = is_crowded or (not self.is_inference and self._staying.is_missing_in(plan))
+        may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
+        is_short = self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
         is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
-        return bool(self.planner.sizes.grown(active.captured, args)) or is_short or is_back or not may_stay
+        has_grown = bool(self.planner.sizes.grown(active.captured, args))
+        return has_grown or is_crowded or is_short or is_back or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:
         """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""
-        now = None
-        if self._variants.is_planned:
-            now = PlanVariant(self.active, self.programs.last, dict(self.planner.sizes.values))
-        found = self._variants.join(graph_set_digest, now)
-        if found is None:
-            return False
-        self._active, self.planner.sizes.values = found.active, dict(found.sizes)
-        self.programs.take(found.programs, is_apart=self._variants.record_written())
-        return True
+        now = (self.active, self.programs.last, dict(self.planner.sizes.values))
+        found = self._variants.join(graph_set_digest, PlanVariant(*now) if self._variants.is_planned else None)
+        if found is not None:
+            self._active, self.planner.sizes.values = found.active, dict(found.sizes)
+            self.programs.take(found.programs, is_apart=self._variants.record_written())
+        return found is not None
 
     def _plan_anew(self, args: Sequence[Any]) -> None:
         earlier = self.active.plan

@@ -4,6 +4,7 @@ import logging
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -35,6 +36,8 @@ class StepProfiler:
         self._recording: Recording | None = None
         self._began_s: list[float] = []
         self._foreign_bytes = 0
+        self._kept = ExitStack()
+        """Keeps the user's peak statistics while the steps are measured."""
 
     def forward_begins(self) -> StepStats | None:
         """Note the beginning of a step; return the measurements, once, if enough steps have passed."""
@@ -52,6 +55,7 @@ class StepProfiler:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
+        self._kept.close()
         del self._began_s[STEPS_SKIPPED:]
 
     def stop(self) -> None:
@@ -60,31 +64,38 @@ class StepProfiler:
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
+        self._kept.close()
 
     def _begin(self) -> None:
         if self._platform.has_own_memory:
             # Compiling allocates more than a step does, and the figure is for the steps.
+            self._kept.enter_context(self._platform.own_peak(self._device))
             self._platform.reset_peak(self._device)
-            self._foreign_bytes = max(0, self._platform.allocated_bytes(self._device) - self._own_bytes())
+            self._foreign_bytes = max(0, self._platform.allocated_bytes(self._device) - own_bytes(self._executor))
         self._recording = self._executor.ledger.start_recording()
         self._began_s[-1] = time.perf_counter()
-
-    def _own_bytes(self) -> int:
-        """Parameters, gradients and optimizer state on the device, and the workspaces of libraries."""
-        grads = (slot.param.grad for slot in self._executor.slots.values())
-        grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == self._device)
-        return device_bytes(self._executor) + grads_bytes + library_bytes(self._device)
 
     def _end(self) -> StepStats:
         self._is_on = False
         spans = () if self._recording is None else self._recording.stop()
         self._recording = None
-        return StepStats(
+        has_memory = self._platform.has_own_memory
+        stats = StepStats(
             period_s=statistics.median(b - a for a, b in pairwise(self._began_s[STEPS_SKIPPED:])),
             spans=spans,
-            device_peak_bytes=self._platform.peak_bytes(self._device) if self._platform.has_own_memory else None,
+            device_peak_bytes=self._platform.peak_bytes(self._device) if has_memory else None,
             foreign_bytes=self._foreign_bytes,
+            reserved_bytes=self._platform.reserved_bytes(self._device) if has_memory else None,
         )
+        self._kept.close()
+        return stats
+
+
+def own_bytes(executor: Executor) -> int:
+    """Return the bytes between steps on the device of parameters, gradients, optimizer state and workspaces."""
+    grads = (slot.param.grad for slot in executor.slots.values())
+    grads_bytes = sum(grad.nbytes for grad in grads if grad is not None and grad.device == executor.device)
+    return device_bytes(executor) + grads_bytes + library_bytes(executor.device)
 
 
 log = logging.getLogger("elixir_compile")
@@ -133,6 +144,8 @@ class Progress:
             peak = "peak: see elixir_compile.measure_step"
         else:
             peak = f"peak {format_bytes(stats.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}"
+        if stats.reserved_bytes is not None:
+            peak += f"   reserved {format_bytes(stats.reserved_bytes)}"
         self.say(f"measured  {peak}   step {format_s(stats.period_s)}   {plan.name}")
 
     def say(self, line: str) -> None:

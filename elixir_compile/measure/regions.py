@@ -49,7 +49,7 @@ def measure_region(
         torch.no_grad(),
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
     ):
-        torch.manual_seed(0)
+        # No seed is set: `torch.manual_seed` would change the generators of all devices, also of those not kept here.
         inputs = [_random_input(node.meta["val"], sizes) for node in region.inputs]
         compiled.run(list(inputs))
         region_bytes = _peak_bytes(compiled, inputs, device)
@@ -83,10 +83,11 @@ def _peak_bytes(compiled: CompiledRegion, inputs: Sequence[Any], device: torch.d
     platform = platform_of(device)
     if platform.has_own_memory:
         platform.synchronize(device)
-        platform.reset_peak(device)
-        before_bytes = platform.allocated_bytes(device)
-        compiled.run(box)
-        return platform.peak_bytes(device) - before_bytes
+        with platform.own_peak(device):
+            platform.reset_peak(device)
+            before_bytes = platform.tensor_bytes(device)
+            compiled.run(box)
+            return platform.peak_bytes(device) - before_bytes
     if compat.is_profiling():
         return None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -32,10 +32,10 @@ _measuring = threading.Lock()
 def measure_step(fn: Callable[[], object], *, device: str | None = None) -> Record:
     """Run `fn`, a training step, once, and return its seconds, bytes, spans and counts.
 
-    `device_peak_bytes` counts all tensors on the device, also those from before the step. On an accelerator it is
-    the peak of torch's allocator. On a CPU it is computed from the storages of all live tensors and the memory
-    events of torch.profiler, without slabs, which are host memory. `host_peak_bytes` are the slabs. On a CPU `step_s`
-    includes the profiler, so time steps without it.
+    `device_peak_bytes` counts all tensors on the device, also those from before the step. On an accelerator it is the
+    most bytes that tensors asked torch's allocator for; the peak statistics that you read yourself stay. On a CPU it is
+    computed from the storages of all live tensors and the memory events of torch.profiler, without slabs, which are
+    host memory. `host_peak_bytes` are the slabs. On a CPU `step_s` includes the profiler, so time steps without it.
 
     `device` is `cpu` or `cuda`; None means the accelerator if any tensor is there. An exception of `fn` passes
     through. Raises NestedMeasurement if another measurement is running.
@@ -85,11 +85,12 @@ def _measured(fn: Callable[[], object], device: torch.device) -> tuple[float, in
     if not platform.has_own_memory:
         return _cpu_step(fn)
     platform.synchronize(device)
-    platform.reset_peak(device)
-    began_s = time.perf_counter()
-    fn()
-    platform.synchronize(device)
-    return time.perf_counter() - began_s, platform.peak_bytes(device)
+    with platform.own_peak(device):
+        platform.reset_peak(device)
+        began_s = time.perf_counter()
+        fn()
+        platform.synchronize(device)
+        return time.perf_counter() - began_s, platform.peak_bytes(device)
 
 
 def _cpu_step(fn: Callable[[], object]) -> tuple[float, int]:

@@ -18,8 +18,9 @@ from elixir_compile.optim.host.passes import Extras, Scalars, coalesce, kernel
 from elixir_compile.optim.rule import GRAD_SCALE, AdamWRule, State
 from elixir_compile.runtime.slab import flat
 
-_BLOCK = 1 << 24
-"""Elements whose master is computed at once on a device: 64 MiB, and 64 MiB for the fp32 gradient."""
+_BLOCK = 1 << 22
+"""Elements whose master is computed at once on a device. Master, fp32 gradient and three integer temporaries of 16 MiB
+are beside the budget's bytes then, and a kernel still moves more bytes than its launch takes time for."""
 
 
 class MixedAdamWRule(AdamWRule):

@@ -6,6 +6,7 @@
 No other package but `compat` names `torch.cuda`. Streams and events are in `runtime.lanes`.
 """
 
+from elixir_compile.platforms.cores import bind_thread, cores_beside, on_cores
 from elixir_compile.platforms.platform import Memory, PinningError, Platform
 from elixir_compile.platforms.platforms import (
     accelerator,
@@ -22,6 +23,9 @@ __all__ = [
     "accelerator",
     "accelerator_platform",
     "accelerator_type",
+    "bind_thread",
+    "cores_beside",
     "is_accelerator_in_use",
+    "on_cores",
     "platform_of",
 ]

@@ -4,7 +4,8 @@ Versions of torch differ in which statistics `torch.accelerator` has. What a ver
 known: its method returns None, or 0 bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class AcceleratorPlatform(Platform):
         return Memory(
             free_bytes=free_bytes,
             allocated_bytes=self.allocated_bytes(device),
-            reserved_bytes=int(self._ask("memory_reserved", device, default=0)),
+            reserved_bytes=self.reserved_bytes(device),
             limit_bytes=int(self._ask("get_per_process_memory_fraction", device, default=1.0) * total_bytes),
         )
 
@@ -70,8 +71,44 @@ class AcceleratorPlatform(Platform):
         self._ask("reset_peak_memory_stats", device, default=None)
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Return the most bytes that were allocated at once since `reset_peak`."""
+        """Return the most bytes that tensors asked for at once since `reset_peak`.
+
+        A plan counts the same bytes. What the allocator rounds up to is more: 512 bytes for a scalar, up to 1 MiB for a
+        large tensor in a block that it does not split.
+        """
+        return self._statistic("requested_bytes.all.peak", device, self._peak_allocated_bytes(device))
+
+    def tensor_bytes(self, device: torch.device) -> int:
+        """Return the bytes that the tensors on `device` asked for, without rounding."""
+        return self._statistic("requested_bytes.all.current", device, self.allocated_bytes(device))
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """Return the bytes that the allocator holds on `device`."""
+        return int(self._ask("memory_reserved", device, default=0))
+
+    @contextmanager
+    def own_peak(self, device: torch.device) -> Iterator[None]:
+        """Keep the user's peak statistics: `reset_peak` in the block does not lower them after it."""
+        before_bytes = self._peak_allocated_bytes(device)
+        try:
+            yield
+        finally:
+            missing_bytes = before_bytes - self.allocated_bytes(device)
+            if before_bytes > self._peak_allocated_bytes(device):
+                # torch has no function that sets a peak, but an allocation raises it. It fitted before.
+                with suppress(torch.OutOfMemoryError):
+                    torch.empty(missing_bytes, dtype=torch.uint8, device=device)
+
+    def _peak_allocated_bytes(self, device: torch.device) -> int:
         return int(self._ask("max_memory_allocated", device, default=0))
+
+    def _statistic(self, name: str, device: torch.device, default: int) -> int:
+        """Return a statistic of the allocator, `default` if torch has none of that name."""
+        return int(self._ask("memory_stats", device, default={}).get(name, default))
+
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds without tensors back to the driver."""
+        self._ask("empty_cache", default=None)
 
     def synchronize(self, device: torch.device) -> None:
         """Block the calling thread until all work issued on `device` is done."""

@@ -1,6 +1,7 @@
 """The platform of a device type: the answers for a CPU, which the platforms of accelerators override."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -68,8 +69,24 @@ class Platform:
         """Reset `peak_bytes` to the bytes that are allocated now."""
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Return the most bytes that were allocated at once since `reset_peak`; 0 if it has no memory of its own."""
+        """Return the most bytes that tensors asked for at once since `reset_peak`; 0 without memory of its own."""
         return 0
+
+    def tensor_bytes(self, device: torch.device) -> int:
+        """Return the bytes that the tensors on `device` asked for, without rounding; 0 without memory of its own."""
+        return 0
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """Return the bytes that the allocator holds on `device`; 0 without memory of its own."""
+        return 0
+
+    @contextmanager
+    def own_peak(self, device: torch.device) -> Iterator[None]:
+        """Keep the user's peak statistics: `reset_peak` in the block does not lower them after it."""
+        yield
+
+    def empty_cache(self) -> None:
+        """Give memory that the allocator holds without tensors back to the driver."""
 
     def synchronize(self, device: torch.device) -> None:
         """Block the calling thread until all work issued on `device` is done."""

@@ -73,6 +73,13 @@ class RegionProfile:
     took_s: float
 
     @property
+    def workspace_bytes(self) -> int:
+        """The most bytes that a region allocated beside its tensors, above what an allocator rounds up."""
+        beside = ((own.peak_bytes or 0) - own.live_bytes for own in self.regions)
+        most_bytes = max(beside, default=0)
+        return most_bytes if most_bytes > _TOLERANCE_BYTES else 0
+
+    @property
     def measured(self) -> Measured:
         """The measurements in the form of a `Problem`."""
         stretches = tuple(Stretch(first=own.first, last=own.last, run_s=own.run_s) for own in self.regions)

@@ -226,9 +226,17 @@ def cut_slab(
     return tuple(tensors)
 
 
+_KERNEL_ALIGN_BYTES = 16
+"""The bytes that Inductor's kernels load at once. It checks the alignment of inputs, but not of parameters."""
+
+
 def on_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `data` on `device`, in memory of torch's allocator: a copy if `data` is elsewhere or in a slab."""
+    """Return `data` on `device`, in memory of torch's allocator: a copy if `data` is elsewhere, in a slab, or at an
+    address that kernels of an accelerator cannot load from."""
     if data.device != device:
         return data.to(device)
-    from_slab = data.device.type == "cpu" and is_slab_memory(data.data_ptr())
-    return torch.empty_like(data, memory_format=torch.preserve_format).copy_(data) if from_slab else data
+    if data.device.type == "cpu":
+        must_copy = is_slab_memory(data.data_ptr())
+    else:
+        must_copy = data.data_ptr() % _KERNEL_ALIGN_BYTES != 0
+    return torch.empty_like(data, memory_format=torch.preserve_format).copy_(data) if must_copy else data

@@ -19,6 +19,7 @@ from elixir_compile.ops.aliases import aliases, held_by_others
 from elixir_compile.ops.optimizers import let_state_follow
 from elixir_compile.ops.reads import Sites
 from elixir_compile.ops.registry import Slot
+from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.distributed.sharded import new_bucket
@@ -142,6 +143,8 @@ class PlacedBuckets:
         pairs = zip(buckets, placements, strict=True)
         in_order = sorted(pairs, key=lambda pair: pair[1].param is Tier.DEVICE)
         self.adopt([bucket for bucket, _ in in_order], [home for _, home in in_order], for_training=True)
+        # What left the device leaves holes between tensors that stay, and no large tensor fits a hole.
+        platform_of(self._lanes.device).empty_cache()
 
     @torch.no_grad()
     def place_replaced(self, replaced: Sequence[Slot]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elixir_compile.errors import ElixirWarning
-from elixir_compile.platforms import PinningError, accelerator_platform
+from elixir_compile.platforms import PinningError, accelerator_platform, cores_beside, on_cores
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,6 +96,7 @@ class Slab:
 
     With `pin`, the pages are locked for the accelerator so that copies run asynchronously. The slab is pageable if
     there is no accelerator, and, with an `ElixirWarning`, if the driver refuses because of a locked-memory limit.
+    Processes forked from now on do not have a pinned slab.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
@@ -113,6 +114,9 @@ class Slab:
         _mapped.add(self._mapping.address, self.nbytes)
         if pin:
             self._mapping.unpin = _pin(self._mapping.address, self.nbytes)
+        if self.is_pinned:
+            # A fork copies page-locked pages at once: every DataLoader worker would copy every slab.
+            self.keep_from_children()
 
     @property
     def is_pinned(self) -> bool:
@@ -178,8 +182,11 @@ def _pin(address: int, nbytes: int) -> Callable[[int], object] | None:
     Return None without an accelerator, and, after an ElixirWarning, if the driver refuses.
     """
     platform = accelerator_platform()
+    if platform is None:
+        return None
     try:
-        return None if platform is None else platform.pin(address, nbytes)
+        # Linux takes a page from the memory node of the thread that touches it first, here by locking it.
+        return on_cores(cores_beside(platform.current()), lambda: platform.pin(address, nbytes))
     except PinningError as refused:
         warnings.warn(
             f"the driver refused to pin {nbytes} bytes of host memory ({refused}): copies from it block. "

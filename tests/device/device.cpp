@@ -492,6 +492,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // ---------------------------------------------------------------- tensors
 
+// `parameter.data = tensor` moves a parameter between CPU and GPU, which torch allows for the dense types that it lists:
+// HPU is one of them, PrivateUse1 is not. Ops are dispatched by the highest key, so the key HPU has no other effect.
+const c10::DispatchKeySet kKeys({DispatchKey::PrivateUse1, DispatchKey::HPU});
+
 bool is_ours(const Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
@@ -520,7 +524,7 @@ Tensor new_strided(
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), bytes, memory().allocate(bytes), &memory(), /*resizable=*/true);
   auto tensor = at::detail::make_tensor_base<at::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(DispatchKey::PrivateUse1), type);
+      c10::Storage(std::move(storage)), kKeys, type);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return Tensor(std::move(tensor));
 }

@@ -6,14 +6,21 @@ autograd runs the backward in a thread of the device. What only a real device ca
 
 import pytest
 
-from tests.device.on_device import FILES, in_a_process
+from tests.device.on_device import in_a_process
 
 
-def test_there_are_files() -> None:
-    assert "on_device_itself.py" in FILES
+def test_on_a_second_device() -> None:
+    assert_passed()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_on_a_second_device(name: str) -> None:
-    done = in_a_process(f"tests/device/{name}")
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+@pytest.mark.slow
+def test_on_a_second_device_at_length() -> None:
+    assert_passed("-m", "slow")
+
+
+def assert_passed(*arguments: str) -> None:
+    done = in_a_process(*arguments)
+    said = done.stdout[-8000:] + done.stderr[-2000:]
+    assert done.returncode == 0, said
+    assert " passed" in said
+    assert "skipped" not in said

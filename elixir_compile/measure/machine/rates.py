@@ -23,13 +23,17 @@ from elixir_compile.runtime.slab import Slab, aligned_bytes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Tokens and width of the MLP of a transformer layer: a small layer, and a large layer that fills an accelerator.
-_LAYERS = {"cpu": (512, 768), "cuda": (4096, 4096)}
+_LAYERS = {"host": (512, 768), "accelerator": (4096, 4096)}
 _GROWTH = 8
 """Twice the tokens and twice the width make 2 * 2 * 2 times the arithmetic."""
-_POINTWISE_ROWS = {"cpu": 6144, "cuda": 262144}
+_POINTWISE_ROWS = {"host": 6144, "accelerator": 262144}
 """Rows of 256 floats: 6 MiB, an activation of a small transformer; 256 MiB, more than an accelerator's cache holds."""
 _DRAM_NUMEL = 16 * 2**20
 _NUM_LAUNCHES = 200
+
+
+def _kind(device: torch.device) -> str:
+    return "accelerator" if platform_of(device).has_own_memory else "host"
 
 
 def measure_kernels(device: torch.device, at_most_s: float) -> dict[str, float]:
@@ -58,11 +62,11 @@ def _flops_per_s(device: torch.device, dtype: torch.dtype, at_most_s: float) -> 
 
     A dtype may be emulated: float16 on a CPU without instructions for it is 40 times slower than float32.
     """
-    tokens, width = (size // 8 for size in _LAYERS[device.type])
+    tokens, width = (size // 8 for size in _LAYERS[_kind(device)])
     while True:
         products, flops = _products(device, dtype, tokens, width)
         first_s = median_s(products, device, 0.0)
-        is_last = width >= _LAYERS[device.type][1] or _GROWTH * first_s * 4 > at_most_s
+        is_last = width >= _LAYERS[_kind(device)][1] or _GROWTH * first_s * 4 > at_most_s
         if is_last:
             return flops / median_s(products, device, at_most_s / 2)
         tokens, width = 2 * tokens, 2 * width
@@ -83,7 +87,7 @@ def _products(device: torch.device, dtype: torch.dtype, tokens: int, width: int)
 
 def _pointwise_bytes_per_s(device: torch.device, at_most_s: float) -> float:
     """Return the bytes that pointwise kernels read and write per second: an addition, a gelu and a softmax."""
-    x = torch.linspace(-3, 3, _POINTWISE_ROWS[device.type] * 256, device=device).view(-1, 256)
+    x = torch.linspace(-3, 3, _POINTWISE_ROWS[_kind(device)] * 256, device=device).view(-1, 256)
     y = torch.ones_like(x)
 
     def kernels() -> None:
@@ -117,7 +121,7 @@ def _dram_bytes_per_s(at_most_s: float) -> float:
 
 # 7 and 28 million elements, 28 and 113 MB in float32: the sizes of buckets. On an accelerator the launch would take
 # most of the time of the smaller bucket.
-_WIDTHS = {"cpu": 768, "cuda": 1536}
+_WIDTHS = {"host": 768, "accelerator": 1536}
 _NUM_BUCKETS = 3
 _COPIES = 4
 """Parameters, gradients and two moments."""
@@ -128,7 +132,7 @@ Allocate = Callable[[Sequence[tuple[int, ...]]], list[torch.Tensor]]
 def measure_updates(device: torch.device, at_most_s: float) -> dict[str, float]:
     """Return elements/s as `update.device`, `update.host`, and `update.busy_host` during copies in both directions."""
     share_s = at_most_s / 3
-    width = _WIDTHS[device.type]
+    width = _WIDTHS[_kind(device)]
 
     def on_device(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         return [torch.full(shape, 0.01, device=device) for shape in shapes]

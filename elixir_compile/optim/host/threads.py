@@ -16,14 +16,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
 from elixir_compile.measure.machine import allowed_cores, num_local_ranks, num_usable_cores
-from elixir_compile.platforms import platform_of
+from elixir_compile.platforms import bind_thread, cores_beside
 
 log = logging.getLogger("elixir_compile")
 T = TypeVar("T")
@@ -128,12 +127,6 @@ def host_threads_for(device: torch.device | None = None) -> HostThreads:
     return HostThreads(num_threads, beside)
 
 
-def bind_thread(cores: Collection[int]) -> None:
-    """Bind the calling thread, and threads that it starts later, to `cores`; do nothing if `cores` is empty."""
-    if cores:
-        os.sched_setaffinity(0, cores)  # 0 is this thread, not the process
-
-
 @contextmanager
 def at_least_threads(num_threads: int) -> Iterator[None]:
     """Let torch's own kernels use at least `num_threads` threads inside this context."""
@@ -162,20 +155,3 @@ def on_host_threads(work: Callable[[], T], threads: HostThreads) -> Callable[[],
 def num_host_threads(num_cores: int, num_ranks: int, most: int) -> int:
     """Return the number of threads of a rank: its share of the cores less 1, at least 1 and at most `most`."""
     return max(min(num_cores // num_ranks - 1, most), 1)
-
-
-def cores_beside(device: torch.device) -> frozenset[int]:
-    """Return the cores of the memory node of `device`; empty for a CPU, or if the system does not tell."""
-    address = platform_of(device).pci_address(device)
-    return frozenset() if address is None else cores_of_node(address, Path("/sys"))
-
-
-def cores_of_node(address: str, system: Path) -> frozenset[int]:
-    """Return the cores of the memory node of the PCI device at `address`, from files under `system` (`/sys`)."""
-    try:
-        node = int((system / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
-        listed = (system / f"devices/system/node/node{node}/cpulist").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return frozenset()
-    spans = [span.partition("-") for span in listed.split(",") if span]
-    return frozenset(core for first, _, last in spans for core in range(int(first), int(last or first) + 1))

@@ -45,7 +45,9 @@ class StepStats:
     spans: tuple[Span, ...] = ()
     """The spans of all profiled steps; empty if the steps were only timed."""
     device_peak_bytes: int | None = None
-    """Most bytes allocated at once; None on a CPU, whose allocator keeps no such figure."""
+    """Most bytes that tensors asked for at once; None on a CPU, whose allocator keeps no such figure."""
+    reserved_bytes: int | None = None
+    """Bytes that the allocator held after the steps, with its roundings and gaps; None on a CPU."""
     foreign_bytes: int = 0
     """Device bytes in use before a forward that belong to neither this model nor its optimizer."""
 

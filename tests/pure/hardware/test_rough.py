@@ -3,7 +3,7 @@
 import pytest
 
 from elixir_compile.errors import InvalidOption
-from elixir_compile.hardware import profile_for
+from elixir_compile.hardware import preset, profile_for
 from elixir_compile.units import GIB
 
 
@@ -21,6 +21,34 @@ def test_only_cuda_copies_while_it_computes() -> None:
     assert (cuda.h2d.overlaps_compute, cuda.d2h.overlaps_compute) == (True, True)
 
 
-def test_an_unknown_device_type_is_refused() -> None:
-    with pytest.raises(InvalidOption, match="'cpu' or 'cuda'"):
-        profile_for("tpu", GIB, GIB, "tpu")
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "machine"),
+    [
+        ("NVIDIA H100 80GB HBM3", 80, "h100-80g"),
+        ("NVIDIA H200", 140, "h200-141g"),
+        ("NVIDIA A100-SXM4-40GB", 40, "a100-40g"),
+        ("NVIDIA A100 80GB PCIe", 80, "a100-80g"),
+        ("NVIDIA GH200 480GB", 95, "gh200"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090-24g"),
+        ("NVIDIA L4", 22, "l4-24g"),
+    ],
+)
+def test_an_unmeasured_gpu_of_a_common_machine_has_its_rates(name: str, memory_gib: int, machine: str) -> None:
+    found, known = profile_for("cuda", memory_gib * GIB, 50 * GIB, name), preset(machine)
+    assert found.device.flops_per_s == known.device.flops_per_s
+    assert (found.h2d, found.d2h) == (known.h2d, known.d2h)
+    assert (found.device.name, found.device.memory_bytes) == (name, memory_gib * GIB)
+    assert (found.host.memory_bytes, found.host.pinned_bytes) == (50 * GIB, 50 * GIB)
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Intel GPU"]
+)
+def test_any_other_accelerator_has_the_rates_of_the_paper(name: str) -> None:
+    assert profile_for("xpu", GIB, GIB, name) == profile_for("cuda", GIB, GIB, name)
+    assert profile_for("cuda", GIB, GIB, name).h2d == profile_for("cuda", GIB, GIB, "box").h2d
+
+
+def test_a_device_without_memory_of_its_own_is_refused() -> None:
+    with pytest.raises(InvalidOption, match="memory of its own"):
+        profile_for("mps", GIB, GIB, "mps")

@@ -21,8 +21,9 @@ from elixir_compile.measure.machine import allowed_cores, num_usable_cores
 from elixir_compile.measure.machine import limits as machine_cores
 from elixir_compile.optim import update as updates
 from elixir_compile.optim.host import HostThreads, host_threads_for, mixed_adamw
-from elixir_compile.optim.host.threads import GRAIN, cores_of_node, num_host_threads, parts
+from elixir_compile.optim.host.threads import GRAIN, num_host_threads, parts
 from elixir_compile.optim.rule import AdamWRule
+from elixir_compile.platforms.cores import cores_of_node
 from elixir_compile.runtime.updates import UpdateLine
 from tests.run.updating import hybrid_run, ladder, rows
 

@@ -96,6 +96,24 @@ def test_attention_with_dropout_reads_its_seed_on_the_host_and_without_it_does_n
     assert not reads_seed_on_host(inputs[0])
 
 
+def test_what_a_region_allocates_beside_its_tensors_is_not_free_for_plans(
+    clock: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = profiled(seeded(Stack), vectors(1)[0]).plan.base_bytes
+    torch._dynamo.reset()
+    measure = profiling.measure_region
+
+    def with_workspace(region, compiled, device, sizes) -> RegionTime:
+        took = measure(region, compiled, device, sizes)
+        return RegionTime(run_s=took.run_s, peak_bytes=took.peak_bytes + (3 << 20 if compiled.num_ops > 3 else 1 << 20))
+
+    monkeypatch.setattr(profiling, "measure_region", with_workspace)
+    monkeypatch.setenv("ELIXIR_CACHE_DIR", str(Path(folders.cache_dir()) / "again"))
+    record = profiled(seeded(Stack), vectors(1)[0])
+    assert 3 << 20 <= record.profile.workspace_bytes < (3 << 20) + 4096
+    assert record.plan.base_bytes - before == record.profile.workspace_bytes
+
+
 def test_a_second_start_measures_nothing(clock: list[str], caplog: pytest.LogCaptureFixture, empty_cache: Path) -> None:
     caplog.set_level(logging.INFO, logger="elixir_compile")
     first = profiled(seeded(Stack), vectors(1)[0], report=True)

@@ -1,0 +1,118 @@
+"""What else a model does on a second device: alignment, checkpoints, reentrant backwards, its measured machine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import elixir_compile as elixir
+from elixir_compile.measure.machine import measure_machine, rates
+from tests.device import fakegpu
+from tests.run.models import Stack, seeded, vectors
+from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step, tight_bytes
+
+DEVICE = torch.device(fakegpu.NAME, 0)
+PLAIN = {"planner": "greedy", "plan_cache": False, "replan": False}
+
+
+def model() -> nn.Module:
+    return seeded(Stack).to(DEVICE)
+
+
+def batches(num: int = 3) -> list[torch.Tensor]:
+    return [batch.to(DEVICE) for batch in vectors(num)]
+
+
+def test_a_parameter_at_an_odd_address_is_copied_to_an_aligned_one() -> None:
+    own = model()
+    memory = torch.zeros(own.head.weight.numel() + 1, device=DEVICE)
+    odd = memory[1:].view_as(own.head.weight).copy_(own.head.weight.detach())
+    own.head.weight = nn.Parameter(odd)
+    assert own.head.weight.data_ptr() % 16 == 4
+    prepared = elixir.prepare(own)
+    compiled = torch.compile(prepared, backend="elixir", options={"inner": "aot_eager", **PLAIN})
+    got = compiled(batches(1)[0])
+    assert own.head.weight.data_ptr() % 16 == 0
+    assert torch.equal(got.cpu(), by_elixir(model(), **PLAIN).compiled(batches(1)[0]).cpu())
+
+
+def test_prepare_moves_a_model_to_the_device() -> None:
+    prepared = elixir.prepare(seeded(Stack), device=DEVICE)
+    run = torch.compile(prepared, backend="elixir", options={"inner": "aot_eager", **PLAIN})
+    loss = run(batches(1)[0])
+    loss.backward()
+    assert loss.device == DEVICE
+    assert all(param.grad is not None for param in prepared.parameters())
+
+
+@pytest.mark.parametrize("is_tight", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_training_continues_from_a_checkpoint_bitwise(is_tight: bool, tmp_path: Path) -> None:
+    options = dict(PLAIN)
+    if is_tight:
+        options["device_memory"] = tight_bytes(model(), batches()[0], **PLAIN)
+    with fakegpu.policy(fakegpu.LATE):
+        first = by_elixir(model(), **options).train(batches(2))
+        elixir.save(tmp_path / "run", model=first.model, optimizer=first.optimizer)
+        first.train(batches(3)[2:])
+        again = by_elixir(seeded(Stack).to(DEVICE), **options)
+        elixir.load(tmp_path / "run", model=again.model, optimizer=again.optimizer)
+        again.train(batches(3)[2:])
+    del first.losses[:2]
+    assert_same(first, again)
+    whole = elixir.full_state_dict(first.model)
+    assert all(value.device.type == "cpu" for value in whole.values())
+
+
+def test_a_reentrant_backward_onto_leaves_on_the_cpu_and_the_device() -> None:
+    """A hook of the backward runs another backward through a second compiled model, as reentrant checkpoints do."""
+    outer, inner, on_cpu = by_elixir(model(), **PLAIN), by_elixir(model(), **PLAIN), nn.Linear(4, 1)
+    plain_outer, plain_inner = by_torch(model()), by_torch(model())
+    batch = batches(1)[0]
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value: torch.Tensor, run: Run) -> torch.Tensor:
+            ctx.run = run
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            with torch.enable_grad():
+                ctx.run.compiled(batch).backward()
+                on_cpu(torch.ones(4)).sum().backward()
+            return grad, None
+
+    for first, second in ((outer, inner), (plain_outer, plain_inner)):
+        Again.apply(first.compiled(batch), second).backward()
+    for ours, theirs in ((outer, plain_outer), (inner, plain_inner)):
+        grads = {name: param.grad for name, param in theirs.model.named_parameters()}
+        for name, param in ours.model.named_parameters():
+            torch.testing.assert_close(param.grad.cpu(), grads[name].cpu(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(on_cpu.weight.grad, torch.full((1, 4), 2.0))
+    plain_step(outer.compiled, outer.optimizer, batch)
+
+
+@pytest.mark.slow
+def test_a_backward_on_the_device_that_ends_in_parameters_on_the_host() -> None:
+    """The published gradients of host buckets are leaves of the CPU, whose thread finishes after the device's."""
+    options = {**PLAIN, "device_memory": tight_bytes(model(), batches()[0], **PLAIN)}
+    with fakegpu.policy(fakegpu.RANDOM, 3):
+        run = by_elixir(model(), **options)
+        run.compiled(batches(1)[0]).backward()
+        homes = {param.device.type for param in run.model.parameters()}
+        assert homes >= {"cpu"}
+        expected = by_torch(model())
+        expected.compiled(batches(1)[0]).backward()
+        for (name, ours), theirs in zip(run.model.named_parameters(), expected.model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), msg=name)
+
+
+@pytest.mark.slow
+def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes in ("_LAYERS", "_POINTWISE_ROWS", "_WIDTHS"):  # those of a GPU would take minutes here
+        monkeypatch.setitem(getattr(rates, sizes), "accelerator", getattr(rates, sizes)["host"])
+    cluster = measure_machine(DEVICE, seconds=1.0)
+    assert cluster.device.memory_bytes == fakegpu.MEMORY_BYTES
+    assert cluster.device.name == fakegpu.NAME
+    assert min(cluster.h2d.bytes_per_s, cluster.d2h.bytes_per_s) > 0
