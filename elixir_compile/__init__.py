@@ -71,6 +71,7 @@ _ERRORS = (
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",
+    "Race",
     "StaleParameters",
     "UnforeseenState",
     "UnknownHardware",

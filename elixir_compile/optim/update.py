@@ -12,7 +12,6 @@ If the compute device is the CPU, device and host share a memory, and only strea
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -181,6 +180,7 @@ class BucketUpdate:
                 if self.bucket.placement.streamed:
                     self._stream(part)
                 else:
+                    self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
                     self.rule.update(part.weights, part.grads, part.states, part.group)
                     _store_results(part.states, part.states, part.buffers)
 
@@ -196,14 +196,14 @@ class BucketUpdate:
             for home, updated in zip(part.weights, host_part.weights, strict=True)
             if home is not updated
         ]
-        lanes, bucket = self.executor.lanes, self.bucket
+        lanes, bucket, begin = self.executor.lanes, self.bucket, self.executor.lanes.hand_over()
         landed = lanes.d2h.mark() if copied_back else arrived
         # `work` must not refer to `self`: a queued update would keep the gradients on the device alive.
         rule, disk, ledger, label = self.rule, self.disk, self.executor.ledger, self.label
         guard = GradientGuard(self.params, self.grads)
 
         def work() -> Callable[[], None] | None:
-            lanes.begin_thread()
+            begin()
             lanes.host_waits(landed)
             lanes.host_waits(bucket.home_read)
             guard.check()
@@ -211,15 +211,16 @@ class BucketUpdate:
                 if disk is not None:
                     disk.run(rule, parts)
                 for part in parts if disk is None else ():
+                    lanes.touches(part.grads, (*part.weights, *part.memory))
                     rule.update(part.weights, part.grads, part.states, part.group)
                     _store_results(part.states, part.states, part.buffers)
             guard.check()
             if not copied_back:
-                return None
+                return lanes.hand_back(None)
             with lanes.h2d.beside_compute():
                 for home, updated in copied_back:
                     lanes.h2d.copy(home, updated)
-            return partial(lanes.compute_waits, lanes.h2d.mark())
+            return lanes.hand_back(lanes.h2d.mark())
 
         return work
 

@@ -175,6 +175,7 @@ class GradientAccumulator:
             # leaves when its bucket moves to the host.
             total = grad.detach()
         elif total.device == grad.device:
+            self._lanes.touches((grad,), (total,))
             total.add_(grad)
         else:
             # Another graph of this backward offloaded its gradient: copy it back, and offload the sum later.
@@ -232,9 +233,13 @@ class GradientAccumulator:
         if backward is None or not own:
             return
         is_away = all(backward.pending[slot.key][1].device == slot.param.device for slot in own)
-        # Adding to an earlier gradient on the host would read the offloaded gradient before its copy has arrived.
-        is_read = verb is Verb.OFFLOAD and any(slot.param.grad is not None for slot in own)
-        if is_away and not is_read and not any(backward.goes_through_autograd(slot) for slot in own):
+        # Adding to an earlier gradient on the host reads the offloaded gradient, whose copy must have arrived.
+        is_read = bucket.is_on_host and any(slot.param.grad is not None for slot in own)
+        if verb is Verb.OFFLOAD and is_read:
+            return
+        if is_away and not any(backward.goes_through_autograd(slot) for slot in own):
+            if is_read:
+                self._lanes.host_waits(self._lanes.d2h.mark())
             self._publish(backward, own)
             let_update([slot.param for slot in own if slot.param.requires_grad], self._lanes.d2h.mark())
 
@@ -302,6 +307,8 @@ class GradientAccumulator:
         for slot in slots:
             self._buckets.await_update(slot)
             _, grad = backward.pending.pop(slot.key)
+            if slot.param.grad is not None:
+                self._lanes.touches((grad,), (own_part(slot.param.grad),))
             publish(slot.param, grad, self._new_fp32_sum(slot))
             self.norm_cache.store(slot)
 
