@@ -243,6 +243,7 @@ class BucketUpdate:
         The copies of a bucket are freed before the next bucket is streamed.
         """
         lanes = self.executor.lanes
+        lanes.touches(part.grads, (*part.weights, *part.memory))
         device = lanes.device
 
         def on_device(tensor: torch.Tensor, *, is_state: bool = False) -> torch.Tensor:

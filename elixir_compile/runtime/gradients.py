@@ -156,6 +156,7 @@ class GradientAccumulator:
             backward.reducing[bucket.spec.id] = reducing
             return reducing
         if self._ranks is not None and grads:
+            self._lanes.touches(grads)
             params, grads = self._ranks.mean_sums(params, grads, bucket.grad_dtype, self._ledger, bucket.spec.id)
         with self._ledger.span(Lane.COMPUTE, f"reduce {bucket.spec.id}"):
             for position, grad in zip(params, grads, strict=True):
@@ -215,13 +216,17 @@ class GradientAccumulator:
                 leaving.append(pending[1])
                 landing.append(target)
             if reducing is not None:  # only `d2h` waits for the collective
-                self.norm_cache.take(moved)
+                self._take_norms(moved)
         if reducing is None:
-            self.norm_cache.take(moved)
+            self._take_norms(moved)
         transfer = Transfer(label, d2h.mark(), tuple(landing), tuple(leaving))
         backward.arriving.append(transfer)
         self.close(bucket, Verb.OFFLOAD)
         return transfer
+
+    def _take_norms(self, moved: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]]) -> None:
+        self._lanes.touches(grad for _, grad, _ in moved)
+        self.norm_cache.take(moved)
 
     @torch.no_grad()
     def close(self, bucket: RunningBucket, verb: Verb) -> None:

@@ -216,6 +216,7 @@ class ShardReduce(Transfer):
         ledger: Ledger,
     ) -> None:
         self._bucket, self._positions, self._land = bucket, tuple(dict.fromkeys(positions)), land
+        lanes.touches(grads)
         rows = bucket.to_rows(positions, grads)
         grads.clear()
         self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from elixir_compile import Race
 from elixir_compile.capture.modules import executor_of
+from elixir_compile.errors import Race
 from elixir_compile.ir import Update
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.lanes import lanes_for
