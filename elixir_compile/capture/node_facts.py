@@ -209,6 +209,11 @@ _WRITES_INTO_FIRST = {
 }
 
 
+_SEEDED_ON_HOST = {
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._efficient_attention_backward.default,
+}
+"""Backward ops of CUDA kernels that read the seed of the forward's dropout in host memory."""
 _PURE = ("aten", "prims")
 """Operator libraries whose tags and schemas tell whether an op draws random numbers or writes an input."""
 
@@ -256,6 +261,15 @@ def _dropout_p(node: fx.Node) -> object:
     return None
 
 
+def reads_seed_on_host(node: fx.Node) -> bool:
+    """Return whether the kernel of `node` reads a tensor in host memory, although its meta kernel says the device.
+
+    Memory-efficient attention with dropout saves the seed of its random numbers as tensors of the CPU, and its backward
+    reads them there: a tensor on the device ends the process.
+    """
+    return node.op == "call_function" and node.target in _SEEDED_ON_HOST and _dropout_p(node) != 0.0
+
+
 def overwritten_input(node: fx.Node) -> fx.Node | None:
     """Return the input into whose memory Inductor writes the result of a functional scatter; None if it allocates.
 
@@ -265,3 +279,15 @@ def overwritten_input(node: fx.Node) -> fx.Node | None:
         return None
     base = node.args[0]
     return base if len(base.users) == 1 and base.op == "call_function" else None
+
+
+def dense_tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Return the tensors of the value of `node`; of a sparse tensor its indices and its values."""
+    value = value_of(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [part for v in values if isinstance(v, torch.Tensor) for part in compat.dense_parts(v)]
+
+
+def storage_keys_of(node: fx.Node) -> list[int]:
+    """Return the key of the storage of each of `dense_tensors_of(node)`."""
+    return [compat.storage_key(value) for value in dense_tensors_of(node)]

@@ -49,7 +49,7 @@ def batches(
         raise InvalidOption("text", f"{len(text)} bytes", f"more than {context + 1} bytes")
     random = torch.Generator().manual_seed(seed)
     while True:
-        starts = torch.randint(len(text) - context - 1, (size,), generator=random).tolist()
+        starts = torch.randint(len(text) - context - 1, (size,), generator=random, device="cpu").tolist()
         window = b"".join(text[start : start + context + 1] for start in starts)
         both = torch.frombuffer(bytearray(window), dtype=torch.uint8).view(size, context + 1).long()
         yield both[:, :-1].contiguous().to(device), both[:, 1:].contiguous().to(device)

@@ -10,7 +10,7 @@
 If the compute device is the CPU, device and host share a memory, and only streamed state is copied.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,7 +132,8 @@ class Updater:
         for param in update.params:
             if param.grad is not None:
                 watch(param.grad)
-        queued = self.line.queue(on_host_threads(update.work(arrived), threads), update.label)
+        work = on_host_threads(update.work(arrived), threads)
+        queued = self.line.queue(work, update.label, update.executor.lanes)
         update.bucket.queued.add(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
@@ -172,8 +173,7 @@ class BucketUpdate:
     def run(self) -> None:
         """Run the update now. Device kernels may still run when this returns; host updates have finished."""
         if not self.is_on_device:
-            if (let_compute_wait := self.work(None)()) is not None:
-                let_compute_wait()
+            self.executor.lanes.compute_waits(self.work(None)())
             return
         with self.executor.ledger.span(Lane.COMPUTE, self.label):
             for part in self.parts:
@@ -196,14 +196,13 @@ class BucketUpdate:
             for home, updated in zip(part.weights, host_part.weights, strict=True)
             if home is not updated
         ]
-        lanes, bucket, begin = self.executor.lanes, self.bucket, self.executor.lanes.hand_over()
+        lanes, bucket = self.executor.lanes, self.bucket
         landed = lanes.d2h.mark() if copied_back else arrived
         # `work` must not refer to `self`: a queued update would keep the gradients on the device alive.
         rule, disk, ledger, label = self.rule, self.disk, self.executor.ledger, self.label
         guard = GradientGuard(self.params, self.grads)
 
-        def work() -> Callable[[], None] | None:
-            begin()
+        def work() -> Event | None:
             lanes.host_waits(landed)
             lanes.host_waits(bucket.home_read)
             guard.check()
@@ -216,11 +215,11 @@ class BucketUpdate:
                     _store_results(part.states, part.states, part.buffers)
             guard.check()
             if not copied_back:
-                return lanes.hand_back(None)
+                return None
             with lanes.h2d.beside_compute():
                 for home, updated in copied_back:
                     lanes.h2d.copy(home, updated)
-            return lanes.hand_back(lanes.h2d.mark())
+            return lanes.h2d.mark()
 
         return work
 

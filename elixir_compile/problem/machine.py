@@ -142,17 +142,20 @@ def device_budget_bytes(
 def library_bytes(device: torch.device) -> int:
     """Return the bytes of the workspaces that matrix products leave allocated on `device`.
 
-    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's.
+    cuBLAS keeps a workspace for each thread and stream, and a step has two threads: the caller's and autograd's. It is
+    measured at the first capture, while torch traces with fake tensors: a fake product would allocate nothing.
     """
-    if device.type != "cuda":
-        return 0
-    compat.drop_cublas_workspaces()
-    factor = torch.ones(16, 16, device=device)
     platform = platform_of(device)
-    before_bytes = platform.allocated_bytes(device)
-    product = factor @ factor
-    left_bytes = platform.allocated_bytes(device) - before_bytes - product.untyped_storage().nbytes()
-    return 2 * left_bytes
+    if not platform.has_own_memory:
+        return 0
+    with compat.real_tensors(), torch.no_grad():
+        if device.type == "cuda":
+            compat.drop_cublas_workspaces()
+        factor = torch.ones(16, 16, device=device)
+        before_bytes = platform.allocated_bytes(device)
+        product = factor @ factor
+        left_bytes = platform.allocated_bytes(device) - before_bytes - product.untyped_storage().nbytes()
+    return 2 * max(0, left_bytes)
 
 
 def scalar_bytes(slots: Collection[Slot], device: torch.device) -> int:

@@ -21,6 +21,7 @@ import torch
 from elixir_compile.analysis.liveness import liveness
 from elixir_compile.analysis.recompute import as_run
 from elixir_compile.capture.convert import Captured
+from elixir_compile.capture.node_facts import reads_seed_on_host
 from elixir_compile.cost import Measured, Stretch
 from elixir_compile.folders import cache_dir, write_cached
 from elixir_compile.ir import OpId, Phase, Region, StepGraph
@@ -113,6 +114,8 @@ class Profiler:
         step = as_run(problem.graph)
         for region, graph in _with_graphs(partition_of(captured, problem.graph, ()), finest):
             key = hashlib.sha256(f"{self._machine}\n{sorted(sizes.items())}\n{region_key(graph)}".encode()).hexdigest()
+            if any(reads_seed_on_host(node) for node in graph.module.graph.nodes):
+                continue  # made-up inputs are on the device, where the kernel must not read its seed
             if self._is_known(key) or (time.perf_counter() - began_s < LIMIT_S and self._measure(key, graph, sizes)):
                 took = self._known[key]
                 found.append(

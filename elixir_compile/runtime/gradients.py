@@ -44,6 +44,8 @@ class _Backward:
     """By slot, unless `asks_for_all`: how the backward uses the gradient."""
     pending: dict[int, tuple[Slot, torch.Tensor]] = field(default_factory=dict)
     """By slot, the sum of the gradients that graphs have made so far; on the device, or offloaded to the host."""
+    offloaded: set[int] = field(default_factory=set)
+    """Slots whose sum an offload has taken to the host."""
     handed: list[Slot] = field(default_factory=list)
     """Slots of the parameters whose gradient autograd adds to `.grad`."""
     reducing: dict[BucketId, ShardReduce] = field(default_factory=dict)
@@ -176,6 +178,8 @@ class GradientAccumulator:
             # leaves when its bucket moves to the host.
             total = grad.detach()
         elif total.device == grad.device:
+            if slot.key in backward.offloaded:  # the device is a CPU: both are in host memory
+                self._lanes.host_waits(self._lanes.d2h.mark())
             self._lanes.touches((grad,), (total,))
             total.add_(grad)
         else:
@@ -213,6 +217,7 @@ class GradientAccumulator:
                 d2h.copy(target, pending[1])
                 moved.append((slot, pending[1], target))
                 backward.pending[slot.key] = (slot, target)
+                backward.offloaded.add(slot.key)
                 leaving.append(pending[1])
                 landing.append(target)
             if reducing is not None:  # only `d2h` waits for the collective

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from elixir_compile.hardware import cluster_from_json, cluster_to_json
 from elixir_compile.measure.machine import measure_machine, memory_sizes_bytes
+from elixir_compile.problem.machine import library_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -24,3 +26,10 @@ def test_a_measured_device_is_one_that_could_be() -> None:
     # States on the device are updated faster than on its host: that the planner may choose is the point.
     assert cluster.device.update_elements_per_s > cluster.host.update_elements_per_s
     assert cluster.host.pinned_bytes <= cluster.host.memory_bytes
+
+
+def test_workspaces_are_the_same_inside_a_capture() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    outside_bytes = library_bytes.__wrapped__(device)
+    with FakeTensorMode():
+        assert library_bytes.__wrapped__(device) == outside_bytes > 0

@@ -217,8 +217,8 @@ class _Trained:
 
 def _compare(make: "_Transient | _Built", dtype: torch.dtype) -> StateSchema:
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_SHAPE, generator=generator).to(dtype)
-    grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(dtype) for scale in _SCALES]
+    start = torch.randn(_SHAPE, generator=generator, device="cpu").to(dtype)
+    grads = [(torch.randn(_SHAPE, generator=generator, device="cpu") * scale).to(dtype) for scale in _SCALES]
     for grad in grads:
         grad[: _SHAPE[0] // 2] *= 7
     middle = start.numel() // 2

@@ -139,7 +139,9 @@ def samples(num_tensors: int, numel: int) -> list[torch.Tensor]:
         places = slice(index, None, 5 + 2 * index)
         count = len(values[places])
         values[places] = torch.where(
-            torch.rand(count, generator=generator) < 0.3, special.repeat(count // 8 + 1)[:count], values[places]
+            torch.rand(count, generator=generator, device="cpu") < 0.3,
+            special.repeat(count // 8 + 1)[:count],
+            values[places],
         )
         made.append(values)
     return made

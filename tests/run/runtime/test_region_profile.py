@@ -10,6 +10,8 @@ from torch import nn
 from training import assert_same, by_elixir, least_bytes
 
 import elixir_compile as elixir
+from elixir_compile import folders
+from elixir_compile.capture.node_facts import reads_seed_on_host
 from elixir_compile.ir import Kind, Op, OpId, Phase, Region, RegionId, StepGraph, Storage, StorageId
 from elixir_compile.managed.compilation import Compilation
 from elixir_compile.measure.regions import RegionTime
@@ -68,6 +70,30 @@ def test_the_bytes_of_a_region_are_those_of_the_graph(clock: list[str]) -> None:
     for region in profiled(seeded(Stack), vectors(1)[0]).profile.regions:
         # The allocator rounds each tensor up to 16 or 64 bytes; eager kernels take nothing else for themselves.
         assert region.live_bytes <= region.peak_bytes <= region.live_bytes + 4096
+
+
+def test_a_region_that_reads_a_seed_on_the_host_is_not_run(clock: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = profiled(seeded(Stack), vectors(1)[0]).profile
+    monkeypatch.setenv("ELIXIR_CACHE_DIR", str(Path(folders.cache_dir()) / "again"))
+    clock.clear()
+    gelu = torch.ops.aten.gelu_backward.default
+    monkeypatch.setattr(profiling, "reads_seed_on_host", lambda node: node.target is gelu)
+    rest = profiled(seeded(Stack), vectors(1)[0]).profile
+    assert rest.num_regions == everything.num_regions
+    assert 0 < len(rest.regions) < len(everything.regions)
+    assert not any("gelu_backward" in region.first for region in rest.regions)
+
+
+def test_attention_with_dropout_reads_its_seed_on_the_host_and_without_it_does_not() -> None:
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(f"input_{n}") for n in range(9)]
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    mask = [True, True, True, False]
+    with_dropout = graph.call_function(attention, (*inputs, 0.1, mask))
+    without = graph.call_function(attention, (*inputs, 0.0, mask))
+    assert reads_seed_on_host(with_dropout)
+    assert not reads_seed_on_host(without)
+    assert not reads_seed_on_host(inputs[0])
 
 
 def test_a_second_start_measures_nothing(clock: list[str], caplog: pytest.LogCaptureFixture, empty_cache: Path) -> None:

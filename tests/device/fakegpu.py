@@ -1,0 +1,127 @@
+"""Add the device type `fakegpu` to this process: two devices on host memory, whose copies run late.
+
+`start` changes torch for the whole process (it has an accelerator from then on), so tests run it in a process of its
+own: `on_device.py` has the command.
+"""
+
+import ctypes
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from elixir_compile.platforms.accelerator import AcceleratorPlatform
+from tests.device.build import library
+
+NAME = "fakegpu"
+NUM_DEVICES = 2
+MEMORY_BYTES = 8 << 30
+EARLY, LATE, RANDOM = range(3)
+"""When asynchronous copies run: at once, when a wait forces them, or at random moments between."""
+
+
+@functools.cache
+def start() -> ctypes.CDLL:
+    """Register the device type with torch, once, and return its library."""
+    lib = ctypes.CDLL(str(library()))
+    for name, arguments, result in (
+        ("device_set_policy", [ctypes.c_int, ctypes.c_uint64], None),
+        ("device_set_all_pinned", [ctypes.c_int], None),
+        ("device_pin", [ctypes.c_void_p, ctypes.c_size_t], None),
+        ("device_unpin", [ctypes.c_void_p], None),
+        ("device_set_capacity", [ctypes.c_int, ctypes.c_size_t], None),
+        ("device_num_pending", [], ctypes.c_int64),
+        ("device_num_async_copies", [], ctypes.c_int64),
+    ):
+        getattr(lib, name).argtypes, getattr(lib, name).restype = arguments, result
+    lib.device_start()
+    for device in range(NUM_DEVICES):
+        lib.device_set_capacity(device, MEMORY_BYTES)
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    AcceleratorPlatform.pin = _pin
+    return lib
+
+
+def _pin(platform: AcceleratorPlatform, address: int, nbytes: int) -> Callable[[int], object]:
+    """Page-lock slabs, as the platform of CUDA does, so that their copies are late."""
+    start().device_pin(address, nbytes)
+    return start().device_unpin
+
+
+@contextmanager
+def policy(kind: int, seed: int = 0) -> Iterator[None]:
+    """Run asynchronous copies by `kind` in the block, and at once after it."""
+    start().device_set_policy(kind, seed)
+    try:
+        yield
+    finally:
+        start().device_set_policy(EARLY, 0)
+
+
+@contextmanager
+def all_pinned() -> Iterator[None]:
+    """Treat all host memory as pinned in the block, so that each `non_blocking` copy is asynchronous."""
+    start().device_set_all_pinned(1)
+    try:
+        yield
+    finally:
+        start().device_set_all_pinned(0)
+
+
+@contextmanager
+def capacity(nbytes: int, device: int = 0) -> Iterator[None]:
+    """Let the device have `nbytes` of memory in the block."""
+    start().device_set_capacity(device, nbytes)
+    try:
+        yield
+    finally:
+        start().device_set_capacity(device, MEMORY_BYTES)
+
+
+def num_pending() -> int:
+    """Return how many copies, waits and events wait in queues."""
+    return start().device_num_pending()
+
+
+def num_async_copies() -> int:
+    """Return how many copies between host and device were asynchronous so far."""
+    return start().device_num_async_copies()
+
+
+def _module() -> types.ModuleType:
+    """Return what torch looks for at `torch.fakegpu`. Ops draw random numbers from the CPU's generator."""
+    module = types.ModuleType(f"torch.{NAME}")
+    for name, value in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: NUM_DEVICES,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": torch.accelerator.set_device_index,
+        "current_stream": torch.accelerator.current_stream,
+        "synchronize": torch.accelerator.synchronize,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()] * NUM_DEVICES,
+        "set_rng_state": lambda state, device=None: None,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=MEMORY_BYTES),
+        "mem_get_info": torch.accelerator.get_memory_info,
+        "memory_allocated": torch.accelerator.memory_allocated,
+        "memory_reserved": torch.accelerator.memory_reserved,
+        "memory_stats": torch.accelerator.memory_stats,
+        "max_memory_allocated": torch.accelerator.max_memory_allocated,
+        "reset_peak_memory_stats": torch.accelerator.reset_peak_memory_stats,
+        "empty_cache": torch.accelerator.empty_cache,
+    }.items():
+        setattr(module, name, value)
+    return module
