@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: venv demo test test-slow fuzz lint format bench clean
+.PHONY: venv demo test test-slow races mutants fuzz lint format bench clean
 
 venv: $(INSTALLED)
 
@@ -29,6 +29,17 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -q -m slow
+
+# Every order of copies, updates and compute: the tests of races with many schedules, then all training tests with checks.
+SEEDS ?= 50
+
+races: venv
+	ELIXIR_RACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -n $(WORKERS) tests/run/races
+	ELIXIR_CHECK_RACES=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/run
+
+# Whether the tests of races notice each wait of the runtime that is missing; hours. `ONLY=gathers.py` runs some.
+mutants: venv
+	$(BIN)/python -m tests.mutants --only "$(ONLY)"
 
 # Random training runs of `make fuzz`, a few seconds each.
 RUNS ?= 200

@@ -72,6 +72,7 @@ _ERRORS = (
     "PlanFileError",
     "PlanMismatch",
     "ProfileFileError",
+    "Race",
     "StaleParameters",
     "UnforeseenState",
     "UnknownHardware",

@@ -157,7 +157,7 @@ class Programs:
         if is_whole_forward:
             names = [node.name for node in region.outputs]
             self._strides = dict(zip(names, compiled.strides, strict=False))
-        return PlacedRegion(compiled, self._executor.ledger, f"run {region.id}")
+        return PlacedRegion(compiled, self._executor.lanes, self._executor.ledger, f"run {region.id}")
 
     def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
         half = self._states.half(region.phase)
@@ -176,7 +176,8 @@ class Programs:
                 f"{region.id} runs in micro-batches of a dynamic number of rows, but its kernels are compiled for some "
                 "numbers alone. Use the option micro_batches=1, or batches of one size."
             )
-        return DividedRegion(divided, parts, self._executor.ledger, f"run {region.id}", self._executor.saved)
+        executor = self._executor
+        return DividedRegion(divided, parts, executor.lanes, executor.ledger, f"run {region.id}", executor.saved)
 
     def _visible(self, region: RegionGraph) -> list[int]:
         """Return the positions of the outputs of `region`, the whole forward, that keep the strides of the capture.

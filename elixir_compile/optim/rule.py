@@ -156,6 +156,12 @@ class GroupSlice:
     """For each parameter, host tensors by name for statistics created by the update."""
     group: Mapping[str, Any]
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The statistics in memory."""
+        values = (value for state in self.states if isinstance(state, dict) for value in state.values())
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
 
 def snapshot(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a copy of the hyperparameters of `group`; tensors are cloned."""

@@ -10,9 +10,8 @@
 If the compute device is the CPU, device and host share a memory, and only streamed state is copied.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +132,8 @@ class Updater:
         for param in update.params:
             if param.grad is not None:
                 watch(param.grad)
-        queued = self.line.queue(on_host_threads(update.work(arrived), threads), update.label)
+        work = on_host_threads(update.work(arrived), threads)
+        queued = self.line.queue(work, update.label, update.executor.lanes)
         update.bucket.queued.add(queued, update.params)
         update.executor.keep_until_gone(grad for grad in update.grads if grad.device.type != "cpu")
 
@@ -173,14 +173,14 @@ class BucketUpdate:
     def run(self) -> None:
         """Run the update now. Device kernels may still run when this returns; host updates have finished."""
         if not self.is_on_device:
-            if (let_compute_wait := self.work(None)()) is not None:
-                let_compute_wait()
+            self.executor.lanes.compute_waits(self.work(None)())
             return
         with self.executor.ledger.span(Lane.COMPUTE, self.label):
             for part in self.parts:
                 if self.bucket.placement.streamed:
                     self._stream(part)
                 else:
+                    self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
                     self.rule.update(part.weights, part.grads, part.states, part.group)
                     _store_results(part.states, part.states, part.buffers)
 
@@ -202,8 +202,7 @@ class BucketUpdate:
         rule, disk, ledger, label = self.rule, self.disk, self.executor.ledger, self.label
         guard = GradientGuard(self.params, self.grads)
 
-        def work() -> Callable[[], None] | None:
-            lanes.begin_thread()
+        def work() -> Event | None:
             lanes.host_waits(landed)
             lanes.host_waits(bucket.home_read)
             guard.check()
@@ -211,6 +210,7 @@ class BucketUpdate:
                 if disk is not None:
                     disk.run(rule, parts)
                 for part in parts if disk is None else ():
+                    lanes.touches(part.grads, (*part.weights, *part.memory))
                     rule.update(part.weights, part.grads, part.states, part.group)
                     _store_results(part.states, part.states, part.buffers)
             guard.check()
@@ -219,7 +219,7 @@ class BucketUpdate:
             with lanes.h2d.beside_compute():
                 for home, updated in copied_back:
                     lanes.h2d.copy(home, updated)
-            return partial(lanes.compute_waits, lanes.h2d.mark())
+            return lanes.h2d.mark()
 
         return work
 
@@ -242,6 +242,7 @@ class BucketUpdate:
         The copies of a bucket are freed before the next bucket is streamed.
         """
         lanes = self.executor.lanes
+        lanes.touches(part.grads, (*part.weights, *part.memory))
         device = lanes.device
 
         def on_device(tensor: torch.Tensor, *, is_state: bool = False) -> torch.Tensor:

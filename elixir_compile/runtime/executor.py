@@ -20,7 +20,7 @@ from elixir_compile.runtime.distributed.sharded import ShardReduce
 from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.lanes import Transfer, lanes_for
-from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.ledger import ledger_for
 from elixir_compile.runtime.parts import InParts
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations
@@ -40,7 +40,7 @@ class Executor:
         self.name = name
         self.ranks = ranks
         self.lanes = lanes_for(device)
-        self.ledger = Ledger(self.lanes)
+        self.ledger = ledger_for(self.lanes)
         self.slots: dict[str, Slot] = {}
         """The slots of the parameters that a plan may move, by name in the model."""
         self.sites = Sites()

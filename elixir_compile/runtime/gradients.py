@@ -44,6 +44,8 @@ class _Backward:
     """By slot, unless `asks_for_all`: how the backward uses the gradient."""
     pending: dict[int, tuple[Slot, torch.Tensor]] = field(default_factory=dict)
     """By slot, the sum of the gradients that graphs have made so far; on the device, or offloaded to the host."""
+    offloaded: set[int] = field(default_factory=set)
+    """Slots whose sum an offload has taken to the host."""
     handed: list[Slot] = field(default_factory=list)
     """Slots of the parameters whose gradient autograd adds to `.grad`."""
     reducing: dict[BucketId, ShardReduce] = field(default_factory=dict)
@@ -156,6 +158,7 @@ class GradientAccumulator:
             backward.reducing[bucket.spec.id] = reducing
             return reducing
         if self._ranks is not None and grads:
+            self._lanes.touches(grads)
             params, grads = self._ranks.mean_sums(params, grads, bucket.grad_dtype, self._ledger, bucket.spec.id)
         with self._ledger.span(Lane.COMPUTE, f"reduce {bucket.spec.id}"):
             for position, grad in zip(params, grads, strict=True):
@@ -175,6 +178,9 @@ class GradientAccumulator:
             # leaves when its bucket moves to the host.
             total = grad.detach()
         elif total.device == grad.device:
+            if slot.key in backward.offloaded:  # the device is a CPU: both are in host memory
+                self._lanes.host_waits(self._lanes.d2h.mark())
+            self._lanes.touches((grad,), (total,))
             total.add_(grad)
         else:
             # Another graph of this backward offloaded its gradient: copy it back, and offload the sum later.
@@ -211,16 +217,21 @@ class GradientAccumulator:
                 d2h.copy(target, pending[1])
                 moved.append((slot, pending[1], target))
                 backward.pending[slot.key] = (slot, target)
+                backward.offloaded.add(slot.key)
                 leaving.append(pending[1])
                 landing.append(target)
             if reducing is not None:  # only `d2h` waits for the collective
-                self.norm_cache.take(moved)
+                self._take_norms(moved)
         if reducing is None:
-            self.norm_cache.take(moved)
+            self._take_norms(moved)
         transfer = Transfer(label, d2h.mark(), tuple(landing), tuple(leaving))
         backward.arriving.append(transfer)
         self.close(bucket, Verb.OFFLOAD)
         return transfer
+
+    def _take_norms(self, moved: Sequence[tuple[Slot, torch.Tensor, torch.Tensor]]) -> None:
+        self._lanes.touches(grad for _, grad, _ in moved)
+        self.norm_cache.take(moved)
 
     @torch.no_grad()
     def close(self, bucket: RunningBucket, verb: Verb) -> None:
@@ -232,9 +243,13 @@ class GradientAccumulator:
         if backward is None or not own:
             return
         is_away = all(backward.pending[slot.key][1].device == slot.param.device for slot in own)
-        # Adding to an earlier gradient on the host would read the offloaded gradient before its copy has arrived.
-        is_read = verb is Verb.OFFLOAD and any(slot.param.grad is not None for slot in own)
-        if is_away and not is_read and not any(backward.goes_through_autograd(slot) for slot in own):
+        # Adding to an earlier gradient on the host reads the offloaded gradient, whose copy must have arrived.
+        is_read = bucket.is_on_host and any(slot.param.grad is not None for slot in own)
+        if verb is Verb.OFFLOAD and is_read:
+            return
+        if is_away and not any(backward.goes_through_autograd(slot) for slot in own):
+            if is_read:
+                self._lanes.host_waits(self._lanes.d2h.mark())
             self._publish(backward, own)
             let_update([slot.param for slot in own if slot.param.requires_grad], self._lanes.d2h.mark())
 
@@ -302,6 +317,8 @@ class GradientAccumulator:
         for slot in slots:
             self._buckets.await_update(slot)
             _, grad = backward.pending.pop(slot.key)
+            if slot.param.grad is not None:
+                self._lanes.touches((grad,), (own_part(slot.param.grad),))
             publish(slot.param, grad, self._new_fp32_sum(slot))
             self.norm_cache.store(slot)
 

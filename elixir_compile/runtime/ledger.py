@@ -9,13 +9,14 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Self
 
 from elixir_compile.ir.kinds import Lane
 from elixir_compile.ir.record import Span
 from elixir_compile.runtime.lanes import Lanes, TimedEvent
+from elixir_compile.runtime.lanes.checked import Checked
 
 _ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
 _NOTHING = nullcontext()
@@ -90,6 +91,26 @@ class Ledger:
     def _drop(self, recording: "Recording") -> None:
         with self._lock:
             self._recordings = tuple(other for other in self._recordings if other is not recording)
+
+
+class _AnnouncedLedger(Ledger):
+    """A ledger whose spans also name the accesses of their block, for lanes that check them."""
+
+    def __init__(self, lanes: Checked) -> None:
+        super().__init__(lanes)
+        self._checked = lanes
+
+    def span(self, lane: Lane, label: str, nbytes: int = 0, *, times: int = 1) -> AbstractContextManager[object]:
+        """Count and time the block as a ledger does, and name its accesses `label`."""
+        both = ExitStack()
+        both.enter_context(self._checked.announced(label))
+        both.enter_context(super().span(lane, label, nbytes, times=times))
+        return both
+
+
+def ledger_for(lanes: Lanes) -> Ledger:
+    """Return a new ledger for the executor with `lanes`."""
+    return _AnnouncedLedger(lanes) if isinstance(lanes, Checked) else Ledger(lanes)
 
 
 class Recording:

@@ -16,6 +16,7 @@ from elixir_compile.capture.markers import parameter
 from elixir_compile.ir import Lane, Phase
 from elixir_compile.rewrite.recompute import RECOMPUTED
 from elixir_compile.rewrite.regions import RegionGraph
+from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.ledger import Ledger
 
 
@@ -47,15 +48,16 @@ class CompiledRegion(torch.nn.Module):
 class PlacedRegion(torch.nn.Module):
     """A compiled region at its place in a program; each run is a span of the compute lane under `label`."""
 
-    def __init__(self, compiled: CompiledRegion, ledger: Ledger, label: str) -> None:
+    def __init__(self, compiled: CompiledRegion, lanes: Lanes, ledger: Ledger, label: str) -> None:
         super().__init__()
         self.compiled = compiled
+        self._run = lanes.computes(compiled.run)
         self._ledger = ledger
         self._label = label
 
     def forward(self, box: list[Any]) -> Any:
         with self._ledger.span(Lane.COMPUTE, self._label):
-            return self.compiled.run(box)
+            return self._run(box)
 
 
 class RegionCompiler:

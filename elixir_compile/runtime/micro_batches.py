@@ -23,6 +23,7 @@ import torch
 from elixir_compile.ir import Lane, sizes
 from elixir_compile.ir.rows import rows_of_micro_batches
 from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
+from elixir_compile.runtime.lanes import Lanes
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion
 from elixir_compile.runtime.parts import InParts, kept_part
@@ -41,6 +42,7 @@ class DividedRegion(torch.nn.Module):
         self,
         divided: DividedGraph,
         parts: tuple[CompiledRegion | None, CompiledRegion, CompiledRegion | None],
+        lanes: Lanes,
         ledger: Ledger,
         label: str,
         saved: SavedActivations,
@@ -48,7 +50,10 @@ class DividedRegion(torch.nn.Module):
         """`parts` are the compiled head, body and tail of `divided`; activations leave the device through `saved`."""
         super().__init__()
         self._divided = divided
-        self._head, self._body, self._tail = parts
+        head, body, tail = parts
+        self._head = None if head is None else lanes.computes(head.run)
+        self._body = lanes.computes(body.run)
+        self._tail = None if tail is None else lanes.computes(tail.run)
         self._ledger = ledger
         self._label = label
         self._saved = saved
@@ -64,7 +69,7 @@ class DividedRegion(torch.nn.Module):
         symbols = {name: values[place] for name, place in divided.symbols}
         values += [_at(size, symbols) for size in divided.numbers]
         if self._head is not None:
-            values += self._head.run([_whole(values[place]) for place in divided.head_reads])
+            values += self._head([_whole(values[place]) for place in divided.head_reads])
         arriving = list(dict.fromkeys(value.source for value in values if isinstance(value, ArrivingView)))
         results = _Results(divided, symbols, self._saved)
         for number, cut in enumerate(cuts_of(divided, symbols)):
@@ -73,12 +78,12 @@ class DividedRegion(torch.nn.Module):
             inputs = [slice_of(values[read.place], read, number, cut) for read in divided.body_reads]
             for storage in arriving:
                 storage.release()
-            results.add(number, cut, list(self._body.run(inputs)))
+            results.add(number, cut, list(self._body(inputs)))
         values += results.finished()
         for view in divided.views:
             values.append(values[view.place].viewed(view.layout))
         if self._tail is not None:
-            values += self._tail.run([_whole(values[place]) for place in divided.tail_reads])
+            values += self._tail([_whole(values[place]) for place in divided.tail_reads])
         return tuple(values[place] for place in divided.outputs)
 
     def extra_repr(self) -> str:

@@ -5,6 +5,7 @@ Each tensor cut from a slab has a storage of its own, which keeps the mapping al
 
 import bisect
 import contextlib
+import itertools
 import mmap
 import threading
 import warnings
@@ -58,12 +59,15 @@ class _MappedRanges:
         # Always replaced, never edited, because a garbage collection may remove a slab between any two lines here. An
         # address that stays in the tuple after such a removal counts 0 bytes.
         self._starts: tuple[int, ...] = ()
+        self._serials = itertools.count()
+        self._serial_at: dict[int, int] = {}
         self._live_bytes = 0
         self._peak_bytes = 0
 
     def add(self, address: int, nbytes: int) -> None:
         with self._lock:
             self._nbytes_at[address] = nbytes
+            self._serial_at[address] = next(self._serials)
             self._starts = tuple(sorted(self._nbytes_at))
             self._live_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
@@ -81,11 +85,13 @@ class _MappedRanges:
         with self._lock:
             return self._live_bytes, self._peak_bytes
 
-    def holds(self, address: int) -> bool:
+    def at(self, address: int) -> tuple[int, int] | None:
         with self._lock:
             starts = self._starts
             before = bisect.bisect_right(starts, address)
-            return before > 0 and address < starts[before - 1] + self._nbytes_at.get(starts[before - 1], 0)
+            start = starts[before - 1] if before else address
+            is_inside = address < start + self._nbytes_at.get(start, 0)
+            return (start, self._serial_at[start]) if is_inside else None
 
 
 _mapped = _MappedRanges()
@@ -173,7 +179,12 @@ def reset_peak_slab_bytes() -> None:
 
 def is_slab_memory(data_ptr: int) -> bool:
     """Return whether the address lies in a slab."""
-    return _mapped.holds(data_ptr)
+    return _mapped.at(data_ptr) is not None
+
+
+def slab_at(data_ptr: int) -> tuple[int, int] | None:
+    """Return the start of the slab in which the address lies, and the number of the slab; None if it is in no slab."""
+    return _mapped.at(data_ptr)
 
 
 def _pin(address: int, nbytes: int) -> Callable[[int], object] | None:

@@ -78,6 +78,7 @@ class LeavingStorage:
         if self.slice is None:
             self.slice = self._lanes.empty(self.nbytes // self.num)
         self._lanes.compute_waits(self._event)
+        self._lanes.touches((), (self.slice,))
 
     def part(self, view: View, dim: int) -> torch.Tensor:
         """Return the slice along `dim` of `view`, a view of the whole storage."""

@@ -21,22 +21,26 @@ from collections.abc import Callable
 
 import torch
 
+from elixir_compile.runtime.lanes import Event, Lanes
+
 log = logging.getLogger("elixir_compile")
 
 _SWITCH_INTERVAL_S = 5e-4
 """The interpreter's switch interval while updates run. Each return from a kernel to Python waits at most this long for
 the interpreter. With Python's 5 ms, 191 short calls beside a busy thread took 1 s instead of 0.14 s."""
 
-Work = Callable[[], Callable[[], None] | None]
-"""Updates one bucket. Returns a function that makes the compute of the calling thread wait for the results, which are
-still on their way to the device; or None if compute need not wait."""
+Work = Callable[[], Event | None]
+"""Updates one bucket. Returns an event that is past when the results are on the device, or None if no device has to
+wait."""
 
 
 class QueuedUpdate:
     """An update of a bucket, queued, running or done; made by `UpdateLine.queue`."""
 
-    def __init__(self, work: Work, line: "UpdateLine", label: str) -> None:
+    def __init__(self, work: Work, line: "UpdateLine", label: str, lanes: Lanes | None) -> None:
         self.label = label
+        self._lanes = lanes
+        self._begin = None if lanes is None else lanes.hand_over()
         self._work: Work | None = work
         self._line = line
         self._num_failures = line.num_failures
@@ -45,7 +49,7 @@ class QueuedUpdate:
         self._followers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self.let_compute_wait: Callable[[], None] | None = None
-        """What the work returned, after it ran; None before."""
+        """Makes compute of the calling thread wait for the results, after the work ran; None if it need not."""
 
     @property
     def is_done(self) -> bool:
@@ -82,17 +86,24 @@ class QueuedUpdate:
                 # was set last in any thread.
                 if torch.get_num_threads() != self._num_threads:
                     torch.set_num_threads(self._num_threads)
-                self.let_compute_wait = work()
+                if self._begin is not None:
+                    self._begin()
+                self._hand_back(work())
                 del work  # frees its gradients before the followers run
                 while (follower := self._next_or_done()) is not None:
                     follower()
         except BaseException as error:  # of any class: the training thread raises it
+            self._hand_back(None)
             error.add_note(f"raised by the host's `{self.label}`; updates queued after it were dropped")
             self._line.fail(error)
         finally:
             with self._lock:
                 self._followers.clear()
                 self._done.set()
+
+    def _hand_back(self, event: Event | None) -> None:
+        if self._lanes is not None:
+            self.let_compute_wait = self._lanes.hand_back(event)
 
     def _next_or_done(self) -> Callable[[], None] | None:
         with self._lock:
@@ -119,9 +130,10 @@ class UpdateLine:
         """
         return self._failure is not None or self.num_failures != num_failures
 
-    def queue(self, work: Work, label: str) -> QueuedUpdate:
-        """Queue `work` after all queued updates; it runs with the caller's number of torch threads."""
-        update = QueuedUpdate(work, self, label)
+    def queue(self, work: Work, label: str, lanes: Lanes | None = None) -> QueuedUpdate:
+        """Queue `work`, which uses `lanes`, after all queued updates; it runs with the caller's number of torch
+        threads."""
+        update = QueuedUpdate(work, self, label, lanes)
         self._queued = [*(other for other in self._queued if not other.is_done), update]
         _worker.put(update)
         return update

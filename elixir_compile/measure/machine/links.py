@@ -51,9 +51,10 @@ def copies_of(device: torch.device, nbytes: int) -> Copies:
     flat = slab.tensor(torch.uint8, (2 * nbytes,), 0).fill_(1)
     home, target = flat[:nbytes], flat[nbytes:]
     leaving = torch.full((nbytes,), 2, dtype=torch.uint8, device=device)
+    go_on = lanes.hand_over()
 
     def h2d() -> torch.Tensor:
-        lanes.begin_thread()
+        go_on()
         arriving = lanes.empty(nbytes)
         for _ in range(_NUM_COPIES["h2d"]):
             with lanes.h2d.behind_compute():
@@ -62,7 +63,7 @@ def copies_of(device: torch.device, nbytes: int) -> Copies:
         return arriving
 
     def d2h() -> torch.Tensor:
-        lanes.begin_thread()
+        go_on()
         with lanes.d2h.behind_compute():
             lanes.d2h.copy(target, leaving)
         lanes.d2h.synchronize()

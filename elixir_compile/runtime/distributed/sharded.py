@@ -183,7 +183,8 @@ class ShardGather(Transfer):
                 h2d.copy(there, own)
             own, bucket.home_read = there, h2d.mark()
         with h2d.behind_compute(), ledger.span(Lane.GATHER, f"all-gather {bucket.spec.id}", self._rows.nbytes):
-            self._work = bucket.ranks.all_gather(self._rows, own, f"parameters of {bucket.spec.id}")
+            work = bucket.ranks.all_gather(self._rows, own, f"parameters of {bucket.spec.id}")
+            self._work = lanes.collective(work, (own,), (self._rows,))
         super().__init__(label, None, sources=(own,))
         self._bucket, self._versions = bucket, bucket.versions()
 
@@ -215,14 +216,16 @@ class ShardReduce(Transfer):
         ledger: Ledger,
     ) -> None:
         self._bucket, self._positions, self._land = bucket, tuple(dict.fromkeys(positions)), land
+        lanes.touches(grads)
         rows = bucket.to_rows(positions, grads)
         grads.clear()
         self._own = torch.empty(rows.shape[1], dtype=rows.dtype, device=rows.device)
         with ledger.span(Lane.REDUCE, f"reduce {bucket.spec.id}", rows.nbytes):
-            self._work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")
+            work = bucket.ranks.reduce_scatter(self._own, rows, f"gradients of {bucket.spec.id}")
         if bucket.ranks.num_copies > 1:
             with ledger.span(Lane.REDUCE, f"average {bucket.spec.id}", self._own.nbytes):
-                self._work = bucket.ranks.average_copies(self._own, self._work, lanes.collectives)
+                work = bucket.ranks.average_copies(self._own, work, lanes.collectives)
+        self._work = lanes.collective(work, (rows,), (self._own,))
         super().__init__(f"reduce {bucket.spec.id}", None, sources=(rows,))
 
     @property

@@ -7,12 +7,13 @@ ours may have another current device than the thread that made the lanes.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from elixir_compile.platforms import platform_of
-from elixir_compile.runtime.lanes.interface import Event
+from elixir_compile.runtime.lanes.interface import Event, Waitable
 
 _POLL_S = 5e-5
 """Between two looks at an event. `torch.Event.synchronize` would keep a core busy, one of those that update, because
@@ -67,12 +68,16 @@ class Accelerator:
         self.d2h = StreamLane(self.device)
         self.collectives = StreamLane(self.device)
 
-    def begin_thread(self) -> None:
-        """Make the device the current device of the calling thread.
+    def hand_over(self) -> Callable[[], None]:
+        """Return a function that makes the device the current device of the calling thread.
 
-        Without this, a thread would open a context on device 0, half a gigabyte, when it leaves a block of a stream.
+        Without it, a thread would open a context on device 0, half a gigabyte, when it leaves a block of a stream.
         """
-        self._platform.make_current(self.device)
+        return partial(self._platform.make_current, self.device)
+
+    def hand_back(self, event: Event | None) -> Callable[[], None] | None:
+        """Return a function that makes compute wait for `event`; None without an event."""
+        return None if event is None else partial(self.compute_waits, event)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of uninitialized device memory, allocated on the stream of compute."""
@@ -84,6 +89,10 @@ class Accelerator:
 
     def touches(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor] = ()) -> None:
         """Do nothing: streams order kernels, not the memory that they use."""
+
+    def collective(self, work: Waitable, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> Waitable:
+        """Return `work` itself, whose wait makes the current stream wait."""
+        return work
 
     def mark_compute(self) -> torch.Event:
         """Return an event after the compute issued so far."""

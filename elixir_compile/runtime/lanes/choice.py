@@ -1,13 +1,17 @@
-"""Choose the lanes of an executor by its device."""
+"""Choose the lanes of an executor: by its device, and with checks if the user asks for them."""
+
+import os
 
 import torch
 
 from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.lanes.accelerator import Accelerator
+from elixir_compile.runtime.lanes.checked import Checked
 from elixir_compile.runtime.lanes.interface import Lanes
 from elixir_compile.runtime.lanes.plain import Plain
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    """Return new lanes on `device`."""
-    return Accelerator(device) if platform_of(device).has_own_memory else Plain(device)
+    """Return new lanes on `device`, which raise `Race` if the environment has `ELIXIR_CHECK_RACES=1`."""
+    lanes = Accelerator(device) if platform_of(device).has_own_memory else Plain(device)
+    return Checked(lanes) if os.environ.get("ELIXIR_CHECK_RACES") == "1" else lanes

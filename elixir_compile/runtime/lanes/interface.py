@@ -59,6 +59,14 @@ class CopyLane(Protocol):
         ...
 
 
+class Waitable(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> object:
+        """Make work that is issued from now on wait for the collective."""
+        ...
+
+
 class TimedEvent(Protocol):
     """A moment of the device's clock."""
 
@@ -100,10 +108,17 @@ class Lanes(Protocol):
         """Whether the device times its work, so that `timed_event` serves. Else the clock of the host times it."""
         ...
 
-    def begin_thread(self) -> None:
-        """Make `device` the current device of the calling thread; called by each thread of ours before it uses lanes.
+    def hand_over(self) -> Callable[[], None]:
+        """Return a function that another thread calls before it goes on after the work of the calling thread.
 
-        A new thread begins with device 0 as its current device.
+        It makes `device` the current device of that thread, which began with device 0.
+        """
+        ...
+
+    def hand_back(self, event: Event | None) -> Callable[[], None] | None:
+        """Return a function that a reader of the calling thread's work calls first; None if there is nothing to do.
+
+        It makes compute of the reader's thread wait for `event`.
         """
         ...
 
@@ -128,6 +143,10 @@ class Lanes(Protocol):
         A tensor in host memory is touched by the calling thread, a tensor in device memory by compute. Nothing else
         sees kernels that are called through ctypes.
         """
+        ...
+
+    def collective(self, work: Waitable, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> Waitable:
+        """Return the collective to wait for in place of `work`, which reads `reads` and writes `writes` until then."""
         ...
 
     def mark_compute(self) -> Event | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.runtime.lanes.interface import Event, TimedEvent
+from elixir_compile.runtime.lanes.interface import Event, TimedEvent, Waitable
 
 _AT_ONCE: AbstractContextManager[object] = nullcontext()
 
@@ -47,8 +47,12 @@ class Plain:
         self.d2h = PlainLane()
         self.collectives = PlainLane()
 
-    def begin_thread(self) -> None:
-        """Do nothing: there is a single device."""
+    def hand_over(self) -> Callable[[], None]:
+        """Return a function that does nothing: there is a single device."""
+        return _go_on
+
+    def hand_back(self, event: Event | None) -> None:
+        """Return None."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of uninitialized memory."""
@@ -60,6 +64,10 @@ class Plain:
 
     def touches(self, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor] = ()) -> None:
         """Do nothing."""
+
+    def collective(self, work: Waitable, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> Waitable:
+        """Return `work` itself."""
+        return work
 
     def mark_compute(self) -> None:
         """Return None."""
@@ -79,3 +87,7 @@ class Plain:
     def timed_event(self) -> TimedEvent:
         """Raise AssertionError: work is timed by the clock of the host."""
         raise AssertionError("the host has no events; ask `has_clock` first")
+
+
+def _go_on() -> None:
+    """Do nothing."""

@@ -285,8 +285,8 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> dict[str, weakref.ref]:
     seen: dict[str, weakref.ref] = {}
 
     class Watched(programs.PlacedRegion):
-        def __init__(self, compiled: Any, ledger: Any, label: str) -> None:
-            super().__init__(compiled, ledger, label)
+        def __init__(self, compiled: Any, lanes: Any, ledger: Any, label: str) -> None:
+            super().__init__(compiled, lanes, ledger, label)
             self.label = label
 
         def forward(self, box: list[Any]) -> Any:

@@ -1,0 +1,131 @@
+"""Every step runs with checked accesses: no two without an order; and each wait is needed for that."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from elixir_compile.capture.modules import executor_of
+from elixir_compile.errors import Race
+from elixir_compile.ir import Update
+from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.lanes import lanes_for
+from elixir_compile.runtime.lanes.checked import Checked, CheckedLane
+from elixir_compile.runtime.slab import Slab
+from tests.run.updating import accumulate, assert_equal, eager_run, hybrid_run, ladder, rows
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELIXIR_CHECK_RACES", "1")
+
+
+def ignore(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Make the method `name` of `owner` do nothing."""
+    monkeypatch.setattr(owner, name, lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    ("home", "update", "share"),
+    [
+        ("device", Update.AFTER_BACKWARD, 0.0),
+        ("split", Update.IN_BACKWARD, 0.0),
+        ("host", Update.AFTER_BACKWARD, 0.5),
+        ("host", Update.IN_BACKWARD, 0.0),
+        ("host", Update.ACROSS_STEPS, 0.0),
+    ],
+)
+def test_steps_have_no_race_and_the_same_bits(home: str, update: Update, share: float) -> None:
+    model, batches = ladder(), rows(4)
+    expected = eager_run(model).train(batches)
+    with hybrid_run(model, batches[0], home=home, update=update, share=share) as run:
+        run.train(batches)
+        assert isinstance(executor_of(run.model).lanes, Checked)
+        assert_equal(expected, run)
+
+
+def test_a_sum_with_an_earlier_gradient_waits_for_the_offloaded_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = ladder(), rows(4)
+    expected = accumulate(eager_run(model), batches, 2)
+    with hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run:
+        assert_equal(expected, accumulate(run, batches, 2))
+        ignore(monkeypatch, Checked, "host_waits")
+        with pytest.raises(Race, match=r"offload b\d, on d2h, writes the memory"):
+            accumulate(run, batches, 2)
+
+
+def test_an_update_in_the_backward_waits_for_the_last_gather_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = ladder(), rows(4)
+    monkeypatch.setattr(
+        RunningBucket, "home_read", property(lambda self: None, lambda self, event: None), raising=False
+    )
+    with (
+        hybrid_run(model, batches[0], home="host", update=Update.IN_BACKWARD) as run,
+        pytest.raises(Race, match=r"(?s)gather b\d, on h2d, reads.*'elixir updates', writes.*<-- here"),
+    ):
+        run.train(batches)
+
+
+@pytest.fixture
+def lanes() -> Any:
+    return lanes_for(CPU)
+
+
+def on_host(numel: int) -> torch.Tensor:
+    return Slab(4 * numel, pin=False).tensor(torch.float32, (numel,), 0)
+
+
+def test_a_read_of_a_copy_without_a_wait_is_a_race(lanes: Any) -> None:
+    home, flat = on_host(64), lanes.empty(256)
+    with lanes.h2d.beside_compute(lanes.mark_compute()):
+        lanes.h2d.copy(flat, home.view(torch.uint8))
+    with pytest.raises(Race, match="on h2d, writes") as raised:
+        lanes.touches((flat,))
+    assert raised.value.nbytes == 256
+    assert "test_races.py" in raised.value.first
+    lanes.compute_waits(lanes.h2d.mark())
+
+
+def test_a_read_of_a_copy_behind_its_event_is_no_race(lanes: Any) -> None:
+    home, flat = on_host(64), lanes.empty(256)
+    with lanes.h2d.beside_compute(lanes.mark_compute()):
+        lanes.h2d.copy(flat, home.view(torch.uint8))
+    lanes.compute_waits(lanes.h2d.mark())
+    lanes.touches((flat,))
+    home_again = home.view(torch.uint8)
+    with pytest.raises(Race, match="the program, writes"):
+        lanes.touches((), (home_again,))  # only compute waited, not the host
+
+
+def test_a_copy_to_memory_that_compute_still_uses_is_a_race(lanes: Any) -> None:
+    home, flat = on_host(64), lanes.empty(256)
+    with lanes.h2d.beside_compute(), pytest.raises(Race, match="compute, writes"):
+        lanes.h2d.copy(flat, home.view(torch.uint8))
+
+
+def test_memory_that_is_freed_before_its_copy_is_done_is_a_race(lanes: Any) -> None:
+    home, gone = on_host(64), lanes.empty(256)
+    with lanes.d2h.behind_compute():
+        lanes.d2h.copy(home.view(torch.uint8), gone)
+    del gone
+    with pytest.raises(Race, match="frees the memory"):
+        lanes.touches((lanes.empty(8),))
+
+
+def test_memory_that_is_freed_behind_its_copy_is_no_race(lanes: Any) -> None:
+    home, kept = on_host(64), lanes.empty(256)
+    with lanes.d2h.behind_compute():
+        lanes.d2h.copy(home.view(torch.uint8), kept)
+    lanes.compute_waits(lanes.d2h.mark())
+    del kept
+    lanes.touches((lanes.empty(8),))
+
+
+def test_without_the_variable_the_lanes_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELIXIR_CHECK_RACES")
+    plain = lanes_for(CPU)
+    assert not isinstance(plain.h2d, CheckedLane)
+    run = len
+    assert plain.computes(run) is run
