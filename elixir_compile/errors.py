@@ -491,7 +491,7 @@ class GradientsChanged(ElixirError, RuntimeError):
 
 
 class ActivationsGone(ElixirError, RuntimeError):
-    """A backward needs the activations `group`, which were offloaded to the host and have been freed there."""
+    """A backward needs the activations `group`, which were offloaded or stayed in parts, and have been freed."""
 
     def __init__(self, group: str) -> None:
         super().__init__(group)
@@ -499,7 +499,7 @@ class ActivationsGone(ElixirError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"the activations {self.group} of this forward are not on the host any more: its graph was freed, or "
+            f"the activations {self.group} of this forward were freed, because its graph was freed, or "
             "saved-tensor hooks packed its saved tensors. Run the forward again before the backward, and outside of "
             "`torch.autograd.graph.saved_tensors_hooks`."
         )

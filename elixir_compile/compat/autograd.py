@@ -27,10 +27,12 @@ def after_backward(callback: Callable[[], None]) -> None:
 def packs_saved_tensors() -> bool:
     """Return whether `torch.autograd.graph.saved_tensors_hooks` pack what the running forward saves for its backward.
 
-    `torch._C._autograd._top_saved_tensors_default_hooks`: torch 2.11 to 2.13. Gone: AttributeError at the first forward
-    in micro-batches.
+    `torch._C._autograd._top_saved_tensors_default_hooks`: torch 2.11 to 2.13. Gone: ImportError at the first forward in
+    micro-batches.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+
+    return _top_saved_tensors_default_hooks(True) is not None
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:
@@ -66,7 +68,7 @@ class AccumulateNode:
         return self.num_references() > _REFERENCES_OF_OURS
 
 
-_REFERENCES_OF_OURS = AccumulateNode(torch.zeros(1, requires_grad=True, device="cpu")).num_references()
+_REFERENCES_OF_OURS = AccumulateNode(torch.zeros(1, requires_grad=True)).num_references()
 
 
 class Asked(Enum):

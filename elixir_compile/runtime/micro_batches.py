@@ -170,7 +170,12 @@ class _Results:
         return LeavingView(self._leaving[result.whole], View(0, dtype, tuple(shape), tuple(stride), offset))
 
     def _sum(self, place: int, number: int, part: torch.Tensor, seen: set[int]) -> None:
-        """Add `part` to a sum. `seen` are the addresses of the memory of the sums before it, of this micro-batch."""
+        """Add `part` to a sum. `seen` are the addresses of the memory of the sums before it, of this micro-batch.
+
+        Eight micro-batches of 256 tokens of a Llama with 35 million parameters spend 1.6 % of a step here: 12 bytes for
+        each parameter and micro-batch. A matrix product that adds into its result would save most of it, but round
+        differently.
+        """
         if number > 0:
             self._values[place].add_(part)
             return

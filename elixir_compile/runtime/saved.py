@@ -5,6 +5,7 @@
              ticket  [17, versions...]    number 17 names this forward for as long as autograd keeps the ticket
   backward   prefetch (17, h.3.matmul) -> device;  wait
   after      autograd drops the ticket -> the slabs of forward 17 are free for the next forward
+  in parts   executor.keep_parts: the parts live until autograd drops an empty tensor that stands for them
   crowded    a later forward needs the device memory of forward 17: its kept activations -> slab
              (`offload_outstanding`); before its backward they are copied back (`restore`)
 ```
