@@ -89,7 +89,7 @@ def flow_shops(runs: RunTables, *, counts_trips: bool = False) -> Shops:
     updates = _CrossStepUpdates(runs, counts_trips=counts_trips)
     # A copy that is work for compute may run early, before compute waits for the host, so no path can contain it.
     is_sent_beside = prices.lane_of[Lane.H2D] is Lane.H2D
-    across = [updates.host_first(), updates.round_trips(), updates.all_copies()] if is_sent_beside else []
+    across = [updates.host_first(), updates.round_trips(), *updates.all_copies()] if is_sent_beside else []
     return Shops([updates.before_forward(), *forward_backward], across, (0, 1), whole_step)
 
 
@@ -185,26 +185,53 @@ class _CrossStepUpdates:
             self._by_bucket[i].append((home, choice, -1.0))
 
     def before_forward(self) -> list[Phase]:
-        """Return the two flow shops of the phase before the forward: device updates and the copies of gradients to the
-        host behind them, for parameters on the device; device updates and streamed updates."""
+        """Return the flow shops of the phase before the forward: device updates and the copies of gradients to the
+        host behind them, for parameters on the device; device updates and streamed updates; and all three.
+
+        The state of the first streamed update leaves behind all of these gradients, so only its copy to the device and
+        its update may run beside them. The other streamed updates run one after another behind it.
+        """
         facts, prices, columns = self._facts, self._prices, self._columns
         leaving = Table("update", (Lane.COMPUTE, Lane.D2H), 2, columns)
         streaming = Table("update", (Lane.COMPUTE,), 1, columns)
+        behind = Table("update", (Lane.D2H, Lane.COMPUTE), 1, columns)
         for i, level in of_buckets(facts, columns):
-            name = facts.buckets[i].id
             if not level.has_state_on_host:
-                leaving.add(Lane.COMPUTE, 0, (i, level), prices.device_update_s[name])
-                streaming.add(Lane.COMPUTE, 0, (i, level), prices.device_update_s[name])
-            elif i in facts.streamed:
-                streaming.add(Lane.COMPUTE, 0, (i, level), _stream_s(facts, prices, i, level.home))
-        for i, home, choice in self._streams:
-            streaming.add(Lane.COMPUTE, 0, choice, _stream_s(facts, prices, i, home))
+                leaving.add(Lane.COMPUTE, 0, (i, level), prices.device_update_s[facts.buckets[i].id])
+        for table in (streaming, behind):
+            self._add_streams(table, Lane.COMPUTE)
         lane = prices.lane_of[Lane.D2H]
         for i, choices in self._by_bucket.items():
             for home, choice, sign in choices:
                 if home is Tier.DEVICE:
-                    leaving.add(lane, int(lane is Lane.D2H), choice, sign * prices.d2h_s[facts.buckets[i].id])
-        return [leaving.phase(), streaming.phase()]
+                    copy_s = sign * prices.d2h_s[facts.buckets[i].id]
+                    leaving.add(lane, int(lane is Lane.D2H), choice, copy_s)
+                    behind.add(Lane.D2H, 0, choice, copy_s)
+        first_s = [there_s + update_s for there_s, update_s, _ in self._stream_parts_s()]
+        behind.constants_s[1, 0] = -max(first_s, default=0.0)
+        return [leaving.phase(), streaming.phase(), *([behind.phase()] if first_s else [])]
+
+    def _add_streams(self, table: Table, lane: Lane) -> None:
+        """Add all device updates, and the streamed updates one after another, to the first event of `lane`."""
+        facts, prices = self._facts, self._prices
+        for i, level in of_buckets(facts, self._columns):
+            if not level.has_state_on_host:
+                table.add(lane, 0, (i, level), prices.device_update_s[facts.buckets[i].id])
+            elif i in facts.streamed:
+                table.add(lane, 0, (i, level), _stream_s(facts, prices, i, level.home))
+        for i, home, choice in self._streams:
+            table.add(lane, 0, choice, _stream_s(facts, prices, i, home))
+
+    def _stream_parts_s(self) -> list[tuple[float, float, float]]:
+        """Return (copy to the device, update, copy back) in seconds of each update that is or may be streamed."""
+        facts, prices = self._facts, self._prices
+        placed = [(i, home) for i, home, _ in self._streams]
+        placed += [(i, home) for i in facts.streamed for home in (Tier.DEVICE, Tier.HOST)]
+        names = [(facts.buckets[i].id, home) for i, home in placed]
+        return [
+            (prices.stream_s[name, home][0], prices.device_update_s[name], prices.stream_s[name, home][1])
+            for name, home in names
+        ]
 
     def host_first(self) -> Phase:
         """Return the flow shop of all host updates and the work behind them, to the end of the forward.
@@ -253,18 +280,27 @@ class _CrossStepUpdates:
         if is_copied:
             table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[name])
 
-    def all_copies(self) -> Phase:
-        """Return the flow shop of all copies to the device, gathered and updated buckets alike, and the forward's ops.
+    def all_copies(self) -> list[Phase]:
+        """Return the flow shop of all copies to the device, gathered and updated buckets alike, and the forward's ops;
+        and the same behind the updates of the device and the streamed updates.
 
-        The order of the copies is not known, but an op needs all copies up to its place.
+        The order of the copies is not known, but an op needs all copies up to its place. All of them are behind the
+        last state to be streamed to the device, whose update and copy back they need not wait for.
         """
         lanes = (Lane.H2D, Lane.COMPUTE)
-        table, events = self._table(lanes, lanes)
-        for i, event in events:
-            for home, choice, sign in self._by_bucket[i]:
-                if home is Tier.DEVICE:
-                    table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[self._facts.buckets[i].id])
-        return table.phase()
+        last_s = [update_s + back_s for _, update_s, back_s in self._stream_parts_s()]
+        found: list[Phase] = []
+        for is_behind in (False, True) if last_s else (False,):
+            table, events = self._table(lanes, lanes)
+            for i, event in events:
+                for home, choice, sign in self._by_bucket[i]:
+                    if home is Tier.DEVICE:
+                        table.add(Lane.H2D, event, choice, sign * self._prices.h2d_s[self._facts.buckets[i].id])
+            if is_behind:
+                self._add_streams(table, Lane.H2D)
+                table.constants_s[0, 0] -= max(last_s)
+            found.append(table.phase())
+        return found
 
     def _events(self, run: RunTable) -> list[tuple[int, int]]:
         """Return (bucket, event of the forward) in the order of the host's updates, with events in increasing order.

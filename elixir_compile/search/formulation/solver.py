@@ -150,6 +150,7 @@ def rounded(
     more_bytes: int = 0,
     also: Iterable[Vector] = (),
     integral_streams: bool = False,
+    max_rounds: int = _MAX_ROUNDS,
 ) -> Iterator[Rounded]:
     """Yield candidates made of the options used by x and by the optima in `also`; yield none if none fits.
 
@@ -160,7 +161,7 @@ def rounded(
     used = x > USED
     for other in also:
         used |= other > USED
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(max_rounds):
         solution = solve_integral(
             milp,
             limit_s=max(deadline.wall_s, _MIN_S * deadline.clock.times),

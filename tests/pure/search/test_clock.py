@@ -1,10 +1,14 @@
 """A search counts the seconds that its own thread computes, and a quarter of the wall's."""
 
+import subprocess
+import sys
 import time
 
 import pytest
 
+from elixir_compile.search import plan
 from elixir_compile.search.clock import Clock, deadline_in
+from tests.pure.search.test_best import instances
 
 
 class Seconds:
@@ -47,3 +51,14 @@ def test_the_time_limit_of_a_solver_is_wall_time(seconds: Seconds) -> None:
     assert end.wall_s == pytest.approx(6.0 * 3.0)
     seconds.own_s = 115.0
     assert end.wall_s == 0.0
+
+
+def test_a_busy_process_beside_the_search_does_not_change_its_plan() -> None:
+    _, problem = next(instances(1, num_layers=6))
+    alone = plan(problem)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            beside = plan(problem)
+        finally:
+            busy.kill()
+    assert beside == alone
