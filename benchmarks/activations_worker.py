@@ -152,7 +152,7 @@ def options_of(case: Case, budget_bytes: int | None) -> dict[str, object]:
     """Return the backend's options for `case`, under the budget `budget_bytes`."""
     return {
         "device_memory": budget_bytes, "activations": case.activations, "inner": case.inner, "profile_regions": True,
-        "plan_cache": False, "replan": False, "report": False,
+        "plan_cache": False, "replan": False, "report": False, "micro_batches": 1,
     }  # fmt: skip
 
 

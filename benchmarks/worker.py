@@ -107,7 +107,7 @@ def work(name: str, planner: str, budget_bytes: int | None) -> None:
     is_default = planner == "milp"
     options = {
         "planner": planner, "device_memory": budget_bytes, "profile_regions": True, "plan_cache": False,
-        "replan": is_default, "report": False,
+        "replan": is_default, "report": False, "micro_batches": 1,
     }  # fmt: skip
     model = elixir.prepare(build(name))
     compiled = torch.compile(model, backend="elixir", options=options)

@@ -257,7 +257,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
     `disk_bytes` is the optimizer state on the host that could be on disk. `is_prepared` is False if the model did not
     come through `prepare`. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
     equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
-    passes.
+    passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`.
     """
 
     def __init__(
@@ -272,11 +272,12 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         because: str = "",
         returned: str = "",
         staying_bytes: int = 0,
+        micro_batches: int = 1,
         is_prepared: bool = True,
     ) -> None:
         live = {str(kind): nbytes for kind, nbytes in by_kind.items()}
         found = (op, source, budget_bytes, needed_bytes, live, memory, disk_bytes, because, returned, staying_bytes)
-        super().__init__(*found, is_prepared)
+        super().__init__(*found, micro_batches, is_prepared)
         self.op = op
         self.source = source
         self.budget_bytes = budget_bytes
@@ -287,6 +288,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         self.because = because
         self.returned = returned
         self.staying_bytes = staying_bytes
+        self.micro_batches = micro_batches
         self.is_prepared = is_prepared
 
     def __str__(self) -> str:
@@ -301,8 +303,10 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         if not self.is_prepared:
             other += "; a model larger than the device goes through elixir_compile.prepare(model, device=...) first"
         short = (
-            f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}, "
-            f"budget {format_bytes(self.budget_bytes)}, short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
+            f"needs {format_bytes(self.needed_bytes)} of {self.memory} memory{where}"
+            + (f" in {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
+            + f", budget {format_bytes(self.budget_bytes)}"
+            + f", short by {format_bytes(self.needed_bytes - self.budget_bytes)}"
             + (f"; live: {live}" if live else "")
             + (f"; {self.returned}, is returned to the caller: return the loss alone" if self.returned else "")
             + (
@@ -319,34 +323,23 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 class OutOfDeviceMemory(ElixirError, MemoryError):
     """The device ran out of memory in an early step of `graph`, again after a new plan with less memory.
 
-    The plan needs `planned_bytes` of `budget_bytes`; the allocator had `allocated_bytes` in tensors and held
-    `reserved_bytes`. `largest` has the bytes of the largest tensors at the peak of the plan, by name.
+    `largest` has the bytes of the largest tensors at the peak of the plan; torch held `reserved_bytes`.
     """
 
     def __init__(
-        self,
-        graph: str,
-        budget_bytes: int,
-        planned_bytes: int,
-        allocated_bytes: int,
-        reserved_bytes: int,
-        largest: Mapping[str, int],
+        self, graph: str, budget_bytes: int, planned_bytes: int, reserved_bytes: int, largest: Mapping[str, int]
     ) -> None:
-        super().__init__(graph, budget_bytes, planned_bytes, allocated_bytes, reserved_bytes, dict(largest))
-        self.graph = graph
-        self.budget_bytes = budget_bytes
-        self.planned_bytes = planned_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
-        self.largest = dict(largest)
+        super().__init__(graph, budget_bytes, planned_bytes, reserved_bytes, dict(largest))
+        self.graph, self.largest = graph, dict(largest)
+        self.budget_bytes, self.planned_bytes, self.reserved_bytes = budget_bytes, planned_bytes, reserved_bytes
 
     def __str__(self) -> str:
-        tensors = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.largest.items())
-        held = f"{format_bytes(self.allocated_bytes)} in tensors, {format_bytes(self.reserved_bytes)} held by torch"
+        largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.largest.items())
+        numbers = map(format_bytes, (self.planned_bytes, self.budget_bytes, self.reserved_bytes))
+        used = "{} of {} planned, {} held by torch".format(*numbers)
         return (
-            f"{self.graph} ran out of device memory although its plan needs {format_bytes(self.planned_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} ({held}). Largest tensors at its peak: {tensors}. Lower device_memory, "
-            "or set PYTORCH_ALLOC_CONF=expandable_segments:True, which avoids unusable gaps between tensors."
+            f"{self.graph} ran out of device memory ({used}). Largest tensors at the planned peak: {largest}. Lower "
+            "device_memory, or set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
 
 

@@ -19,7 +19,7 @@ Activations = Literal["any", "keep", "recompute", "offload"]
 ParamDtype = Literal["bfloat16", "float16"]
 ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
-MicroBatches = Literal["auto"] | int
+MicroBatches = Literal["fit", "auto"] | int
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -74,10 +74,11 @@ class Options:
     ranks."""
     plan_cache: bool = True
     """Reuse the plan found by an earlier run for the same graph, machine and options."""
-    micro_batches: MicroBatches = 1
+    micro_batches: MicroBatches = "fit"
     """In how many micro-batches each layer of a training step runs, one after another, before the next layer begins. It
-    must divide the rows of the batch. The loss is that of the whole batch. `auto`: the planner chooses the number if
-    the whole batch does not fit as it is. 1: the whole batch at once."""
+    must divide the rows of the batch. The loss is that of the whole batch. `fit`: the whole batch at once if any plan
+    for it fits, else a number that the planner chooses; fixed rules of `planner` choose none. `auto`: the planner
+    chooses the number if the whole batch does not fit as it is. 1: the whole batch at once."""
     profile_regions: bool = False
     """Time every distinct region once before planning. The times are kept per machine for later runs."""
     replan: bool = True
@@ -105,6 +106,16 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
             raise UnknownOption(name, known)
         parsed[name] = _PARSERS[name](name, value)
     return Options(**parsed)  # pyright: ignore[reportArgumentType]  the parsers below give each field its type
+
+
+_UNPLANNED = frozenset({"report", "replan", "plan_cache"})
+"""The options on which the first plan of a step does not depend."""
+
+
+def plans_alike(first: Options, second: Options) -> bool:
+    """Return whether the same step gets the same plan under both options."""
+    names = [field.name for field in fields(Options) if field.name not in _UNPLANNED]
+    return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
 def _memory(name: str, value: object) -> int | None:
@@ -162,10 +173,12 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _micro_batches(name: str, value: object) -> MicroBatches:
+    if value == "fit":
+        return "fit"
     if value == "auto":
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidOption(name, value, '"auto" or a number of 1 or more')
+        raise InvalidOption(name, value, '"fit", "auto" or a number of 1 or more')
     return value
 
 

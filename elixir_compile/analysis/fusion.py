@@ -14,21 +14,25 @@ not a copy of its scheduler: `docs/memory.md` has the measured error.
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from types import MappingProxyType
 
-from elixir_compile.ir import Kernel, Kind, Op, StepGraph, StorageId
+from elixir_compile.ir import Kernel, Kind, Op, OpId, StepGraph, StorageId
 
 _MOST_READS = 4
 """The value of Inductor's `realize_reads_threshold`."""
+_NO_OPS: Mapping[OpId, Op] = MappingProxyType({})
 
 
-def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
+def fused(graph: StepGraph, *, is_divided: bool = False, like: Mapping[OpId, Op] = _NO_OPS) -> StepGraph:
     """Return `graph` as a fusing compiler runs it: readers of an unwritten storage read its inputs
     instead.
 
     If the graph `is_divided` into micro-batches, results of ops that mix the batch and random numbers are always
-    written.
+    written. `like` are the fused ops of the same graph with other recomputed ops, by id: they are used again if they
+    are the same, because it takes longer to make an op than to find it.
     """
     absorbed = absorbed_storages(graph, is_divided=is_divided)
     if not absorbed:
@@ -40,13 +44,17 @@ def fused(graph: StepGraph, *, is_divided: bool = False) -> StepGraph:
         reads = op.reads
         if not absorbed.isdisjoint(reads):
             reads = tuple(dict.fromkeys(name for read in reads for name in inputs.get(read, (read,))))
-        if op.writes and op.writes[-1] in absorbed:
-            inputs[op.writes[-1]] = reads
-            ops.append(_emptied(op))
-        elif reads != op.reads:
-            ops.append(reading(op, reads, sum(nbytes[name] for name in (*reads, *op.writes))))
-        else:
+        writes, known = op.writes, like.get(op.id)
+        if writes and writes[-1] in absorbed:
+            inputs[writes[-1]] = reads
+            is_known = known is not None and not known.reads and known.writes == writes[:-1]
+            ops.append(known if known is not None and is_known else _emptied(op))
+        elif reads == op.reads:
             ops.append(op)
+        elif known is not None and known.reads == reads and known.writes == writes:
+            ops.append(known)
+        else:
+            ops.append(reading(op, reads, sum(nbytes[name] for name in (*reads, *writes))))
     storages = tuple(storage for storage in graph.storages if storage.id not in absorbed)
     aliases = tuple(alias for alias in graph.aliases if alias[1] not in absorbed)
     return replace(graph, ops=tuple(ops), storages=storages, aliases=aliases)

@@ -6,9 +6,9 @@
   lap      0      | 1                 | 2                 | 3              || the backward begins with a lap of its own
 ```
 
-Between two laps every value is the value of the whole batch. Within a lap, each micro-batch passes all ops before the
-next micro-batch begins (layered gradient accumulation, arXiv 2106.02679). An op that mixes the rows of the batch is a
-lap of its own and runs on the whole batch.
+Between two laps every value is the value of the whole batch, as one tensor or in parts (see `parts`). Within a lap,
+each micro-batch passes all ops before the next micro-batch begins (layered gradient accumulation, arXiv 2106.02679). An
+op that mixes the rows of the batch is a lap of its own and runs on the whole batch.
 """
 
 import itertools

@@ -7,6 +7,8 @@ counts a divided step too. For a lap in n micro-batches:
   slices inside of the lap            the bytes of one micro-batch
   slices read from outside            whole; live until the lap ends
   slices made here, read outside      whole, live from the first op of the lap on; and the part of one micro-batch
+  slices that stay in parts           all parts, from the op that makes them on; before it, all parts but one (see
+                                      `analysis.parts`)
   slices that leave in slices         the slice that leaves, live from the first op of the lap on; and the part of one
                                       micro-batch (see `analysis.slices`)
   slices that arrive in slices        the slice that is read; and the next slice, live during the whole lap
@@ -27,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elixir_compile.analysis.laps import Lap
+from elixir_compile.analysis.parts import earlier_name, parts_of, tangents_of_step
 from elixir_compile.analysis.slices import Slices, arrived_name, leaving_name, next_name, slices_of
 from elixir_compile.ir import Activations, Batched, Kind, Op, Phase, StepGraph, Storage, StorageId, sizes
 from elixir_compile.ir.rows import rows_of_micro_batches
@@ -44,12 +47,12 @@ def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activati
     """
     index = {op.id: number for number, op in enumerate(step.ops)}
     touched = _touched(step)
-    backward = next((op for op in step.ops if op.phase is Phase.BACKWARD), None)
-    tangents = frozenset(() if backward is None else tangents_of(backward))
+    tangents = tangents_of_step(step)
     outputs = frozenset(step.outputs)
     storages = {storage.id: storage for storage in step.storages}
     symbols = dict(step.symbols)
     slices = slices_of(step, laps, activations)
+    parts = parts_of(step, laps, activations, slices)
     ops = list(step.ops)
     for lap in laps:
         first, last = index.get(lap.first, len(ops)), index.get(lap.last, -1)
@@ -58,18 +61,9 @@ def divided(step: StepGraph, laps: Sequence[Lap], activations: Sequence[Activati
         num = len(rows_of_micro_batches(step.batch, lap.micro_batches)) if step.batch_size else lap.micro_batches
         cut = _Cut(num, lap.micro_batches, step.batch_size, symbols)
         lap_ops = step.ops[first : last + 1]
-        writer = _LapWriter(lap_ops, num, cut, storages, touched, first, outputs, tangents, slices)
+        writer = _LapWriter(lap_ops, num, cut, storages, touched, first, outputs, tangents, slices, parts)
         ops[first : last + 1] = writer.written()
     return replace(step, ops=tuple(ops), storages=tuple(storages.values()))
-
-
-def tangents_of(first: Op) -> tuple[StorageId, ...]:
-    """Return the storages of the tangents among the writes of `first`, the first op of the backward.
-
-    They come before its own result, whose storage has the name of the op.
-    """
-    results = {first.id, *(f"{first.id}.{place}" for place in range(1, len(first.writes)))}
-    return first.writes[: next((place for place, name in enumerate(first.writes) if name in results), 0)]
 
 
 def _touched(step: StepGraph) -> Mapping[StorageId, tuple[int, int, int]]:
@@ -126,6 +120,8 @@ class _LapWriter:
     """Storages written by the first op of the backward that come from the caller."""
     slices: Slices
     """Storages that leave the device or arrive on it in slices."""
+    parts: frozenset[StorageId]
+    """Storages that stay in parts if other laps read them."""
     reads: list[list[StorageId]] = field(default_factory=list)
     writes: list[list[StorageId]] = field(default_factory=list)
     filled_bytes: int = 0
@@ -190,10 +186,22 @@ class _LapWriter:
         if is_inside:
             self.storages[storage.id] = part
             return
+        self._read_until_end(storage.id)
+        if storage.id in self.parts:
+            self._place_parts(storage, storage.nbytes - part.nbytes, maker)
+            return
         self.filled_bytes += 2 * storage.nbytes
         self.writes[0].append(storage.id)
-        self._read_until_end(storage.id)
         self._add(part, PART, maker)
+
+    def _place_parts(self, storage: Storage, earlier_bytes: int, maker: int) -> None:
+        """Place the parts of `storage` that are there, in the last micro-batch, before the op `maker` makes its part:
+        `earlier_bytes` together."""
+        if maker > 0:
+            name = earlier_name(storage.id)
+            self.storages[name] = replace(storage, id=name, nbytes=earlier_bytes, size="", kind=Kind.TEMP)
+            self.writes[0].append(name)
+            self.reads[maker - 1].append(name)
 
     def _place_leaving(self, storage: Storage) -> None:
         """Place the slice of `storage`, made in this lap, that is on its way to the host while the next is made."""

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 
 from elixir_compile.analysis.fusion import fused, reading
 from elixir_compile.analysis.laps import Lap, divided_laps
-from elixir_compile.analysis.micro_batches import divided, tangents_of
+from elixir_compile.analysis.micro_batches import divided
+from elixir_compile.analysis.parts import parts_of, tangents_of
+from elixir_compile.analysis.slices import slices_of
 from elixir_compile.errors import InvalidPlan
-from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, Storage, StorageId
+from elixir_compile.ir import Activations, Kind, Op, OpId, Phase, Saving, StepGraph, StorageId
 
 AGAIN = "re_"
 """The prefix of the name of a repeated op, after its phase: `bwd.re_mm`."""
@@ -57,7 +59,13 @@ def as_run(
 @functools.lru_cache(maxsize=8)
 def _as_run(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:
     # The ops do not depend on the storages that are offloaded, so activations with the same recomputation share them.
-    return fused(_repeated_step(graph, dropped, extra))
+    return fused(_repeated_step(graph, dropped, extra), like=_fused_ops(graph) if dropped or extra else {})
+
+
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
+def _fused_ops(graph: StepGraph) -> Mapping[OpId, Op]:
+    """Return the ops that run if nothing is recomputed, by id."""
+    return {op.id: op for op in fused(graph).ops}
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,6 +77,14 @@ def _as_divided(
     offloaded: tuple[Activations, ...],
 ) -> StepGraph:
     return divided(fused(_repeated_step(graph, dropped, extra), is_divided=True), divided_into, offloaded)
+
+
+def stays_in_parts(
+    graph: StepGraph, activations: tuple[Activations, ...], divided_into: tuple[Lap, ...]
+) -> frozenset[StorageId]:
+    """Return the storages of `as_run` with the same arguments that stay in parts; see `analysis.parts`."""
+    step = fused(_repeated_step(graph, _dropped(activations), _extra(graph, activations)), is_divided=True)
+    return parts_of(step, divided_into, activations, slices_of(step, divided_into, activations))
 
 
 def laps_at(graph: StepGraph, activations: tuple[Activations, ...], micro_batches: int) -> tuple[Lap, ...]:
@@ -100,21 +116,33 @@ def _repeats(graph: StepGraph, dropped: _Names, missing: Callable[[Op], Sequence
     maker = makers(graph)
     made: set[StorageId] = set()
     found: list[Repeat] = []
-    for op in graph.ops:
-        if op.phase is Phase.BACKWARD:
-            for needed in _chain([name for name in op.reads if name in dropped], missing, made, maker):
-                found.append(Repeat(op=needed.id, before=op.id))
+    for at in _reading(graph, dropped):
+        before = graph.ops[at]
+        targets = [name for name in before.reads if name in dropped]
+        found += [Repeat(op=op.id, before=before.id) for op in _chain(targets, missing, made, maker)]
     return tuple(found)
+
+
+def _reading(graph: StepGraph, names: _Names) -> list[int]:
+    """Return the indices of the backward ops that read any of `names`, in order."""
+    readers = _backward_readers(graph)
+    return sorted({at for name in names for at in readers.get(name, ())})
+
+
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
+def _backward_readers(graph: StepGraph) -> Mapping[StorageId, Sequence[int]]:
+    """Return the indices of the backward ops that read each storage."""
+    found: dict[StorageId, list[int]] = {}
+    for at, op in enumerate(graph.ops):
+        for name in op.reads if op.phase is Phase.BACKWARD else ():
+            found.setdefault(name, []).append(at)
+    return found
 
 
 def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> Iterator[tuple[Repeat, ...]]:
     """Yield `repeats` of each of `choices`; faster than single calls, because facts of the graph are computed once."""
-    maker, stale, saved = makers(graph), stale_reads(graph), saved_storages(graph)
+    stale, saved = stale_reads(graph), saved_storages(graph)
     available = given_storages(graph) | saved
-    readers: dict[StorageId, list[int]] = {}
-    for i, op in enumerate(graph.ops):
-        for name in op.reads if op.phase is Phase.BACKWARD else ():
-            readers.setdefault(name, []).append(i)
     for activations in choices:
         dropped = _dropped(activations)
         listed = {s for group in activations if group.saving is not Saving.RECOMPUTE for s in group.storages}
@@ -123,13 +151,7 @@ def repeats_each(graph: StepGraph, choices: Iterable[Sequence[Activations]]) -> 
         def missing(op: Op, usable: frozenset[StorageId] = usable) -> Sequence[StorageId]:
             return [name for name in op.reads if name not in usable or (op.id, name) in stale]
 
-        made: set[StorageId] = set()
-        found: list[Repeat] = []
-        for i in sorted({i for name in dropped for i in readers.get(name, ())}):
-            before = graph.ops[i]
-            targets = [name for name in before.reads if name in dropped]
-            found += [Repeat(op=op.id, before=before.id) for op in _chain(targets, missing, made, maker)]
-        yield tuple(found)
+        yield _repeats(graph, dropped, missing)
 
 
 @functools.lru_cache(maxsize=_NUM_GRAPHS)
@@ -251,7 +273,7 @@ def with_repeats(graph: StepGraph, activations: Sequence[Activations]) -> StepGr
 def _with_repeats(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph:
     missing = _missing(graph, dropped, extra)
     found = _repeats(graph, dropped, missing)
-    by_id = {op.id: op for op in graph.ops}
+    by_id = _ops_by_id(graph)
     storages = {storage.id: storage for storage in graph.storages}
     renamed = {name: repeated_storage(name) for repeat in found for name in by_id[repeat.op].writes}
     again: dict[OpId, list[Op]] = {}
@@ -259,21 +281,24 @@ def _with_repeats(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph
         again.setdefault(repeat.before, []).append(_repeated(by_id[repeat.op], renamed, missing))
     first = next((op.id for op in graph.ops if op.phase is Phase.BACKWARD), None)
     ops: list[Op] = []
-    for op in graph.ops:
+    done = 0
+    for at in _reading(graph, dropped):
+        ops += graph.ops[done:at]
+        op, done = graph.ops[at], at + 1
         if op.id == first and op.id in again:
             op, again[op.id][0] = _arrives_earlier(op, again[op.id][0])
         ops += again.get(op.id, ())
-        if op.phase is Phase.BACKWARD and not dropped.isdisjoint(op.reads):
-            op = reading(op, _named(op.reads, {name: renamed[name] for name in op.reads if name in dropped}))
-        ops.append(op)
-
-    def kind(storage: Storage) -> Storage:
-        if storage.id in extra:
-            return replace(storage, kind=Kind.SAVED)
-        return replace(storage, kind=Kind.TEMP) if storage.id in dropped else storage
-
+        ops.append(reading(op, _named(op.reads, {name: renamed[name] for name in op.reads if name in dropped})))
+    ops += graph.ops[done:]
+    kinds = {**dict.fromkeys(dropped, Kind.TEMP), **dict.fromkeys(extra, Kind.SAVED)}
+    kept = (replace(own, kind=kinds[own.id]) if own.id in kinds else own for own in graph.storages)
     copies = (replace(storages[name], id=new, kind=Kind.TEMP) for name, new in renamed.items())
-    return replace(graph, ops=tuple(ops), storages=(*map(kind, graph.storages), *copies))
+    return replace(graph, ops=tuple(ops), storages=(*kept, *copies))
+
+
+@functools.lru_cache(maxsize=_NUM_GRAPHS)
+def _ops_by_id(graph: StepGraph) -> Mapping[OpId, Op]:
+    return {op.id: op for op in graph.ops}
 
 
 def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[[Op], Sequence[StorageId]]) -> Op:

@@ -25,7 +25,6 @@ from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.capture.written import gathered_among, written_parameters
 from elixir_compile.collector import collector_off
 from elixir_compile.errors import ElixirError, ElixirWarning, InvalidOption, NoFeasiblePlan, ParameterReplaced
-from elixir_compile.ir import Plan
 from elixir_compile.managed.compiled_code import for_compiled_code
 from elixir_compile.managed.front_end import FrontEnd
 from elixir_compile.managed.model import ManagedModel, managed_model, managed_model_of_slot, prepare_again
@@ -137,7 +136,13 @@ def _compile_gathers(
         return _compile_attempt(gm, inputs, options, model, attempt)
 
     decided = None if chunks is None else _decided_chunks(options, model)
-    return with_chosen_loss(chunks, compile_with, decided=decided, is_training=torch.is_grad_enabled())
+    return with_chosen_loss(
+        chunks,
+        compile_with,
+        decided=decided,
+        is_training=torch.is_grad_enabled(),
+        is_whole_first=options.micro_batches == "fit",
+    )
 
 
 def _decided_chunks(options: Options, model: ManagedModel) -> int | None:
@@ -155,7 +160,7 @@ def _compile_attempt(
     own = gm if attempt.is_last else compat.copy_of(gm)
     if attempt.cut is not None:
         chunk_loss(own, attempt.cut.region, attempt.cut.num_chunks)
-    compiled = _compile_as(own, inputs, options, model, attempt.review, attempt.num_chunks)
+    compiled = _compile_as(own, inputs, options, model, attempt)
     if attempt.instead_of is not None:
         for other in model.graphs:
             # The chunked step replaces an earlier capture of the step with its unchunked loss.
@@ -168,13 +173,9 @@ def _compile_as(
     inputs: Sequence[Any],
     options: Options,
     model: ManagedModel,
-    review: Callable[[Plan], Plan] | None = None,
-    num_chunks: int | None = None,
+    attempt: LossAttempt,
 ) -> Callable[..., Any]:
-    """Compile the graph without further changes; its loss is in `num_chunks`.
-
-    `review` is called with its first plan and returns the plan to use.
-    """
+    """Compile the graph, whose loss has the form of `attempt`, without further changes."""
     positions = handle_inputs(gm)
     gate = Gate([slot_by_key(key) for key in positions.values()])
     op_by_op = None if all(slot.param.requires_grad for slot in gate.slots) else compat.copy_of(gm)
@@ -184,9 +185,9 @@ def _compile_as(
     front_end = compat.compile_with_inductor if options.inner == "inductor" else compat.compile_with_aot_eager
     given = gathers_to_inputs(gm, inputs)
     repeated = given.repeated  # `run` must not keep `given`, which holds the first batch
-    calls = FrontEnd(model, graph, gate, given, options, review)
+    calls = FrontEnd(model, graph, gate, given, options, attempt)
     compiled = front_end(given.module, given.example_inputs, calls.partition, calls.lower)
-    model.add(graph, gate, num_chunks)
+    model.add(graph, gate, attempt.num_chunks)
     call = for_compiled_code(gate.call)
 
     def run_with_repeated(*args: Any) -> Any:

@@ -63,28 +63,31 @@ def plan(
     cluster = named_cluster(hardware or chosen.hardware)  # before the capture, which takes seconds
     described = find_described(model, example_inputs)
 
-    def plan_of(capture: Capture) -> Plan:
-        return plan_for(*question(capture, chosen, cluster, state_bytes_per_element=state_bytes_per_element))
+    def plan_of(capture: Capture, options: Options) -> Plan:
+        return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes_per_element))
 
     def capture_with(chunks: Chunks | None) -> Capture:
         return capture_model(described, example_inputs, options=chosen, dynamic=dynamic, chunks=chunks)
 
-    return plan_with_loss(capture_with, plan_of)
+    return plan_with_loss(capture_with, plan_of, chosen)
 
 
-def plan_with_loss(capture_with: Callable[[Chunks | None], Capture], plan_of: Callable[[Capture], Plan]) -> Plan:
+def plan_with_loss(
+    capture_with: Callable[[Chunks | None], Capture], plan_of: Callable[[Capture, Options], Plan], options: Options
+) -> Plan:
     """Return the plan of the captured step, or of the step with its loss in chunks if its plan is better.
 
     Raises NoFeasiblePlan if neither fits.
     """
     capture = capture_with(None)
-    whole = functools.cache(lambda: plan_of(capture))
+    whole = functools.cache(lambda options: plan_of(capture, options))
 
     def plan_attempt(attempt: LossAttempt) -> Plan:
-        found = whole() if attempt.cut is None else plan_of(capture_with(attempt.cut))
+        own = attempt.options_of(options)
+        found = whole(own) if attempt.cut is None else plan_of(capture_with(attempt.cut), own)
         return found if attempt.review is None else attempt.review(found)
 
-    return with_chosen_loss(capture.chunks, plan_attempt)
+    return with_chosen_loss(capture.chunks, plan_attempt, is_whole_first=options.micro_batches == "fit")
 
 
 def named_cluster(hardware: "Cluster | str | None") -> Cluster | None:

@@ -159,24 +159,28 @@ class Tuning:
         """Return the plan that `setting` gets alone, and its problem. Raises NoFeasiblePlan."""
         problems: dict[str, Problem] = {}
 
-        def plan_of(capture: Capture) -> Plan:
-            problem, options = self._question(capture, setting)
+        def plan_of(capture: Capture, options: Options) -> Plan:
+            problem, options = self._question(capture, setting, options)
             made = plan_for(problem, options)
             problems[made.graph] = problem
             return made
 
-        made = plan_with_loss(lambda chunks: self._capture(setting.rows, chunks), plan_of)
+        own = self._options_of(setting)
+        made = plan_with_loss(lambda chunks: self._capture(setting.rows, chunks), plan_of, own)
         return made, problems[made.graph]
 
-    def _question(self, capture: Capture, setting: Setting) -> tuple[Problem, Options]:
-        options = replace(
+    def _options_of(self, setting: Setting) -> Options:
+        return replace(
             self.options,
             micro_batches=setting.micro_batches,
             accumulate=True if setting.forwards > 1 else self.options.accumulate,
             # A search for one setting has the limit of a search alone, so it finds the same plan.
             search_timeout=min(self.options.search_timeout, Options().search_timeout),
         )
-        return question(capture, options, self.cluster, state_bytes_per_element=setting.state_bytes)
+
+    def _question(self, capture: Capture, setting: Setting, options: Options | None = None) -> tuple[Problem, Options]:
+        own = options or self._options_of(setting)
+        return question(capture, own, self.cluster, state_bytes_per_element=setting.state_bytes)
 
     def _capture(self, rows: int, chunks: Chunks | None) -> Capture:
         if self._captures is None:

@@ -95,7 +95,8 @@ RULES: dict[str, Rule] = {
     # Each row of the batch by itself.
     **_entries(families.norm, "native_layer_norm _fused_rms_norm"),
     **_entries(families.norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
-    **_entries(_mixing("the number of its rows is an argument"), "native_group_norm native_group_norm_backward"),
+    **_entries(families.by_row("weight", "bias"), "native_group_norm"),
+    **_entries(families.by_row("weight", results=(each(0), SUM, SUM)), "native_group_norm_backward"),
     **_entries(
         families.by_row("weight", "bias", "running_mean", "running_var", results=(each(0), SAME, SAME)),
         "_native_batch_norm_legit_no_training",
@@ -142,7 +143,7 @@ RULES: dict[str, Rule] = {
 }
 """The rule of each op, by the name of its overload."""
 
-RANDOM = frozenset([*_names("rand randn"), *_names("inductor_random", library="prims")])
+RANDOM = frozenset([*_names("rand randn"), *_names("inductor_random inductor_randint", library="prims")])
 """Ops that draw random numbers of a stated size: each micro-batch draws its own. Whether they do depends on the size
 alone, so an op that repeats the draw of the forward in the backward draws the same numbers."""
 CREATES = frozenset(_names("full zeros ones empty.memory_format new_zeros new_ones new_full new_empty"))

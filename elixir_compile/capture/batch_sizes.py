@@ -37,13 +37,22 @@ _SHAPES = {
     _aten.slice_backward.default: 1,
     _aten.select_backward.default: 1,
 }
-_SEEDED = ("prims.inductor_random.default", "prims.inductor_randint.default")
-"""Ops with a shape and a seed, by name: torch has them once Inductor is loaded."""
+_SEEDED = {"prims.inductor_random.default": 0, "prims.inductor_randint.default": 2}
+"""The place of the shape among the arguments of ops with a shape and a seed, by name: torch has the ops once Inductor
+is loaded."""
+_NUMS_OF_ROWS = {_aten.native_group_norm.default: 3, _aten.native_group_norm_backward.default: 5}
+"""The place of the argument that is the number of rows of the batch."""
 
 
 def shape_place(node: fx.Node) -> int | None:
     """Return the place of the argument of `node` that is the shape of its result; None if it has no such argument."""
-    return 0 if is_seeded(node) else _SHAPES.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    seeded = _SEEDED.get(str(node.target))
+    return _SHAPES.get(node.target) if seeded is None else seeded  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def rows_place(node: fx.Node) -> int | None:
+    """Return the place of the argument of `node` that is the number of rows that it reads; None if it has none."""
+    return _NUMS_OF_ROWS.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def is_seeded(node: fx.Node) -> bool:
@@ -102,7 +111,7 @@ def _check_numbers(node: fx.Node, symbol: str) -> None:
         if not any(symbol in compat.symbols_in(value_of(number)) for number in numbers):
             continue
         is_size = "int" in str(argument.type)
-        is_local = place == shape_place(node) or ends_at_rows(node)
+        is_local = place in (shape_place(node), rows_place(node)) or ends_at_rows(node)
         if not (is_local if is_size else all(map(_is_computed, numbers))):
             raise Mixes(f"its argument {argument.name} is computed from the number of rows")
 

@@ -22,6 +22,7 @@ from elixir_compile.capture.batch import UNDIVIDED, StepStates, step_states
 from elixir_compile.capture.consecutive import scattered
 from elixir_compile.capture.markers import MARKERS, gradient, key_of, parameter
 from elixir_compile.capture.node_facts import (
+    dense_tensors_of,
     flops_of,
     is_number,
     kernel_of,
@@ -32,8 +33,8 @@ from elixir_compile.capture.node_facts import (
     size_of,
     source_line,
     source_of,
+    storage_keys_of,
     tensor_of,
-    value_of,
 )
 from elixir_compile.capture.views import ops_of, viewed
 from elixir_compile.errors import InvalidPlan, UnsupportedModel
@@ -96,9 +97,14 @@ def with_siblings(step: StepGraph, siblings: Sequence[Slot]) -> StepGraph:
     return replace(step, storages=(*unread, *step.storages)) if unread else step
 
 
-def storages_behind(captured: Captured) -> Mapping[fx.Node, tuple[StorageId, ...]]:
-    """Return the storages of each forward node of `captured`, by the ids of its `StepGraph`."""
-    return _Builder(captured, {})._walk(captured.forward.graph, Phase.FORWARD, {})
+def storages_behind(captured: Captured, phase: Phase = Phase.FORWARD) -> Mapping[fx.Node, tuple[StorageId, ...]]:
+    """Return the storages of each node of a half of `captured`, by the ids of its `StepGraph`."""
+    builder = _Builder(captured, {})
+    forward = builder._walk(captured.forward.graph, Phase.FORWARD, {})
+    if phase is Phase.FORWARD:
+        return forward
+    graph = captured.backward_module.graph
+    return builder._walk(graph, phase, builder._saved(graph, forward))
 
 
 @dataclass(slots=True)
@@ -181,15 +187,10 @@ class _Builder:
         return number, text if is_same else ""
 
     def _join_backward(self, graph: fx.Graph, forward: dict[fx.Node, tuple[StorageId, ...]]) -> None:
-        saved = {node.name: node for node in self.captured.saved if isinstance(node, fx.Node)}
-        known: dict[fx.Node, tuple[StorageId, ...]] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            source = saved.get(str(node.target))
-            if source is not None and source in forward and node.users:  # an extra saved value has no readers
-                known[node] = forward[source]
-                for storage in forward[source]:
-                    if self.drafts[storage].kind is Kind.TEMP:
-                        self.drafts[storage].kind = Kind.SAVED
+        known = self._saved(graph, forward)
+        for storage in {name for names in known.values() for name in names}:
+            if self.drafts[storage].kind is Kind.TEMP:
+                self.drafts[storage].kind = Kind.SAVED
         first = len(self.ops)
         backward = self._walk(graph, Phase.BACKWARD, known)
         self._start_tangents(first)
@@ -199,6 +200,15 @@ class _Builder:
         reads = tuple(dict.fromkeys([*trained, *(draft.id for draft in gradients)]))
         if reads:
             self.ops.append(Op(id=UPDATE_OP, target="elixir.update", phase=Phase.UPDATE, reads=reads, writes=()))
+
+    def _saved(
+        self, graph: fx.Graph, forward: Mapping[fx.Node, tuple[StorageId, ...]]
+    ) -> dict[fx.Node, tuple[StorageId, ...]]:
+        """Return the storages of the saved values that the backward `graph` reads."""
+        saved = {node.name: node for node in self.captured.saved if isinstance(node, fx.Node)}
+        # An extra saved value has no readers.
+        found = {node: saved.get(str(node.target)) for node in graph.find_nodes(op="placeholder") if node.users}
+        return {node: forward[source] for node, source in found.items() if source is not None and source in forward}
 
     def _start_tangents(self, first: int) -> None:
         """Make the tangents, inputs of the backward alone, results of its first op, which has the index `first`.
@@ -232,7 +242,7 @@ class _Builder:
         storages = dict(known)
         by_key: dict[int, StorageId] = {}
         for node, ids in known.items():
-            by_key.update(zip(_keys(node), ids, strict=False))
+            by_key.update(zip(storage_keys_of(node), ids, strict=False))
         ops = set(ops_of(graph))
         for node in graph.nodes:
             if node.op == "placeholder" and node not in known and node.users:
@@ -261,7 +271,7 @@ class _Builder:
     def _enter(self, node: fx.Node, kind: Kind, by_key: dict[int, StorageId], phase: Phase) -> tuple[StorageId, ...]:
         """Return the storages of the tensors of `node`, after adding new ones."""
         found: list[StorageId] = []
-        for index, value in enumerate(_tensors(node)):
+        for index, value in enumerate(dense_tensors_of(node)):
             key = compat.storage_key(value)
             if key not in by_key:
                 suffix = "" if index == 0 else f".{index}"
@@ -290,7 +300,7 @@ class _Builder:
             base = viewed(node) or base
         if base is not None and base in storages and len(storages[base]) == 1:
             # By structure, not by fake storage: several gathers of one parameter have different fake storages.
-            by_key.update((key, storages[base][0]) for key in _keys(node))
+            by_key.update((key, storages[base][0]) for key in storage_keys_of(node))
         num_before = len(self.drafts)
         storages[node] = self._enter(node, Kind.TEMP, by_key, phase)
         made = [*islice(reversed(self.drafts), len(self.drafts) - num_before)][::-1]
@@ -334,16 +344,6 @@ def _mutated(node: fx.Node, storages: Mapping[fx.Node, tuple[StorageId, ...]]) -
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
             found.extend(storages.get(value, ()))
     return found
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = value_of(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [part for v in values if isinstance(v, torch.Tensor) for part in compat.dense_parts(v)]
-
-
-def _keys(node: fx.Node) -> list[int]:
-    return [compat.storage_key(value) for value in _tensors(node)]
 
 
 def _dtype(value: torch.Tensor) -> str:

@@ -279,3 +279,15 @@ def overwritten_input(node: fx.Node) -> fx.Node | None:
         return None
     base = node.args[0]
     return base if len(base.users) == 1 and base.op == "call_function" else None
+
+
+def dense_tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Return the tensors of the value of `node`; of a sparse tensor its indices and its values."""
+    value = value_of(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [part for v in values if isinstance(v, torch.Tensor) for part in compat.dense_parts(v)]
+
+
+def storage_keys_of(node: fx.Node) -> list[int]:
+    """Return the key of the storage of each of `dense_tensors_of(node)`."""
+    return [compat.storage_key(value) for value in dense_tensors_of(node)]

@@ -143,7 +143,7 @@ def plan(
     param_dtype: _PARAM_DTYPE = None,
     update: _UPDATE = None,
     micro_batches: Annotated[
-        str | None, typer.Option(help="Micro-batches of each layer: a number that divides the batch, or auto.")
+        str | None, typer.Option(help="Micro-batches of each layer: fit, auto, or a number that divides the batch.")
     ] = None,
     activations: _ACTIVATIONS = None,
     accumulate: Annotated[
@@ -152,7 +152,9 @@ def plan(
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: _STATE_BYTES = None,
-    largest_batch: Annotated[bool, typer.Option("--largest-batch", help="Plan the largest batch that fits.")] = False,
+    largest_batch: Annotated[
+        bool, typer.Option("--largest-batch", help="Plan the largest batch that fits whole.")
+    ] = False,
     tune: _TUNE = False,
     tokens_per_step: _TOKENS = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the plan to this file.")] = None,

@@ -34,6 +34,7 @@ from elixir_compile.problem.cache import plan_for
 from elixir_compile.report.line import plan_line
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import Chunks
+from elixir_compile.search.joint.micro_batches import chosen_number
 from elixir_compile.search.planner import largest_feasible
 from elixir_compile.units import format_bytes, format_s
 
@@ -143,7 +144,7 @@ def _search(request: Request, notes: Console, *, state_bytes: int | None, is_lar
     # Options and machine are checked before the capture, which takes seconds.
     options, cluster = request.parsed_options(), request.cluster()
 
-    def plan_of(capture: Capture) -> Plan:
+    def plan_of(capture: Capture, options: Options) -> Plan:
         with _status_line(notes, "planning"), nothing_on_stdout():
             return plan_for(*question(capture, options, cluster, state_bytes_per_element=state_bytes))
 
@@ -152,7 +153,7 @@ def _search(request: Request, notes: Console, *, state_bytes: int | None, is_lar
             return request.capture(dynamic=is_largest, chunks=chunks)
 
     if not is_largest:
-        return plan_with_loss(capture_with, plan_of), request.batch
+        return plan_with_loss(capture_with, plan_of, options), request.batch
     capture = capture_with(None)
 
     def problem_at(size: int) -> Problem:
@@ -161,7 +162,7 @@ def _search(request: Request, notes: Console, *, state_bytes: int | None, is_lar
     with _status_line(notes, "looking for the largest batch"), nothing_on_stdout():
         # If not even a batch of 1 fits, planning it raises NoFeasiblePlan with the missing bytes.
         batch = max(largest_feasible(problem_at), 1)
-    return plan_of(capture.at_batch(batch)), batch
+    return plan_of(capture.at_batch(batch), options), batch
 
 
 @contextmanager
@@ -233,6 +234,9 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     ]
     if any(bucket.trainable for bucket in plan.buckets):
         figures.append(("update", str(plan.update)))
+    chosen = chosen_number(plan)
+    if chosen is not None:
+        figures.append(("micro-batches", f"{chosen.choice}, as {chosen.because}"))
     if plan.bound_s is not None and plan.gap is not None:
         figures.append(("bound", f"{format_s(plan.bound_s)}: no plan is more than {plan.gap:.1%} faster"))
     if plan.binding:

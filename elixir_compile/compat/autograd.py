@@ -24,6 +24,15 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def packs_saved_tensors() -> bool:
+    """Return whether `torch.autograd.graph.saved_tensors_hooks` pack what the running forward saves for its backward.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`: torch 2.11 to 2.13. Gone: AttributeError at the first forward
+    in micro-batches.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
+
+
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Return whether the user registered a hook on the gradient of leaf `param`.
 

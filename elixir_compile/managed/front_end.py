@@ -14,12 +14,12 @@ from elixir_compile.capture.node_facts import outputs_of
 from elixir_compile.capture.rewire import ParameterInputs, with_handles
 from elixir_compile.capture.tracing import with_deep_calls
 from elixir_compile.errors import UnsupportedModel
-from elixir_compile.ir import Plan
 from elixir_compile.managed.model import ManagedModel
 from elixir_compile.managed.planned_graph import PlannedGraph
 from elixir_compile.ops.gather import Gate
 from elixir_compile.ops.registry import slot_by_key
 from elixir_compile.options import Options
+from elixir_compile.search.joint.loss import LossAttempt
 
 
 class FrontEnd:
@@ -32,11 +32,11 @@ class FrontEnd:
         gate: Gate,
         given: ParameterInputs,
         options: Options,
-        review: Callable[[Plan], Plan] | None,
+        attempt: LossAttempt,
     ) -> None:
         """`gate` passes the handles to the graph. `given` has the positions of the parameters among its inputs.
 
-        `review` is called with the first plan and returns the plan to use.
+        `attempt` has the form of the loss, and the review of the first plan.
         """
         # AOTAutograd keeps these callbacks with the compiled code, which outlives the model.
         self._model = weakref.proxy(model)
@@ -45,7 +45,7 @@ class FrontEnd:
         self._regions = model.regions_for(options.inner)
         self._keys = given.keys  # `given` holds the first batch
         self._of_modules = given.of_modules
-        self._review = review
+        self._attempt = attempt
         self._is_captured = False
 
     @property
@@ -100,6 +100,6 @@ class FrontEnd:
         return run(args)
 
     def _capture(self, forward: fx.GraphModule, backward: fx.GraphModule | None, num_outputs: int) -> None:
-        review, self._review = self._review, None  # compiled code must not keep it
-        self._planned.capture(forward, backward, num_outputs, review)
+        attempt, self._attempt = self._attempt, LossAttempt()  # compiled code must not keep it
+        self._planned.capture(forward, backward, num_outputs, attempt)
         self._is_captured = True

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from elixir_compile.capture.convert import Captured
 from elixir_compile.cost import Measured
+from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.managed.saved import load_plan_for
 from elixir_compile.managed.step_profiler import Progress
 from elixir_compile.managed.variants import ActivePlan, PlannedSizes
-from elixir_compile.options import Options
+from elixir_compile.options import Options, plans_alike
 from elixir_compile.problem.cache import plan_for
 from elixir_compile.problem.planning import ExternalUsage, graph_of, may_move_back, problem_of
 from elixir_compile.problem.profile import Profiler, RegionProfile
@@ -27,6 +28,8 @@ from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.loss import as_decided
 from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan, with_buckets_free
+
+Made = TypeVar("Made")
 
 
 class GraphPlanner:
@@ -49,16 +52,22 @@ class GraphPlanner:
         """Device bytes that early steps lacked under the first plan: see `out_of_memory`."""
         self.reviewed: Plan | None = None
         """The plan as its review left it: later plans keep its decision about the loss."""
+        self._divides = False
+        """Whether searches may divide the batch under the option micro_batches="fit"."""
 
     @property
     def may_divide(self) -> bool:
         """Whether a search may choose a number of micro-batches."""
-        return self._options.micro_batches == "auto"
+        return self._options.micro_batches == "auto" or self._divides
 
     @property
     def may_replan(self) -> bool:
         """Whether the first steps may change the plan: it is neither the user's nor a plan of several ranks."""
         return self._options.replan and self._options.plan is None and self._executor.ranks is None
+
+    def plans_like(self, other: "GraphPlanner") -> bool:
+        """Return whether the same step gets the same plan here and by `other`: no option differs that shapes plans."""
+        return plans_alike(self._options, other._options)
 
     def take_over(self, other: "GraphPlanner") -> None:
         """Take over the measurements of `other`, the planner of an earlier capture of the same step."""
@@ -137,11 +146,29 @@ class GraphPlanner:
             return self.search
         return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies)
 
+    def whole_first(self, make: Callable[[], Made], *, keeps_whole: bool = False) -> Made:
+        """Return the result of `make`, which plans the graph.
+
+        Under the option micro_batches="fit", the first call keeps the batch whole, whatever else it has to try. If no
+        plan fits the device, `make` is called again and may divide the batch, unless the caller `keeps_whole`.
+        """
+        self._divides = False
+        try:
+            return make()
+        except NoFeasiblePlan as error:
+            is_last_resort = self._options.micro_batches == "fit" and error.memory == "device" and not error.because
+            if keeps_whole or not is_last_resort:
+                raise
+        self._divides = True
+        return make()
+
     def search(self, problem: Problem) -> Plan:
         """Return a plan for `problem`, from the plan cache or from a search."""
         return self._search_with(self._options, problem)
 
     def _search_with(self, options: Options, problem: Problem) -> Plan:
+        if options.micro_batches == "fit" and not self._divides:
+            options = replace(options, micro_batches=1)
         found = plan_for(problem, options)
         return found if self.reviewed is None else as_decided(found, self.reviewed)
 

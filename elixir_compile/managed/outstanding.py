@@ -187,7 +187,8 @@ class OutstandingForwards:
             for graph in graphs
         ]
         try:
-            return plan_jointly(requests, graphs[0].planner.search, may_divide=graphs[0].planner.may_divide)
+            planner = next((graph.planner for graph in graphs if graph.planner.may_divide), graphs[0].planner)
+            return plan_jointly(requests, planner.search, may_divide=planner.may_divide)
         except NoFeasiblePlan as error:
             log.warning(
                 "no plans keep the budget of %s together: outstanding forwards need at least %s of %s memory, so their "

@@ -27,6 +27,7 @@ from elixir_compile.managed.graph_planner import GraphPlanner
 from elixir_compile.managed.out_of_memory import EarlyShortage
 from elixir_compile.managed.outstanding import GraphRuns, OutstandingForwards
 from elixir_compile.managed.programs import Programs, ProgramVersions, storages_of, ticket_position
+from elixir_compile.managed.same_step import EarlierCaptures
 from elixir_compile.managed.saved import require_disk
 from elixir_compile.managed.staying_gradients import StayingGradients
 from elixir_compile.managed.step_profiler import Progress, StepProfiler
@@ -37,7 +38,7 @@ from elixir_compile.problem.planning import ExternalUsage, param_names_of
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
-from elixir_compile.search.joint.loss import is_pressed
+from elixir_compile.search.joint.loss import LossAttempt, is_pressed
 from elixir_compile.search.joint.replan import StepStats
 
 _compile_lock = threading.RLock()
@@ -85,6 +86,7 @@ class PlannedGraph:
         self.programs = ProgramVersions(executor, regions, self._progress)
         self._ticket_position = -1
         self._staying = StayingGradients(executor, options, self._progress)
+        self._earlier = EarlierCaptures(executor, self._staying)
         self._variants = PlanVariants(executor, name, outstanding.descriptions)
         self._shortage = EarlyShortage(name, executor, self.planner)
 
@@ -115,11 +117,11 @@ class PlannedGraph:
         forward: fx.GraphModule,
         backward: fx.GraphModule | None,
         num_outputs: int,
-        review: Callable[[Plan], Plan] | None,
+        attempt: LossAttempt,
     ) -> None:
-        """Convert the forward and the backward graph, and plan the step.
+        """Convert the forward and the backward graph, and plan the step with the loss of `attempt`.
 
-        `review` is called with the first plan and returns the plan to use.
+        The review of the attempt is called with the first plan and returns the plan to use.
         """
         own = captured_step(self.name, forward, backward, num_outputs=num_outputs, inner=self._options.inner)
         self._own_capture = own
@@ -127,17 +129,19 @@ class PlannedGraph:
             self.planner.step = add_extra_saved(own)
             self._ticket_position = ticket_position(own)
         self._variants.find_graph_set(lambda: roll_key(self.planner.graph(own)))
-        before = self._make_plan()
-        if review is not None and not self._variants.graph_set_digest:
-            reviewed = self.planner.reviewed = review(self.active.plan)
+        before = self.planner.whole_first(self._make_plan, keeps_whole=attempt.keeps_whole)
+        is_new = before is None or self.active.plan is not before.active.plan
+        if attempt.review is not None and not self._variants.graph_set_digest:
+            reviewed = self.planner.reviewed = attempt.review(self.active.plan)
             self._active = replace(self.active, plan=reviewed)
         if before is not None:
             self._outstanding.supersede(before, self)
-        if not self.is_inference and not any(other.is_superseded for other in self._graphs):
+        if not self.is_inference and is_new:
             self._progress.planned(self.active.plan)
 
     def _make_plan(self) -> "PlannedGraph | None":
-        """Plan for the current sizes and external usage; return the earlier capture whose plan was taken, or None."""
+        """Plan the graph's own capture for the current sizes and external usage; return the earlier capture of the same
+        step that this graph replaces, or None."""
         executor, own = self._executor, self._own_capture
         assert own is not None
         executor.gradients.stay = any_of_all(executor, executor.gradients.stay, "gradients that stay")
@@ -153,7 +157,9 @@ class PlannedGraph:
 
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
         executor, beside_bytes = self._executor, external.outstanding_bytes
-        before = self._earlier_capture(graph, beside_bytes)
+        outdated = self._earlier.outdated(self, self._graphs, graph)
+        is_alone = outdated is not None or self._shortage.wants_plan
+        before = None if is_alone else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
         if before is not None:
             self.planner.take_over(before.planner)
             self._staying.take_over(before._staying)
@@ -164,7 +170,8 @@ class PlannedGraph:
         def ask() -> Problem:
             problem = self.planner.problem(own, graph, external, is_new=before is None)
             is_short = self._active is not None and self._staying.is_missing_in(self._active.plan)
-            return self.planner.with_free_buckets(problem, self.active.plan) if is_short else problem
+            freed = self._active if is_short else outdated and outdated.active
+            return problem if freed is None else self.planner.with_free_buckets(problem, freed.plan)
 
         def answer(problem: Problem) -> Plan:
             return plan_for_all(executor, problem, search, self._options)
@@ -173,23 +180,12 @@ class PlannedGraph:
         problem, plan = (problem, before.active.plan) if before else self._staying.answered(problem, ask, answer)
         require_disk(plan, executor.buckets.disk)
         self._active = active_plan(own, problem, plan, beside_bytes)
+        if outdated is not None:
+            self._active = replace(self._active, moves_at=executor.buckets.generation)
+            self._earlier.replaced_by(self)
         # Other graphs may need more than the reserved bytes; their needs are known once they have run.
         self._outstanding.is_crowded |= bool(external.reserved_bytes) and is_pressed(plan)
-        return before
-
-    def _earlier_capture(self, graph: StepGraph, beside_bytes: int) -> "PlannedGraph | None":
-        """Return the earlier capture of the same step whose plan is in force: the first call of a plain model."""
-        if self._executor.ranks is not None or self._shortage.wants_plan:
-            return None  # another rank may have no such capture, and would wait for this rank
-        for other in self._graphs:
-            if other is self or not other.is_planned or other._options.micro_batches != self._options.micro_batches:
-                continue
-            active = other.active
-            is_same = active.graph == replace(graph, name=active.graph.name) and active.beside_bytes >= beside_bytes
-            is_same &= not self._staying.is_missing_in(active.plan)
-            if is_same and self._executor.buckets.agree(active.plan.buckets, active.plan.placements, may_adopt=False):
-                return other
-        return None
+        return before or outdated
 
     def runner(self, *, is_backward: bool) -> Callable[[list[Any]], Any]:
         """Return the function to run the backward, or the forward, after `ManagedModel.begin_forward`."""
@@ -305,22 +301,28 @@ class PlannedGraph:
                     wants_plan = False
         if self._executor.buckets.generation != self.active.generation:
             with _compile_lock:
-                is_new = self.active.generation < 0
-                adopt_by_all(self._executor, self.active.plan, for_training=not self.is_inference, is_new=is_new)
-                self.mark_in_force()
+                self._put_in_force()
+
+    def _put_in_force(self) -> None:
+        executor, active = self._executor, self.active
+        if executor.buckets.generation == active.moves_at:
+            executor.buckets.move(active.plan.buckets, active.plan.placements)
+        else:
+            adopt_by_all(executor, active.plan, for_training=not self.is_inference, is_new=active.generation < 0)
+        self.mark_in_force()
 
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
-        executor, active, plan = self._executor, self.active, self.active.plan
+        executor, active = self._executor, self.active
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
-        is_moved, may_adopt = executor.buckets.generation != active.generation, active.generation < 0
-        may_stay = not is_moved or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
-        is_short = (
-            is_crowded or self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
-        )
-        return bool(self.planner.sizes.grown(active.captured, args)) or is_short or not may_stay
+        plan, may_adopt = active.plan, active.generation < 0
+        may_stay = executor.buckets.generation in (active.generation, active.moves_at)
+        may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
+        is_short = is_crowded or (not self.is_inference and self._staying.is_missing_in(plan))
+        is_due = self._shortage.wants_plan or self._earlier.outdated(self, self._graphs, active.graph) is not None
+        return bool(self.planner.sizes.grown(active.captured, args)) or is_short or is_due or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:
         """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""
@@ -334,7 +336,7 @@ class PlannedGraph:
     def _plan_anew(self, args: Sequence[Any]) -> None:
         earlier = self.active.plan
         with self.planner.growing(self.active.captured, args):
-            before = self._make_plan()
+            before = self.planner.whole_first(self._make_plan)
             if before is not None:
                 self._outstanding.supersede(before, self)
         if self._staying.planned(earlier, self.active.plan):

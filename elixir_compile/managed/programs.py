@@ -136,7 +136,7 @@ class Programs:
     def _write(self, phase: Phase) -> fx.GraphModule:
         keys = {name: key for key, name in self._partition.captured.param_names.items()}
         program = write_program(
-            self._partition, self.plan, phase, keys, self._lower_region, self._executor, self._sliced.arriving
+            self._partition, self.plan, phase, keys, self._lower_region, self._executor, self._sliced
         )
         self._regions.start_kernels()
         check(program, self.plan, phase)
@@ -161,7 +161,7 @@ class Programs:
 
     def _divided(self, region: RegionGraph, micro_batches: int) -> DividedGraph | None:
         half = self._states.half(region.phase)
-        return divide(region, half.states, self._states.batch, micro_batches, self._sliced.leaving)
+        return divide(region, half.states, self._states.batch, micro_batches, self._sliced)
 
     def _lower_divided(self, divided: DividedGraph, region: RegionGraph) -> DividedRegion:
         def lower(part: RegionGraph) -> CompiledRegion:

@@ -16,6 +16,7 @@ from elixir_compile.problem.outside import device_bytes
 from elixir_compile.report.line import plan_line
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.ledger import Recording
+from elixir_compile.search.joint.micro_batches import chosen_number
 from elixir_compile.search.joint.replan import StepStats
 from elixir_compile.units import format_bytes, format_s
 
@@ -113,6 +114,8 @@ class Progress:
         self._began_s: float | None = time.monotonic()
         """When the current compilation began; None from a forward until the next compilation."""
         self._next_s = self._began_s + QUIET_S
+        self._micro_batches = ""
+        """The last choice of micro-batches that was logged."""
 
     def compiling(self, phase: Phase, number: int, total: int) -> None:
         """Log that region `number` of `total` of `phase` is compiled, if it takes long and stderr is a terminal."""
@@ -128,8 +131,12 @@ class Progress:
         self._began_s = None
 
     def planned(self, plan: Plan) -> None:
-        """Log the planned line."""
+        """Log the planned line, and once for each number of micro-batches that the planner chooses, the reason."""
         self.say(f"{plan_line(plan)}   {plan.name}")
+        decision = chosen_number(plan)
+        if decision is not None and decision.choice != self._micro_batches:
+            self._micro_batches = decision.choice
+            self.say(f"in micro-batches: {decision.choice}, as {decision.because}; micro_batches=1 forbids it")
 
     def measured(self, plan: Plan, stats: StepStats) -> None:
         """Log the measured line."""

@@ -88,11 +88,18 @@ class ActivePlan:
     """Device bytes that other outstanding forwards may hold while the graph runs under this plan."""
     generation: int = -1
     """The executor's generation when the plan was last in force; -1 if the plan has not been in force yet."""
+    moves_at: int = -1
+    """The executor's generation at which the plan was made with the homes of buckets in force open, which it moves if
+    it is put in force at that generation; -1 for a plan made for the homes in force."""
 
     @property
     def graph(self) -> StepGraph:
         """The captured step, torch-free."""
         return self.problem.graph
+
+    def is_of(self, graph: StepGraph) -> bool:
+        """Return whether `graph` is the same step, whatever its name."""
+        return self.graph == replace(graph, name=self.graph.name)
 
 
 def active_plan(captured: Captured, problem: Problem, plan: Plan, beside_bytes: int) -> ActivePlan:

@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from elixir_compile.analysis import verify
+from elixir_compile.analysis.laps import micro_batches_of
 from elixir_compile.errors import ElixirWarning
 from elixir_compile.folders import cache_dir, drop_oldest, read_cached, write_cached
 from elixir_compile.hardware import hardware_fingerprint
@@ -122,10 +123,15 @@ def plan_key(problem: Problem, options: Options) -> str:
         ("machine", hardware_fingerprint(problem.cluster)),
         ("device", "free" if options.device_memory is None else problem.budget_bytes),
         ("host", "free" if options.host_memory is None else problem.host_budget_bytes),
-        ("options", options.planner, options.search_timeout, options.micro_batches == "auto"),
+        ("options", options.planner, options.search_timeout, _choice_of_micro_batches(options)),
         *asked,
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _choice_of_micro_batches(options: Options) -> str:
+    """Return how the search chooses the number of micro-batches; empty if the problem has the number."""
+    return options.micro_batches if isinstance(options.micro_batches, str) else ""
 
 
 def remember_accumulation(problem: Problem, options: Options) -> None:
@@ -190,7 +196,8 @@ def _holds(cached: Plan, problem: Problem, options: Options) -> bool:
         return False
     if options.device_memory is not None:
         return True
-    is_better_likely = not _has_all_on_device(cached) and problem.budget_bytes > _MORE_MEMORY * cached.budget_bytes
+    is_as_it_is = _has_all_on_device(cached) and micro_batches_of(cached) == problem.micro_batches
+    is_better_likely = not is_as_it_is and problem.budget_bytes > _MORE_MEMORY * cached.budget_bytes
     return expected.device_peak_bytes <= problem.budget_bytes and not is_better_likely
 
 

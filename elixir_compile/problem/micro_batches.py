@@ -15,7 +15,7 @@ def micro_batches_asked(graph: StepGraph, options: Options) -> int:
     ElixirWarning if no lap of a training step can be divided.
     """
     asked = options.micro_batches
-    if asked in (1, "auto") or not any(op.phase is Phase.UPDATE for op in graph.ops):
+    if isinstance(asked, str) or asked == 1 or not any(op.phase is Phase.UPDATE for op in graph.ops):
         return 1
     if graph.batch == 1 and not graph.batch_size:
         _warn_undivided(graph, asked, graph.undivided or "no inputs share a batch of more than one row")

@@ -50,6 +50,37 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The layout of each part of a value that stays in parts."""
+
+    memory: int
+    """A number that the results have in common that are views of one memory."""
+    dtype: torch.dtype
+    dim: int
+    """The dimension of the slices."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+    """The bytes of the memory of a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A result of the body that stays in parts: the tensors of all micro-batches."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsView:
+    """An output of the region that is a view of its input `place`, which stays in parts."""
+
+    place: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summed:
     """A result of the body whose values in all micro-batches are added up."""
 
@@ -59,7 +90,7 @@ class Last:
     """A result of the body that is equal in all micro-batches."""
 
 
-Result = Filled | Summed | Last
+Result = Filled | Kept | Summed | Last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +110,7 @@ class DividedGraph:
     """The three parts of a region.
 
     Values have places: first the inputs of the region, then its dynamic sizes `numbers`, then the results of its head,
-    then those of its body as they are for the whole batch, then those of its tail.
+    then those of its body as they are for the whole batch, then `views`, then those of its tail.
     """
 
     micro_batches: int
@@ -97,6 +128,7 @@ class DividedGraph:
     body_reads: tuple[Read, ...]
     results: tuple[Result, ...]
     wholes: tuple[Memory, ...]
+    views: tuple[PartsView, ...]
     tail: RegionGraph | None
     tail_reads: tuple[int, ...]
     outputs: tuple[int, ...]

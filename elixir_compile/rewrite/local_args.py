@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from elixir_compile.capture.batch_sizes import shape_place
-from elixir_compile.capture.node_facts import tensor_of
+from elixir_compile.capture.batch_sizes import rows_place, shape_place
+from elixir_compile.capture.node_facts import as_node, tensor_of
 
 _aten = torch.ops.aten
 _CREATED = (_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.scalar_tensor.default)
@@ -29,6 +29,10 @@ def local_args(
     `dim` is the dimension of the slices of its result, None if the result has none. `written` turns a size into a
     number or a node.
     """
+    rows = rows_place(node)
+    if rows is not None:
+        num_rows = tensor_of(as_node(node.args[0])).shape[0] // num
+        return (*node.args[:rows], written(num_rows), *node.args[rows + 1 :]), dict(node.kwargs)
     place = shape_place(node)
     if dim is None or place is None:
         return node.args, dict(node.kwargs)

@@ -17,8 +17,7 @@ there: see `capture.batch_sizes`. Other dynamic sizes are the same in all parts.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -37,23 +36,15 @@ from elixir_compile.capture.node_facts import (
 )
 from elixir_compile.capture.node_facts import size_of as number_of
 from elixir_compile.capture.views import view_chain
-from elixir_compile.ir import Batched, GroupId
-from elixir_compile.rewrite.divided_graph import (
-    DividedGraph,
-    Filled,
-    Last,
-    Memory,
-    Part,
-    Read,
-    Result,
-    Summed,
-    size_of,
-)
+from elixir_compile.ir import Batched
+from elixir_compile.rewrite.body_results import BodyResults, layout_of, local_shape
+from elixir_compile.rewrite.divided_graph import DividedGraph, Memory, Part, PartsView, Read, Result, size_of
 from elixir_compile.rewrite.local_args import is_created, local_args
 from elixir_compile.rewrite.local_numbers import Numbers, symbols_of
 from elixir_compile.rewrite.local_values import computed, narrowed, strides_by_rows
 from elixir_compile.rewrite.region_states import views_taken_apart, walked
 from elixir_compile.rewrite.regions import RegionGraph
+from elixir_compile.rewrite.sliced_values import SlicedValues
 
 
 def divide(
@@ -61,19 +52,24 @@ def divide(
     states: Mapping[fx.Node, States],
     batch: int | torch.SymInt,
     micro_batches: int,
-    leaving: Mapping[fx.Node, GroupId] = MappingProxyType({}),
+    sliced: SlicedValues,
 ) -> DividedGraph | None:
-    """Return the parts of `region` for a batch of `batch` rows in `micro_batches`; None if no op of it reads the batch.
+    """Return the graphs of `region` for a batch of `batch` rows in `micro_batches`; None if no op of it reads the
+    batch.
 
-    `states` are those of the half from which the region was cut. `leaving` has the group of each of its values that
-    leaves the device in slices. Raises IllegalSchedule if an op of the region mixes the batch.
+    `states` are those of the half from which the region was cut. `sliced` has the values of the capture that leave in
+    slices or stay in parts. Raises IllegalSchedule if an op of the region mixes the batch.
     """
-    divider = _Divider(region, walked(region, states, batch), batch, micro_batches, leaving)
+    divider = _Divider(region, walked(region, states, batch), batch, micro_batches, sliced)
     return divider.divided() if divider.has_body else None
 
 
 class _Divider:
-    """Writes the parts of one region."""
+    """Writes the parts of one region.
+
+    It has more than 15 attributes, because each part needs facts about all values of the region: 7 of them are sets of
+    nodes that `__init__` sorts once.
+    """
 
     def __init__(
         self,
@@ -81,7 +77,7 @@ class _Divider:
         found: Walked,
         batch: int | torch.SymInt,
         micro_batches: int,
-        leaving: Mapping[fx.Node, GroupId],
+        sliced: SlicedValues,
     ) -> None:
         self._region = region
         self._states = found.states
@@ -91,15 +87,17 @@ class _Divider:
         self._num = micro_batches
         graph = region.module.graph
         self._outputs = [node for node in outputs_of(graph) if isinstance(node, fx.Node)]
-        own = zip(self._outputs, region.outputs, strict=True)
-        self._leaving = {node: leaving[source] for node, source in own if source in leaving}
         placeholders = graph.find_nodes(op="placeholder")
+        own = dict(zip((*self._outputs, *placeholders), (*region.outputs, *region.inputs), strict=True))
+        self._leaving = {node: sliced.leaving[source] for node, source in own.items() if source in sliced.leaving}
+        self._in_parts = {node for node, source in own.items() if source in sliced.in_parts}
         self._places: dict[fx.Node, int] = {node: place for place, node in enumerate(placeholders)}
         self._sizes = [node for node in self._outputs if isinstance(value_of(node), torch.SymInt)]
         self._places |= {node: len(self._places) + place for place, node in enumerate(self._sizes)}
         calls = [node for node in graph.nodes if node.op == "call_function" and node not in self._sizes]
         self._apart = views_taken_apart(calls, found.states, batch)
-        self._whole_views = self._views_of_inputs() | self._apart
+        self._input_views = self._views_of_inputs() | self._apart
+        self._part_views = {n for n in self._input_views - self._apart if view_chain(n)[-1] in self._in_parts}
         self._in_body = [node for node in calls if self._is_in_body(node)]
         self._in_tail = [node for node in calls if self._is_in_tail(node)]
         behind = {*self._in_body, *self._in_tail}
@@ -123,6 +121,7 @@ class _Divider:
         """Return the parts of the region."""
         head, head_reads = self._head()
         body, body_reads, results, wholes = self._body()
+        views = self._views_of_parts()
         tail, tail_reads = self._tail()
         return DividedGraph(
             micro_batches=self._num,
@@ -136,6 +135,7 @@ class _Divider:
             body_reads=body_reads,
             results=results,
             wholes=wholes,
+            views=views,
             tail=tail,
             tail_reads=tail_reads,
             outputs=tuple(self._places[node] for node in self._outputs),
@@ -163,13 +163,13 @@ class _Divider:
 
     def _head(self) -> tuple[RegionGraph | None, tuple[int, ...]]:
         made = list(self._in_head)
-        made += [node for node in self._in_body if node in self._whole_views]
+        made += [node for node in self._in_body if node in self._input_views - self._part_views]
         order = [node for node in self._region.module.graph.nodes if node in {*made}]
         readers = {*self._in_body, *self._in_tail}
         outputs = [
             node
             for node in order
-            if node in self._outputs or any(user in readers and user not in self._whole_views for user in node.users)
+            if node in self._outputs or any(user in readers and user not in self._input_views for user in node.users)
         ]
         if not outputs:
             return None, ()
@@ -210,37 +210,25 @@ class _Divider:
         outputs = [
             node
             for node in self._in_body
-            if node not in self._whole_views and (node in self._outputs or not tail.isdisjoint(node.users))
+            if node not in self._input_views and (node in self._outputs or not tail.isdisjoint(node.users))
         ]
-        wholes: dict[object, Memory] = {}
-        results = tuple(self._result(node, outputs, wholes) for node in outputs)
+        written = BodyResults(self._states, self._num, self._leaving, self._in_parts, outputs)
+        results = tuple(map(written.of, outputs))
         for node in outputs:
             self._places[node] = len(self._places)
         body, reads = part.finished([part.copies[node] for node in outputs])
-        return body, reads, results, tuple(wholes.values())
+        return body, reads, results, tuple(written.wholes.values())
 
-    def _result(self, node: fx.Node, outputs: Sequence[fx.Node], wholes: dict[object, Memory]) -> Result:
-        state, value = self._states[node], tensor_of(node)
-        assert isinstance(state, State)
-        if state.batched is Batched.SUM:
-            return Summed()
-        if state.batched is Batched.SAME:
-            return Last()
-        owner = _owner(node)
-        key = (owner, value.dtype)
-        numel = value.untyped_storage().nbytes() // value.element_size()
-        group = self._leaving.get(node, "")
-        memory = Memory(numel=size_of(numel), dtype=value.dtype, device=value.device, group=group)
-        wholes.setdefault(key, memory)
-        is_in_owner = owner is not node and owner in outputs and tensor_of(owner).dtype is value.dtype
-        return Filled(
-            whole=list(wholes).index(key),
-            dim=state.dim,
-            shape=tuple(map(size_of, value.shape)),
-            stride=tuple(map(size_of, value.stride())),
-            offset=size_of(value.storage_offset()),
-            is_copied=not is_in_owner,
-        )
+    def _views_of_parts(self) -> tuple[PartsView, ...]:
+        """Return the outputs that are views of inputs in parts."""
+        found: list[PartsView] = []
+        for node in self._outputs:
+            if node in self._part_views and node not in self._places:
+                state, source = self._states[node], view_chain(node)[-1]
+                assert isinstance(state, State), f"{node.name} is one tensor"
+                found.append(PartsView(place=self._places[source], layout=layout_of(tensor_of(node), state, self._num)))
+                self._places[node] = len(self._places)
+        return tuple(found)
 
     def _write_local(self, part: Part, numbers: Numbers, node: fx.Node) -> None:
         """Copy `node` into the body, with the sizes of one micro-batch, and check the shape of its result."""
@@ -272,17 +260,11 @@ class _Divider:
     def _check(self, node: fx.Node, value: object, whole: object, state: State) -> None:
         if not isinstance(value, torch.Tensor) or not isinstance(whole, torch.Tensor):
             return
-        expected = self._local_shape(whole, state)
+        expected = local_shape(whole, state, self._divisor)
         if known_shape(value) != expected:
             raise AssertionError(
                 f"{node.name} = {node.target} has the shape {tuple(value.shape)} in a micro-batch; expected {expected}"
             )
-
-    def _local_shape(self, whole: torch.Tensor, state: State) -> tuple[int, ...]:
-        return tuple(
-            size // self._divisor if state.is_each and dim == state.dim else size
-            for dim, size in enumerate(known_shape(whole))
-        )
 
     def _local(self, part: Part, numbers: Numbers, node: fx.Node, dim: int | None, *, is_seed: bool) -> fx.Node:
         """Return what the body reads for `node`: its own copy, or one slice along `dim` of a whole value."""
@@ -331,13 +313,6 @@ class _Divider:
             self._places[node] = len(self._places)
         graph, reads = part.finished([part.copies[node] for node in outputs])
         return graph, tuple(read.place for read in reads)
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """Return the node that owns the memory of `node`: of several results of an op, each owns its own."""
-    *views, last = view_chain(node)
-    is_result = bool(views) and not isinstance(value_of(last), torch.Tensor)
-    return views[-1] if is_result else last
 
 
 def _spread(state: States, node: fx.Node) -> list[State]:

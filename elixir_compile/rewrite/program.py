@@ -11,6 +11,10 @@
         ...
         return [loss, ticket, executor.nothing, ...]      # an empty tensor for a value not kept
 
+Saved values that stay in parts are no tensors. The executor keeps them, and autograd saves other tensors for them:
+
+        keep_parts = executor.keep_parts([add_3, ...])    # the backward: executor.kept_parts(ticket, [add_3, ...])
+
 The nodes are in the order of the schedule, and FX drops each value after its last use, so order and memory are as
 planned. The functions here decide nothing: each action comes from the schedule of the plan.
 """
@@ -18,7 +22,6 @@ planned. The functions here decide nothing: each action comes from the schedule 
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -42,6 +45,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.rewrite.recompute import Partition
 from elixir_compile.rewrite.regions import RegionGraph, split_regions
+from elixir_compile.rewrite.sliced_values import SlicedValues
 
 
 def boxed(*values: object) -> list[object]:
@@ -65,6 +69,8 @@ class _Writer:
     executor: fx.Node
     slices: Mapping[str, tuple[int, int]]
     """The dimension and the number of the slices of each saved value that the backward reads in slices, by its name."""
+    in_parts: Sequence[str]
+    """The names of the saved values that stay in parts."""
     values: dict[str, fx.Node] = field(default_factory=dict)
     """The node of the program for each value of the captured graph, by the name of the value."""
     bucket_values: dict[BucketId, fx.Node] = field(default_factory=dict)
@@ -78,19 +84,19 @@ def write_program(
     keys: Mapping[str, int],
     lower: Lower,
     executor: object,
-    slices: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    sliced: SlicedValues,
 ) -> fx.GraphModule:
     """Return the program of `phase`. Its `forward` takes a list of inputs, which it empties, and returns a list.
 
     `halves` were made for the activations of `plan`, `keys` maps parameter names to registry keys, `lower` compiles a
-    region, and the program calls `executor`. `slices` has the dimension and the number of the slices of each saved
-    value that the backward reads in slices, by its name.
+    region, and the program calls `executor`. `sliced` has the saved values that the backward reads in slices, and those
+    that stay in parts.
     """
     source = halves.captured.forward if phase is Phase.FORWARD else halves.captured.backward_module
     regions = split_regions(source, plan.regions, phase, halves.inline)
     root = torch.nn.Module()
     vars(root)["executor"] = executor
-    writer = _write_inputs(halves, plan, phase, keys, source.graph, slices)
+    writer = _write_inputs(halves, plan, phase, keys, source.graph, sliced)
     actions = actions_of(plan, phase)
     if phase is Phase.BACKWARD:
         _write_copies(writer, actions)
@@ -134,25 +140,35 @@ def _write_inputs(
     phase: Phase,
     keys: Mapping[str, int],
     source: fx.Graph,
-    slices: Mapping[str, tuple[int, int]],
+    sliced: SlicedValues,
 ) -> _Writer:
     """Begin the program with the reads of its inputs and of its executor."""
     graph = fx.Graph()
     args = graph.placeholder("args")
     away = halves.away_names if phase is Phase.BACKWARD else ()
+    parts = sliced.saved_in_parts if phase is Phase.BACKWARD else ()
+    stand_ins: dict[str, fx.Node] = {}
     values: dict[str, fx.Node] = {}
     for index, node in enumerate(source.find_nodes(op="placeholder")):
         if node.target in away:
             continue
         if node.users or node.target == TICKET or is_number(node):
             value = graph.create_node("call_function", operator.getitem, (args, index), name=node.name)
+            if node.target in parts:
+                stand_ins[str(node.target)] = value
+                continue
             value.meta = dict(node.meta)
             values[node.name] = value
     graph.call_method("clear", (args,))
-    writer = _Writer(halves, plan, phase, keys, graph, graph.get_attr("executor"), slices, values)
+    executor = graph.get_attr("executor")
+    writer = _Writer(halves, plan, phase, keys, graph, executor, sliced.arriving, sliced.saved_in_parts, values)
     if phase is Phase.BACKWARD:
         stamp = halves.captured.forward.graph.find_nodes(op="call_function", target=ticket)[0]
         graph.call_method("check", (writer.executor, values[TICKET], _ticket_names(writer, stamp)))
+        if parts:
+            saved = [stand_ins[name] for name in parts]
+            kept = graph.call_method("kept_parts", (writer.executor, values[TICKET], saved))
+            _write_saved(writer, kept, parts)
     return writer
 
 
@@ -229,12 +245,16 @@ def _write_wait(writer: _Writer, group: GroupId) -> None:
     if transfer.target != Verb.PREFETCH:
         _call(writer, "wait", transfer)
         return
-    arrived = _call(writer, "wait", transfer, group)
+    _write_saved(writer, _call(writer, "wait", transfer, group), writer.halves.away[group])
+
+
+def _write_saved(writer: _Writer, found: fx.Node, names: Sequence[str]) -> None:
+    """Read the saved values `names` from the tuple `found`, in this order."""
     placeholders = writer.halves.captured.backward_module.graph.find_nodes(op="placeholder")
     by_target = {str(node.target): node for node in placeholders}
-    for index, name in enumerate(writer.halves.away[group]):
+    for index, name in enumerate(names):
         node = by_target[name]
-        value = writer.graph.create_node("call_function", operator.getitem, (arrived, index), name=node.name)
+        value = writer.graph.create_node("call_function", operator.getitem, (found, index), name=node.name)
         value.meta = dict(node.meta)
         writer.values[node.name] = value
 
@@ -280,12 +300,19 @@ def _write_reduce(writer: _Writer, bucket_id: BucketId) -> None:
 def _write_output(writer: _Writer, source: fx.Graph) -> None:
     outputs = outputs_of(source)
     num_given = writer.halves.captured.num_outputs if writer.phase is Phase.FORWARD else len(outputs)
-    away = writer.halves.away_names
+    away, in_parts = writer.halves.away_names, writer.in_parts
     saved = [None if isinstance(node, fx.Node) and node.name in away else node for node in outputs[num_given:]]
     nothing = None
+    kept: dict[str, fx.Node] = {}
     if None in saved:
         args = (writer.executor, "nothing")
         nothing = writer.graph.create_node("call_function", getattr, args, name="nothing")
+    if in_parts and writer.phase is Phase.FORWARD:
+        args = (writer.executor, [writer.values[name] for name in in_parts])
+        found = writer.graph.call_method("keep_parts", args)
+        kept = {
+            name: writer.graph.call_function(operator.getitem, (found, place)) for place, name in enumerate(in_parts)
+        }
 
     def value(node: Argument) -> Argument:
         if not isinstance(node, fx.Node):
@@ -294,7 +321,7 @@ def _write_output(writer: _Writer, source: fx.Graph) -> None:
             return writer.graph.call_method("ticket", (writer.executor, _ticket_names(writer, node)))
         if node.target is parameter:
             return _param_value(writer, key_of(node))
-        return writer.values[node.name]
+        return kept.get(node.name) or writer.values[node.name]
 
     given = [value(node) for node in outputs[:num_given]]
     writer.graph.output([*given, *(nothing if node is None else value(node) for node in saved)])

@@ -24,7 +24,7 @@ from elixir_compile.analysis.recompute import AGAIN, repeats, stored, with_repea
 from elixir_compile.capture.convert import Captured, op_id, storages_behind
 from elixir_compile.capture.markers import key_of, marker_node, merge_markers, parameter, ticket
 from elixir_compile.capture.node_facts import ints_of, is_number, outputs_of, set_outputs
-from elixir_compile.capture.views import by_owner, fresh_value, ops_of, path_to, undo, view_chain
+from elixir_compile.capture.views import by_owner, fresh_value, is_view, ops_of, path_to, undo, view_chain
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, GroupId, OpId, Phase, Saving, StepGraph, StorageId
 
@@ -66,6 +66,7 @@ def partition_of(
     behind = {node: names[0] for node, names in storages_behind(result).items() if len(names) == 1}
     _Repeater(result, behind, stored(graph, activations)).run(graph, activations)
     away = _save_what_is_read(result, behind, activations)
+    _drop_unread_views(forward.graph)
     for half in (forward, backward):
         half.graph.lint()
     inline = _inline(graph, activations, is_divided=is_divided) if captured.fused else frozenset()
@@ -205,6 +206,14 @@ def _sort(graph: fx.Graph) -> None:
                 missing[reader].discard(made)
                 if not missing[reader]:
                     ready.append(reader)
+
+
+def _drop_unread_views(graph: fx.Graph) -> None:
+    """Remove the views that no node reads. They would hold the memory of values that are not saved until they are made,
+    at the end of the forward."""
+    for node in reversed(graph.nodes):
+        if not node.users and is_view(node):
+            graph.erase_node(node)
 
 
 def _save_what_is_read(

@@ -1,45 +1,73 @@
-"""Find the values of a capture that pass between device and host in slices, by what the plan counts."""
+"""Find the values of a capture that are there in slices or in parts, by what the plan counts.
+
+Offloaded values may pass between device and host in slices. Others may stay in parts between two laps.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from elixir_compile.analysis.laps import laps_of
-from elixir_compile.analysis.recompute import as_run
+from elixir_compile.analysis.laps import Lap, laps_of
+from elixir_compile.analysis.recompute import as_run, stays_in_parts
 from elixir_compile.analysis.slices import crossings, leaving_name, next_name
 from elixir_compile.capture.batch_call import State, States
 from elixir_compile.capture.convert import storages_behind
 from elixir_compile.capture.node_facts import outputs_of
-from elixir_compile.ir import GroupId, Plan, StepGraph
+from elixir_compile.ir import GroupId, Phase, Plan, StepGraph
 from elixir_compile.rewrite.recompute import Partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedValues:
-    """The offloaded values that pass in slices."""
+    """The values that pass in slices, and those that stay in parts."""
 
     leaving: Mapping[fx.Node, GroupId] = field(default_factory=dict)
     """The group of each value of the forward that leaves in slices."""
     arriving: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The dimension and the number of the slices of each value that arrives in slices, by its name."""
+    in_parts: frozenset[fx.Node] = frozenset()
+    """The values of both halves that stay in parts."""
+    saved_in_parts: tuple[str, ...] = ()
+    """The names of the values in parts that the forward saves for the backward."""
 
 
 def sliced_values(halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States]) -> SlicedValues:
-    """Return the values of `halves`, made for the activations of `plan`, that pass in slices.
+    """Return the values of `halves`, made for the activations of `plan`, that pass in slices or stay in parts.
 
     `graph` is the step of the capture, and `states` are those of the values of `halves`.
     """
-    step = as_run(graph, plan.activations, laps_of(plan))
+    laps = laps_of(plan)
+    leaving, arriving = _passing(halves, graph, plan, states, laps)
+    names = stays_in_parts(graph, plan.activations, laps)
+    if not names:
+        return SlicedValues(leaving=leaving, arriving=arriving)
+    captured = halves.captured
+    in_parts = frozenset(
+        node
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        for node, storages in storages_behind(captured, phase).items()
+        if len(storages) == 1 and storages[0] in names
+    )
+    saved = outputs_of(captured.forward.graph)[captured.num_outputs :]
+    kept = dict.fromkeys(node.name for node in saved if isinstance(node, fx.Node) and node in in_parts)
+    return SlicedValues(leaving=leaving, arriving=arriving, in_parts=in_parts, saved_in_parts=tuple(kept))
+
+
+def _passing(
+    halves: Partition, graph: StepGraph, plan: Plan, states: Mapping[fx.Node, States], laps: tuple[Lap, ...]
+) -> tuple[Mapping[fx.Node, GroupId], Mapping[str, tuple[int, int]]]:
+    """Return the values that leave in slices, and those that arrive in slices."""
+    step = as_run(graph, plan.activations, laps)
     crosses = crossings(step, plan.activations)
+    leaving: dict[fx.Node, GroupId] = {}
+    arriving: dict[str, tuple[int, int]] = {}
     if not crosses:
-        return SlicedValues()
+        return leaving, arriving
     there = {storage.id for storage in step.storages}
     forward = halves.captured.forward.graph
     saved = {node.name: node for node in outputs_of(forward) if isinstance(node, fx.Node)}
     behind = storages_behind(halves.captured)
-    leaving: dict[fx.Node, GroupId] = {}
-    arriving: dict[str, tuple[int, int]] = {}
     for group, found in crosses.items():
         for name in halves.away[group]:
             node = saved[name]
@@ -49,4 +77,4 @@ def sliced_values(halves: Partition, graph: StepGraph, plan: Plan, states: Mappi
                 arriving[name] = (state.dim, found.arriving.micro_batches)
             if leaving_name(storage) in there:
                 leaving[node] = group
-    return SlicedValues(leaving=leaving, arriving=arriving)
+    return leaving, arriving

@@ -21,6 +21,7 @@ from elixir_compile.runtime.gathers import Gathers
 from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.lanes import Transfer, lanes_for
 from elixir_compile.runtime.ledger import Ledger
+from elixir_compile.runtime.parts import InParts
 from elixir_compile.runtime.placed import PlacedBuckets
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slices import LeavingView, Slicing
@@ -163,6 +164,14 @@ class Executor:
     def offload_saved(self, group: str, values: Sequence[torch.Tensor | LeavingView]) -> Transfer:
         """Start copying `values`, activations of the running forward, to the host as the group `group`."""
         return self.saved.offload(group, values)
+
+    def keep_parts(self, values: Sequence[InParts | torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Keep activations of the running forward that are in parts; see `SavedActivations.keep_parts`."""
+        return self.saved.keep_parts(values)
+
+    def kept_parts(self, ticket: torch.Tensor, saved: Sequence[torch.Tensor]) -> Sequence[InParts | torch.Tensor]:
+        """Return the activations in parts of the forward of `ticket`; see `SavedActivations.kept_parts`."""
+        return self.saved.kept_parts(ticket, saved)
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
         """Return the offload of `group` that the forward of `ticket` started."""

@@ -4,6 +4,8 @@
   for each micro-batch j      body(slice j of each input)  -->  slice j of each whole result, part j of each sum
 ```
 
+A result that only regions in micro-batches read stays in parts, if the plan counts on it (see `parts`).
+
 Parts of 16 bits add up in fp32, and their sum is rounded once. Offloaded activations leave the device and arrive on it
 slice by slice, if the plan counts on it (see `slices`).
 
@@ -20,9 +22,10 @@ import torch
 
 from elixir_compile.ir import Lane, sizes
 from elixir_compile.ir.rows import rows_of_micro_batches
-from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Read, Size, Summed
+from elixir_compile.rewrite.divided_graph import DividedGraph, Filled, Kept, Layout, Read, Size, Summed
 from elixir_compile.runtime.ledger import Ledger
 from elixir_compile.runtime.lowering import CompiledRegion
+from elixir_compile.runtime.parts import InParts, kept_part
 from elixir_compile.runtime.saved import SavedActivations
 from elixir_compile.runtime.slices import ArrivingView, LeavingStorage, LeavingView, View
 
@@ -61,7 +64,7 @@ class DividedRegion(torch.nn.Module):
         symbols = {name: values[place] for name, place in divided.symbols}
         values += [_at(size, symbols) for size in divided.numbers]
         if self._head is not None:
-            values += self._head.run([values[place] for place in divided.head_reads])
+            values += self._head.run([_whole(values[place]) for place in divided.head_reads])
         arriving = list(dict.fromkeys(value.source for value in values if isinstance(value, ArrivingView)))
         results = _Results(divided, symbols, self._saved)
         for number, cut in enumerate(cuts_of(divided, symbols)):
@@ -72,8 +75,10 @@ class DividedRegion(torch.nn.Module):
                 storage.release()
             results.add(number, cut, list(self._body.run(inputs)))
         values += results.finished()
+        for view in divided.views:
+            values.append(values[view.place].viewed(view.layout))
         if self._tail is not None:
-            values += self._tail.run([values[place] for place in divided.tail_reads])
+            values += self._tail.run([_whole(values[place]) for place in divided.tail_reads])
         return tuple(values[place] for place in divided.outputs)
 
     def extra_repr(self) -> str:
@@ -102,11 +107,14 @@ class _Results:
             self._allocate()
         for storage in self._leaving.values():
             storage.begin()
+        kept: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
         for place, result in enumerate(self._divided.results):
             part, parts[place] = parts[place], None
             if isinstance(result, Filled):
                 self._fill(place, result, number, cut, part)
+            elif isinstance(result, Kept):
+                self._keep(place, result.layout, number, part, kept)
             elif isinstance(result, Summed):
                 self._sum(place, number, part, seen)
             else:
@@ -139,6 +147,14 @@ class _Results:
                 if stride == 0 and size > 1:  # an expanded dimension has the memory of one entry
                     slice_of_whole, part = slice_of_whole.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
             slice_of_whole.copy_(part)
+
+    def _keep(self, place: int, layout: Layout, number: int, part: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
+        """Keep `part` as it is. `kept` has a part of this micro-batch for each memory so far."""
+        if number == 0:
+            self._values[place] = InParts([], layout.dim)
+        part = kept_part(part, layout, kept.get(layout.memory))
+        kept.setdefault(layout.memory, part)
+        self._values[place].tensors.append(part)
 
     def _whole(self, result: Filled, shape: Sequence[int], stride: Sequence[int]) -> "torch.Tensor | LeavingView":
         """Return the whole value of `result`: a tensor to fill, or the view of a storage that leaves in slices."""
@@ -198,6 +214,8 @@ def cuts_of(divided: DividedGraph, symbols: Mapping[str, int]) -> list[Cut]:
 
 def slice_of(value: Any, read: Read, number: int, cut: Cut) -> Any:
     """Return what micro-batch `number`, which has the rows of `cut`, reads of `value`."""
+    if isinstance(value, InParts):
+        return value.tensors[number]
     if isinstance(value, ArrivingView):
         assert read.dim is not None, "a value that arrives in slices is read in slices"
         return value.source.slice(value.view, read.dim)
@@ -212,6 +230,11 @@ def slice_of(value: Any, read: Read, number: int, cut: Cut) -> Any:
         return part
     strides = [_at(size, cut.symbols) for size in read.strides]
     return torch.empty_strided(part.shape, strides, dtype=part.dtype, device=part.device).copy_(part)
+
+
+def _whole(value: Any) -> Any:
+    """Return `value` as one tensor, for an op that reads the whole batch."""
+    return value.joined() if isinstance(value, InParts) else value
 
 
 def _at(size: Size, symbols: Mapping[str, int]) -> int:

@@ -16,7 +16,7 @@ micro-batches (see `slices`).
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -25,7 +25,9 @@ from elixir_compile.errors import ActivationsGone
 from elixir_compile.ir import Lane
 from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.ledger import Ledger
-from elixir_compile.runtime.slab import Slab, SlabPool, aligned_bytes
+from elixir_compile.runtime.outstanding_forward import OffloadedGroup, OutstandingForward, as_bytes
+from elixir_compile.runtime.parts import InParts, tensors_in
+from elixir_compile.runtime.slab import SlabPool, aligned_bytes
 from elixir_compile.runtime.slices import (
     ArrivingStorage,
     ArrivingView,
@@ -37,94 +39,18 @@ from elixir_compile.runtime.slices import (
 )
 
 
-@dataclass(slots=True)
-class _OffloadedGroup:
-    """A group of a forward's activations on the host."""
-
-    slabs: tuple[Slab, ...]
-    on_host: tuple[torch.Tensor, ...]
-    """The bytes of each storage."""
-    views: tuple[View, ...]
-    transfer: Transfer
-    not_moved: frozenset[int]
-    """Indices into `on_host` of storages that the forward made on the host: nothing copies them."""
-
-
-@dataclass(slots=True)
-class _Forward:
-    """The activations of an outstanding forward, on the host and on the device."""
-
-    groups: dict[str, _OffloadedGroup] = field(default_factory=dict)
-    leaving: list[LeavingStorage] = field(default_factory=list)
-    """Storages that leave in slices, and are in no group yet."""
-    owner: object = None
-    """The compilation that ran the forward; None before `note`."""
-    call: int = 0
-    """The number of forwards that all ranks had run together, this forward included."""
-    device_bytes: int = 0
-    given_bytes: int = 0
-    """Bytes of the inputs that the backward reads."""
-    storages: list["weakref.ref[torch.UntypedStorage]"] = field(default_factory=list)
-    """Storages on the device that only the backward of this forward reads."""
-    emptied: list[tuple["weakref.ref[torch.UntypedStorage]", torch.Tensor]] = field(default_factory=list)
-    """Storages of `storages` that `offload_outstanding` emptied, each with its bytes on the host."""
-    slab: Slab | None = None
-    """The memory of the bytes in `emptied`; None if no storage is emptied."""
-
-    def empty(self, pool: SlabPool) -> bool:
-        """Move the storages to a slab of `pool` and free their device memory; return whether there were any."""
-        storages = [storage for reference in self.storages if (storage := reference()) is not None]
-        storages = [storage for storage in storages if storage.nbytes() and storage.resizable()]
-        if not storages:
-            return False
-        self.slab = pool.take(sum(aligned_bytes(storage.nbytes()) for storage in storages))
-        start = 0
-        for storage in storages:
-            host = self.slab.tensor(torch.uint8, (storage.nbytes(),), start)
-            start = aligned_bytes(start + storage.nbytes())
-            # Not asynchronous: this happens in a few steps at most, and the caller needs the memory at once.
-            host.copy_(_as_bytes(storage))
-            self.emptied.append((weakref.ref(storage), host))
-            storage.resize_(0)
-        return True
-
-    def refill(self, pool: SlabPool) -> None:
-        """Copy the bytes of the emptied storages back to the device."""
-        for reference, host in self.emptied:
-            storage = reference()
-            if storage is not None:
-                storage.resize_(host.numel())
-                _as_bytes(storage).copy_(host)
-        self._free_emptied(pool)
-
-    def free(self, pool: SlabPool) -> None:
-        """Give all memory on the host back to `pool`."""
-        self._free_emptied(pool)
-        for offloaded in self.groups.values():
-            offloaded.transfer.sources = ()
-            offloaded.on_host = ()
-            for slab in offloaded.slabs:
-                pool.give_back(slab)
-        for storage in self.leaving:
-            pool.give_back(storage.slab)
-        self.leaving.clear()
-
-    def _free_emptied(self, pool: SlabPool) -> None:
-        self.emptied.clear()
-        slab, self.slab = self.slab, None
-        if slab is not None:
-            pool.give_back(slab)
-
-
 class SavedActivations:
-    """The outstanding forwards of an executor, and its running forward."""
+    """The outstanding forwards of an executor, and its running forward.
+
+    It has more than 20 methods, because activations are kept, offloaded and counted by forward.
+    """
 
     def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
         self._lanes = lanes
         self._ledger = ledger
         self._pool = SlabPool(pin=lanes.pins)
-        self._forwards: dict[int, _Forward] = {}
-        self._current = _Forward()
+        self._forwards: dict[int, OutstandingForward] = {}
+        self._current = OutstandingForward()
         self.next_number = 0
         """The number of the next forward."""
         self.num_calls = 0
@@ -132,7 +58,7 @@ class SavedActivations:
 
     def begin(self) -> None:
         """Free the activations of a forward that raised an exception; runs before each forward."""
-        failed, self._current = self._current, _Forward()
+        failed, self._current = self._current, OutstandingForward()
         failed.free(self._pool)
 
     def begin_leaving(self, group: str, nbytes: int, num: int) -> LeavingStorage:
@@ -158,7 +84,7 @@ class SavedActivations:
         on_host, start = [], 0
         for place, storage in enumerate(storages.values()):
             if place in not_moved:
-                on_host.append(_as_bytes(storage))
+                on_host.append(as_bytes(storage))
             else:
                 on_host.append(slabs[0].tensor(torch.uint8, (storage.nbytes(),), start))
                 start = aligned_bytes(start + storage.nbytes())
@@ -166,7 +92,7 @@ class SavedActivations:
         label, d2h = f"offload {group}", self._lanes.d2h
         with d2h.behind_compute(), self._ledger.span(Lane.D2H, label, sum(host.numel() for host in copies)):
             for host, storage in zip(copies, moved, strict=True):
-                d2h.copy(host, _as_bytes(storage))
+                d2h.copy(host, as_bytes(storage))
         views = tuple(
             replace(value.view, storage=places[value.source])
             if isinstance(value, LeavingView)
@@ -183,7 +109,7 @@ class SavedActivations:
         on_host += [storage.on_host for storage in leaving]
         slabs += [storage.slab for storage in leaving]
         self._current.leaving = [storage for storage in self._current.leaving if storage not in leaving]
-        self._current.groups[group] = _OffloadedGroup(tuple(slabs), tuple(on_host), views, transfer, not_moved)
+        self._current.groups[group] = OffloadedGroup(tuple(slabs), tuple(on_host), views, transfer, not_moved)
         return transfer
 
     def leaving(self, ticket: torch.Tensor, group: str) -> Transfer:
@@ -223,6 +149,32 @@ class SavedActivations:
         )
         return Transfer(label, h2d.mark(), values, offloaded.on_host)
 
+    def keep_parts(self, values: Sequence[InParts | torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Keep `values`, activations of the running forward, and return the tensors that autograd saves for them.
+
+        That is an empty tensor; `values` are freed when its memory is. Autograd frees it as early as other saved
+        tensors. A program with prefetches holds the ticket longer. If hooks pack saved tensors, each value is saved as
+        one tensor instead.
+        """
+        if compat.packs_saved_tensors():
+            return [value.joined() if isinstance(value, InParts) else value for value in values]
+        holder, parts = torch.empty(0, device="cpu"), self._current.parts
+        parts += values
+        weakref.finalize(holder.untyped_storage(), parts.clear).atexit = False
+        return [holder] * len(values)
+
+    def kept_parts(self, ticket: torch.Tensor, saved: Sequence[torch.Tensor]) -> Sequence[InParts | torch.Tensor]:
+        """Return the values that the forward of `ticket` kept, for which autograd `saved` tensors.
+
+        Raises ActivationsGone if they were freed.
+        """
+        if all(tensor.numel() for tensor in saved):
+            return saved
+        forward = self._forwards.get(number_of(ticket))
+        if forward is None or not forward.parts:
+            raise ActivationsGone("in parts")
+        return tuple(forward.parts)
+
     def ticket(self, versions: Sequence[int]) -> torch.Tensor:
         """End the running forward, and return its ticket: its number on this rank and `versions`.
 
@@ -230,7 +182,7 @@ class SavedActivations:
         """
         number, self.next_number = self.next_number, self.next_number + 1
         self._current.call = self.num_calls
-        self._forwards[number], self._current = self._current, _Forward()
+        self._forwards[number], self._current = self._current, OutstandingForward()
         ticket = torch.tensor([number, *versions], dtype=torch.int64, device="cpu")
         weakref.finalize(ticket.untyped_storage(), self._forget, number).atexit = False
         return ticket
@@ -250,9 +202,10 @@ class SavedActivations:
         """
         forward = self._forwards[number_of(ticket)]
         forward.owner, forward.device_bytes, forward.given_bytes = owner, device_bytes, given_bytes
-        storages = {compat.storage_key(value): value.untyped_storage() for value in activations}
-        on_device = [storage for storage in storages.values() if storage.device.type == self._lanes.device.type]
-        forward.storages = [weakref.ref(storage) for storage in on_device if storage.nbytes()]
+        on_device = (*activations, *tensors_in(forward.parts))
+        storages = {compat.storage_key(value): value.untyped_storage() for value in on_device}
+        moved = [storage for storage in storages.values() if storage.device.type == self._lanes.device.type]
+        forward.storages = [weakref.ref(storage) for storage in moved if storage.nbytes()]
 
     def call_of(self, ticket: torch.Tensor) -> int:
         """Return the number of forwards that all ranks had run together, up to the forward of `ticket`."""
@@ -313,7 +266,7 @@ class SavedActivations:
         self._lanes.d2h.synchronize()
         self._pool.drop(only_idle=only_idle)
 
-    def _offloaded(self, ticket: torch.Tensor, group: str) -> _OffloadedGroup:
+    def _offloaded(self, ticket: torch.Tensor, group: str) -> OffloadedGroup:
         forward = self._forwards.get(number_of(ticket))
         if forward is None:
             raise ActivationsGone(group)
@@ -326,7 +279,3 @@ class SavedActivations:
 def number_of(ticket: torch.Tensor) -> int:
     """Return the number of the forward that saved `ticket`."""
     return int(ticket[0])
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -29,6 +29,7 @@ from elixir_compile.search.evaluator import Candidate, Certificate, DraftPlan, E
 from elixir_compile.search.formulation.counted import CountedMilp
 from elixir_compile.search.formulation.milp import Milp, Vector
 from elixir_compile.search.formulation.solver import Priced, integral_candidates, priced, rounded
+from elixir_compile.search.heuristics.streaming import best_moves
 from elixir_compile.search.reasons import binding, decisions
 from elixir_compile.search.space.modes import modes_by_depth
 from elixir_compile.search.tries import Tries, bring_back, flip
@@ -54,6 +55,8 @@ _FREE_SHARES, _FREE_SHARES_OF_RANKS = (0.0, 0.5, 1.0, 2.0), (1.0, 0.5, 0.25, 0.0
 use of a released bucket is a gather: most candidates without free memory do not fit, or wait for their gathers."""
 _COUNTED_SHARES = (1.0, 2.0, 0.5, 0.0, 3.0)
 """The same for candidates from counts: with the first, most candidates fit and wait for few copies."""
+_COUNTED_S = 5.0
+"""Limit in seconds of each attempt to find a first draft plan from counts; 0.5 s is usual."""
 _MAX_STALE = 2
 """Solves in a row without a higher bound after which a relaxed optimum is good enough to be rounded."""
 _WORTH_MOVING = 0.01
@@ -111,6 +114,20 @@ def place_best(
     best = tries.with_fewest_host_bytes(limit_s)
     certificate = replace(proved, bound_s=min(bound_s, best.step_s))
     return replace(best, certificate=certificate, decisions=decisions(milp, best, clock.until(timeout_s)))
+
+
+def counted_draft(evaluator: Evaluator) -> DraftPlan | None:
+    """Return a draft plan from counts of options, or None if no counts give a candidate that fits."""
+    milp = Milp(evaluator, max(evaluator.step_s(evaluator.facts.furthest_levels), 1e-12))
+    counted, widest_bytes = CountedMilp(milp), _widest_bytes(evaluator)
+    for share in _COUNTED_SHARES[:2]:
+        for spread in counted.optima(deadline_in(_COUNTED_S), -int(share * widest_bytes)):
+            levels, modes = spread.candidate
+            own = evaluator.at(modes)
+            if own.fits(levels, ahead=0):
+                moves, step_s = best_moves(own, levels)
+                return DraftPlan(levels=levels, modes=modes, moves=moves, step_s=step_s, decisions=(), planner="milp")
+    return None
 
 
 def relaxed_bound_s(evaluator: Evaluator, step_s: float, deadline: Deadline) -> float | None:
@@ -197,7 +214,7 @@ def _try_counted(
 ) -> list[Vector]:
     """Try the candidates of `counted` with each of `free_shares` of the largest bucket left free, until the best is
     good for `bound_s`; then with other streamed updates. Return the optima over counts."""
-    widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
+    widest_bytes = _widest_bytes(tries.evaluator)
     found: list[Vector] = []
     for share in free_shares:
         for spread in counted.optima(tries.deadline, -int(share * widest_bytes)):
@@ -214,7 +231,7 @@ def _round(tries: Tries, milp: Milp, start: Priced, seeds: Sequence[Vector], bou
     """Try integral candidates near relaxed optima, each with another amount of memory left free, until the best is good
     for `bound_s`; then candidates over the options of all of these optima."""
     problem = tries.evaluator.facts.problem
-    widest_bytes = max(bucket.flat_nbytes for bucket in tries.evaluator.facts.buckets)
+    widest_bytes = _widest_bytes(tries.evaluator)
     pool: list[Vector] = []
     free_bytes = 0
     shares = _FREE_SHARES if problem.cluster.num_ranks == 1 else _FREE_SHARES_OF_RANKS
@@ -265,6 +282,11 @@ def _try_pool(tries: Tries, milp: Milp, pool: Sequence[Vector], more_bytes: int,
             tries.try_streamed(found.candidate, found.streamed)
         if tries.is_good(bound_s):
             return
+
+
+def _widest_bytes(evaluator: Evaluator) -> int:
+    """Return the bytes of the largest bucket."""
+    return max(bucket.flat_nbytes for bucket in evaluator.facts.buckets)
 
 
 def _try_rules(tries: Tries, milp: Milp, others: Iterable[Candidate]) -> None:

@@ -18,7 +18,7 @@ from elixir_compile.collector import collector_off
 from elixir_compile.errors import NoFeasiblePlan
 from elixir_compile.ir import Decision, Kind, Op, Plan, Tier
 from elixir_compile.options import Planner
-from elixir_compile.search.best import place_best
+from elixir_compile.search.best import counted_draft, place_best
 from elixir_compile.search.clock import Clock
 from elixir_compile.search.evaluator import Candidate, DraftPlan, Evaluator
 from elixir_compile.search.heuristics.greedy import place_greedily
@@ -33,8 +33,10 @@ from elixir_compile.search.space.levels import Level, level_text
 from elixir_compile.search.writing import write_out
 from elixir_compile.units import format_bytes
 
-_MANY_BUCKETS = 64
-"""Above this number of buckets the greedy planner is too slow: on one core it takes 1 s for 64, and 60 s for 240."""
+_MANY_BUCKETS, _MANY_CHOICES = 64, 600
+"""Above these numbers of buckets, or of levels and modes, the greedy planner is too slow for the first draft plan. On
+one core it takes 1 s for 64 buckets, and 60 s for 240; GPT-2 20B on 4 RTX 4090s, with 48 buckets and 1,400 levels and
+modes, had no draft plan for 4 s."""
 
 
 @collector_off()
@@ -116,9 +118,15 @@ def _first_draft(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) 
     Raises `NoFeasiblePlan` if `place` finds none at any of the uniform modes.
     """
     problem, start = evaluator.facts.problem, evaluator.facts.start_levels
+    # The levels of minimum memory take the host bytes of the furthest levels, and more time to find.
+    has_room = evaluator.host_bytes(evaluator.facts.furthest_levels) <= problem.host_budget_bytes
+    if not has_room and place is _quick_draft and _is_large(evaluator) and not evaluator.fits(start, ahead=0):
+        counted = counted_draft(evaluator)
+        if counted is not None:
+            return counted
     tried: list[Evaluator] = []
     for uniform in uniform_modes(evaluator):
-        if uniform.fits(start, ahead=0) or uniform.fits(uniform.min_memory_levels, ahead=0):
+        if uniform.fits(start, ahead=0) or (has_room and uniform.fits(uniform.min_memory_levels, ahead=0)):
             return place(uniform)
         tried.append(uniform)
     # The host has no room for all buckets, but may have room for as many as the device needs moved.
@@ -149,16 +157,24 @@ def _fewest_host_bytes_of(evaluator: Evaluator, starts: Sequence[tuple[int, Eval
 
 
 def _quick_draft(evaluator: Evaluator) -> DraftPlan:
-    """Return a draft plan that fits, without a search if all fits in place or if there are many buckets.
+    """Return a draft plan that fits, without a search if all fits in place or if there are many buckets or modes.
 
     The greedy planner finds a better draft plan, but simulates about as many steps as the square of the buckets.
     """
-    start = evaluator.facts.start_levels
-    if evaluator.fits(start, ahead=0):
-        return _drafted(evaluator, start, "milp")
-    if len(evaluator.facts.buckets) > _MANY_BUCKETS and evaluator.fits(evaluator.min_memory_levels, ahead=0):
+    facts = evaluator.facts
+    if evaluator.fits(facts.start_levels, ahead=0):
+        return _drafted(evaluator, facts.start_levels, "milp")
+    is_large = _is_large(evaluator)
+    if is_large and evaluator.fits(evaluator.min_memory_levels, ahead=0):
         return _drafted(evaluator, evaluator.min_memory_levels, "milp")
-    return _greedy(evaluator, is_fast=len(evaluator.facts.buckets) > _MANY_BUCKETS)
+    return _greedy(evaluator, is_fast=is_large)
+
+
+def _is_large(evaluator: Evaluator) -> bool:
+    """Return whether the greedy planner is too slow for a first draft plan."""
+    facts = evaluator.facts
+    num_choices = sum(map(len, facts.choices)) + sum(len(layer.modes) for layer in facts.layers)
+    return len(facts.buckets) > _MANY_BUCKETS or num_choices > _MANY_CHOICES
 
 
 def _by_rule(evaluator: Evaluator, planner: Planner) -> DraftPlan:
@@ -251,11 +267,21 @@ def _no_plan(evaluator: Evaluator, smallest: DraftPlan) -> NoFeasiblePlan:
             by_kind,
             returned=returned,
             staying_bytes=staying,
+            micro_batches=problem.micro_batches,
         )
     budget_bytes = problem.host_budget_bytes + problem.host_base_bytes
     needed_bytes = evaluator.host_bytes(smallest.levels) + problem.host_base_bytes
     # Staying gradients on the device count too: other bytes are on the host in their place.
-    return NoFeasiblePlan("", "", budget_bytes, needed_bytes, {}, "host", staying_bytes=sum(staying_bytes.values()))
+    return NoFeasiblePlan(
+        "",
+        "",
+        budget_bytes,
+        needed_bytes,
+        {},
+        "host",
+        staying_bytes=sum(staying_bytes.values()),
+        micro_batches=problem.micro_batches,
+    )
 
 
 def _returned(evaluator: Evaluator, made: Plan, op: Op) -> str:

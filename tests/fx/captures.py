@@ -49,10 +49,10 @@ def record_of(model: nn.Module, *inputs: torch.Tensor, **options: object) -> Com
 
 
 def tight(model: Callable[[], nn.Module], *inputs: torch.Tensor, **options: object) -> Compilation:
-    """Return the record of a step under the smallest budget that has a plan."""
+    """Return the record of a step under the smallest budget that has a plan for the whole batch."""
     with torch.random.fork_rng():
         try:
-            record_of(model(), *inputs, device_memory=1, **options)
+            record_of(model(), *inputs, device_memory=1, micro_batches=1, **options)
         except elixir.NoFeasiblePlan as error:
             needed_bytes = error.needed_bytes
     torch._dynamo.reset()

@@ -145,9 +145,9 @@ ROWS = [
         "bth",
         divides="b",
     ),
-    case("group norm", lambda x, w: functional.group_norm(x, 2, w, w), "b4t", "4", divides=""),
+    case("group norm", lambda x, w: functional.group_norm(x, 2, w, w), "b4t", "4", divides="b"),
     case(
-        "gradient of group norm", grads(lambda x, w: functional.group_norm(x, 2, w, w)), "b4t", "4", "b4t", divides=""
+        "gradient of group norm", grads(lambda x, w: functional.group_norm(x, 2, w, w)), "b4t", "4", "b4t", divides="b"
     ),
     case("convolution", lambda x, w, b: functional.conv2d(x, w, b), "bc33", "oc22", "o", divides="b"),
     case(

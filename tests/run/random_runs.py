@@ -232,6 +232,7 @@ def _trained(
         "plan_cache": False,
         "report": False,
         "search_timeout": 1,
+        "micro_batches": 1,  # in more, the bits are not those of torch
     }
     if draw.accumulate:
         options["accumulate"] = True

@@ -134,8 +134,9 @@ def pair_of(
 def least_bytes(
     name: str, batch: torch.Tensor, shape: Sequence[int], *, dtype: torch.dtype = torch.float64, **options: object
 ) -> int:
-    """Return the smallest budget under which a step of the model called `name` trains, as the error names it."""
-    pair = pair_of(name, shape, dtype=dtype, **{**options, "device_memory": 1})
+    """Return the smallest budget under which a step of the model called `name` trains its whole batch, as the error
+    names it."""
+    pair = pair_of(name, shape, dtype=dtype, **{**options, "device_memory": 1, "micro_batches": 1})
     try:
         pair.compiled(own_rows(batch))
     except elixir.NoFeasiblePlan as error:

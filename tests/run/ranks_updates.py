@@ -351,7 +351,7 @@ def keeps_masters(rank: int, world_size: int, folder: str) -> list[list[str]]:
         options = {"planner": "greedy", "update": update, "disk_path": disk_path}
         if not found:
             with pytest.raises(elixir.NoFeasiblePlan) as raised:
-                compiled_with(model, device_memory=1, **options)(steps[0])
+                compiled_with(model, device_memory=1, micro_batches=1, **options)(steps[0])
             budget = int(1.1 * raised.value.needed_bytes)
         with state_on_disk():
             compiled = compiled_with(model, device_memory=budget, **options)

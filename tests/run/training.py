@@ -88,9 +88,9 @@ def planned_peak_bytes(run: Run) -> int:
 
 
 def least_bytes(model: nn.Module, batch: Any, **options: object) -> int:
-    """Return the smallest budget under which a step of `model` trains, as the error names it."""
+    """Return the smallest budget under which a step of `model` trains its whole batch, as the error names it."""
     with pytest.raises(elixir.NoFeasiblePlan) as raised:
-        loss_of(by_elixir(model, device_memory=1, **options).compiled, batch)
+        loss_of(by_elixir(model, device_memory=1, micro_batches=1, **options).compiled, batch)
     return raised.value.needed_bytes
 
 

@@ -281,7 +281,7 @@ class Ranks:
         sums: dict[int, torch.Tensor] = {}
         for position, grad in sorted(zip(positions, grads, strict=True), key=lambda pair: pair[0]):
             sums[position] = sums[position] + grad if position in sums else grad
-        return list(sums), self._means(list(sums.values()), dtype, _Counted(ledger, name))
+        return list(sums), self.means(list(sums.values()), dtype, _Counted(ledger, name))
 
     def mean_part(self, grad: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return this rank's shard of the mean of `grad`, the full gradient of `param`, over all ranks.
@@ -289,5 +289,5 @@ class Ranks:
         Raises RanksDiffer if another rank has the gradient of a parameter with another name than `name`.
         """
         self.control.check_same_op(name, "a gradient")
-        (mean,) = self._means([grad], self.reduced_dtype(param))
+        (mean,) = self.means([grad], self.reduced_dtype(param))
         return part_like(mean, param)

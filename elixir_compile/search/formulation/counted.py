@@ -98,24 +98,30 @@ class CountedMilp:
             more_bytes -= over_bytes
 
     def _optimum(self, deadline: Deadline, more_bytes: int) -> Spread | None:
+        """Return the integral optimum. The rows broken by the relaxed optimum are added first: it takes a tenth of the
+        time of an integral optimum, which then breaks one or two rows more instead of a dozen."""
         milp = self._milp
         found: Vector | None = None
-        for _ in range(_MAX_ROUNDS):
-            if deadline.is_over:
-                break
-            solved = self._solved(deadline, more_bytes)
-            if solved is None:
-                return None
-            found = solved
-            x = self._mean @ found
-            has_new = milp.add_memory(x, more_bytes)
-            has_new |= milp.add_paths(x)
-            if not has_new:
-                break
+        for integral in (False, True):
+            for _ in range(_MAX_ROUNDS):
+                if deadline.is_over:
+                    break
+                solved = self._solved(deadline, more_bytes, integral=integral)
+                if solved is None:
+                    return None
+                found = solved
+                x = self._mean @ found
+                has_new = milp.add_memory(x, more_bytes)
+                has_new |= milp.add_paths(x)
+                if not has_new:
+                    break
         return None if found is None else self._spread(found)
 
-    def _solved(self, deadline: Deadline, more_bytes: int) -> Vector | None:
-        """Return the counts with the shortest step by the MILP's rows so far; None if none fits."""
+    def _solved(self, deadline: Deadline, more_bytes: int, *, integral: bool) -> Vector | None:
+        """Return the counts with the shortest step by the MILP's rows so far; None if none fits.
+
+        The counts are whole numbers if `integral`.
+        """
         milp, num_counts = self._milp, len(self._counts)
         matrix = matrix_of(milp).tocsc()
         rows = sparse.hstack([matrix[:, : milp.num_choices] @ self._mean, matrix[:, milp.num_choices :]])
@@ -133,7 +139,7 @@ class CountedMilp:
                 LinearConstraint(members.tocsc(), sizes, sizes),  # pyright: ignore[reportArgumentType] (stubs)
             ],
             bounds=Bounds(0.0, upper),  # pyright: ignore[reportArgumentType] (stubs)
-            integrality=(columns < len(self._options)).astype(np.int64),
+            integrality=(columns < len(self._options) * integral).astype(np.int64),
             options={"time_limit": max(deadline.wall_s, 0.01), "mip_rel_gap": _GAP, "node_limit": _MAX_NODES},
         )
         return None if result.x is None else np.asarray(result.x[:num_counts])

@@ -188,9 +188,9 @@ _MAX_NEW = 2
 _CHEAPER = 1e-4
 """A column enters the master if it is cheaper by at least this much, in units of `SCALE`."""
 _CLOSE = 1e-4
-_LARGE, _PATIENCE, _MAX_STALE = 3000, 12, 3
+_PATIENCE, _MAX_STALE = 12, 3
 """The rounds end if bound and master agree within the share `_CLOSE`, and either no row is new or the bound has risen
-by less than this share in each of the last `_PATIENCE` solves, `_MAX_STALE` in a MILP of more than `_LARGE` columns.
+by less than this share in each of the last `_PATIENCE` solves, `_MAX_STALE` in a large MILP.
 Small MILPs get more solves, because an optimum that mixes more options can be rounded better."""
 _MIN_PRICED_S, _WORTH, _MAX_LATE = 2.0, 0.9, 8
 """A solve may take `_MIN_PRICED_S` seconds even if the time is up, and up to `_MAX_LATE` solves follow until the bound
@@ -237,7 +237,7 @@ def priced(
         columns |= seed > 0.0
     columns[milp.num_options :] = False
     best, last, num_stale, found = -np.inf, -np.inf, 0, None
-    patience = min(patience, _MAX_STALE) if milp.num_choices > _LARGE else patience
+    patience = min(patience, _MAX_STALE) if milp.is_large else patience
     for number in range(_MAX_PRICED):
         master = _solved(milp, columns, deadline, more_bytes)
         if master is None:

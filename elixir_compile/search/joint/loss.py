@@ -65,11 +65,17 @@ class LossAttempt:
     """The plan with the loss whole that a plan in chunks would replace, or the error if nothing fits."""
     is_last: bool = False
     """Whether no other attempt follows, so that the captured graph may be changed."""
+    keeps_whole: bool = False
+    """Whether the batch may not be divided into micro-batches under the option micro_batches="fit"."""
 
     @property
     def num_chunks(self) -> int | None:
         """The number of chunks, 1 for a whole loss; None if the graph has no loss to chunk."""
         return None if self.chunks is None else self.chunks.num_chunks
+
+    def options_of(self, options: Options) -> Options:
+        """Return `options` with `keeps_whole` applied."""
+        return replace(options, micro_batches=1) if self.keeps_whole else options
 
     @property
     def cut(self) -> Chunks | None:
@@ -112,17 +118,33 @@ def with_chosen_loss(
     *,
     decided: int | None = None,
     is_training: bool = True,
+    is_whole_first: bool = False,
 ) -> Made:
     """Return the result of `make` with the loss whole, or with its loss in `chunks` if that plan is better.
 
     `make` captures and plans the step with the loss of an attempt, and calls the `review` of the attempt with the plan.
-    `decided` is the number of chunks if it is decided already. Raises NoFeasiblePlan if neither form fits.
+    `decided` is the number of chunks if it is decided already. If the whole batch comes first (`is_whole_first`), it
+    is divided into micro-batches only if it fits with neither form of the loss. Raises NoFeasiblePlan if nothing fits.
     """
     if chunks is None:
         return make(LossAttempt(is_last=True))
     if decided is not None:
         own = replace(chunks, num_chunks=decided)
         return make(LossAttempt(chunks=own, review=partial(replace, loss_chunks=decided), is_last=True))
+    if is_whole_first and is_training:
+
+        def make_whole(attempt: LossAttempt) -> Made:
+            return make(replace(attempt, keeps_whole=True, is_last=False))
+
+        try:
+            return _with_better_loss(chunks, make_whole, is_training=is_training)
+        except NoFeasiblePlan as error:
+            if error.because or error.memory != "device":
+                raise
+    return _with_better_loss(chunks, make, is_training=is_training)
+
+
+def _with_better_loss(chunks: Chunks, make: Callable[[LossAttempt], Made], *, is_training: bool) -> Made:
     whole = replace(chunks, num_chunks=1)
     try:
         # Without a backward, chunks never make the step shorter; they are tried only if the step does not fit.

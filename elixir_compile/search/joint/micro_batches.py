@@ -2,7 +2,8 @@
 
 The step is first planned on the whole batch. If this plan keeps everything on the device, micro-batches gain nothing.
 If it moves or drops something, or if nothing fits, numbers that divide the batch are searched: the two smallest that
-fit, then larger ones as long as the step gets shorter. Micro-batches have to save 1 % of the step to be taken.
+fit, then larger ones as long as the step gets shorter. Micro-batches have to save 1 % of the step to be taken. Under
+the option micro_batches="fit", numbers are searched only if nothing fits.
 
 The bound of the result holds for every plan in any of the numbers: it is the lowest of the bounds of all numbers that
 fit, and of those that were not searched, the relaxed optimum counts.
@@ -19,6 +20,7 @@ from elixir_compile.options import Options
 from elixir_compile.search.best import relaxed_bound_s
 from elixir_compile.search.clock import Clock, Deadline
 from elixir_compile.search.evaluator import Evaluator
+from elixir_compile.search.heuristics.rules import RULES
 from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.search.limits import leanest
 from elixir_compile.search.planner import plan
@@ -28,6 +30,8 @@ from elixir_compile.units import format_bytes, format_s
 
 MICRO_BATCHES = "micro_batches"
 """The subject of the decision about the number of micro-batches."""
+_ASKED = "the option micro_batches says so"
+"""The reason of a number that the user asks for."""
 _MOST = 64
 """The largest number of micro-batches that is tried."""
 _GAIN = 0.01
@@ -47,10 +51,15 @@ def plan_as_asked(problem: Problem, options: Options) -> Plan:
     def search(variant: Problem, timeout_s: float) -> Plan:
         return plan(variant, options.planner, timeout_s)
 
-    if options.micro_batches == "auto" and problem.micro_batches == 1:
-        return plan_divided(problem, search, options.search_timeout)
+    # The fixed rules are there for comparison, so they change nothing that they do not name.
+    is_last_resort = options.micro_batches == "fit" and options.planner not in RULES
+    if problem.micro_batches == 1 and (is_last_resort or options.micro_batches == "auto"):
+        return plan_divided(problem, search, options.search_timeout, is_last_resort=is_last_resort)
     made = search(problem, options.search_timeout)
-    return made if problem.micro_batches == 1 else _with_decision(made, problem, "the option micro_batches says so", ())
+    if problem.micro_batches == 1:
+        return made
+    is_asked = options.micro_batches == problem.micro_batches
+    return _with_decision(made, problem, _ASKED if is_asked else "the plan before it has as many", ())
 
 
 def _with_decision(made: Plan, problem: Problem, because: str, rejected: tuple[str, ...]) -> Plan:
@@ -64,11 +73,20 @@ def _with_decision(made: Plan, problem: Problem, because: str, rejected: tuple[s
     return replace(made, decisions=(*made.decisions, decision))
 
 
-def plan_divided(problem: Problem, search: Search, timeout_s: float) -> Plan:
+def chosen_number(plan: Plan) -> Decision | None:
+    """Return the decision about the number of micro-batches of `plan`; None if it is 1, or the number of the option."""
+    if micro_batches_of(plan) == 1:
+        return None
+    found = (decision for decision in plan.decisions if decision.subject == MICRO_BATCHES)
+    return next((decision for decision in found if decision.because != _ASKED), None)
+
+
+def plan_divided(problem: Problem, search: Search, timeout_s: float, *, is_last_resort: bool = False) -> Plan:
     """Return the plan of `search` for `problem` on the whole batch, or in micro-batches if their plan is better.
 
-    All searches together end after about `timeout_s` seconds. Raises the NoFeasiblePlan of the number that needs the
-    fewest bytes if nothing fits.
+    If micro-batches are only the last resort (`is_last_resort`), any plan on the whole batch is better. All searches
+    together end after about `timeout_s` seconds. Raises the NoFeasiblePlan of the number that needs the fewest bytes if
+    nothing fits.
     """
     clock = Clock()
     whole: Plan | NoFeasiblePlan
@@ -78,7 +96,7 @@ def plan_divided(problem: Problem, search: Search, timeout_s: float) -> Plan:
         if error.memory != "device":
             raise
         whole = error.with_traceback(None)
-    if isinstance(whole, Plan) and not is_pressed(whole):
+    if isinstance(whole, Plan) and (is_last_resort or not is_pressed(whole)):
         return whole
     numbers = candidates(problem)
     if not numbers:

@@ -44,8 +44,8 @@ _MAX_ALONE, _MANY_OPS = 4, 6000
 """So many layers at most are counted alone at each depth, or one layer of a step with more ops than `_MANY_OPS`: each
 count takes 0.1 s for 3,000 ops."""
 _CLOSE = 3
-"""Layers whose numbers differ by no more than this may change the seconds that the other adds: one layer makes the
-input of the next, and an op between two layers may fuse with either."""
+"""Layers whose places in the model differ by no more than this may change the seconds that the other adds: one layer
+makes the input of the next, and an op between two layers may fuse with either."""
 _MOVABLE = (Kind.TEMP, Kind.SAVED)
 
 
@@ -119,7 +119,8 @@ class _RecomputedStep:
         unlike = [i for i, total_s in enumerate(totals_s) if total_s > 0.0 and totals_s.count(total_s) == 1]
         max_alone = _MAX_ALONE if len(graph.ops) <= _MANY_OPS else 1
         chosen = (*unlike[: max_alone - 1], *unlike[max_alone - 1 :][-1:]) if depth is not Depth.KEPT else ()
-        for apart in _far_apart(chosen):
+        self._places = _places(graph, self._number)
+        for apart in _far_apart(chosen, self._places):
             alone = self._added_alone(problem, {i: layers[i] for i in apart}, depth, index, kept_s)
             for i, added in alone.items():
                 self.added_s[i] = min(self.added_s[i], added, key=_total_s)
@@ -164,7 +165,7 @@ class _RecomputedStep:
     ) -> dict[int, _Added]:
         """Return (point, seconds) by which the step takes longer with only the layers `apart` recomputed to `depth`.
 
-        The layers, by number, are so far from each other that each op belongs to the nearest of them.
+        The layers, by number, are so far from each other in the model that each op belongs to the nearest of them.
         """
         activations = activations_of(
             list(apart.values()), [deepest(layer, depth, leaves=False) for layer in apart.values()]
@@ -173,7 +174,8 @@ class _RecomputedStep:
         seconds = self._ops.of(activations, problem.laps(activations))
         found: dict[int, dict[int, float]] = {number: {} for number in apart}
         near = next(iter(apart))
-        nearest = [min(apart, key=lambda other: abs(other - number)) for number in range(len(self._number))]
+        places = self._places
+        nearest = [min(apart, key=lambda other: abs(places[other] - place)) for place in places]
         points = _points(step, index).tolist()
         for op, point, op_s in reversed(list(zip(step.ops, points, seconds, strict=True))):
             number = self._repeated_by.get(op.id, self._number.get(layer_of(op.module)))
@@ -203,11 +205,24 @@ def _total_s(added: _Added) -> float:
     return sum(seconds for _, seconds in added)
 
 
-def _far_apart(numbers: Sequence[int]) -> list[list[int]]:
-    """Split the `numbers` of layers into groups in which every two differ by more than `_CLOSE`."""
+def _places(graph: StepGraph, number: Mapping[str, int]) -> list[int]:
+    """Return the place of each layer in the model, by its number: layers are numbered by their first group, and a
+    group of the last layer may be read before the groups of others."""
+    names = [name for name in dict.fromkeys(layer_of(op.module) for op in graph.ops) if name in number]
+    places = [len(names)] * len(number)
+    for place, name in enumerate(names):
+        places[number[name]] = place
+    return places
+
+
+def _far_apart(numbers: Sequence[int], places: Sequence[int]) -> list[list[int]]:
+    """Split the `numbers` of layers into groups in which the `places` of every two differ by more than `_CLOSE`."""
     groups: list[list[int]] = []
     for number in numbers:
-        group = next((members for members in groups if all(abs(number - other) > _CLOSE for other in members)), None)
+        group = next(
+            (members for members in groups if all(abs(places[number] - places[other]) > _CLOSE for other in members)),
+            None,
+        )
         if group is None:
             groups.append([number])
         else:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.analysis import as_run, repeats
+from elixir_compile.analysis import as_run, fused, repeats
 from elixir_compile.analysis.recompute import with_repeats
 from elixir_compile.errors import InvalidPlan
 from elixir_compile.ir import Activations, Kind, Phase, Saving, StepGraph, Storage, StorageId
@@ -176,6 +176,15 @@ def test_the_backward_reads_no_dropped_activation(found: tuple[StepGraph, tuple[
             assert dropped.isdisjoint((*op.reads, *op.writes))
             # What the forward makes reaches the backward only where it is saved or stored.
             assert made.intersection(op.reads) <= saved | stored
+
+
+@given(saving_steps())
+def test_fused_ops_used_again_from_another_step_equal_new_ones(
+    found: tuple[StepGraph, tuple[Activations, ...]],
+) -> None:
+    """`as_run` takes them from the step without recomputation, `fused` alone makes each op anew."""
+    graph, activations = found
+    assert as_run(graph, activations) == fused(with_repeats(graph, activations))
 
 
 @given(saving_steps())

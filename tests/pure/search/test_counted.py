@@ -1,14 +1,18 @@
 """Candidates from counts of equal buckets and layers."""
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elixir_compile.search import plan, planner
+from elixir_compile.search.best import counted_draft
 from elixir_compile.search.clock import deadline_in
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.formulation.counted import CountedMilp, evenly
@@ -69,3 +73,24 @@ def test_less_memory_is_tried_until_the_candidate_fits() -> None:
         assert not any(fits[:-1])  # the first that fits is the last
         num_repaired += len(fits) > 1 and fits[-1]
     assert num_repaired
+
+
+def test_a_large_problem_with_a_small_host_has_a_first_draft_plan_without_the_greedy_planner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "_MANY_CHOICES", 0)
+    monkeypatch.setattr(planner, "place_greedily", pytest.fail)
+    num_drafts = 0
+    for evaluator in itertools.islice(evaluators(), 4):
+        problem = evaluator.facts.problem
+        furthest_bytes = evaluator.host_bytes(evaluator.facts.furthest_levels)
+        tight = replace(problem, host_budget_bytes=int(0.95 * furthest_bytes))
+        draft = counted_draft(Evaluator(gather_facts(tight)))
+        if draft is None:
+            continue
+        num_drafts += 1
+        made = plan(tight, timeout_s=0.5)
+        assert made.prediction.step_s <= draft.step_s
+        assert made.prediction.device_peak_bytes <= tight.budget_bytes
+        assert made.prediction.host_peak_bytes <= tight.host_budget_bytes
+    assert num_drafts > 1

@@ -87,6 +87,32 @@ def test_in_inference_a_pressed_plan_is_taken_whole() -> None:
     assert steps.asked == [1]
 
 
+@pytest.mark.parametrize(
+    ("fitting", "expected"),
+    [
+        ({(1, True)}, [(1, True)]),
+        ({(8, True)}, [(1, True), (8, True)]),
+        ({(1, False)}, [(1, True), (8, True), (1, False)]),
+        ({(8, False)}, [(1, True), (8, True), (1, False), (8, False)]),
+    ],
+)
+def test_if_the_whole_batch_comes_first_it_is_divided_only_if_it_fits_with_neither_form_of_the_loss(
+    fitting: set[tuple[int, bool]], expected: list[tuple[int, bool]]
+) -> None:
+    """An attempt is the number of chunks, and whether the batch stays whole."""
+    asked: list[tuple[int | None, bool]] = []
+
+    def make(attempt: LossAttempt) -> Plan:
+        asked.append((attempt.num_chunks, attempt.keeps_whole))
+        if asked[-1] not in fitting:
+            raise NOTHING_FITS
+        return EASY if attempt.review is None else attempt.review(EASY)
+
+    made = with_chosen_loss(CHUNKS, make, is_whole_first=True)
+    assert asked == expected
+    assert made.loss_chunks == expected[-1][0]
+
+
 @pytest.mark.parametrize("decided", [1, 4])
 def test_a_decided_number_of_chunks_is_not_decided_again(decided: int) -> None:
     steps = Steps(PRESSED, FASTER)

@@ -11,7 +11,9 @@ from elixir_compile.ir import Op, OpId, Phase, Plan, StepGraph, Storage, Storage
 from elixir_compile.ir.kinds import Batched, Kind
 from elixir_compile.options import Options, Planner
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.joint import micro_batches
 from elixir_compile.search.joint.joint_budget import GraphRequest, plan_jointly
+from elixir_compile.search.joint.loss import is_pressed
 from elixir_compile.search.joint.micro_batches import MICRO_BATCHES, candidates, plan_as_asked
 from elixir_compile.units import MIB
 from tests.pure.analysis.test_micro_batches import WIDE
@@ -97,6 +99,8 @@ def test_if_nothing_fits_the_error_names_the_number_that_needs_the_fewest_bytes(
         tight(190)
     assert caught.value.needed_bytes == pytest.approx(197 * MIB, abs=4096)
     assert "h1 of 64.0 MiB, is returned to the caller: return the loss alone" in str(caught.value)
+    assert caught.value.micro_batches == 64
+    assert "of device memory at fwd.c (h.0) in 64 micro-batches, budget 190.0 MiB" in str(caught.value)
 
 
 def test_one_number_of_each_doubling_is_a_candidate():
@@ -184,3 +188,46 @@ def test_graphs_that_do_not_fit_together_whole_share_the_budget_in_micro_batches
     made = two_graphs(needed_mib)
     assert max(max(numbers(own)) for own in made) > 1
     assert all(own.prediction.device_peak_bytes <= needed_mib * MIB for own in made)
+
+
+def fitted(budget_mib: float, planner: Planner = "milp") -> Plan:
+    problem = problem_of(TRAINED, CLUSTERS["cuda"], budget_bytes=int(budget_mib * MIB) + 4096)
+    return plan_as_asked(problem, Options(planner=planner))
+
+
+def test_by_default_a_batch_stays_whole_if_any_plan_for_it_fits(monkeypatch: pytest.MonkeyPatch):
+    """The parameter of 64 bytes moves to the host before the batch is divided, and no number is looked at."""
+    problem = problem_of(TRAINED, CLUSTERS["cuda"])
+    with pytest.raises(NoFeasiblePlan) as caught:
+        plan(replace(problem, budget_bytes=1))
+    least = replace(problem, budget_bytes=caught.value.needed_bytes)
+    assert is_pressed(plan(least))
+
+    def refuse(_: Problem) -> list[int]:
+        raise AssertionError("numbers of micro-batches were looked at")
+
+    monkeypatch.setattr(micro_batches, "candidates", refuse)
+    assert plan_as_asked(least, Options()) == plan_as_asked(least, Options(micro_batches=1)) == plan(least)
+
+
+@pytest.mark.parametrize("budget_mib", [400, 260, 230])
+def test_by_default_a_batch_that_does_not_fit_whole_is_divided_as_by_auto(budget_mib: int):
+    made = fitted(budget_mib)
+    assert made == tight(budget_mib)
+    assert max(numbers(made)) > 1
+
+
+def test_by_default_the_error_is_that_of_the_number_that_needs_the_fewest_bytes():
+    with pytest.raises(NoFeasiblePlan) as caught:
+        fitted(190)
+    assert caught.value.micro_batches == 64
+    with pytest.raises(NoFeasiblePlan):
+        plan_as_asked(problem_of(TRAINED, CLUSTERS["cuda"], budget_bytes=caught.value.needed_bytes - 1), Options())
+    made = plan_as_asked(problem_of(TRAINED, CLUSTERS["cuda"], budget_bytes=caught.value.needed_bytes), Options())
+    assert numbers(made) == {64}
+
+
+def test_the_rules_for_comparison_divide_nothing_by_default():
+    with pytest.raises(NoFeasiblePlan) as caught:
+        fitted(400, "zero3_offload")
+    assert caught.value.micro_batches == 1

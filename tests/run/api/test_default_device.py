@@ -20,7 +20,6 @@ from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_same, by_elixir, by_elixir_unprepared, hybrid_adamw, tight_bytes
 from tests.run.updating import assert_equal, hybrid_run, ladder, rows
 
-
 EAGER = {"inner": "aot_eager", "plan_cache": False}
 
 

@@ -33,6 +33,9 @@ class Net(nn.Module):
 def make():
     return Net(), (torch.empty(16, 64),)
 
+def wide():
+    return Net(), (torch.empty(4096, 64),)
+
 def fail():
     raise RuntimeError("no such weights")
 
@@ -171,7 +174,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(net: str, tmp_path: Path) 
     larger = Path(net.rpartition(":")[0])
     for rows, code in ((batch, 0), (batch + 1, 2)):
         larger.write_text(MODEL.replace("torch.empty(16, 64)", f"torch.empty({rows}, 64)"), encoding="utf-8")
-        assert cli("plan", net, *FAST, *budget).exit_code == code
+        assert cli("plan", net, *FAST, *budget, "--micro-batches", 1).exit_code == code
 
 
 @pytest.mark.parametrize(
@@ -316,3 +319,17 @@ def test_recompute_saves_less(tmp_path: Path) -> None:
 
 def test_recompute_of_a_model_that_cannot_is_refused(net: str) -> None:
     assert "cannot be told to recompute" in cli("plan", net, *FAST, "--recompute").stderr
+
+
+def test_a_batch_that_does_not_fit_is_planned_in_micro_batches_unless_the_option_forbids_it(net: str) -> None:
+    wide = net.replace(":make", ":wide")
+    refused = cli("plan", wide, *FAST, "--device-memory", "1KiB", "--micro-batches", 1, "--json")
+    assert refused.exit_code == 2
+    budget_bytes = json.loads(refused.stdout)["needed_bytes"] - 1
+    made = cli("plan", wide, *FAST, "--device-memory", budget_bytes, "--json")
+    assert made.exit_code == 0, made.stderr
+    regions = plan_from_json(made.stdout).regions
+    assert max(region.micro_batches for region in regions) > 1
+    told = cli("plan", wide, *FAST, "--device-memory", budget_bytes)
+    assert re.search(r"micro-batches +\d+ of \d+ rows, as the whole batch at once needs \d", told.stdout)
+    assert cli("plan", wide, *FAST, "--device-memory", budget_bytes, "--micro-batches", "1").exit_code == 2

@@ -70,7 +70,11 @@ def test_a_divided_step_of_any_number_of_rows_holds_at_most_the_planned_bytes():
     constant = compiled(Rows(), 4)
     constant(*batch_of(64)).backward()
     wanted = elixir.compilations(constant)[-1].plan.prediction
-    assert plan.prediction.device_peak_bytes == wanted.device_peak_bytes
+    assert plan.prediction.device_peak_at == wanted.device_peak_at == "bwd.gelu_backward"
+    # Before the gradient of the block's input is made, its parts are those of all micro-batches but the last. A dynamic
+    # number of rows has it as a whole tensor.
+    part_bytes = 64 // 4 * TOKENS * WIDTH * 4
+    assert plan.prediction.device_peak_bytes == wanted.device_peak_bytes + part_bytes
 
 
 class Mean(Rows):

@@ -15,7 +15,7 @@ from tests.run.micro_batches.stepping import Rows, batch_of, compiled
 
 @pytest.mark.parametrize("value", [0, -2, True, 2.5, "8"])
 def test_a_value_that_is_no_number_of_micro_batches_is_refused(value: object):
-    with pytest.raises(InvalidOption, match=r'option micro_batches: got .*, expected "auto" or a number of 1 or more'):
+    with pytest.raises(InvalidOption, match=r'option micro_batches: got .*, expected "fit", "auto" or a number'):
         compiled(Rows(), value)(*batch_of(4))
 
 

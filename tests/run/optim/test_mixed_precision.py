@@ -88,7 +88,7 @@ def mixed_run(
     budget = None
     if home.startswith("host"):
         with small_buckets(lambda plan: plan), pytest.raises(elixir.NoFeasiblePlan) as raised:
-            loss_of(mixed_of(model, dtype, adam, device_memory=1).compiled, batch)
+            loss_of(mixed_of(model, dtype, adam, device_memory=1, micro_batches=1).compiled, batch)
         budget = int(1.05 * raised.value.needed_bytes)
     with nan_staging(), small_buckets(lambda plan: placed(plan, home, share, update)):
         yield mixed_of(model, dtype, adam, device_memory=budget, **options)

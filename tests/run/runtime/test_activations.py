@@ -12,16 +12,18 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import elixir_compile as elixir
 from elixir_compile.analysis import Depth, Group
+from elixir_compile.analysis.timeline import plan_timeline
 from elixir_compile.capture.modules import executor_of
 from elixir_compile.errors import ActivationsGone
-from elixir_compile.ir import Saving
+from elixir_compile.ir import Phase, Saving
 from elixir_compile.managed import programs
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import live_slab_bytes
 from tests.fx.handmade import CHOICES, from_host, keep, layers_by_saving, mix, offload, planned, to_depth
 from tests.run.models import Block, Stack, hf_batches, seeded, small_gpt2, vectors
-from tests.run.training import Run, assert_same, by_elixir, by_torch, plain_step
+from tests.run.training import Run, assert_same, by_elixir, by_torch, loss_of, plain_step
 
 
 def executor(run: Run) -> Executor:
@@ -220,6 +222,19 @@ def test_an_exception_between_forward_and_backward_leaks_nothing(monkeypatch: py
 
 def _fail(loss: torch.Tensor) -> None:
     raise ZeroDivisionError(str(loss.item()))
+
+
+def test_views_of_activations_that_are_not_saved_hold_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of GPT-2 ends with the transposes of the saved inputs of all products."""
+    ids = torch.randint(128, (16, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    with planned(monkeypatch, to_depth(Depth.POINTWISE)):
+        run = by_elixir(small_gpt2()).train([batch])
+    record = elixir.measure_step(lambda: loss_of(run.compiled, batch))
+    (compilation,) = elixir.compilations(run.model)
+    num_ops = sum(op.phase is Phase.FORWARD for op in compilation.graph.ops)
+    planned_bytes = max(plan_timeline(compilation.graph, compilation.plan).live_bytes[:num_ops])
+    assert record.device_peak_bytes == pytest.approx(planned_bytes, rel=0.01)
 
 
 def test_a_backward_whose_ticket_was_packed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
