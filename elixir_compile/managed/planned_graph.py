@@ -158,8 +158,8 @@ class PlannedGraph:
     def _plan_beside(self, own: Captured, graph: StepGraph, external: ExternalUsage) -> "PlannedGraph | None":
         executor, beside_bytes = self._executor, external.outstanding_bytes
         outdated = self._earlier.outdated(self, self._graphs, graph)
-        is_alone = outdated is not None or self._shortage.wants_plan
-        before = None if is_alone else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
+        is_new = outdated is not None or self._shortage.wants_plan
+        before = None if is_new else self._earlier.in_force(self, self._graphs, graph, beside_bytes)
         if before is not None:
             self.planner.take_over(before.planner)
             self._staying.take_over(before._staying)
@@ -313,16 +313,16 @@ class PlannedGraph:
 
     def _needs_plan(self, args: Sequence[Any]) -> bool:
         """Return whether `args` or the activations of outstanding forwards outgrew the plan, or a bucket was moved."""
-        executor, active = self._executor, self.active
+        executor, active, plan = self._executor, self.active, self.active.plan
         is_crowded = not self.is_inference and executor.saved.held_bytes() > active.beside_bytes
         if is_crowded and self.runs.offloads_first:
             is_crowded = not executor.saved.offload_outstanding()
-        plan, may_adopt = active.plan, active.generation < 0
         may_stay = executor.buckets.generation in (active.generation, active.moves_at)
-        may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=may_adopt)
-        is_short = is_crowded or (not self.is_inference and self._staying.is_missing_in(plan))
-        is_due = self._shortage.wants_plan or self._earlier.outdated(self, self._graphs, active.graph) is not None
-        return bool(self.planner.sizes.grown(active.captured, args)) or is_short or is_due or not may_stay
+        may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
+        is_short = self._shortage.wants_plan or (not self.is_inference and self._staying.is_missing_in(plan))
+        is_back = self._earlier.outdated(self, self._graphs, active.graph) is not None
+        has_grown = bool(self.planner.sizes.grown(active.captured, args))
+        return has_grown or is_crowded or is_short or is_back or not may_stay
 
     def _join(self, graph_set_digest: str) -> bool:
         """Change to the plan made for the graphs of `graph_set_digest`; return whether it exists."""
