@@ -324,34 +324,23 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 class OutOfDeviceMemory(ElixirError, MemoryError):
     """The device ran out of memory in an early step of `graph`, again after a new plan with less memory.
 
-    The plan needs `planned_bytes` of `budget_bytes`; the allocator had `allocated_bytes` in tensors and held
-    `reserved_bytes`. `largest` has the bytes of the largest tensors at the peak of the plan, by name.
+    `largest` has the bytes of the largest tensors at the peak of the plan; torch held `reserved_bytes`.
     """
 
     def __init__(
-        self,
-        graph: str,
-        budget_bytes: int,
-        planned_bytes: int,
-        allocated_bytes: int,
-        reserved_bytes: int,
-        largest: Mapping[str, int],
+        self, graph: str, budget_bytes: int, planned_bytes: int, reserved_bytes: int, largest: Mapping[str, int]
     ) -> None:
-        super().__init__(graph, budget_bytes, planned_bytes, allocated_bytes, reserved_bytes, dict(largest))
-        self.graph = graph
-        self.budget_bytes = budget_bytes
-        self.planned_bytes = planned_bytes
-        self.allocated_bytes = allocated_bytes
-        self.reserved_bytes = reserved_bytes
-        self.largest = dict(largest)
+        super().__init__(graph, budget_bytes, planned_bytes, reserved_bytes, dict(largest))
+        self.graph, self.largest = graph, dict(largest)
+        self.budget_bytes, self.planned_bytes, self.reserved_bytes = budget_bytes, planned_bytes, reserved_bytes
 
     def __str__(self) -> str:
-        tensors = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.largest.items())
-        held = f"{format_bytes(self.allocated_bytes)} in tensors, {format_bytes(self.reserved_bytes)} held by torch"
+        largest = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.largest.items())
+        numbers = map(format_bytes, (self.planned_bytes, self.budget_bytes, self.reserved_bytes))
+        used = "{} of {} planned, {} held by torch".format(*numbers)
         return (
-            f"{self.graph} ran out of device memory although its plan needs {format_bytes(self.planned_bytes)} of "
-            f"{format_bytes(self.budget_bytes)} ({held}). Largest tensors at its peak: {tensors}. Lower device_memory, "
-            "or set PYTORCH_ALLOC_CONF=expandable_segments:True, which avoids unusable gaps between tensors."
+            f"{self.graph} ran out of device memory ({used}). Largest tensors at the planned peak: {largest}. Lower "
+            "device_memory, or set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
 
 

@@ -121,13 +121,11 @@ class EarlyShortage:
         return max(0, allocated_bytes - own_bytes(self._executor))
 
     def _explained(self, active: ActivePlan) -> OutOfDeviceMemory:
-        memory = platform_of(self._executor.device).memory(self._executor.device)
         return OutOfDeviceMemory(
             self._name,
             active.plan.budget_bytes,
             active.plan.prediction.device_peak_bytes,
-            0 if memory is None else memory.allocated_bytes,
-            0 if memory is None else memory.reserved_bytes,
+            platform_of(self._executor.device).reserved_bytes(self._executor.device),
             largest_tensors(active),
         )
 

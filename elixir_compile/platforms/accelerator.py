@@ -14,7 +14,10 @@ from elixir_compile.platforms.platform import Memory, Platform
 
 
 class AcceleratorPlatform(Platform):
-    """Accelerators of a type for which torch has streams, such as XPU."""
+    """Accelerators of a type for which torch has streams, such as XPU.
+
+    It has more than 20 methods, because each answer of torch about a device is one.
+    """
 
     @property
     def has_own_memory(self) -> bool:

@@ -22,7 +22,10 @@ class Memory:
 
 
 class Platform:
-    """The devices of one type, here the CPU: it computes in the memory of the host, and copies are synchronous."""
+    """The devices of one type, here the CPU: it computes in the memory of the host, and copies are synchronous.
+
+    It has more than 20 methods, because each answer of torch about a device is one.
+    """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type

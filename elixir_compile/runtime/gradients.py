@@ -268,7 +268,7 @@ class GradientAccumulator:
         self._refuse_double()
         leaving = [slot if slot is not None and backward.goes_through_autograd(slot) else None for slot in made]
         if any(slot is not None for slot in leaving):
-            self._lanes.d2h.synchronize()
+            self._wait_for_copies()
         with torch.no_grad():
             return [None if slot is None else self._handed(backward, slot) for slot in leaving]
 
@@ -287,6 +287,12 @@ class GradientAccumulator:
             widen_sum(slot.param, grad.dtype, self._new_fp32_sum(slot))
         return as_dtensor(grad, slot.param)
 
+    def _wait_for_copies(self) -> None:
+        """Wait until gradients are on the host. Raises PeerFailed if a collective before them has failed."""
+        if self._ranks is not None:
+            self._ranks.unfinished.settle()
+        self._lanes.d2h.synchronize()
+
     # The end of a backward.
 
     @torch.no_grad()
@@ -295,7 +301,7 @@ class GradientAccumulator:
         if backward is None:  # The backward raised an exception and was abandoned.
             return
         backward.reducing.clear()
-        self._lanes.d2h.synchronize()
+        self._wait_for_copies()
         backward.arriving.clear()
         self._lanes.h2d.synchronize()
         self._saved.end()

@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 FILES = tuple(sorted(path.name for path in FOLDER.glob("on_device_*.py")))
-AT_MOST_S = 900
+AT_MOST_S = 1800
 
 
 def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,10 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.optim import master_adamw
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded
 from tests.run.training import by_elixir, plain_step, planned_peak_bytes
@@ -72,3 +74,17 @@ def test_timing_regions_reseeds_no_generator(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "manual_seed", seeded_again)
     run.train([batch])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_masters_on_the_device_are_updated_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master_adamw, "_BLOCK", 1 << 12)
+    model = elixir.prepare(nn.Linear(256, 256, bias=False).to(DEVICE), param_dtype="bfloat16")
+    optimizer = elixir.HybridAdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(torch.randn(4, 256, device=DEVICE, dtype=torch.bfloat16)).sum().backward()
+        before = torch.accelerator.memory_allocated(DEVICE)
+        torch.accelerator.reset_peak_memory_stats(DEVICE)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Gradients are 128 KiB; the temporaries of a whole parameter would be 256 KiB each.
+    assert torch.accelerator.max_memory_allocated(DEVICE) - before < 8 * 4 * (1 << 12)

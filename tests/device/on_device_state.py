@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.cli import demo
 from elixir_compile.measure.machine import measure_machine, rates
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded, vectors
@@ -116,3 +117,11 @@ def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.device.memory_bytes == fakegpu.MEMORY_BYTES
     assert cluster.device.name == fakegpu.NAME
     assert min(cluster.h2d.bytes_per_s, cluster.d2h.bytes_per_s) > 0
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SHAPE", demo.Shape(num_layers=3, width=64, num_heads=2, context=32))
+    real, eager = torch.compile, {"inner": "aot_eager", "plan_cache": False}
+    monkeypatch.setattr(torch, "compile", lambda *model, options, **more: real(*model, options=options | eager, **more))
+    assert demo.run_demo(text=None, num_steps=4) == 0

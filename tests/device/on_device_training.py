@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elixir_compile.ir import Update
+from elixir_compile.runtime.lanes.accelerator import Accelerator
 from tests.device import fakegpu
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import Run, assert_offloads, assert_same, by_elixir, by_torch, on_host, tight_bytes
@@ -69,3 +70,11 @@ def test_update_modes_under_late_copies_change_nothing(home: str, update: Update
             runs.append(run.train(batches()))
     for run in runs[1:]:
         assert_same(runs[0], run)
+
+
+@pytest.mark.slow
+def test_a_compute_that_does_not_wait_for_copies_reads_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a missing wait of the runtime fails these tests."""
+    options = {"device_memory": tight_bytes(model(), batches()[0], **PLAIN)}
+    monkeypatch.setattr(Accelerator, "compute_waits", lambda lanes, event: None)
+    assert trained(fakegpu.LATE, **options).losses[0].isnan()

@@ -10,6 +10,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from elixir_compile.capture.modules import executor_of
 from elixir_compile.ir import Plan, Tier
 from elixir_compile.ir.record import Record
 from elixir_compile.managed import graph_planner
+from elixir_compile.managed.step_profiler import own_bytes
 from elixir_compile.options import Options
+from elixir_compile.platforms import cores_beside
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.slab import Slab, _pin, is_slab_memory
 from elixir_compile.search import Problem, plan
@@ -459,3 +462,90 @@ def test_a_refused_pin_warns_and_breaks_nothing() -> None:
     with pytest.warns(elixir.ElixirWarning, match="refused to pin"):
         assert _pin(slab.tensor(torch.uint8, (1,), 0).data_ptr(), slab.nbytes) is None
     assert torch.ones(8, device="cuda").sum().item() == 8
+
+
+def test_attention_with_dropout_keeps_its_seed_on_the_host() -> None:
+    """fp32 attention with dropout is memory-efficient attention, whose backward reads its seed on the host."""
+    model = seeded(Attention).cuda().train()
+    batches = [torch.randn(2, 64, 128, device="cuda") for _ in range(3)]
+    options = {"activations": "offload", "planner": "greedy"}
+    got = by_elixir(model, device_memory=tight_bytes(model, batches[0], **options), **options)
+    got.train(batches)
+    assert_offloads(got)
+    by_elixir(model, profile_regions=True, planner="greedy").train(batches)
+
+
+class Attention(nn.Module):
+    """Two layers of attention with dropout, each with an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(128, 384), "out": nn.Linear(128, 128)}) for _ in "ab"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            heads = layer["qkv"](x).unflatten(-1, (3, 4, 32)).permute(2, 0, 3, 1, 4)
+            seen = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1)
+            x = x + layer["out"](seen.transpose(1, 2).flatten(2))
+        return x.square().mean()
+
+
+def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
+    model, batches = stack(), [torch.randn(1 << 14, WIDTH, device="cuda") for _ in range(3)]
+    expected = by_torch(model).train(batches)
+    torch.cuda.empty_cache()
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    peak_bytes = planned_peak_bytes(by_elixir(model).train(batches[:1]))
+    allowed_bytes = torch.cuda.memory_allocated() + peak_bytes // 2
+    run = by_elixir(model, device_memory=4 * peak_bytes)
+    torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
+    try:
+        run.train(batches)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert_close(expected, run)
+
+
+def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
+    before = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del before
+    peak_bytes = torch.cuda.max_memory_allocated()
+    assert peak_bytes >= 1 << 30
+    run = by_elixir(stack(), profile_regions=True, report=True).train(inputs(9))
+    elixir.measure_step(lambda: run.compiled(inputs(1)[0]).backward())
+    assert torch.cuda.max_memory_allocated() == peak_bytes
+
+
+def test_workspaces_of_attention_are_within_the_planned_peak() -> None:
+    model = seeded(Attention).cuda().bfloat16().eval()
+    batches = [torch.randn(4, 512, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    run = by_elixir(model, profile_regions=True, planner="greedy").train(batches)
+    beside_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"] - own_bytes(executor_of(run.model))
+    record = elixir.measure_step(lambda: plain_step(run.compiled, run.optimizer, batches[0]))
+    assert record.device_peak_bytes - beside_bytes <= planned_peak_bytes(run) + (1 << 16)
+
+
+def test_pinned_pages_are_on_the_node_of_the_device_and_no_fork_copies_them() -> None:
+    beside = cores_beside(torch.device("cuda", torch.cuda.current_device()))
+    slab = Slab(1 << 24, pin=True)
+    start = slab.tensor(torch.uint8, (1,), 0).data_ptr()
+    lines = Path("/proc/self/numa_maps").read_text(encoding="ascii").splitlines()
+    nodes = [line for line in lines if line.startswith(f"{start:x} ")]
+    if beside and nodes:
+        placed = [word.partition("=")[0] for word in nodes[0].split() if word.startswith("N")]
+        assert len(placed) == 1
+
+
+def test_a_parameter_at_an_odd_address_is_copied_to_an_aligned_one() -> None:
+    model = stack()
+    memory = torch.zeros(model.head.weight.numel() + 1, device="cuda")
+    model.head.weight = nn.Parameter(memory[1:].view_as(model.head.weight).copy_(model.head.weight.detach()))
+    assert model.head.weight.data_ptr() % 16 == 4
+    expected = by_torch(model).train(inputs(1))
+    compiled = torch.compile(elixir.prepare(model), backend="elixir")
+    loss = loss_of(compiled, inputs(1)[0])
+    loss.backward()
+    assert model.head.weight.data_ptr() % 16 == 0
+    torch.testing.assert_close(loss, expected.losses[0], rtol=LOSS_RTOL, atol=0.0)

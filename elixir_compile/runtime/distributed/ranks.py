@@ -29,6 +29,7 @@ from elixir_compile.platforms import platform_of
 from elixir_compile.runtime.distributed.control import ControlChannel, apart, new_control_channel
 from elixir_compile.runtime.distributed.errors import PeerFailed
 from elixir_compile.runtime.distributed.exchange import Exchange, messenger_of, scale_by_weight
+from elixir_compile.runtime.distributed.unfinished import UnfinishedCollectives
 from elixir_compile.runtime.lanes import CopyLane
 from elixir_compile.runtime.ledger import Ledger
 
@@ -62,6 +63,8 @@ class Collective:
         self._ranks.under_way.pop(self, None)
         with self._ranks.control.raising_peer_failed(self.what):
             self.work.wait()
+        last = self.work.mean if isinstance(self.work, _MeanOfCopies) else self.work
+        self._ranks.unfinished.add(last, self.what)
 
 
 class _MeanOfCopies:
@@ -78,16 +81,16 @@ class _MeanOfCopies:
         lane: CopyLane,
     ) -> None:
         self._reduced, self._own, self._group = reduced, own, group
-        self._mean: distributed.Work | None = None
+        self.mean: distributed.Work | None = None
         if lane.is_asynchronous:
             with lane.beside_compute():
                 reduced.wait()
-                self._mean = distributed.all_reduce(own, distributed.ReduceOp.AVG, group, async_op=True)
+                self.mean = distributed.all_reduce(own, distributed.ReduceOp.AVG, group, async_op=True)
 
     def wait(self) -> None:
         """Make work that is issued from now on wait for it. Raises RuntimeError if a rank is dead or silent."""
-        if self._mean is not None:
-            self._mean.wait()
+        if self.mean is not None:
+            self.mean.wait()
             return
         self._reduced.wait()
         apart(lambda: distributed.all_reduce(self._own, distributed.ReduceOp.AVG, self._group))
@@ -117,6 +120,8 @@ class Ranks:
         self._is_weighed = False
         self.reduces_in_fp32 = False
         """Whether gradients of parameters with a master are averaged in fp32, and stay in it."""
+        self.unfinished = UnfinishedCollectives(self.control)
+        """The collectives for which only a stream waits."""
         self.under_way: dict[Collective, None] = {}
         """The collectives that were started and not waited for, in order."""
 
@@ -203,6 +208,7 @@ class Ranks:
             except PeerFailed as error:
                 log.warning("After an exception, %s did not arrive: %s", collective.what, error)
                 self.under_way.clear()
+                self.unfinished.clear()
 
     def reduce_scatter(self, own: torch.Tensor, rows: torch.Tensor, what: str) -> Collective:
         """Start filling `own` with this rank's row of the mean of `rows` over the ranks of the mesh's last axis.

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.cli import demo
 from elixir_compile.ir import Update
 from tests.run.models import Stack, seeded, vectors
 from tests.run.training import assert_same, by_elixir, by_elixir_unprepared, hybrid_adamw, tight_bytes
 from tests.run.updating import assert_equal, hybrid_run, ladder, rows
+
+EAGER = {"inner": "aot_eager", "plan_cache": False}
 
 
 @contextmanager
@@ -90,3 +94,16 @@ def test_a_first_call_prepares_and_clips_under_another_default_device() -> None:
     assert torch.equal(torch.stack(norms[:2]), torch.stack(norms[2:]))
     state = copy.deepcopy(runs[0].model.state_dict())
     assert all(torch.equal(state[name], value) for name, value in runs[1].model.state_dict().items())
+
+
+def test_the_demo_under_another_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SHAPE", demo.Shape(num_layers=2, width=32, num_heads=2, context=16))
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *model, options, **more: real(*model, options=options | EAGER, **more))
+    runs = []
+    for name in ("cpu", "meta"):
+        torch._dynamo.reset()
+        with default_device(name):
+            text = bytes(range(256))
+            runs.append(demo._train(text, num_steps=2, device="cpu", budget_bytes=None, console=Console(quiet=True)))
+    assert runs[0].losses == runs[1].losses
