@@ -124,6 +124,9 @@ _TUNE = Annotated[
 _TOKENS = Annotated[
     str | None, typer.Option(help="With --tune: tokens of an optimizer step on all devices: 524288, 500k or 0.5M.")
 ]
+_ACCUMULATE = Annotated[
+    bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
+]
 _JSON = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _MODEL = "gpt2-4b, llama-7b, ...; path.py:function; or a Hugging Face config file or folder."
 
@@ -146,9 +149,7 @@ def plan(
         str | None, typer.Option(help="Micro-batches of each layer: fit, auto, or a number that divides the batch.")
     ] = None,
     activations: _ACTIVATIONS = None,
-    accumulate: Annotated[
-        bool, typer.Option("--accumulate", help="Count gradients that stay between micro-batches of a step.")
-    ] = False,
+    accumulate: _ACCUMULATE = False,
     planner: Annotated[str | None, typer.Option(help="milp, greedy, or a rule to compare with.")] = None,
     search_timeout: Annotated[float | None, typer.Option(help="Seconds to search at most.")] = None,
     state_bytes: _STATE_BYTES = None,
